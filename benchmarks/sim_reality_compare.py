@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean
 
 import numpy as np
 
-from benchmarks.sim_reality_runs import NODE_EVERY, Contestant, RealRun
+from benchmarks.sim_reality_contestants import Contestant
+from benchmarks.sim_reality_runs import NODE_EVERY, RealRun
 from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.sim.cluster import Cluster
 from moe_ckpt.sim.failures import Event, Failures, Poisson
+from moe_ckpt.sim.iteration import pipeline_slots
+from moe_ckpt.sim.lives import Restarts
 from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
 from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.scenario import Outcome
+from moe_ckpt.sim.scenario import Outcome, Scenario
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.traces import Trace
 
@@ -30,6 +34,7 @@ class Told:
     lost: iterations that failures undid, and parts of iterations.
     down: from a kill to an iteration of usual length; loading and computing again are in it.
     slowed: what remains: iterations waited for checkpoints, or took longer than one without.
+    again: rank-iterations that were computed a second time.
     """
 
     steps: int
@@ -39,21 +44,25 @@ class Told:
     slowed: float
     snapshot_bytes: float
     plt: float
+    again: int
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """iteration_secs: as simulated. stall_secs: measured waits, part of ``slowed``. restarts: seconds of each.
+    """clean_secs: of an iteration without checkpoints and failures. iteration_secs: as simulated. stall_secs: measured
+        waits, part of ``slowed``. restarts: seconds of each.
     nearby: ETTR of simulations in which each kill comes up to ``NEARBY_SECS`` sooner or later, in order: where between
         two checkpoints a kill falls is luck, and this is how much of it there is.
     spread: ETTR of simulations with other failures of the same mean, in order; none where a restart takes longer than
         that on this machine, for such a run would never advance.
+    anew: ETTR of the same failures, simulated with new processes after each; None where there are new ones anyway.
     """
 
     name: str
     title: str
     secs: float
     kills: tuple[float, ...]
+    clean_secs: float
     restarts: tuple[float, ...]
     iteration_secs: float
     stall_secs: float
@@ -61,6 +70,7 @@ class Comparison:
     simulated: Told
     nearby: tuple[float, ...]
     spread: tuple[float, ...]
+    anew: float | None = None
 
     @property
     def difference(self) -> float:
@@ -80,9 +90,11 @@ class Comparison:
 def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs: float) -> Comparison:
     """clean_secs: length of an iteration without checkpoints and failures, for the ETTR of both sides."""
     profile = read_profile(real.profile_path)
-    same = simulated(contestant, profile, real, _trace(real))
-    moved = [simulated(contestant, profile, real, _trace(real, seed)) for seed in range(1, SEEDS + 1)]
-    seeds = range(1, SEEDS + 1) if mtbf_secs > (profile.restarts.set_up_secs or 0.0) + _handover_secs(real) else ()
+    same = simulated(contestant, profile, real, trace(contestant, real))
+    moved = [simulated(contestant, profile, real, trace(contestant, real, seed)) for seed in range(1, SEEDS + 1)]
+    cluster = cluster_of(contestant, profile, real)
+    down_secs = cluster.detect_secs + max(cluster.restart_secs, cluster.in_place_secs or 0.0)
+    seeds = range(1, SEEDS + 1) if mtbf_secs > down_secs else ()
     share = (1 - 1 / NODE_EVERY if contestant.loses_nodes else 1.0) if contestant.memory else 0.0
     drawn = Poisson(mtbf_secs, process_share=share)
     others = [simulated(contestant, profile, real, drawn, seed) for seed in seeds]
@@ -91,6 +103,7 @@ def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs:
         title=contestant.title,
         secs=real.secs,
         kills=real.kills,
+        clean_secs=clean_secs,
         restarts=tuple(_downs(real, 0.0)),
         iteration_secs=same.iteration_secs,
         stall_secs=real.stall_secs,
@@ -98,33 +111,75 @@ def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs:
         simulated=_of(same, real.secs, clean_secs),
         nearby=_ettrs(moved, real.secs, clean_secs),
         spread=_ettrs(others, real.secs, clean_secs),
+        anew=_anew(contestant, profile, real, clean_secs) if contestant.in_place else None,
     )
 
 
-def simulated(contestant: Contestant, profile: RunProfile, real: RealRun, failures: Failures, seed: int = 0) -> Outcome:
-    """The run as the library's policy and the run's own profile have it.
+def _anew(contestant: Contestant, profile: RunProfile, real: RealRun, clean_secs: float) -> float:
+    cluster = replace(cluster_of(contestant, profile, real), in_place_secs=None)
+    found = simulated(contestant, profile, real, trace(contestant, real), cluster=cluster)
+    return found.steps * clean_secs / real.secs
 
-    A profile does not know when a process was killed. That the parent needs some milliseconds to start the next one
-    is measured here.
+
+def simulated(
+    contestant: Contestant,
+    profile: RunProfile,
+    real: RealRun,
+    failures: Failures,
+    seed: int = 0,
+    cluster: Cluster | None = None,
+) -> Outcome:
+    """The run as the library's policy and the run's own profile have it. cluster: None for the run's own."""
+    settings = {"when_busy": "skip" if contestant.loop is None else "wait", **contestant.memory}
+    system = System(contestant.title, contestant.policy, **settings)
+    cluster = cluster or cluster_of(contestant, profile, real)
+    scenario = scenario_from(profile, failures, system, real.secs, seed, cluster=cluster)
+    return simulate(piped(scenario, contestant))
+
+
+def cluster_of(contestant: Contestant, profile: RunProfile, real: RealRun) -> Cluster:
+    """The machine as the profile has it, and what that does not know: the time from a kill to the start of the next
+    life, which is measured here, and which ranks are one node.
+
+    In place, the first life tells what a start of all processes takes, and the others what those that stay need.
     """
-    cluster = profile.cluster(detect_secs=_handover_secs(real))
-    system = System(contestant.title, contestant.policy, when_busy="skip", **contestant.memory)
-    return simulate(scenario_from(profile, failures, system, real.secs, seed, cluster=cluster))
+    known: dict[str, float] = {"detect_secs": _handover_secs(real)}
+    if contestant.nodes > 1:
+        known |= {"nodes": contestant.nodes, "gpus_per_node": contestant.ranks // contestant.nodes}
+    if contestant.in_place:  # a life ends when its state is sealed and its groups are gone
+        begun = (life.started_unix_secs - real.began_unix_secs for life in profile.lives[1:])
+        known["detect_secs"] = mean(max(0.0, at - kill) for at, kill in zip(begun, real.kills, strict=True))
+        known["restart_secs"] = Restarts(profile.lives[:1], profile.pace).set_up_secs or 0.0
+        known["in_place_secs"] = profile.restarts.set_up_secs or 0.0
+    return profile.cluster(**known)
+
+
+def piped(scenario: Scenario, contestant: Contestant) -> Scenario:
+    """A profile does not know micro-batches: how long a pipeline stage takes alone, without the pipeline's bubbles."""
+    loop = contestant.loop
+    if loop is None or loop.stages == 1:
+        return scenario
+    share = loop.microbatches / pipeline_slots(loop.stages, loop.microbatches)
+    sequences = scenario.batch.sequences - scenario.batch.sequences % loop.microbatches
+    batch = replace(scenario.batch, sequences=sequences, micro_sequences=sequences // loop.microbatches)
+    iteration = replace(scenario.iteration, stage_secs=share * scenario.iteration.open_secs)
+    return replace(scenario, batch=batch, iteration=iteration)
 
 
 def _ettrs(outcomes: Iterable[Outcome], secs: float, clean_secs: float) -> tuple[float, ...]:
     return tuple(sorted(one.steps * clean_secs / secs for one in outcomes))
 
 
-def _trace(real: RealRun, seed: int | None = None) -> Trace:
-    """The only node dies, and is there again, or only its process does. seed: moves each kill by ``NEARBY_SECS``."""
+def trace(contestant: Contestant, real: RealRun, seed: int | None = None) -> Trace:
+    """A node dies, and is there again, or only a process on it. seed: moves each kill by ``NEARBY_SECS``."""
     kills = real.kills
     if seed is not None:
         rng = np.random.Generator(np.random.PCG64(seed))
         kills = tuple(sorted(max(0.0, at + NEARBY_SECS * (2 * rng.random() - 1)) for at in kills))
     found: list[Event] = []
-    for at, node in zip(kills, real.took_node, strict=True):
-        found += [Event(at, 0), Event(at, 0, joins=True)] if node else [Event(at, 0, process=True)]
+    for at, rank, lost in zip(kills, real.victims, real.took_node, strict=True):
+        node = rank * contestant.nodes // contestant.ranks
+        found += [Event(at, node), Event(at, node, joins=True)] if lost else [Event(at, node, process=True)]
     return Trace(given=tuple(found))
 
 
@@ -137,13 +192,15 @@ def measured(real: RealRun, clean_secs: float) -> Told:
     steps, down, lost = final_step(real) - 1, sum(_downs(real, clean_secs)), _lost_secs(real, clean_secs)
     useful = steps * clean_secs
     slowed = real.secs - useful - lost - down
-    return Told(steps, useful / real.secs, lost, down, slowed, real.snapshot_bytes, real.plt)
+    return Told(steps, useful / real.secs, lost, down, slowed, real.snapshot_bytes, real.plt, real.again)
 
 
 def final_step(real: RealRun) -> int:
-    """Steps of the state at the end: the last that was done, or, in a restart, what it would have come back to."""
-    done = real.lives[-1].steps
-    return done[-1][0] if done else open_step(real.directory / "checkpoints")[1].step
+    """Steps of the state at the end: the last that was done, or, in a restart, what it came back to, or would have."""
+    last = real.lives[-1]
+    if last.steps:
+        return last.steps[-1][0]
+    return open_step(real.directory / "checkpoints")[1].step if last.from_step is None else last.from_step
 
 
 def _downs(real: RealRun, clean_secs: float) -> Iterable[float]:
@@ -159,7 +216,7 @@ def _lost_secs(real: RealRun, clean_secs: float) -> float:
     for life in real.lives:
         if life.steps:
             undone += max(0, reached - (life.steps[0][0] - 1))
-            parts += min(life.killed - life.steps[-1][1], clean_secs)
+            parts += max(0.0, min(life.killed - life.steps[-1][1], clean_secs))
             reached = life.steps[-1][0]
     if not real.lives[-1].steps:
         undone += max(0, reached - final_step(real))
@@ -181,4 +238,5 @@ def _of(outcome: Outcome, secs: float, clean_secs: float) -> Told:
         slowed=secs - useful - lost - down,
         snapshot_bytes=outcome.total_bytes_per_step * iterated,
         plt=outcome.plt,
+        again=outcome.steps_again,
     )

@@ -25,6 +25,7 @@ ROWS = (
     ("slowed, s", "slowed", "{:.1f}", 1.0),
     ("snapshots, MB", "snapshot_bytes", "{:.0f}", 1e6),
     ("PLT, %", "plt", "{:.3f}", 0.01),
+    ("rank-iterations again", "again", "{:.0f}", 1.0),
 )
 
 
@@ -33,7 +34,7 @@ def cells(told: Told) -> list[str]:
     return [form.format(getattr(told, name) / unit) for _, name, form, unit in ROWS]
 
 
-def table(found: Sequence[Comparison], clean_secs: float) -> Iterator[Table | str]:
+def table(found: Sequence[Comparison]) -> Iterator[Table | str]:
     """For the terminal: measured and simulated side by side."""
     made = Table(title="Measured | simulated from the run's own profile, same kills", title_justify="left")
     made.add_column("")
@@ -46,17 +47,18 @@ def table(found: Sequence[Comparison], clean_secs: float) -> Iterator[Table | st
     yield made
     for one in found:
         yield summary(one)
-    yield f"iteration without checkpoints: {clean_secs * 1e3:.1f} ms"
 
 
 def summary(one: Comparison) -> str:
     """In a line: the difference, and what other failures of the same mean would do."""
     parts = ", ".join(f"{name} {part:+.2%}" for name, part in one.parts.items())
+    anew = "" if one.anew is None else f"; simulated with new processes after each kill, the ETTR is {one.anew:.4f}"
     return (
         f"{one.title}: simulated ETTR {one.difference:+.2%} of the measured one ({parts}); {len(one.kills)} kills, "
         f"restarts {min(one.restarts, default=0):.1f} to {max(one.restarts, default=0):.1f} s. Simulated with each "
         f"kill up to {NEARBY_SECS:g} s sooner or later {_spread(one.nearby)}; with other kills of the same mean "
-        f"{_spread(one.spread)}. Waits measured {one.stall_secs:.2f} s"
+        f"{_spread(one.spread)}. Waits measured {one.stall_secs:.2f} s; an iteration without checkpoints and failures "
+        f"takes {one.clean_secs * 1e3:.1f} ms{anew}"
     )
 
 
@@ -66,7 +68,7 @@ def _spread(ettrs: Sequence[float]) -> str:
     return f"{mean(ettrs):.4f} ± {stdev(ettrs):.4f} ({ettrs[0]:.3f} to {ettrs[-1]:.3f})"
 
 
-def write(path: Path, found: Sequence[Comparison], clean_secs: float, settings: Mapping[str, Any]) -> None:
+def write(path: Path, found: Sequence[Comparison], settings: Mapping[str, Any]) -> None:
     """``path`` and the .md beside it. Names no path of this machine."""
     known = ("minutes", "mtbf", "policies", "seed", "calibration")
     body = {
@@ -74,11 +76,10 @@ def write(path: Path, found: Sequence[Comparison], clean_secs: float, settings: 
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "settings": {name: settings[name] for name in known},
-        "iteration_secs": clean_secs,
         "runs": [{**asdict(one), "difference": one.difference, "parts": one.parts} for one in found],
     }
     path.write_text(json.dumps(body, indent=1) + "\n")
-    path.with_suffix(".md").write_text("\n".join(_markdown(found, clean_secs, body)) + "\n")
+    path.with_suffix(".md").write_text("\n".join(_markdown(found, body)) + "\n")
 
 
 def machine() -> dict[str, Any]:
@@ -101,16 +102,18 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _markdown(found: Sequence[Comparison], clean_secs: float, body: Mapping[str, Any]) -> Iterator[str]:
+def _markdown(found: Sequence[Comparison], body: Mapping[str, Any]) -> Iterator[str]:
     settings, host = body["settings"], body["machine"]
+    policies = " ".join(settings["policies"])
     yield "# Simulator against reality"
     yield ""
     yield (
         f"Written by `python benchmarks/sim_reality.py --minutes {settings['minutes']:g} --mtbf {settings['mtbf']:g} "
-        f"--seed {settings['seed']}` on {host['cpus']} processors ({host['processor']}), Python {host['python']}, "
-        f"torch {host['torch']}, load of the last 15 minutes {host['load']}. An iteration without checkpoints and "
-        f"failures takes {clean_secs * 1e3:.1f} ms. Each run was killed by SIGKILL {len(found[0].kills)} times in "
-        f"{found[0].secs:.0f} s, and is simulated from the profile it wrote, with kills at the same moments."
+        f"--seed {settings['seed']} --policies {policies}` on {host['cpus']} processors "
+        f"({host['processor']}), Python {host['python']}, "
+        f"torch {host['torch']}, load of the last 15 minutes {host['load']}. Each run was killed by SIGKILL "
+        f"{len(found[0].kills)} times in {found[0].secs:.0f} s, and is simulated from the profile it wrote, with kills "
+        "at the same moments."
     )
     yield ""
     yield "| | " + " | ".join(f"{one.title} | simulated" for one in found) + " |"

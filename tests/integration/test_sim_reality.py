@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import sim_reality
-from benchmarks.sim_reality_compare import compare, final_step, measured
-from benchmarks.sim_reality_runs import CONTESTANTS, Life, RealRun, kill_times, run
+from benchmarks.sim_reality_compare import compare, final_step, measured, piped, trace
+from benchmarks.sim_reality_contestants import CONTESTANTS
+from benchmarks.sim_reality_runs import Life, RealRun, kill_times, run, steps_again
+from moe_ckpt.sim.failures import Event
 from moe_ckpt.sim.profile import read_profile
+from tests.sim.builders import scenario
+from tests.support.inprocess_job import has_extension
+
+BY_NAME = {one.name: one for one in CONTESTANTS}
 
 
 def real_run(lives, secs=100.0, **more):
@@ -39,13 +46,54 @@ def test_what_was_seen_of_lives_adds_up():
     assert told.slowed == pytest.approx(0)
 
 
+def step(number, **more):
+    return {"step": number, "train/loss": 0.0, **more}
+
+
+def test_rank_iterations_that_were_done_before():
+    """Rank 0 is the witness. In the second life rank 1 alone goes back by two, in the third both do by one."""
+    witness = [[step(1), step(2), step(3)], [{"event": "training"}, step(4)], [step(4), step(5)]]
+    other = [[step(1), step(2)], [step(2), step(3), step(4)], [step(4)]]
+    assert steps_again([witness, other], 0) == 2 + 2
+    assert steps_again([witness], 0) == 1
+
+
+def test_who_fails_in_the_simulation():
+    real = real_run((), took_node=(False, True), victims=(1, 1))
+    real = replace(real, kills=(5.0, 9.0))
+    assert trace(BY_NAME["peers"], real).given == (
+        Event(5.0, 1, process=True),
+        Event(9.0, 1),
+        Event(9.0, 1, joins=True),
+    )
+    both = replace(real, took_node=(False, False), victims=(2, 0))
+    assert [event.node for event in trace(BY_NAME["localized"], both).given] == [2, 0], "a stage is a node"
+    assert [event.node for event in trace(BY_NAME["survivors"], real).given] == [0, 0, 0]
+    moved = trace(BY_NAME["localized"], both, seed=1).given
+    assert [0 < abs(event.at_secs - at) <= 2 for event, at in zip(moved, (5.0, 9.0), strict=True)] == [True, True]
+
+
+def test_a_stage_alone_has_no_bubbles():
+    """Eight micro-batches through four stages take eleven slots, of which one stage fills eight."""
+    known = scenario()
+    found = piped(known, BY_NAME["localized"])
+    assert found.iteration.stage_secs == pytest.approx(8 / 11 * known.iteration.open_secs)
+    assert found.batch.micro_batches(1) == 8
+    assert piped(known, BY_NAME["in_place"]) is known
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("contestant", CONTESTANTS, ids=lambda one: one.name)
 def test_simulation_is_near_a_run_that_was_killed(tmp_path, contestant):
+    if contestant.loop is not None:
+        pytest.importorskip("megatron.core", reason="pip install 'moe_ckpt[megatron]'")
+    if contestant.in_place and not has_extension():
+        pytest.skip("pip install 'moe_ckpt[inprocess]'")
     kills = (10.0, 34.0, 36.0)
     real = run(contestant, tmp_path / "run", kills, 62.0, seed=1)
     assert len(real.lives) == 4
-    assert all(asked <= sent < asked + 2 for asked, sent in zip(kills, real.kills, strict=True))
+    late = 20 if contestant.in_place else 2  # in place a kill waits until training is back
+    assert all(asked <= sent < asked + late for asked, sent in zip(kills, real.kills, strict=True))
     profile = read_profile(real.profile_path)
     assert sum(1 for life in profile.lives if life.steps) == sum(1 for life in real.lives if life.steps) >= 2
     assert final_step(real) > 0
@@ -55,6 +103,8 @@ def test_simulation_is_near_a_run_that_was_killed(tmp_path, contestant):
     assert found.real.down == pytest.approx(found.simulated.down, rel=0.4)
     assert sum(found.parts.values()) == pytest.approx(found.difference)
     assert found.real.snapshot_bytes == pytest.approx(found.simulated.snapshot_bytes, rel=0.3)
+    if contestant.name == "localized":
+        assert 0 < found.real.again <= 3 * 2 * 4, "three failures, one rank each, at most two windows"
 
 
 @pytest.mark.slow

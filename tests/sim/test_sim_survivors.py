@@ -80,10 +80,19 @@ def lost_tokens(policy, event):
 
 def test_experts_of_ranks_that_live_on_are_fresh():
     """Of a checkpoint of the newest step; only what the dead rank held a part of is as old as its copy."""
-    sealed, without = lost_tokens(MoC(k=1), killed(205.95))
+    sealed, without = lost_tokens(MoC(k=1), killed(205.85))
     assert 0 < sealed < without
-    sealed, without = lost_tokens(MoC(k=1), Event(205.95, 0))
+    sealed, without = lost_tokens(MoC(k=1), Event(205.85, 0))
     assert sealed == without, "every expert has a part on every node"
+
+
+def test_who_ends_an_update_alone_seals_the_next_step_which_joins_no_checkpoint():
+    """The update takes the last tenth of a second."""
+    sealed, without = lost_tokens(MoC(k=1), killed(205.95))
+    assert sealed == without > 0
+    again = (killed(205.95), killed(215.85)), (killed(205.85), killed(215.85))
+    both, one = (run(MoC(k=1), *events, parallel=SHARED, durable="peers").lost_tokens for events in again)
+    assert both > one, "of the second failure it is not known any more"
 
 
 def test_not_of_an_older_checkpoint():

@@ -17,8 +17,15 @@ import pytest
 from tests.integration.lives import free_port
 
 LIFE_SECS = 240.0
+
+
+def has_extension() -> bool:
+    """Whether it can be imported here."""
+    return None not in map(find_spec, ("nvidia_resiliency_ext", "defusedxml", "pynvml"))
+
+
 needs_extension = pytest.mark.skipif(
-    None in map(find_spec, ("nvidia_resiliency_ext", "defusedxml", "pynvml")),
+    not has_extension(),
     reason="nvidia-resiliency-ext is not installed: pip install 'moe_ckpt[inprocess]'",
 )
 

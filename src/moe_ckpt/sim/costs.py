@@ -14,6 +14,7 @@ from moe_ckpt.sim.model import Precision
 from moe_ckpt.sim.snapshot_bytes import Snapshot, SnapshotBytes
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.training import Iteration
+from moe_ckpt.sim.upstream_log import UpstreamLog
 
 
 class Costs:
@@ -62,6 +63,12 @@ class Costs:
     def copy_secs(self, snapshot: Snapshot) -> float:
         return snapshot.rank / self.copy_rate
 
+    @cached_property
+    def log(self) -> UpstreamLog:
+        """What the rank with most of it logs; nothing where all ranks go back."""
+        logged = self.iteration.boundary_bytes if self.system.rollback == "localized" else 0.0
+        return UpstreamLog(logged, self.system.upstream_bytes)
+
     def move_secs(self, snapshot: Snapshot) -> float:
         """Storage is shared by all, so it is their bytes together that count there; a peer's link is not."""
         if self.system.durable == "node":
@@ -73,7 +80,8 @@ class Costs:
         return snapshot.total / self.layout.cluster.storage_bytes_per_sec
 
     def stall_secs(self, snapshot: Snapshot) -> float:
-        """What training takes longer: also a wait, if the copy is longer than the time between two updates."""
+        """What training takes longer: also a wait, if the copy is longer than the time between two updates. An upstream
+        log adds none: the rate is what snapshots get beside it."""
         return max(0.0, self.copy_secs(snapshot) - self.iteration.open_secs) + self.drag_secs(snapshot)
 
     def drag_secs(self, snapshot: Snapshot) -> float:

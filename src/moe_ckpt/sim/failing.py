@@ -105,12 +105,14 @@ def _failures(events: Iterator[Event], spares: Spares) -> Iterator[_Failure]:
 class _Attempt:
     """One recovery of some neighbouring stages, or of all.
 
-    start: the failure that it answers. phases: (field of ``BookedSecs``, seconds), one after the other.
+    start: the failure that it answers. phases: (field of ``BookedSecs``, seconds), one after the other. again:
+        rank-iterations that it computes a second time, those that a failure undid included.
     """
 
     segment: Segment
     start: float
     phases: tuple[tuple[str, float], ...]
+    again: int = 0
 
     @property
     def end(self) -> float:
@@ -144,6 +146,8 @@ class Failing:
         self.fallbacks = 0
         self.recovered = dict.fromkeys(Tier, 0)
         """Recoveries, by the farthest tier that a rank loaded from."""
+        self.steps_again = 0
+        """Rank-iterations that were, or are to be, computed a second time; of recoveries that ended."""
         self.stranded = self.hopeless = False
 
     @property
@@ -169,7 +173,7 @@ class Failing:
             if failure.nodes or not self._survivors.have_everything(dead):
                 sealed = None
             source, tier = self._source(state, sealed)
-            local = local and source is not None and source.window is not None and tier is not Tier.STORAGE
+            local = local and source is not None and tier is not Tier.STORAGE and self._logged(state, source)
             if local and source is not None and source.window is not None:
                 attempts = self._local(attempts, state, source, source.window, tier, failure, ready)
             else:
@@ -187,6 +191,7 @@ class Failing:
             self.hopeless = begun >= FUTILE_FAILURES
         source, tier = self._source(state, sealed)
         self.recovered[tier] += source is not None
+        self.steps_again += sum(one.again for one in attempts)
         if local:
             state.track.drop()
         elif sealed is not None:
@@ -233,6 +238,12 @@ class Failing:
         if stored is not None:
             yield stored, Tier.STORAGE
 
+    def _logged(self, state: State, source: Durable) -> bool:
+        """Whether logs have all that a stage computes alone from there on."""
+        if source.window is None:
+            return False
+        return self._costs.log.reaches(self._recoveries.logged_steps(source.window, state.step - source.step))
+
     def _whole(
         self,
         state: State,
@@ -247,7 +258,10 @@ class Failing:
             repair = self._recoveries.logged(source.step - source.anchored_at, tier)
         elif source is not None:
             repair = self._recoveries.whole(source.window, state.counts, tier)
-        return _attempt(Segment(0, self._layout.parallel.pp - 1), failure.at_secs, ready, repair)
+        undone = state.step - (0 if source is None else source.step)
+        replayed = 0 if source is None or source.window is None else source.window.size - 1
+        again = (undone + replayed) * self._layout.parallel.ranks
+        return _attempt(Segment(0, self._layout.parallel.pp - 1), failure.at_secs, ready, repair, again)
 
     def _local(
         self,
@@ -266,9 +280,12 @@ class Failing:
         for failed in segments(stage for node in hit for stage in self._layout.stages_of(node)):
             joined = [one for one in attempts if one.end > at and one.segment.touches(failed)]
             segment = failed.joined(one.segment for one in joined)
-            repair = self._recoveries.local(window, state.counts, steps, segment.last - segment.first + 1, tier)
+            stages = segment.last - segment.first + 1
+            repair = self._recoveries.local(window, state.counts, steps, stages, tier)
+            alone = self._recoveries.logged_steps(window, steps)
+            again = alone * stages * self._layout.parallel.stage_ranks
             apart = [one for one in attempts if one not in joined]
-            attempts = [*apart, _attempt(segment, at, ready, repair)]
+            attempts = [*apart, _attempt(segment, at, ready, repair, again)]
         return attempts
 
     def _go_back(self, state: State, source: Durable | None, tier: Tier, dead: Collection[int]) -> None:
@@ -286,11 +303,12 @@ class Failing:
         # What a process kept in memory is there where its node is (two-level PEC).
         gone = np.isin(self._host_nodes, list(state.lost_memory.nodes)).any(axis=2)
         kept = in_memory or self._costs.system.durable == "storage"
-        # Of the same step as what survivors sealed, their experts join it.
-        sealed = self._survivors.experts(dead) if in_memory and not again else None
+        # Of the same step as what survivors sealed, their experts join it; those who end an update seal the next one.
+        is_same = in_memory and not again and not state.lost_memory.in_update
+        sealed = self._survivors.experts(dead) if is_same else None
         state.track.fail(source, np.logical_not(gone) if kept else None, sealed)
 
 
-def _attempt(segment: Segment, at: float, ready: tuple[tuple[str, float], ...], repair: Repair) -> _Attempt:
+def _attempt(segment: Segment, at: float, ready: tuple[tuple[str, float], ...], repair: Repair, again: int) -> _Attempt:
     loading, computing = on_clock(repair.retrieve), on_clock(repair.replay)
-    return _Attempt(segment, at, (*ready, ("retrieve", loading), ("replay", computing)))
+    return _Attempt(segment, at, (*ready, ("retrieve", loading), ("replay", computing)), again)

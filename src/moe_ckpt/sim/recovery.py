@@ -63,7 +63,7 @@ class Recoveries:
         return Repair(from_peers + self._costs.copy_secs(held), replayed * self._costs.iteration.update_secs)
 
     def local(self, window: Window, counts: Counts, steps: int, stages: int, tier: Tier) -> Repair:
-        """Some neighbouring stages go back, and come up to the others by their logs.
+        """Some neighbouring stages go back, and come up to the others by their logs, which are brought to them first.
 
         Args:
             steps: Iterations since the window's end.
@@ -71,7 +71,19 @@ class Recoveries:
             tier: Where their memory is, own or peers'.
         """
         alone = self.alone_secs(stages)
-        return Repair(self._memory_secs(window, tier), self._replay_secs(window, counts, alone) + steps * alone)
+        brought = self.logged_steps(window, steps) * self._costs.log.step_bytes / self._costs.nic_rate
+        replay = self._replay_secs(window, counts, alone) + steps * alone
+        return Repair(self._memory_secs(window, tier) + brought, replay)
+
+    @staticmethod
+    def logged_steps(window: Window, steps: int) -> int:
+        """Iterations that a stage computes alone.
+
+        Args:
+            window: What it loads.
+            steps: Iterations since the window's end.
+        """
+        return window.size - 1 + steps
 
     def alone_secs(self, stages: int) -> float:
         """One iteration of some neighbouring stages: (M + n - 1) / M as long as one of them, never over a whole one."""

@@ -55,8 +55,7 @@ def use_of(scenario: Scenario, outcome: Outcome) -> Use:
     costs = Costs(layout, scenario.precision, scenario.iteration, system)
     peers = system.durable == "peers"
     copied, total = outcome.rank_bytes_per_step, outcome.total_bytes_per_step
-    logged = scenario.iteration.boundary_bytes if system.rollback == "localized" else 0.0
-    log_bytes = logged * (2 * (outcome.window or 1) + 1)
+    logged, log_bytes = outcome.logged_bytes_per_step, outcome.log_bytes
     sent = outcome.sent_bytes_per_step * system.replicas if peers else 0.0
     stored = total if system.durable == "storage" else 0.0
     if system.cadence is not None:

@@ -152,7 +152,7 @@ class Run:
         tokens = state.track.run_ledger.tokens
         useful = state.step * self._costs.iteration.secs
         trained = max(1, state.step + round(state.secs.lost / self._costs.iteration.secs))
-        spent = Spent(useful, **asdict(state.secs))
+        spent, log = Spent(useful, **asdict(state.secs)), self._costs.log
         return Outcome(
             system=scenario.system.name,
             seed=scenario.seed,
@@ -162,6 +162,7 @@ class Run:
             failures=state.failures,
             fallbacks=self._failing.fallbacks,
             recovered={tier.value: count for tier, count in self._failing.recovered.items()},
+            steps_again=self._failing.steps_again,
             advances=not self._verdict,
             verdict=self._verdict,
             interval=None if scenario.system.sparse or state.round_steps else state.interval,
@@ -172,6 +173,8 @@ class Run:
             total_bytes_per_step=state.saved.total / trained,
             sent_bytes_per_step=state.saved.sent / trained,
             heaviest_bytes=state.saved.heaviest,
+            logged_bytes_per_step=log.step_bytes,
+            log_bytes=log.held_bytes(None if state.window is None else state.window.size),
             lost_tokens=tokens.lost_tokens,
             plt=tokens.plt,
             reorders=state.reorders,

@@ -171,9 +171,13 @@ class Outcome:
             most, and on all.
         sent_bytes_per_step: Of what of them leaves that rank, one copy of it.
         heaviest_bytes: Of one snapshot, on one rank.
+        logged_bytes_per_step, log_bytes: Of an upstream log, on the rank with most of it: per iteration, and of host
+            memory, where it reaches as far back as a recovery may.
         fallbacks: Recoveries that could not return to the newest checkpoint.
         recovered: Recoveries by the farthest tier that some rank loaded from: "host", its own memory; "peer";
             "storage".
+        steps_again: Rank-iterations computed a second time, by whoever went back: those that a failure undid, and those
+            that make a window dense. Of recoveries that ended.
         lost_tokens, plt: Over all failures.
         reorders: Windows in another order than the one before.
         plans: How often the policy was asked. Not part of what is predicted: a measure of the simulation's own
@@ -188,6 +192,7 @@ class Outcome:
     failures: int
     fallbacks: int = 0
     recovered: Mapping[str, int] = field(default_factory=dict)
+    steps_again: int = 0
     advances: bool = True
     verdict: str = ""
     interval: int | None = None
@@ -198,6 +203,8 @@ class Outcome:
     total_bytes_per_step: float = 0.0
     sent_bytes_per_step: float = 0.0
     heaviest_bytes: int = 0
+    logged_bytes_per_step: float = 0.0
+    log_bytes: float = 0.0
     lost_tokens: int = 0
     plt: float = 0.0
     reorders: int = 0

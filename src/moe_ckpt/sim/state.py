@@ -47,11 +47,13 @@ class LostMemory:
         nodes: Failed since something last became durable: their own memory has nothing before.
         holders: Failed since peers last got something: what they held for others is not there again before.
         is_empty: Everything came from storage, or from nowhere, since something last became durable.
+        in_update: The iteration was cut off in the optimizer's update: those that end it seal the next step.
     """
 
     nodes: set[int] = field(default_factory=set)
     holders: set[int] = field(default_factory=set)
     is_empty: bool = False
+    in_update: bool = False
 
 
 @dataclass

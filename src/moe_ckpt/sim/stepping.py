@@ -58,6 +58,7 @@ class Stepper:
             tick: Called when the load changes.
         """
         state = self.state
+        state.lost_memory.in_update = False
         while state.now < until and state.halt is None:
             if self._housekeeping():
                 tick()
@@ -274,7 +275,9 @@ class Stepper:
             state.now += first + (done - 1) * iteration.secs
             state.secs.stall += first - iteration.secs
         if done < steps:
-            state.secs.lost += until - state.now
+            begun = until - state.now
+            state.lost_memory.in_update = begun > (iteration.secs if done else first) - iteration.update_secs
+            state.secs.lost += begun
             state.now = until
 
     # --- sparse windows ---

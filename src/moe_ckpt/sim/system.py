@@ -31,6 +31,8 @@ class System:
         interval: Who chooses the interval of a policy that has ``every_n_steps``: the "policy" itself, "young" or
             "daly" by their formulas, or an "oracle" that tries them all on the same failures.
         max_overhead: None, or the portion of training time that an interval from a formula may cost at most.
+        upstream_bytes: What each rank may spend on its log under "localized", as in ``moe_ckpt.Memory``; None: as much
+            as it needs. Where it does not reach far enough, all ranks go back.
         survivors: Ranks that live on seal the newest step in memory, as ``moe_ckpt.Memory(survivor_secs=...)`` has it;
             the papers' systems do not.
     """
@@ -48,6 +50,7 @@ class System:
     max_overhead: float | None = None
     storage_every_n_steps: int | str | None = None
     survivors: bool = False
+    upstream_bytes: float | None = None
 
     def __post_init__(self) -> None:
         owner = f"System {self.name!r}"
@@ -59,7 +62,7 @@ class System:
         one_of(owner, INTERVALS, interval=self.interval)
         one_of(owner, ("skip", "wait"), when_busy=self.when_busy)
         whole(owner, replicas=self.replicas, max_in_flight=self.max_in_flight)
-        above_zero(owner, **given(max_overhead=self.max_overhead))
+        above_zero(owner, **given(max_overhead=self.max_overhead, upstream_bytes=self.upstream_bytes))
         try:
             _ = self.cadence
         except ConfigError as error:
@@ -82,10 +85,15 @@ class System:
                 f"{owner}(rollback='localized'): only a policy with sparse windows (MoEvement) takes a snapshot at "
                 "every iteration that one stage can be brought back from; use rollback: global"
             )
-        if self.rollback == "localized" and self.durable != "peers":
+        if self.rollback == "localized" and self.durable == "storage":
             raise ConfigError(
-                f"{owner}(rollback='localized', durable={self.durable!r}): the ranks that go back load from peers; use "
-                "durable: peers, or rollback: global"
+                f"{owner}(rollback='localized', durable='storage'): the ranks that go back load from memory that "
+                "outlives their processes; use durable: peers or node, or rollback: global"
+            )
+        if self.rollback == "global" and self.upstream_bytes is not None:
+            raise ConfigError(
+                f"{owner}(rollback='global', upstream_bytes={self.upstream_bytes:g}): all ranks go back, none reads "
+                "a log; use rollback: localized, or leave upstream_bytes out"
             )
         if self.interval != "policy" and not hasattr(self.policy, "every_n_steps"):
             raise ConfigError(

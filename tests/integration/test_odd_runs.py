@@ -154,6 +154,26 @@ def test_odd_parameters(tmp_path, module, policy):
     require_exact(tmp_path, policy, module)
 
 
+class WithoutExperts(TinyMoE):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.moe = nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(
+    "policy", [Dense(), MoEvement(window=3), GradientLog(window=3)], ids=["dense", "window", "log"]
+)
+def test_a_model_without_experts(tmp_path, policy):
+    memory = moe_ckpt.Memory(directory=str(tmp_path), storage_every_n_steps=1000)
+    settings = {"memory": memory} if isinstance(policy, GradientLog) else {}
+    with pytest.raises(Interrupted):
+        fit(tmp_path / "cut", policy, WithoutExperts, At(step9=interrupt), **settings)
+    resumed = fit(tmp_path / "cut", policy, WithoutExperts, **settings)
+    assert resumed[2].restored_step is not None
+    assert same(resumed, fit(tmp_path / "whole", Dense(), WithoutExperts))
+
+
 class Growing(TinyMoE):
     """A persistent buffer with a row for each batch, which decides what the next batch computes."""
 

@@ -231,11 +231,13 @@ def killed(rank: int, world_size: int, root: str) -> tuple[str, float]:
     return "resumed", 0.0
 
 
-def test_kill_9_of_a_rank_while_bytes_are_handed_over_ends_the_others(store):
-    outcomes = start_ranks(killed, 4, str(store[0]), grace=60.0)
+def test_kill_9_of_a_rank_while_bytes_are_handed_over_ends_the_others_and_the_next_start_is_right(store):
+    root, last, _ = store
+    outcomes = start_ranks(killed, 4, str(root), grace=60.0)
     assert outcomes[1].exitcode == -signal.SIGKILL
     for outcome in (outcomes[0], *outcomes[2:]):
         assert outcome.ok, outcome.error
         said, secs = outcome.value
         assert "timed out waiting for the other ranks to send what they hold" in said
         assert secs < 45
+    require_equal(run_ranks(shared, 2, str(root), 1)[1][0], last)

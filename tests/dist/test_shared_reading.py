@@ -117,9 +117,12 @@ def damaged(rank: int, world_size: int, root: str, when: str) -> tuple[dict[str,
 
     def flip() -> None:
         if rank == 0:
-            path = max(Path(root, newest).glob("*.safetensors"), key=lambda each: each.stat().st_size)
+            reader = StoreReader(LocalStorage(root))
+            own = (each for each in reader.index(reader.manifest(newest)).live if each.path.startswith(newest))
+            stored = max(own, key=lambda each: each.nbytes)
+            path = Path(root, stored.path)
             raw = bytearray(path.read_bytes())
-            raw[len(raw) // 2] ^= 1
+            raw[stored.offset + 1] ^= 1
             path.write_bytes(raw)
             flag.touch()
         while not flag.exists():
@@ -153,7 +156,7 @@ def test_damage_that_one_reader_sees_makes_all_ranks_take_the_older_checkpoint(s
     shutil.rmtree(alone / newest)
     require_equal(one, resume(str(alone), SoloCommunicator())[0])
     saw = ["checksum mismatch" in " ".join(each) for each in (said, said_there)]
-    assert saw.count(True) == 1, "only the rank that was to read it has read it"
+    assert saw.count(True) == 1, (said, said_there)  # only the rank that was to read it has read it
 
 
 def unreadable(rank: int, world_size: int, root: str) -> str:
@@ -231,11 +234,13 @@ def killed(rank: int, world_size: int, root: str) -> tuple[str, float]:
     return "resumed", 0.0
 
 
-def test_kill_9_of_a_rank_while_bytes_are_handed_over_ends_the_others(store):
-    outcomes = start_ranks(killed, 4, str(store[0]), grace=60.0)
+def test_kill_9_of_a_rank_while_bytes_are_handed_over_ends_the_others_and_the_next_start_is_right(store):
+    root, last, _ = store
+    outcomes = start_ranks(killed, 4, str(root), grace=60.0)
     assert outcomes[1].exitcode == -signal.SIGKILL
     for outcome in (outcomes[0], *outcomes[2:]):
         assert outcome.ok, outcome.error
         said, secs = outcome.value
         assert "timed out waiting for the other ranks to send what they hold" in said
         assert secs < 45
+    require_equal(run_ranks(shared, 2, str(root), 1)[1][0], last)

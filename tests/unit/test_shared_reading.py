@@ -9,6 +9,12 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core import shared_reading
 from moe_ckpt.core.shared_reading import Group, Paths, anything_shared, groups_of, readers_of, rounds_of
+from moe_ckpt.errors import DamagedError, StoreError
+from moe_ckpt.format.manifest import FileRecord
+from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.recovery.index import StoredSlice
+from moe_ckpt.recovery.shared_reading import divide
+from tests.unit.engine_parts import ThreadRanks, run_threads
 
 
 def needs(*rows: str) -> list[np.ndarray]:
@@ -80,3 +86,62 @@ def test_every_rank_gets_every_chunk_and_every_other_node_gets_it_once(nodes):
             assert all(paths.source(chunk, target) == source for source, target in sent)
             crossed = [nodes[target] for source, target in sent if nodes[source] != nodes[target]]
             assert sorted(crossed) == sorted(set(nodes) - {nodes[reader]})
+
+
+def stored(number: int, checksum: str = "0" * 16) -> StoredSlice:
+    entry = SliceEntry(f"model/{number}", "op", "F32", (0,), (4,), (4,), 16 * number, 16 * number + 16, checksum)
+    return StoredSlice(entry, FileRecord("step/shard", 1000, 100, "", 1, 0))
+
+
+SLICES = [stored(number) for number in range(6)]
+
+
+def divided(needed, slices=SLICES):
+    """Who reads each slice, by rank; None where nothing is shared. needed, slices: of a rank, or of all."""
+
+    def body(comm):
+        mine = needed(comm.rank) if callable(needed) else needed
+        listed = slices(comm.rank) if callable(slices) else slices
+        found = divide(comm, listed, mine if callable(mine) else lambda: mine)
+        return None if found is None else [found.is_read_here(each) for each in listed]
+
+    return run_threads(ThreadRanks(2), body)
+
+
+def test_each_slice_that_both_need_is_read_by_one():
+    one, other = divided(SLICES)
+    assert [here != there for here, there in zip(one, other, strict=True)] == [True] * 6
+    assert sum(one) == sum(other) == 3
+
+
+def test_what_only_one_needs_that_one_reads():
+    one, other = divided(lambda rank: SLICES[rank:])
+    assert one[0]
+    assert sum(one) + sum(other) - other[0] == 6
+
+
+def test_all_read_by_themselves_where_nothing_is_shared_or_ranks_differ_or_one_does_not_know(caplog):
+    assert divided(lambda rank: SLICES[3 * rank : 3 * rank + 3]) == [None, None]
+    assert divided(SLICES, lambda rank: [*SLICES[:5], stored(5, f"{rank}" * 16)]) == [None, None]
+
+    def unknown():
+        raise ValueError("no such tensor")
+
+    assert divided(lambda rank: unknown if rank else SLICES) == [None, None]
+    assert "rank 1 cannot tell what it needs of storage: no such tensor" in caplog.text
+
+
+def test_an_error_of_one_rank_is_raised_on_all():
+    def body(comm):
+        def load():
+            if comm.rank:
+                raise DamagedError("step/shard", "checksum mismatch")
+
+        try:
+            divide(comm, SLICES, lambda: SLICES).agreed("step", load)
+        except StoreError as error:
+            return type(error).__name__, str(error)
+
+    (one, said), (other, _) = run_threads(ThreadRanks(2), body)
+    assert (one, other) == ("StoreError", "DamagedError")
+    assert said.startswith("rank 1 cannot resume from checkpoint step: ")

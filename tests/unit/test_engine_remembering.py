@@ -65,6 +65,22 @@ def test_the_same_request_gets_the_same_plan_at_every_step():
     assert made.compile(request(MODEL.everything), tensors, specs, [SIDE]) is first
 
 
+def test_a_layout_that_is_listed_anew_and_says_the_same_is_the_same():
+    tensors, made = state(), compiler()
+    types = dict.fromkeys(MODEL.parameters, "BF16")
+    slot = lambda types: request(MODEL.everything[:3], (), MODEL.everything[3:], types)  # noqa: E731
+    first = made.compile(slot(types), tensors, specs_of(tensors), ())
+    assert made.compile(slot(dict(types)), tensors, list(specs_of(tensors)), ()) is first
+    other = made.compile(
+        request(MODEL.everything[:4], (), MODEL.everything[4:], dict(types)), tensors, specs_of(tensors), ()
+    )
+    assert other.claims is first.claims
+    known = {id(cut) for _, part in first.parts for cut in part.cuts}
+    assert all(id(cut) in known for _, part in other.parts for cut in part.cuts if cut.is_replay), "described once"
+    specs = [replace(spec, dtype="BF16") for spec in specs_of(tensors)]
+    assert made.compile(slot(types), tensors, specs, ()) is not first
+
+
 def test_slots_of_a_window_come_back_to_their_own_plans():
     half = len(MODEL.everything) // 2
     slots = MODEL.everything[:half], MODEL.everything[half:]

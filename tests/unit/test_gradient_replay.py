@@ -479,6 +479,28 @@ def test_gradients_that_a_closure_computes_are_seen_when_it_returns(by_name):
     assert (update.parameters, units[0].name) == (("w",), "w")
 
 
+def test_a_parameter_that_changes_its_group_or_is_replaced_is_described_anew():
+    first, second, third = (nn.Parameter(torch.full((2,), number)) for number in (1.0, 2.0, 3.0))
+    names = {id(first): "first", id(second): "second", id(third): "third"}
+    optimizer = torch.optim.SGD([{"params": [first, second]}, {"params": [third], "lr": 0.2}], lr=0.1)
+    copier = Copier()
+    capture = GradientCapture([optimizer], lambda n, g, p: whole_unit(names[id(p)], n, g, p), copier)
+    before = capture.tensors()
+    assert capture.tensors() is before, "nothing has changed"
+    lists = [group["params"] for group in optimizer.param_groups]
+    lists[1].append(lists[0].pop())
+    moved = capture.tensors()
+    assert moved is not before, "who goes by the object would use the former groups"
+    for parameter in (first, second, third):
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    [(_, units, _)] = copier.take()
+    assert [(unit.name, unit.group) for unit in units] == [("first", 0), ("third", 1), ("second", 1)]
+    lists[0][0] = another = nn.Parameter(torch.zeros(2))
+    names[id(another)] = "first"
+    assert capture.tensors()[0, "first"] is another, "as many tensors, and another one"
+
+
 def test_no_copy_is_made_and_a_write_is_noticed():
     parameter, optimizer, _, capture = parts()
     seen = []

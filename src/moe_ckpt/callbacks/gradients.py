@@ -50,12 +50,12 @@ def capture_gradients(
 class _Describe:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._names: dict[int, str] = {}
+        self._names: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __call__(self, number: int, group: int, parameter: torch.Tensor) -> Unit:
-        if id(parameter) not in self._names:
-            self._names = {id(each): name for name, each in parameters_of(self._module)}
-        name = self._names.get(id(parameter))
+        if id(parameter) not in self._names:  # which keeps the tensors, so that no other has the number of one
+            self._names = {id(each): (each, name) for name, each in parameters_of(self._module)}
+        _, name = self._names.get(id(parameter), (parameter, None))
         if name is None:
             raise UnsupportedError(
                 f"optimizer {number} updates a parameter of shape {tuple(parameter.shape)} that is not among the "

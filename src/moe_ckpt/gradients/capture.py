@@ -7,8 +7,9 @@ loss scaler leaves ``step`` out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -54,10 +55,12 @@ class GradientCapture:
         self._describe = describe
         self._consumer = consumer
         self._rounded = rounded
-        self._known: dict[int, tuple[torch.Tensor, Unit]] = {}
+        self._known: dict[tuple[int, int, int], tuple[torch.Tensor, Unit]] = {}
+        """By what a unit is made of: the tensor, which is kept so that no other has its number, optimizer and group."""
         self._listed: dict[int, tuple[list[Unit], tuple[str, ...]]] = {}
         self._undo: list[Callable[[], None]] = []
-        self._tensors: dict[tuple[int, str], torch.Tensor] | None = None
+        self._listed_groups: list[list[torch.Tensor]] = []
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         for number, optimizer in enumerate(self._optimizers):
             self._hook(number, optimizer)
 
@@ -112,9 +115,10 @@ class GradientCapture:
         return known[1]
 
     def _unit(self, number: int, group: int, parameter: torch.Tensor) -> Unit:
-        known = self._known.get(id(parameter))
+        key = id(parameter), number, group
+        known = self._known.get(key)
         if known is None:
-            known = self._known[id(parameter)] = parameter, self._describe(number, group, parameter)
+            known = self._known[key] = parameter, self._describe(number, group, parameter)
         return known[1]
 
     def units(self) -> tuple[Unit, ...]:
@@ -127,12 +131,13 @@ class GradientCapture:
         )
 
     def tensors(self) -> dict[tuple[int, str], torch.Tensor]:
-        """Returns what is updated, by optimizer and name of the unit."""
-        count = sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
-        if self._tensors is None or len(self._tensors) != count:
+        """Returns what is updated, by optimizer and name of the unit. Another object whenever a unit is another one."""
+        lists = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        if not _are_same(lists, self._listed_groups):
+            self._listed_groups = list(map(list, lists))
             self._tensors = {
                 (unit.optimizer, unit.name): parameter
-                for unit, parameter in zip(self.units(), _parameters(self._optimizers), strict=True)
+                for unit, parameter in zip(self.units(), chain.from_iterable(lists), strict=True)
             }
         return self._tensors
 
@@ -172,10 +177,11 @@ def _round(gradients: Iterable[torch.Tensor], to: torch.dtype) -> None:
                 gradient.copy_(gradient.to(to))
 
 
-def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+def _are_same(now: Sequence[Sequence[torch.Tensor]], before: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether param groups hold the very same tensors in the same order."""
+    return list(map(len, now)) == list(map(len, before)) and all(
+        map(is_, chain.from_iterable(now), chain.from_iterable(before))
+    )
 
 
 def _hyperparameters(number: int, at: int, group: dict[str, Any]) -> dict[str, Any]:

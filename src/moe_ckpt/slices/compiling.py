@@ -5,7 +5,9 @@ each of them at every step. What is known of an operator is worked out once (``s
 joined from that. A plan that comes again, as every dense one does, is the very same as long as the live tensors are:
 what it costs is C: pointers compared, bytes copied, checksums.
 
-Legend: a plan's *key* is what is saved, not when: (operators, host-only, compute-only, part of a window or not).
+Legend: a plan's *key* is what is saved, not when: (operators, host-only, compute-only, part of a window or not). Plans
+are found by their keys, under one layout, which is compared by what it says. Only live tensors are compared by which
+objects they are, for it is their memory that is copied.
 """
 
 from __future__ import annotations
@@ -223,7 +225,7 @@ class PlanCompiler:
         self._sharder = Sharder(catalog, placement, sharding)
         self._local = LocalState(catalog, ())
         self._tensors: Sequence[StateTensor] = ()
-        self._specs: Sequence[TensorSpec] = ()
+        self._specs: tuple[TensorSpec, ...] = ()
         self._claims = Claims(catalog, (), rank, ranks)
         self._compute_types: Mapping[str, str] = {}
         self._unstable: frozenset[str] = frozenset()
@@ -275,10 +277,13 @@ class PlanCompiler:
                 self._local = LocalState(self._catalog, tensors)
                 self._forget()
             self._tensors = tensors
-        if specs is not self._specs or compute_types is not self._compute_types:
-            if specs is not self._specs:
-                self._claims = Claims(self._catalog, specs, self._rank, self._ranks)
-            self._specs, self._compute_types = specs, compute_types
+        # Layouts by what they say: other objects that say the same are no reason to compile anew.
+        if specs is not self._specs and tuple(specs) != self._specs:
+            self._specs = tuple(specs)
+            self._claims = Claims(self._catalog, self._specs, self._rank, self._ranks)
+            self._forget()
+        if compute_types is not self._compute_types and compute_types != self._compute_types:
+            self._compute_types = compute_types
             self._forget()
 
     def _forget(self) -> None:

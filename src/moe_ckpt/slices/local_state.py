@@ -83,7 +83,7 @@ class LocalState:
         Of an operator the very same cuts again, but of units that peers share by rows. What other ranks hold costs no
         bytecode, nor do operators that are known, as long as units are assigned as before.
         """
-        if compute is not None and compute is not self._compute:
+        if compute is not None and compute is not self._compute and compute != self._compute:
             self._light, self._compute = _Known(), compute
         catalog, known = self.catalog, self._full if compute is None else self._light
         known.begin(rank, len(self._is_local))

@@ -238,7 +238,7 @@ def test_a_rank_of_fsdp_that_dies_in_an_update_that_the_others_end_costs_one_ste
     assert "rank 0 keeps its state of step 9 in memory" in said(run)
     assert live_ranks(run) == [0, 0], output(run)
     assert restored(run) == 8
-    assert "ranks 0 kept step 9 when training stopped, but the other ranks' state of it is lost" in said(run)
+    assert "rank 0 kept step 9 when training stopped, but the other ranks' state of it is lost" in said(run)
     assert max(recomputed(run)) == 1
     if policy == "dense every step":
         assert_same_run(run)

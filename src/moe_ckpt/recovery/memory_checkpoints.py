@@ -157,8 +157,8 @@ class MemoryCheckpoints:
             why = "the other ranks' state of it is lost: all continue from step %d, the newest that all of them have"
             if checkpoint.is_log:
                 why = "the other ranks' gradients of it are lost: all ranks are restored to step %d by the log"
-            ranks = ", ".join(map(str, kept.writers))
-            announce(f"ranks %s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)
+            ranks = f"rank{'s' if len(kept.writers) > 1 else ''} {', '.join(map(str, kept.writers))}"
+            announce(f"%s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)
         return self.opener(checkpoint)
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:

@@ -145,6 +145,7 @@ class Driver:
         self._host = host
         self._unit = unit
         self._undrained = False
+        self._gradients: GradientRecord | None = None
 
     @property
     def comm(self) -> Communicator:
@@ -189,7 +190,7 @@ class Driver:
             gradients=gradients,
         )
         session.open()
-        self.session, self._storage = session, storage
+        self.session, self._storage, self._gradients = session, storage, gradients
         self._resume = functools.partial(resume_newest, storage, comm, state)
         memory = self.options.memory
         secs = 0.0 if memory is None else memory.sealing_secs
@@ -357,6 +358,8 @@ class Driver:
 
     def _replayed(self, replaying: Replaying, step: int) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
+        if self._gradients is not None:
+            self._gradients.forget()  # a step that is computed again is not logged
         equal = False
         try:
             replaying.compare(step, self._host.capture())

@@ -17,7 +17,7 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, say_changes
-from moe_ckpt.driver.rejoining import Rejoining, note_replayed
+from moe_ckpt.driver.rejoining import Rejoining, note_replayed, unlogged
 from moe_ckpt.driver.replaying import Repeated, Replaying
 from moe_ckpt.driver.states import Advice, Event, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
@@ -145,7 +145,6 @@ class Driver:
         self._host = host
         self._unit = unit
         self._undrained = False
-        self._gradients: GradientRecord | None = None
 
     @property
     def comm(self) -> Communicator:
@@ -172,7 +171,7 @@ class Driver:
 
         ``machine`` has the fields of ``engine.settings.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
-        self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers])
+        self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers, *unlogged(gradients)])
         storage = open_storage(self.options.dirpath, self.options.on_phase, access=self.options.access)
         session = CheckpointSession(
             storage=storage,
@@ -190,7 +189,7 @@ class Driver:
             gradients=gradients,
         )
         session.open()
-        self.session, self._storage, self._gradients = session, storage, gradients
+        self.session, self._storage = session, storage
         self._resume = functools.partial(resume_newest, storage, comm, state)
         memory = self.options.memory
         secs = 0.0 if memory is None else memory.sealing_secs
@@ -358,8 +357,6 @@ class Driver:
 
     def _replayed(self, replaying: Replaying, step: int) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
-        if self._gradients is not None:
-            self._gradients.forget()  # a step that is computed again is not logged
         equal = False
         try:
             replaying.compare(step, self._host.capture())

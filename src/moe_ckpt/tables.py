@@ -33,6 +33,15 @@ def width() -> int:
     return int(asked) if re.fullmatch(r"[1-9]\d{0,4}", asked, re.ASCII) else PIPED_WIDTH
 
 
+def drawn(line: str, plain: str) -> str:
+    """``line``, a character of a rule or a bar, or ``plain`` where standard output cannot show it."""
+    try:
+        line.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return plain
+    return line
+
+
 def wrapped(text: str) -> str:
     """A paragraph no wider than there is room, its further lines set in. Names and paths stay whole."""
     return textwrap.fill(text, width(), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
@@ -83,7 +92,7 @@ def _block(
     height = max(len(heads[at]) for at in shown)
     head = [line([("", *[""] * height, *heads[at])[len(heads[at]) + 1 + row] for at in shown]) for row in range(height)]
     total = sum(widths[at] for at in shown) + len(GAP) * (len(shown) - 1)
-    return [head, "─" * total, *(line([row[at] for at in shown]) for row in rows)]
+    return [head, drawn("─", "-") * total, *(line([row[at] for at in shown]) for row in rows)]
 
 
 def _broken(head: str, least: int) -> list[str]:

@@ -77,6 +77,17 @@ def test_a_killed_job_goes_on_from_the_newest_iteration(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_window_is_computed_again_under_a_gradient_log(tmp_path):
+    """The policy of a run changes, and the newest checkpoint is a window."""
+    case = replace(CASES["ep2-dp2-sharded"], policy=("MoEvement", {"window": 3}), kills=((2, 8, "train"),))
+    kill(case, tmp_path)
+    case = replace(case, policy=LOG)
+    ended = finish(case, tmp_path)
+    assert ended.replayed(-1), "a window was taken"
+    require_exact(case, tmp_path, ended)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("name", ["ep2-dp2", "ep2-dp2-sharded"])
 def test_a_lost_node_comes_back_from_its_peer(name, lost, tmp_path):

@@ -1,5 +1,6 @@
 """Places that cannot be written or are not there: what the commands say of them. Nothing half-written stays."""
 
+import os
 import resource
 import shlex
 import subprocess
@@ -117,3 +118,12 @@ def test_closed_streams_are_no_error(argument, code):
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_table_is_ruled_in_characters_that_the_terminal_has(run, encoding):
+    command = [sys.executable, "-W", "ignore", "-m", "moe_ckpt.cli.main", "inspect", str(run)]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    said = subprocess.run(command, capture_output=True, encoding=encoding, check=True, env=environment).stdout
+    assert "\\u" not in said
+    assert ("-" if encoding == "ascii" else "\u2500") * 20 in said

@@ -182,6 +182,13 @@ def test_of_a_profiled_cluster_single_fields_can_be_said(capsys, tmp_path):
     assert before["detect_secs"] != 7
 
 
+def test_a_profiled_run_is_described_in_words(capsys, tmp_path):
+    (path := tmp_path / "p.json").write_bytes(encoded(PROFILE))
+    asked = ("--profile", str(path), "duration_secs=60", "failures.mtbf_secs=3000", "--trainer-only")
+    first = " ".join(call(capsys, *asked)[1].split())
+    assert re.match(r"p\.json: [\d.,]+( B)? parameters on \d+ ranks of the cluster of p\.json, ", first)
+
+
 def test_components_are_those_of_the_profiled_cluster(tmp_path):
     """Not those of the config's default."""
     (path := tmp_path / "p.json").write_bytes(encoded(PROFILE))

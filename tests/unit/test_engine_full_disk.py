@@ -222,6 +222,17 @@ def test_a_row_of_failures_on_a_full_disk_is_told_in_full_once(tmp_path, caplog)
             kept = disk.used_bytes
 
 
+def test_what_the_end_of_a_row_refuses_is_not_told_as_training_that_continues(tmp_path, caplog):
+    disk = SmallDisk(tmp_path, float("inf"))
+    with Life(disk, policy=Dense(), max_failures=3) as life:
+        life.go(1, settle=True)
+        disk.capacity_bytes = disk.used_bytes
+        with pytest.raises(SaveFailedError, match="3 checkpoints failed in a row"):
+            life.go(6, settle=True)
+    told = [record.getMessage() for record in caplog.records if "not committed" in record.getMessage()]
+    assert [re.search(r"step (\d+)", each).group(1) for each in told] == ["2", "3", "4"]
+
+
 def test_another_reason_in_the_same_row_is_told_in_full(tmp_path, caplog):
     disk = SmallDisk(tmp_path, float("inf"))
     storage = FaultyStorage(disk, None, verbs={"write"})

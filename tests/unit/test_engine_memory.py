@@ -24,6 +24,7 @@ from moe_ckpt.errors import (
     StoreUnwritableError,
 )
 from moe_ckpt.memory import preflight
+from moe_ckpt.memory import slot as slot_module
 from moe_ckpt.memory.directory import RankDirectory, make_rank_directory, rank_directories, user_directory
 from moe_ckpt.memory.files import remove_run, sweep
 from moe_ckpt.memory.slot import Slot
@@ -358,6 +359,19 @@ def test_no_room_is_an_error_before_a_byte_is_written(where, monkeypatch):
         Slot.create(where[1] / "slot_000", 1000)
     assert caught.value.needed_bytes == 1000
     assert files(where[1]) == []
+
+
+def test_a_header_without_room_names_the_directory_and_what_to_do(where, monkeypatch):
+    def full(descriptor, _):
+        os.close(descriptor)
+        raise OSError(28, "No space left on device")
+
+    slot = Slot.create(where[1] / "slot_000", 1000)
+    monkeypatch.setattr(slot_module, "open", full, raising=False)
+    with pytest.raises(MemoryFullError, match=rf"{where[1]} has .* a snapshot of this rank needs 7 there.*--shm-size"):
+        slot.seal(b"header!")
+    assert not slot.is_sealed
+    assert [path.name for path in files(where[1])] == ["slot_000.data"]
 
 
 def test_a_directory_that_others_may_write_is_not_trusted(where):

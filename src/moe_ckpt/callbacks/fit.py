@@ -314,8 +314,6 @@ class Fit:
         if windows is not None:
             windows.check_updates(self._policy, batch.updates)
         tokens = self.boosting.step_ends(self._counter.take(), applied=True)
-        if driver.replaying is not None and self._recorder is not None:
-            self._recorder.forget()  # a step that is computed again is not logged
         record = driver.after_update(began, tokens, updated=batch.sure)
         if windows is not None:
             windows.step_ends(self.session)

@@ -304,9 +304,11 @@ def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
 
     layout, mean = scenario.layout, scenario.failures.mean_secs
     failing = "failures as in the trace" if mean is None else f"a failure every {_span(mean)}"
+    count = layout.model.total
+    size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count:,.0f}"
     print(
         wrapped(
-            f"{layout.model.name}: {layout.model.total / 1e9:.3g} B parameters on {layout.parallel.ranks} ranks of "
+            f"{layout.model.name}: {size} parameters on {layout.parallel.ranks} ranks of "
             f"{layout.cluster.name}, {scenario.iteration.secs:.3g} s per iteration, {failing}"
         )
     )

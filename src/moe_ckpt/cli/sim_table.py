@@ -7,7 +7,7 @@ from itertools import compress
 
 from moe_ckpt.cli.sim_runs import PARTS, Result, Span
 from moe_ckpt.sim.scenario import Outcome
-from moe_ckpt.tables import PIPED_WIDTH
+from moe_ckpt.tables import PIPED_WIDTH, drawn
 
 MEANING = {
     "useful": "iterations that were kept",
@@ -37,8 +37,8 @@ def one_table(result: Result, room: int = PIPED_WIDTH) -> tuple[list[str], list[
         share = result.share(part)
         if part == "idle" and not share:
             continue
-        bar = "█" * round(share * wide)
-        rows.append([part, duration(share * total), _percent(share), bar.ljust(wide, "·"), MEANING[part]])
+        bar = drawn("█", "#") * round(share * wide)
+        rows.append([part, duration(share * total), _percent(share), bar.ljust(wide, drawn("·", ".")), MEANING[part]])
     return ["", "time", "share", "", "what it is"], rows
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from moe_ckpt.engine.events import Observer, SessionEvent, StepReplayed
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.ports import GradientRecord
 from moe_ckpt.recovery.localized import LocalPart
 
 
@@ -11,6 +13,19 @@ def note_replayed(session: CheckpointSession, *, equal: bool) -> None:
     """A step was computed again, ``equal`` to the first time: the slots it began from are not what is wrong."""
     if session.tier.left is not None:
         session.tier.left.step_replayed(equal=equal)
+
+
+def unlogged(gradients: GradientRecord | None) -> list[Observer]:
+    """Returns who forgets the gradients of a step that is computed again, which are not logged."""
+
+    def observe(event: SessionEvent) -> None:
+        if isinstance(event, StepReplayed):
+            record.forget()
+
+    if gradients is None:
+        return []
+    record = gradients
+    return [observe]
 
 
 class Rejoining:

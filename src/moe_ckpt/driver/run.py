@@ -17,7 +17,7 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, say_changes
-from moe_ckpt.driver.rejoining import Rejoining, note_replayed
+from moe_ckpt.driver.rejoining import Rejoining, note_replayed, unlogged
 from moe_ckpt.driver.replaying import Repeated, Replaying
 from moe_ckpt.driver.states import Advice, Event, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
@@ -171,7 +171,7 @@ class Driver:
 
         ``machine`` has the fields of ``engine.settings.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
-        self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers])
+        self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers, *unlogged(gradients)])
         storage = open_storage(self.options.dirpath, self.options.on_phase, access=self.options.access)
         session = CheckpointSession(
             storage=storage,

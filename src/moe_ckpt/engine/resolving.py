@@ -101,6 +101,8 @@ class SnapshotResolver:
         reason = _FULL if _FULL in cause else _NUMBERS.sub("#", cause)
         in_row, most = self._failures.in_row, self._max_failures
         ends = "checkpoints in memory continue" if math.isinf(most) else f"training ends at {most}"
+        if in_row > most:  # ``SaveFailedError`` says how the row ended
+            return
         if not counted:
             log.info("the checkpoint of step %d was not committed; training continues. %s", step, cause)
         elif in_row > 1 and reason == self._reason:

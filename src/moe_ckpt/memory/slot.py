@@ -22,6 +22,7 @@ log = logging.getLogger("moe_ckpt")
 DATA_SUFFIX, HEADER_SUFFIX, QUARANTINE_SUFFIX = ".data", ".head", ".damaged"
 STARTS_SUFFIX = ".starts"
 """One byte for each start of the run that went on from the slot and got nowhere."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 
 
@@ -55,7 +56,7 @@ class Slot:
             return cls(path, descriptor, nbytes)
         except OSError as error:
             data.unlink(missing_ok=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            if error.errno in _FULL:
                 raise MemoryFullError(str(path.parent), nbytes, shutil.disk_usage(path.parent).free) from error
             raise
         finally:
@@ -89,15 +90,19 @@ class Slot:
         """From here on the slot may be read by whoever comes after this process. Its bytes must not change any more.
 
         Raises:
-            OSError: The header cannot be written.
+            MemoryFullError: There is no room for the header.
+            OSError: It cannot be written.
         """
         unfinished = self.path.with_suffix(".tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with open(PRIVATE.create(str(unfinished), flags), "wb") as file:
                 file.write(header)
-        except OSError:
+        except OSError as error:
             unfinished.unlink(missing_ok=True)
+            if error.errno in _FULL:
+                free = shutil.disk_usage(self.path.parent).free
+                raise MemoryFullError(str(self.path.parent), len(header), free) from error
             raise
         unfinished.rename(self.path.with_suffix(HEADER_SUFFIX))
 

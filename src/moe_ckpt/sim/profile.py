@@ -166,7 +166,7 @@ class RunProfile:
         if sent and others.get("nic_bytes_per_sec") is None:
             others["nic_bytes_per_sec"] = sent * max(1, life.replicas) * life.ranks_per_node
         known: dict[str, Any] = {
-            "name": f"as profiled in {os.path.basename(self.path)}",
+            "name": f"the cluster of {os.path.basename(self.path)}",
             "nodes": -(-life.ranks // life.ranks_per_node),
             "gpus_per_node": life.ranks_per_node,
             "host_memory_bytes": float(life.host_memory_bytes * life.ranks_per_node),

@@ -15,6 +15,7 @@ from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.left_slots import LeftSlots
+from moe_ckpt.engine.limited_slots import LimitedSlots
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
 from moe_ckpt.memory.checking import newest_of
@@ -69,7 +70,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         slots = LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
         pool = HostBufferPool(begun.budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
-        limits = files.make, settings.timeout_secs
+        limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
         replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate)
         tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, slots, replicator)
     except BaseException:

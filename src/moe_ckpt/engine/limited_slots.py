@@ -56,9 +56,9 @@ class LimitedSlots:
         self._said = True
         log.warning(
             "no copy of another rank's snapshot (%s bytes) is kept here: the memory limit of this job's cgroup leaves "
-            "%s bytes, and each rank of this node (%d) may still take %s bytes of its budget (%s) for its own snapshots, "
-            "and %s bytes as at its largest. Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; "
-            "SLURM: --mem), or lower Memory(budget_bytes=...)",
+            "%s bytes, and each rank of this node (%d) may still take %s bytes of its budget (%s) for its own "
+            "snapshots, and %s bytes as at its largest. Raise the limit (Docker: --memory; Kubernetes: "
+            "resources.limits.memory; SLURM: --mem), or lower Memory(budget_bytes=...)",
             *(f"{nbytes:,}", f"{free:,}", self._ranks, f"{own:,}", f"{self._pool.budget_bytes:,}", f"{again:,}"),
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +26,7 @@ from tests.integration.lives import (
 )
 from tests.integration.test_memory_kills import DENSE, in_memory, left, small  # noqa: F401 - a fixture
 from tests.integration.test_memory_rarely_stored import RARELY
-from tests.support.limits import Cgroup, fill, memory_cgroup
+from tests.support.limits import Cgroup, fill, memory_cgroup, small_file_systems
 from tests.support.waiting import retry_until
 
 LARGE = replace(DENSE, model={"layers": 2, "experts": 2048}, samples=24, epochs=1)
@@ -106,6 +108,57 @@ def state_nbytes(place: Path) -> int:  # noqa: F811
     assert live(run) == 0, output(run)
     files = list(Path(run.store).glob("step_*/*.safetensors"))
     return max(sum(f.stat().st_size for f in step.iterdir()) for step in {file.parent for file in files})
+
+
+@pytest.fixture
+def nodes(request, tmp_path) -> Iterator[Path]:
+    """Two nodes below a directory, each with a tmpfs of so many bytes."""
+    with small_file_systems(request.param, tmp_path / "node_0", tmp_path / "node_1"):
+        yield tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [64 << 20], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("experts", [2048, 4096], ids=["one snapshot fits", "none does"])
+def test_dev_shm_of_containers_that_are_nodes(experts, layout, nodes, place):  # noqa: F811
+    """64 MB each. The copy of a peer finds no room beside its own snapshots; what there was room for is of use."""
+    run = replace(LARGE, model={"layers": 2, "experts": experts}, **layout)
+    run = replace(placed(run, place), memory=str(nodes))
+    assert KILLED in live_ranks(replace(run, crash=("compute", 3))), output(run)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert "bytes free, and the slots of this node's ranks" in output(run), "before training"
+    assert_same_run(run)
+    assert left(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1 << 20], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("full", [(0,), (0, 1)], ids=["one node", "both nodes"])
+def test_nodes_that_are_full_in_mid_run_cost_memory_and_not_the_run(full, layout, nodes, place):  # noqa: F811
+    """Somebody else takes all of it while the run trains; then a rank is killed, and all start again."""
+    run = replace(placed(replace(DENSE, samples=320, **layout), place), memory=str(nodes))
+    filler = threading.Thread(target=fill_after, args=(run, 5, [nodes / f"node_{node}" for node in full]))
+    filler.start()
+    codes = live_ranks(replace(run, crash=("compute", 50)))
+    filler.join()
+    assert KILLED in codes, output(run)
+    assert len(events(run)) > 20, "it went on beside the full file systems"
+    if live_ranks(run) != [0, 0]:  # not even a start finds room for its directory: then that is said
+        assert re.search(r"cannot be used: .*No space left on device.*--shm-size", output(run)), output(run)
+        for node in full:
+            (nodes / f"node_{node}" / "filler").unlink()
+        assert live_ranks(run) == [0, 0], output(run)
+    assert_same_run(run)
+    assert {path.name for path in left(run)} <= {"filler"}
+
+
+def fill_after(run: Run, lines: int, directories: list[Path]) -> None:
+    """Once the run's log has so many lines."""
+    retry_until(lambda: len(events(run)) > lines)
+    for directory in directories:
+        fill(directory)
 
 
 @pytest.mark.slow

@@ -297,6 +297,6 @@ def _overwritten(names: Sequence[str]) -> str:
 
 def _no_room(nbytes: int, budget_bytes: int, setting: str) -> str:
     return (
-        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must keep; "
-        f"raise {setting}"
+        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
+        f"keep; raise {setting}"
     )

@@ -1,4 +1,4 @@
-"""A rank of an earlier start comes back when the run has gone on without it: alive, and as what its node's memory holds.
+"""A rank of an earlier start comes back when the run has gone on without it: alive, or as its node's memory.
 
 Its node was cut off, say: the launcher took it for dead, and started the run again with a spare in its place.
 """
@@ -105,20 +105,20 @@ def test_a_rank_of_an_earlier_start_that_goes_on_does_no_harm(layout, place):  #
 @layouts
 def test_a_node_that_comes_back_with_memory_of_an_earlier_start_is_not_gone_on_from(layout, place):  # noqa: F811
     """Also where its steps are newer than those of the start that went on without it, from storage."""
-    run = in_memory(replace(layout, to_storage=4, samples=320), place)
-    assert KILLED in live_ranks(replace(run, crash=("compute", 23))), output(run)
+    run = in_memory(replace(layout, to_storage=10, samples=320), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 29))), output(run)
     away = Path(run.memory, "away")
     away.mkdir()
     nodes = [Path(run.memory, f"node_{node}") for node in (0, 1)]
     for node in nodes:
         node.rename(away / node.name)
     before = stored(run)
-    assert KILLED in live_ranks(replace(run, crash=("compute", 2))), output(run)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 5))), output(run)
     assert restored(run) <= before, "of storage"
     lose(run, AWAY)
     (away / nodes[AWAY].name).rename(nodes[AWAY])
     assert live_ranks(run) == [0, 0], output(run)
-    assert restored(run) <= before + 2
+    assert before < restored(run) < before + 5, "of the start that went on, and not of the one that got further"
     assert_same_run(run)
     assert_store_sound(run, ended=True)
     assert [path for path in left(run) if away not in path.parents] == []

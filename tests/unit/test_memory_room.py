@@ -164,10 +164,10 @@ def test_peers_divide_what_they_hold_alike_and_keep_what_is_their_own():
 @pytest.mark.parametrize(
     ("kind", "limit", "fits"),
     [
-        # Two ranks may take 200 and 50 bytes more each, and both make a slot of 1,000 bytes for a copy.
-        ("tmpfs", 2500, True),
-        ("tmpfs", 2499, False),
-        ("ext4", 2499, True),
+        # Two ranks may take 200 and 50 bytes more each, and both keep two copies of 1,000 bytes.
+        ("tmpfs", 4500, True),
+        ("tmpfs", 4499, False),
+        ("ext4", 4499, True),
         ("tmpfs", None, True),
     ],
 )
@@ -188,7 +188,7 @@ def test_copies_take_what_a_memory_limit_leaves_beside_budgets(tmp_path, caplog,
                 limited.make(1000)
             assert (refused.value.needed_bytes, refused.value.free_bytes) == (1000, 999)
         [said] = [record.getMessage() for record in caplog.records]
-        assert "leaves 2,499 bytes, and each rank of this node (2) may still take 200 bytes of its budget (300)" in said
+        assert "leaves 4,499 bytes, and each rank of this node (2) may still take 200 bytes of its budget (300)" in said
         assert "and 50 bytes as at its largest" in said
         assert list(files.path.glob("*.data")) == []
     finally:

@@ -14,13 +14,16 @@ from moe_ckpt.memory.slot import Slot
 
 log = logging.getLogger("moe_ckpt")
 
+_COPIES = 2
+"""Of one rank on its holder: the newest that is complete, and the one that comes in."""
+
 
 class LimitedSlots:
     """Makes slots for copies of other ranks. A tmpfs counts in a cgroup, whose limit ends processes without an error.
 
     So a copy is refused unless the limit then still leaves what the ranks of this node may take by their budgets, what
-    they had at their largest in a step and will have again, and another slot of that size for each of them: they make
-    theirs at the same time.
+    they had at their largest in a step and will have again, and two slots of that size for each of them: they make
+    theirs at the same time, and a holder keeps two copies of a rank.
 
     Args:
         files: Makes the slots.
@@ -44,7 +47,7 @@ class LimitedSlots:
         if free is not None:
             own = max(0, self._pool.budget_bytes - self._pool.held_bytes)
             again = _once_more_bytes()
-            left = free - self._ranks * (own + again) - (self._ranks - 1) * nbytes
+            left = free - self._ranks * (own + again) - (_COPIES * self._ranks - 1) * nbytes
             if left < nbytes:
                 self._say(nbytes, free, own, again)
                 raise MemoryFullError(str(self._files.path), nbytes, max(0, left))

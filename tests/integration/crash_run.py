@@ -44,7 +44,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from moe_ckpt import Memory
-from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.callbacks import MoECheckpoint, fit
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.engine.agreement import StepAgreement
@@ -55,6 +55,7 @@ from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
+from tests.support.networks import enter
 from tests.support.opened import note_shards
 from tests.support.plain_store import read_body
 from tests.support.resources import taken
@@ -103,6 +104,7 @@ class Run:
     watched: each shard of the store that a process opens to read is noted (``lives.shards_read``); and in the log what
     the process takes of the system when training begins.
     sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
+    networks: of each rank the network that its copies go over (``tests.support.networks``); training's own stays.
     """
 
     store: str | None
@@ -132,6 +134,7 @@ class Run:
     fixed_buckets: bool = False
     watched: bool = False
     sabotage: str = ""
+    networks: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -587,10 +590,24 @@ def main(run: Run) -> None:
     torch.set_num_threads(1)
     sabotage.apply(run.sabotage)
     rank = int(os.environ.get("RANK", "0"))
+    if run.networks:
+        _enter_between(run.networks[rank])
     if run.watched:
         note_shards(str(run.store), f"{run.log}.opened", rank)
     trainer, module, _ = build(run, rank)
     train(run, rank, trainer, module)
+
+
+def _enter_between(network: str) -> None:
+    """Join a network when all groups are made, and before copies are."""
+    plain = fit.make_communicator
+
+    def entering(*args: Any, **kwargs: Any) -> Any:
+        comm = plain(*args, **kwargs)
+        enter(network)
+        return comm
+
+    fit.make_communicator = entering
 
 
 def train(run: Run, rank: int, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,19 @@ def live(run: Run, kill_after_secs: float | None = None, kill_after_lines: int =
         process.close()
 
 
-def live_ranks(run: Run, kill: tuple[int, float] | None = None, pause_secs: float | None = None) -> list[int]:
+def live_ranks(
+    run: Run,
+    kill: tuple[int, float] | None = None,
+    pause_secs: float | None = None,
+    joins: Callable[[int], None] | None = None,
+) -> list[int]:
     """Exit codes of all ranks of a run without torchrun (and so without restarts).
 
     When one rank is killed, the others are killed too, wherever they are: as a launcher does, but at once.
 
     kill: (rank, seconds): it is killed from outside, so long after the first line of rank 0's log.
     pause_secs: It is stopped instead, and continued after so many seconds.
+    joins: Called with the number of each process that was started.
     """
     before = len(events(run))
     port = free_port()
@@ -116,6 +122,8 @@ def live_ranks(run: Run, kill: tuple[int, float] | None = None, pause_secs: floa
         }
         processes.append(start(run, rank, environment))
     try:
+        for process in processes if joins is not None else ():
+            joins(process.pid)
         deadline = time.monotonic() + LIFE_SECS
         at = deadline
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
+import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from tests.integration.lives import (
     assert_same_run,
     events,
     live,
+    live_ranks,
     output,
     place,  # noqa: F401 - a fixture
     placed,
@@ -25,26 +26,18 @@ from tests.integration.lives import (
 )
 from tests.integration.test_memory_kills import DENSE, in_memory, left, small  # noqa: F401 - a fixture
 from tests.integration.test_memory_rarely_stored import RARELY
+from tests.support.limits import Cgroup, fill, memory_cgroup, small_file_systems
 from tests.support.waiting import retry_until
 
-ROOTS = {"/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")}
-ROOTS |= {"/sys/fs/cgroup": ("memory.max", "memory.peak", "memory.events")}
 LARGE = replace(DENSE, model={"layers": 2, "experts": 2048}, samples=24, epochs=1)
+LAYOUTS = {"ddp": {"ranks": 2, "replicas": 1}, "fsdp2": {"ranks": 2, "replicas": 1, "sharded": True}}
+"""Each rank is a node."""
 
 
 @pytest.fixture
-def cgroup() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """A memory cgroup of its own, and the names of its files for the limit, the peak and kills."""
-    for root, names in ROOTS.items():
-        group = Path(root, f"moe_ckpt_test_{os.getpid()}")
-        with contextlib.suppress(OSError):
-            group.mkdir()
-            if (group / names[0]).exists():
-                yield group, names
-                group.rmdir()
-                return
-            group.rmdir()
-    pytest.skip("no memory cgroup can be made here; run this test as root")
+def cgroup() -> Iterator[Cgroup]:
+    with memory_cgroup() as group:
+        yield group
 
 
 @pytest.fixture
@@ -54,24 +47,9 @@ def tmp_path_on_disk() -> Iterator[Path]:
         yield Path(directory)
 
 
-def live_in(group: Path, run: Run) -> int:
-    """Exit code of one life in a cgroup."""
-    process = start(run)
-    try:
-        (group / "cgroup.procs").write_text(str(process.pid))
-        process.join(LIFE_SECS)
-        assert not process.is_alive(), output(run)
-        return int(process.exitcode)
-    finally:
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
-
-
-def oom_kills(group: Path, name: str) -> int:
-    told = dict(line.split() for line in (group / name).read_text().splitlines())
-    return int(told["oom_kill"])
+def live_in(group: Cgroup, run: Run) -> int:
+    """Exit code of one life in a cgroup: of the first rank that does not end well."""
+    return max(live_ranks(run, joins=group.join), key=abs)
 
 
 @pytest.mark.slow
@@ -82,18 +60,17 @@ def test_a_limit_is_an_error_or_fewer_copies_and_never_a_kill(slots, every, cgro
 
     The store is on a disk, whose cache makes room.
     """
-    group, (limit, peak, kills) = cgroup
     nbytes = state_nbytes(place)
     never = {"policy": ("dense", 1000)}
     alone = placed(replace(LARGE, **never), tmp_path_on_disk, "alone")
-    assert live_in(group, alone) == 0, output(alone)
-    bare = int((group / peak).read_text())
+    assert live_in(cgroup, alone) == 0, output(alone)
+    bare = cgroup.peak
     told = {"when_busy": "wait", "host_memory_bytes": int(slots * nbytes)}
     run = in_memory(replace(LARGE, to_storage=every, callback=told), place)
     run = replace(run, store=str(tmp_path_on_disk / "store"))
-    (group / limit).write_text(str(bare + int(slots * nbytes)))
-    code = live_in(group, run)
-    assert oom_kills(group, kills) == 0
+    cgroup.limit(bare + int(slots * nbytes))
+    code = live_in(cgroup, run)
+    assert cgroup.kills == 0
     assert code in (0, 1), output(run)
     assert (code == 1) == (slots < (2 if every == RARELY else 1)), output(run)
     if code == 1:
@@ -103,6 +80,27 @@ def test_a_limit_is_an_error_or_fewer_copies_and_never_a_kill(slots, every, cgro
         assert left(run) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("room", [9, 40])
+def test_copies_that_a_limit_has_no_room_for_are_refused(room, layout, cgroup, place, tmp_path_on_disk):  # noqa: F811
+    """Both nodes' ranks are under one limit, which leaves room for so many snapshots, and each may take four for
+    its own; the copies of its peer come on top."""
+    nbytes = state_nbytes(place) / (2 if "sharded" in layout else 1)
+    told = {"when_busy": "wait", "host_memory_bytes": int(4 * nbytes)}
+    run = in_memory(replace(LARGE, **layout, to_storage=RARELY, callback=told), place)
+    alone = placed(replace(run, memory=None, replicas=0, policy=("dense", 1000)), tmp_path_on_disk, "alone")
+    assert live_in(cgroup, alone) == 0, output(alone)
+    run = replace(run, store=str(tmp_path_on_disk / "store"))
+    cgroup.limit(cgroup.peak + int(room * nbytes))
+    code = live_in(cgroup, run)
+    assert cgroup.kills == 0
+    assert code == 0, output(run)
+    assert ("has no room for the copy of step" in output(run)) == (room == 9), output(run)
+    assert_same_run(run)
+    assert left(run) == []
+
+
 def state_nbytes(place: Path) -> int:  # noqa: F811
     """Of what one snapshot holds, a little rounded up."""
     (place / "size").mkdir()
@@ -110,6 +108,57 @@ def state_nbytes(place: Path) -> int:  # noqa: F811
     assert live(run) == 0, output(run)
     files = list(Path(run.store).glob("step_*/*.safetensors"))
     return max(sum(f.stat().st_size for f in step.iterdir()) for step in {file.parent for file in files})
+
+
+@pytest.fixture
+def nodes(request, tmp_path) -> Iterator[Path]:
+    """Two nodes below a directory, each with a tmpfs of so many bytes."""
+    with small_file_systems(request.param, tmp_path / "node_0", tmp_path / "node_1"):
+        yield tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [64 << 20], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("experts", [2048, 4096], ids=["one snapshot fits", "none does"])
+def test_dev_shm_of_containers_that_are_nodes(experts, layout, nodes, place):  # noqa: F811
+    """64 MB each. The copy of a peer finds no room beside its own snapshots; what there was room for is of use."""
+    run = replace(LARGE, model={"layers": 2, "experts": experts}, **layout)
+    run = replace(placed(run, place), memory=str(nodes))
+    assert KILLED in live_ranks(replace(run, crash=("compute", 3))), output(run)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert "bytes free, and the slots of this node's ranks" in output(run), "before training"
+    assert_same_run(run)
+    assert left(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1 << 20], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("full", [(0,), (0, 1)], ids=["one node", "both nodes"])
+def test_nodes_that_are_full_in_mid_run_cost_memory_and_not_the_run(full, layout, nodes, place):  # noqa: F811
+    """Somebody else takes all of it while the run trains; then a rank is killed, and all start again."""
+    run = replace(placed(replace(DENSE, samples=320, **layout), place), memory=str(nodes))
+    filler = threading.Thread(target=fill_after, args=(run, 5, [nodes / f"node_{node}" for node in full]))
+    filler.start()
+    codes = live_ranks(replace(run, crash=("compute", 50)))
+    filler.join()
+    assert KILLED in codes, output(run)
+    assert len(events(run)) > 20, "it went on beside the full file systems"
+    if live_ranks(run) != [0, 0]:  # not even a start finds room for its directory: then that is said
+        assert re.search(r"cannot be used: .*No space left on device.*--shm-size", output(run)), output(run)
+        for node in full:
+            (nodes / f"node_{node}" / "filler").unlink()
+        assert live_ranks(run) == [0, 0], output(run)
+    assert_same_run(run)
+    assert {path.name for path in left(run)} <= {"filler"}
+
+
+def fill_after(run: Run, lines: int, directories: list[Path]) -> None:
+    """Once the run's log has so many lines."""
+    retry_until(lambda: len(events(run)) > lines)
+    for directory in directories:
+        fill(directory)
 
 
 @pytest.mark.slow
@@ -133,10 +182,7 @@ def test_a_tmpfs_that_is_full_in_mid_run_costs_memory_and_not_the_run(small, pla
     process = start(run)
     try:
         retry_until(lambda: len(events(run)) > 4 or not process.is_alive())
-        with contextlib.suppress(OSError), open(small / "filler", "wb") as filler:
-            while True:
-                filler.write(bytes(4096))
-                filler.flush()
+        fill(small)
         process.join(LIFE_SECS)
         assert process.exitcode == 0, output(run)
     finally:

@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.exactness import LIFE_SECS, WARM, Case, Ended, finish, kill, life_of, require_exact, split_lives
+from tests.megatron.exactness import (
+    LIFE_SECS,
+    WARM,
+    Case,
+    Ended,
+    finish,
+    kill,
+    life_of,
+    require_exact,
+    require_killed,
+    split_lives,
+    start_life,
+)
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, dense, moevement
 from tests.megatron.test_memory import COPIES, GEMINI, left, newest
 from tests.megatron.test_random_kills import NEVER, ended, killed, retry
@@ -58,6 +70,28 @@ def test_nodes_that_are_numbered_anew_come_back_from_memory(layout, tmp_path):
     for node, other in zip(away, reversed(nodes), strict=True):
         node.rename(other)
     assert ends_alike(case, tmp_path).resumed > [int(before.split("_")[1])]
+
+
+@pytest.mark.slow
+@layouts
+def test_a_node_that_comes_back_with_memory_of_an_earlier_start_is_not_gone_on_from(layout, tmp_path):
+    """Its steps are newer than those of the start that went on without it, from storage, with a spare in its place."""
+    copies = {"replicas": 1, "storage_every_n_steps": 8}
+    case = replace(layout, copies=copies, steps=20, kills=((2, 15, "train"), (2, 11, "train")))
+    kill(replace(case, kills=case.kills[:1]), tmp_path)
+    nodes, away = [tmp_path / "memory" / f"node_{node}" for node in (0, 1)], tmp_path / "away"
+    away.mkdir()
+    for node in nodes:
+        node.rename(away / node.name)
+    before = int(newest(tmp_path).split("_")[1])
+    second = replace(life_of(case, tmp_path), kill=case.kills[1], seed=2, number=1)
+    require_killed(start_life(case, second), case.kills[1])
+    lose(tmp_path, 1)
+    (away / nodes[1].name).rename(nodes[1])
+    ended = ends_alike(case, tmp_path)
+    assert before == 8
+    assert ended.resumed[0] == before
+    assert before < ended.resumed[1] <= 10, "of the start that went on, and not of the one that got further"
 
 
 @pytest.mark.slow

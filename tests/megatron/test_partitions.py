@@ -1,4 +1,4 @@
-"""EP2 x DP2 under Megatron on nodes with networks of their own: cut off for less and for more than the timeout, slow.
+"""Megatron on nodes with networks of their own: cut off for less and for more than the timeout, slow.
 
 Only the way of copies is cut: Megatron's own groups, made before, go on.
 """
@@ -25,7 +25,12 @@ from tests.support.processes import run_ranks, start_ranks
 
 pytestmark = pytest.mark.slow
 
-SETUP = Setup(ep=2, layers=2, num_microbatches=2, dist_opt=True, precision="bf16")
+SHARDED = {"dist_opt": True, "precision": "bf16"}
+SETUPS = {
+    "ep2-dp2": (Setup(ep=2, layers=2, num_microbatches=2, **SHARDED), 0),
+    "pp2-ep2": (Setup(pp=2, ep=2, layers=2, num_microbatches=2, **SHARDED), 2),
+}
+"""Each with a node, other than the victim, whose copies do not lie with the victim."""
 TIMEOUT_SECS = 10.0
 VICTIM = 1
 WELL, LAST = 3, 7
@@ -62,8 +67,8 @@ def attached(built: megatron_gpt.Built, root: str, rank: int, network: Network) 
 class Training:
     """One rank's first life, and what it writes down of each iteration."""
 
-    def __init__(self, rank: int, root: str, network: Network) -> None:
-        self.built, self.rank, self.network = megatron_gpt.build(SETUP, 1), rank, network
+    def __init__(self, rank: int, root: str, network: Network, setup: Setup) -> None:
+        self.built, self.rank, self.network = megatron_gpt.build(setup, 1), rank, network
         self.ckpt, self.tally = attached(self.built, root, rank, network), Tally(self.built)
         self.ckpt.resume()
         self.replicator = self.ckpt.session.tier.replicator
@@ -101,8 +106,8 @@ class Training:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def cut_off(rank: int, _: int, root: str, network: Network) -> None:
-    life = Training(rank, root, network)
+def cut_off(rank: int, _: int, root: str, network: Network, setup: Setup) -> None:
+    life = Training(rank, root, network, setup)
     life.train(WELL)
     life.copied()
     life.switch(network.cut)
@@ -121,8 +126,8 @@ def cut_off(rank: int, _: int, root: str, network: Network) -> None:
     life.note(root, trained=trained, lagged=lagged, short=short, long=sorted(life.replicator.lost))
 
 
-def slowed(rank: int, _: int, root: str, network: Network) -> None:
-    life = Training(rank, root, network)
+def slowed(rank: int, _: int, root: str, network: Network, setup: Setup) -> None:
+    life = Training(rank, root, network, setup)
     life.train(WELL)
     life.copied()
     life.switch(network.slow, LINK_MBIT_PER_SEC)
@@ -132,42 +137,47 @@ def slowed(rank: int, _: int, root: str, network: Network) -> None:
     life.note(root, trained=trained, lagged=lagged, lost=sorted(life.replicator.lost))
 
 
-def killed(body: Any, root: Path, *, slow: bool = False) -> list[dict[str, Any]]:
+def killed(body: Any, root: Path, setup: Setup, *, slow: bool = False) -> list[dict[str, Any]]:
     """What each rank told before all were killed."""
     with network_or_skip(RANKS, slow=slow) as network:
-        ended = start_ranks(body, RANKS, str(root), network, timeout=240, preload=WARM)
+        ended = start_ranks(body, RANKS, str(root), network, setup, timeout=240, preload=WARM)
     assert [each.exitcode for each in ended] == [-signal.SIGKILL] * RANKS, [each.error for each in ended]
     return [json.loads((root / f"told_{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def came_back(root: Path, *lost: int) -> int:
+def came_back(root: Path, setup: Setup, *lost: int) -> int:
     """The iteration that all come back to without these nodes, every bit as it was."""
     from moe_ckpt.policies import Dense
 
     for node in lost:
         delete_tree(root / f"node_{node}")
-    told = run_ranks(second_life, RANKS, str(root), SETUP, [Dense()] * RANKS, timeout=240, preload=WARM)
+    told = run_ranks(second_life, RANKS, str(root), setup, [Dense()] * RANKS, timeout=240, preload=WARM)
     lines = [[json.loads(raw) for raw in (root / f"rank_{n}.jsonl").read_text().splitlines()] for n in range(RANKS)]
     [step] = {rank["step"] for rank in told}
-    wanted = {(layer, expert): step for layer in range(SETUP.layers) for expert in range(SETUP.experts)}
+    wanted = {(layer, expert): step for layer in range(setup.layers) for expert in range(setup.experts)}
     require_versions(told, lines, wanted, step)
     return step
 
 
-@pytest.mark.parametrize("lost", [(), (VICTIM,), (0,)], ids=["none", "the one cut off", "another"])
-def test_a_partition_costs_no_bit(tmp_path: Path, lost: tuple[int, ...]):
+@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("which", ["none", "the one cut off", "another"])
+def test_a_partition_costs_no_bit(tmp_path: Path, which: str, name: str):
     """A short one delays copies. A long one ends those that go through it: that node's loss costs what came after."""
-    told = killed(cut_off, tmp_path)
+    setup, other = SETUPS[name]
+    lost = {"none": (), "the one cut off": (VICTIM,), "another": (other,)}[which]
+    told = killed(cut_off, tmp_path, setup)
     assert all(rank["trained"] < TIMEOUT_SECS for rank in told), "training does not wait for copies"
     assert any(rank["lagged"] for rank in told)
     assert [rank["short"] for rank in told] == [[]] * RANKS
     assert any(VICTIM in rank["long"] for rank in told)
-    step = came_back(tmp_path, *lost)
+    step = came_back(tmp_path, setup, *lost)
     assert step == (WELL + 1 if VICTIM in lost else LAST)
 
 
-def test_a_slow_link_holds_up_no_iteration_and_costs_no_bit(tmp_path: Path):
-    told = killed(slowed, tmp_path, slow=True)
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_slow_link_holds_up_no_iteration_and_costs_no_bit(tmp_path: Path, name: str):
+    setup, _ = SETUPS[name]
+    told = killed(slowed, tmp_path, setup, slow=True)
     assert any(rank["lagged"] for rank in told)
     assert all(rank["lost"] == [] for rank in told)
-    assert WELL <= came_back(tmp_path, VICTIM) < LAST
+    assert WELL <= came_back(tmp_path, setup, VICTIM) < LAST

@@ -81,11 +81,16 @@ class Network:
 
     def enter(self, node: int) -> None:
         """This thread is on the node from here on, with all threads that it starts. What it had connected stays so."""
-        with open(f"/run/netns/{self.nodes[node]}", "rb") as namespace:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        enter(self.nodes[node])
+
+
+def enter(name: str) -> None:
+    """See ``Network.enter``. name: of the node, in ``Network.nodes``."""
+    with open(f"/run/netns/{name}", "rb") as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
 def network_or_skip(nodes: int, *, slow: bool = False) -> Network:

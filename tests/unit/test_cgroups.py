@@ -73,6 +73,14 @@ def test_page_cache_that_nobody_uses_makes_room(root):
     assert found(root, left_bytes=10_000) == 1000, "what was left may count elsewhere"
 
 
+def test_page_cache_in_use_makes_room_where_that_is_asked(root):
+    version_2(root[0] / "system.slice/job_7", "1000", 900, inactive=500)
+    with (root[0] / "system.slice/job_7/memory.stat").open("a") as stat:
+        stat.write("active_file 100\n")
+    assert found(root) == 600
+    assert free_bytes(str(root[0]), 0, str(root[1]), any_cache=True) == 700
+
+
 def test_nonsense_is_no_limit(root):
     version_2(root[0] / "system.slice", "rubbish", 1)
     version_1(root[0] / "memory", "-", 1)

@@ -345,7 +345,7 @@ def test_a_directory_that_cannot_be_written_is_named(where, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RankDirectory, "describe", full)
-    said = r"Memory\(directory=.*memory'\) cannot be used: .*No space left"
+    said = r"Memory\(directory=.*memory'\) cannot be used: .*No space left.*`moe-ckpt memory` lists.*--shm-size"
     with pytest.raises(StoreUnwritableError, match=said), life(where):
         pass
     monkeypatch.undo()

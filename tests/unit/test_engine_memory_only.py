@@ -19,7 +19,8 @@ from moe_ckpt.core.memory_retention import MemoryStep, needed
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.record import StepRecord
-from moe_ckpt.errors import HostMemoryError, RecoveryLoopError
+from moe_ckpt.engine.room import Room
+from moe_ckpt.errors import HostMemoryError, RecoveryLoopError, SaveFailedError
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.recovery.slot_views import age_of
@@ -351,6 +352,14 @@ def test_another_world_size_takes_what_memory_has(where):
 def test_memory_without_room_for_two_is_refused_where_storage_does_not_get_each(where):
     with life(where, host_memory_bytes=2000) as only, pytest.raises(HostMemoryError, match="must hold two"):
         only.go(6, settle=True)
+
+
+def test_a_last_step_that_finds_no_room_beside_what_memory_keeps_does_not_say_that_it_waited(where, monkeypatch):
+    with life(where) as only:
+        only.go(3, settle=True)
+        monkeypatch.setattr(Room, "find", lambda *_: (None, False))
+        with pytest.raises(SaveFailedError, match="beside the checkpoints that memory must keep; raise Memory"):
+            only.finish()
 
 
 def test_a_clean_end_leaves_the_last_step_on_storage(where):

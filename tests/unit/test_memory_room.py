@@ -13,8 +13,12 @@ import torch
 
 from moe_ckpt import Memory
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.engine import cgroups, host_tier
+from moe_ckpt.engine import cgroups, host_tier, limited_slots
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.limited_slots import LimitedSlots
+from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory import preflight
+from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.preflight import RoomNeeded, say_room
 from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor, TensorSpec
@@ -155,3 +159,43 @@ def test_peers_divide_what_they_hold_alike_and_keep_what_is_their_own():
     other = replace(weight, updated_here=False)
     divided = ExpectedShare([weight, other], specs)
     assert divided.nbytes(model, placement, "none", 1) == 2 * nbytes, "a distributed optimizer: moments are its own"
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "fits"),
+    [
+        # Two ranks may take 200 and 50 bytes more each, and both keep two copies of 1,000 bytes.
+        ("tmpfs", 4500, True),
+        ("tmpfs", 4499, False),
+        ("ext4", 4499, True),
+        ("tmpfs", None, True),
+    ],
+)
+def test_copies_take_what_a_memory_limit_leaves_beside_budgets(tmp_path, caplog, monkeypatch, kind, limit, fits):
+    monkeypatch.setattr(preflight, "file_system", lambda path: kind)
+    monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: limit)
+    monkeypatch.setattr(limited_slots, "_once_more_bytes", lambda: 50)
+    files = MemoryFiles(str(tmp_path), "a" * 32, 0, "life", 0, "/a/store")
+    pool = HostBufferPool(300)
+    pool.acquire(100)
+    limited = LimitedSlots(files, pool, 2)
+    try:
+        if fits:
+            assert limited.make(1000).memory.numel() == 1000
+            return
+        for _ in range(2):
+            with pytest.raises(MemoryFullError) as refused:
+                limited.make(1000)
+            assert (refused.value.needed_bytes, refused.value.free_bytes) == (1000, 999)
+        [said] = [record.getMessage() for record in caplog.records]
+        assert "leaves 4,499 bytes, and each rank of this node (2) may still take 200 bytes of its budget (300)" in said
+        assert "and 50 bytes as at its largest" in said
+        assert list(files.path.glob("*.data")) == []
+    finally:
+        files.close(keep=False)
+
+
+def test_what_a_process_once_took_more_than_now_is_known():
+    large = torch.ones(64 << 20, dtype=torch.uint8)
+    del large
+    assert limited_slots._once_more_bytes() >= 32 << 20

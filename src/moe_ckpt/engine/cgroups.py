@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
-_LIMITS = (("memory.max", "memory.current", "inactive_file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", ""))
-"""Of cgroup v2 and v1: names of the files with limit and usage, and what of memory.stat the kernel gives back."""
+_LIMITS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+"""Of cgroup v2 and v1: names of the files with limit and usage, and what names in memory.stat begin with."""
 _NO_LIMIT = 1 << 60
 """Version 1 says a number that no machine has."""
 
 
-def free_bytes(root: str = "/sys/fs/cgroup", left_bytes: int = 0, own: str = "/proc/self/cgroup") -> int | None:
+def free_bytes(
+    root: str = "/sys/fs/cgroup", left_bytes: int = 0, own: str = "/proc/self/cgroup", *, any_cache: bool = False
+) -> int | None:
     """Bytes left under the lowest memory limit of this process's cgroups once ``left_bytes`` are freed; None without.
 
     Of cgroup v2 and v1, and of every level: a scheduler's limit lies on the job's cgroup, above the process's own.
+
+    Args:
+        root: Where cgroups are mounted.
+        left_bytes: That will be freed.
+        own: Names the process's cgroups.
+        any_cache: Page cache in use makes room, too, and not only what nobody has used lately.
     """
-    found = [_left_below(place, left_bytes) for place in _cgroups(root, own)]
+    names = ("inactive_file", "active_file") if any_cache else ("inactive_file",)
+    found = [_left_below(place, left_bytes, names) for place in _cgroups(root, own)]
     return min((free for free in found if free is not None), default=None)
 
 
@@ -33,25 +43,25 @@ def _cgroups(root: str, own: str) -> list[Path]:
     return list(dict.fromkeys(places))
 
 
-def _left_below(place: Path, left_bytes: int) -> int | None:
-    """What one cgroup's limit leaves; None if it has none."""
-    for limit_name, used_name, reclaimed in _LIMITS:
+def _left_below(place: Path, left_bytes: int, reclaimed: Sequence[str]) -> int | None:
+    """What one cgroup's limit leaves; None if it has none. reclaimed: page cache of memory.stat that makes room."""
+    for limit_name, used_name, prefix in _LIMITS:
         try:
             limit, used = ((place / name).read_text().strip() for name in (limit_name, used_name))
             if limit == "max" or int(limit) >= _NO_LIMIT:
                 return None
             # What was left may count elsewhere: in the cgroup of the life that died.
-            free = int(limit) - max(0, int(used) - _reclaimed(place, reclaimed) - left_bytes)
+            free = int(limit) - max(0, int(used) - _reclaimed(place, prefix, reclaimed) - left_bytes)
         except (OSError, ValueError):
             continue
         return max(0, free)
     return None
 
 
-def _reclaimed(place: Path, name: str) -> int:
-    """Page cache that was not used lately counts as used, and makes room when it is needed."""
+def _reclaimed(place: Path, prefix: str, names: Sequence[str]) -> int:
+    """Page cache counts as used, and is reclaimed when memory is needed."""
     try:
         stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-        return int(stat[name or "total_inactive_file"])
-    except (OSError, ValueError, KeyError):
+        return sum(int(stat.get(prefix + name, 0)) for name in names)
+    except (OSError, ValueError):
         return 0

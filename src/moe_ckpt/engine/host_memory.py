@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import secrets
@@ -15,8 +16,9 @@ from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.left_slots import LeftSlots
+from moe_ckpt.engine.limited_slots import LimitedSlots
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
+from moe_ckpt.errors import LARGER_FILE_SYSTEM, ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
 from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
@@ -69,7 +71,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         slots = LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
         pool = HostBufferPool(begun.budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
-        limits = files.make, settings.timeout_secs
+        limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
         replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate)
         tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, slots, replicator)
     except BaseException:
@@ -207,7 +209,9 @@ def _tried(memory: Memory, action: Callable[[], T]) -> tuple[T | None, Exception
     except MoECheckpointError as error:
         return None, error
     except OSError as error:
-        return None, StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {error}")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        mend = f". `moe-ckpt memory` lists what earlier runs left there. {LARGER_FILE_SYSTEM}" if full else ""
+        return None, StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {error}{mend}")
 
 
 def _raise_together(trouble: Exception | None, failed: int) -> None:

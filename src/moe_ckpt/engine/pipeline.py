@@ -154,12 +154,14 @@ class Pipeline:
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
         plan = self._compiler.compile(request, tensors, specs, entries, consumed, writer)
+        began = time.monotonic()
         buffer, waited = self._room.find(request, plan.nbytes, patience_secs)
         refused = None
         if buffer is None:
             refused = f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
-            if request.since is not None:
+            if request.since is not None or time.monotonic() < began + patience_secs:  # nothing to wait for
                 refused = _no_room(plan.nbytes, self._pool.budget_bytes, self._settings.budget_setting)
+                refused += ", or anchor more operators in each step" if request.since is not None else ""
             plan, buffer = replace(plan, parts=()), self._pool.lend_nothing()
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
@@ -295,6 +297,6 @@ def _overwritten(names: Sequence[str]) -> str:
 
 def _no_room(nbytes: int, budget_bytes: int, setting: str) -> str:
     return (
-        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more; raise {setting}, or "
-        "anchor more operators in each step"
+        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
+        f"keep; raise {setting}"
     )

@@ -68,7 +68,7 @@ def say_room(root: str, needed: RoomNeeded, free: int, limit: int | None) -> Non
         free: Bytes of its file system, with those that earlier lives of the run left and this one takes over.
         limit: Likewise what cgroups leave this process, in which a tmpfs counts; None if nothing limits it.
     """
-    short = min(free, free if limit is None or file_system(root) not in _IN_MEMORY else limit)
+    short = min(free, free if limit is None or not lies_in_memory(root) else limit)
     if needed.nbytes <= short or (root, "room") in _said:
         return
     _said.add((root, "room"))
@@ -106,6 +106,11 @@ def file_system(path: str, mounts: str = "/proc/self/mounts") -> str:
     except (OSError, ValueError):
         return ""
     return kind
+
+
+def lies_in_memory(path: str) -> bool:
+    """Whether files below ``path`` take memory, which then counts in cgroups."""
+    return file_system(path) in _IN_MEMORY
 
 
 def say_file_system(root: str) -> None:

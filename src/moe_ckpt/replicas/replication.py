@@ -177,7 +177,7 @@ class _Sender:
         if answer.status is Status.FULL:
             log.warning(
                 "rank %d has no room for the copy of step %d of rank %d: %s bytes are needed in its memory directory, "
-                "%s are free. It gets no copy until there is room",
+                "%s are free there, or left by the memory limit of its job. It gets no copy until there is room",
                 *(self.peer, step, self._roster.rank, f"{answer.needed:,}", f"{answer.free:,}"),
             )
         else:

@@ -35,8 +35,9 @@ def test_bytes_in_host_memory_by_the_formula():
     assert UpstreamLog(10.0, 75.0).held_bytes(4) == 70.0, "whole iterations"
     assert UpstreamLog(10.0, 5.0).held_bytes(4) == 0.0
     assert UpstreamLog(0.0, 5.0).held_bytes(4) == 0.0
-    assert [UpstreamLog(10.0, 75.0).reaches(steps) for steps in (7, 8)] == [True, False]
+    assert [UpstreamLog(10.0, 75.0).reaches(steps) for steps in (6, 7)] == [True, False], "one is under way"
     assert UpstreamLog(10.0).reaches(10**6)
+    assert UpstreamLog(0.0, 75.0).reaches(10**6), "nothing is sent"
 
 
 def test_what_a_run_and_its_planner_say():
@@ -75,7 +76,7 @@ def test_rank_iterations_computed_again():
 
 def test_a_log_that_does_not_reach_far_enough_sends_all_back():
     needed = run((102.5, 1))[0].steps_again // 2
-    for steps, everybody in ((needed, False), (needed - 1, True)):
+    for steps, everybody in ((needed + 1, False), (needed, True)):
         told, _ = run((102.5, 1), upstream_bytes=steps * LOGGED)
         assert told.steps_again == (8 if everybody else 2) * needed
         assert (told.history[0].useful_steps < 102) is everybody

@@ -74,6 +74,16 @@ def test_rank_iterations_computed_again():
     assert run()[0].steps_again == 0
 
 
+def test_the_step_that_a_run_came_back_to_is_in_no_new_window():
+    """As in a trainer, which asks its policy when a step has ended: four iterations later there is no new one yet."""
+    first, _ = run((100.5, 1))
+    back_at = first.history[0].at_secs
+    for later, steps in ((4.05, 4), (5.05, WINDOW - 1 - first.steps_again // 2 + 1)):
+        twice, _ = run((100.5, 1), (back_at + later, 1))
+        second = (twice.steps_again - first.steps_again) // 2
+        assert second == first.steps_again // 2 + steps
+
+
 def test_a_log_that_does_not_reach_far_enough_sends_all_back():
     needed = run((102.5, 1))[0].steps_again // 2
     for steps, everybody in ((needed + 1, False), (needed, True)):

@@ -126,7 +126,7 @@ def _start_in_place(restart: Any) -> None:
 def main(argv: list[str]) -> None:
     """argv: the order as JSON. RANK, WORLD_SIZE and the like are as a launcher sets them."""
     order = json.loads(argv[0])
-    logging.disable(logging.INFO)
+    logging.getLogger("moe_ckpt").setLevel(logging.INFO)  # what is sealed, and who goes back, for the run's output
     torch.set_num_threads(1)
     if not order["in_place"]:
         train(None, order)

@@ -83,11 +83,13 @@ def write(path: Path, found: Sequence[Comparison], settings: Mapping[str, Any]) 
 
 
 def machine() -> dict[str, Any]:
-    """Of what the figures were taken on. Load: of the last quarter of an hour, other programs included."""
+    """Of what the figures were taken on. load: of the last quarter of an hour, other programs included. nice: the
+    benchmark's own; below 0 it goes before them."""
     return {
         "cpus": os.cpu_count(),
         "processor": _processor(),
         "load": round(os.getloadavg()[2], 2),
+        "nice": os.nice(0),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
@@ -105,13 +107,14 @@ def _processor() -> str:
 def _markdown(found: Sequence[Comparison], body: Mapping[str, Any]) -> Iterator[str]:
     settings, host = body["settings"], body["machine"]
     policies = " ".join(settings["policies"])
+    nice = f", with the benchmark at nice {host['nice']}" if host["nice"] else ""
     yield "# Simulator against reality"
     yield ""
     yield (
         f"Written by `python benchmarks/sim_reality.py --minutes {settings['minutes']:g} --mtbf {settings['mtbf']:g} "
         f"--seed {settings['seed']} --policies {policies}` on {host['cpus']} processors "
         f"({host['processor']}), Python {host['python']}, "
-        f"torch {host['torch']}, load of the last 15 minutes {host['load']}. Each run was killed by SIGKILL "
+        f"torch {host['torch']}, load of the last 15 minutes {host['load']}{nice}. Each run was killed by SIGKILL "
         f"{len(found[0].kills)} times in {found[0].secs:.0f} s, and is simulated from the profile it wrote, with kills "
         "at the same moments."
     )
@@ -141,9 +144,11 @@ _RATHER = (
     "",
     "- down: every restart takes as long as the mean of them. What a kill cuts short is cut short at another point; "
     "loading is reckoned from the rate at which snapshots are written, and a sparse window's replay from the share of "
-    "weight gradients that it leaves out.",
+    "weight gradients that it leaves out. That ranks agree on what to load takes longer than the bytes, by a tenth of "
+    "a second to a whole one on a busy machine. A pipeline stage that goes back alone is reckoned without bubbles.",
     "- lost: where between two checkpoints a kill falls, for the simulation is a few iterations off by then. With n "
-    "iterations between checkpoints, that is about n / sqrt(12) iterations per kill, in either direction.",
+    "iterations between checkpoints, that is about n / sqrt(12) iterations per kill, in either direction. Likewise the "
+    "iterations of all ranks that are computed again, those of a window included.",
     "- slowed: iterations and snapshots take their mean over the run. The profile lacks the last half second of a "
     "life; what other programs do to some lives only is not told apart.",
     "- PLT: the simulated router draws its load anew, as skewed as the run's. The real one's is uneven in another way, "

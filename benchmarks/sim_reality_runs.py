@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,12 @@ def _done(line: dict[str, Any]) -> int:
 
 
 def _by_life(lines: Sequence[dict[str, Any]], job: Job) -> list[list[dict[str, Any]]]:
-    """What one rank wrote in each. In place, a life may end a step behind the kill."""
+    """What one rank wrote in each. A rank that lives on may end a step behind the kill."""
+    lines = [line for line in lines if line["time"] <= job.killed[-1]]
     if job.contestant.in_place:
         return [[line for line in lines if line["generation"] == life] for life in range(len(job.spawned))]
-    times = list(zip(job.spawned, job.killed, strict=True))
-    return [[line for line in lines if begin <= line["time"] <= end] for begin, end in times]
+    times = pairwise([*job.spawned, inf])
+    return [[line for line in lines if begin <= line["time"] < end] for begin, end in times]
 
 
 def _plt(metrics: Sequence[dict[str, Any]], spawned: float) -> float:

@@ -52,8 +52,8 @@ GOLDEN = {
     "checkfreq": {"ettr": 0.926666667, "failures": 6},
     "moc": {"ettr": 0.955, "lost_tokens": 23055, "plt": 0.00982314504, "k": 1},
     "moetion": {"ettr": 0.938333333, "lost_tokens": 10570, "k": 3},
-    "moevement": {"ettr": 0.925, "failures": 5, "window": 3, "reorders": 4},
-    "moevement on storage": {"ettr": 0.538333333, "mean_stall_secs": 0.365729052, "window": 5, "reorders": 16},
+    "moevement": {"ettr": 0.923333333, "failures": 5, "window": 3, "reorders": 4},
+    "moevement on storage": {"ettr": 0.538333333, "mean_stall_secs": 0.358319372, "window": 5, "reorders": 4},
 }
 """Of seed 1. What a change of the model or of a policy moves, is moved here in the same commit, and said there."""
 

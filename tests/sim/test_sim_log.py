@@ -35,8 +35,9 @@ def test_bytes_in_host_memory_by_the_formula():
     assert UpstreamLog(10.0, 75.0).held_bytes(4) == 70.0, "whole iterations"
     assert UpstreamLog(10.0, 5.0).held_bytes(4) == 0.0
     assert UpstreamLog(0.0, 5.0).held_bytes(4) == 0.0
-    assert [UpstreamLog(10.0, 75.0).reaches(steps) for steps in (7, 8)] == [True, False]
+    assert [UpstreamLog(10.0, 75.0).reaches(steps) for steps in (6, 7)] == [True, False], "one is under way"
     assert UpstreamLog(10.0).reaches(10**6)
+    assert UpstreamLog(0.0, 75.0).reaches(10**6), "nothing is sent"
 
 
 def test_what_a_run_and_its_planner_say():
@@ -73,9 +74,19 @@ def test_rank_iterations_computed_again():
     assert run()[0].steps_again == 0
 
 
+def test_the_step_that_a_run_came_back_to_is_in_no_new_window():
+    """As in a trainer, which asks its policy when a step has ended: four iterations later there is no new one yet."""
+    first, _ = run((100.5, 1))
+    back_at = first.history[0].at_secs
+    for later, steps in ((4.05, 4), (5.05, WINDOW - 1 - first.steps_again // 2 + 1)):
+        twice, _ = run((100.5, 1), (back_at + later, 1))
+        second = (twice.steps_again - first.steps_again) // 2
+        assert second == first.steps_again // 2 + steps
+
+
 def test_a_log_that_does_not_reach_far_enough_sends_all_back():
     needed = run((102.5, 1))[0].steps_again // 2
-    for steps, everybody in ((needed, False), (needed - 1, True)):
+    for steps, everybody in ((needed + 1, False), (needed, True)):
         told, _ = run((102.5, 1), upstream_bytes=steps * LOGGED)
         assert told.steps_again == (8 if everybody else 2) * needed
         assert (told.history[0].useful_steps < 102) is everybody

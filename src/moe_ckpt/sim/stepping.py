@@ -46,6 +46,7 @@ class Stepper:
         self._load = DriftingLoad(load, [layer.experts for layer in self._catalog.layers], assignments, rng)
         self._rounds: dict[bytes, tuple[float, ...]] = {}
         self._windows = KnownWindows()
+        self._resumed_at = 0
         self.state = State(_empty_track(self._system, self._catalog), self._load.counts())
         self._flushing = Flushing(costs, self.state)
 
@@ -68,8 +69,9 @@ class Stepper:
         self._settle()
 
     def interrupted(self) -> None:
-        """A failure: the run no longer repeats itself."""
+        """A failure: the run no longer repeats itself, and the step that it returned to gets no second snapshot."""
         self._rounds.clear()
+        self._resumed_at = self.state.step
 
     def _housekeeping(self) -> bool:
         """What is looked at between rounds only. Whether the load has changed."""
@@ -283,6 +285,9 @@ class Stepper:
     # --- sparse windows ---
 
     def _sparse_round(self, context: PolicyContext, until: float) -> None:
+        if 0 < self.state.step == self._resumed_at:  # the next window begins with the next step
+            self._iterate(1, until)
+            return
         if not self._admitted(until):  # as at every slot; but a window that has begun is gone on with
             if self.state.now < until:
                 self._skip(until)

@@ -28,8 +28,9 @@ class UpstreamLog:
         return wanted if self.budget_bytes is None else min(wanted, self._whole_steps() * self.step_bytes)
 
     def reaches(self, steps: int) -> bool:
-        """Returns whether it has the newest ``steps`` whole iterations: the oldest go first, as in a trainer."""
-        return self.budget_bytes is None or steps <= self._whole_steps()
+        """Returns whether it has the newest ``steps`` iterations beside the one under way: the oldest go first, as in a
+        trainer."""
+        return self.budget_bytes is None or not self.step_bytes or steps + 1 <= self._whole_steps()
 
     def _whole_steps(self) -> int:
         return int((self.budget_bytes or 0.0) // self.step_bytes) if self.step_bytes else 0

@@ -107,9 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_all(runs, len(options.policies) * len(ROLES), table, head, options.json)
 
 
-def _run(
-    layers: int, experts: int, ranks: int, options: argparse.Namespace, tell: Tell
-) -> dict[str, Any]:
+def _run(layers: int, experts: int, ranks: int, options: argparse.Namespace, tell: Tell) -> dict[str, Any]:
     """What the process of one case found, and in "failed" how it ended, if it did not end well."""
     name = f"{layers}x{experts}/{ranks}"
     place = place_of(options.dir)

@@ -339,7 +339,6 @@ class ActedPeers(ActedRank):
             self.acting += time.thread_time() - began
 
 
-
 def persist_cpu() -> float:
     """Processor seconds that the persist thread of this process has used so far."""
     (thread,) = (thread for thread in threading.enumerate() if thread.name == PERSIST_THREAD)

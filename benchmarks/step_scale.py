@@ -147,6 +147,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
                 found.append(Case(layout, kind, layers, experts))
     return found
 
+
 Tell = Callable[[str], None]
 
 

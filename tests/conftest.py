@@ -16,9 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Times say nothing on a shared machine with two cores; a failure prints how to repeat it.
-settings.register_profile(
-    "moe_ckpt", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("moe_ckpt", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("moe_ckpt")
 
 # Read when torch is imported, here and in every process that a test starts. The tests are many processes on few cores

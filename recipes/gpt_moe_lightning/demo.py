@@ -294,9 +294,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument("--steps", type=int, default=Settings.steps, help="iterations per run (default %(default)s)")
     parser.add_argument("--kills", type=int, default=Settings.kills, help="kills per failing run (default %(default)s)")
     parser.add_argument("--seed", type=int, default=Settings.seed, help="of the kills (default %(default)s)")
-    parser.add_argument(
-        "--ranks", type=int, default=Settings.ranks, help="processes, at least 2 (default %(default)s)"
-    )
+    parser.add_argument("--ranks", type=int, default=Settings.ranks, help="processes, at least 2 (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="directory (default %(default)s)")
     parser.add_argument("overrides", nargs="*", help="more Hydra overrides, for all runs")
     args = parser.parse_args(argv)

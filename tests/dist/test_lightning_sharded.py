@@ -81,8 +81,15 @@ def _fit(
         "single": lambda: "auto",
     }[strategy]()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=chosen, max_steps=max_steps, max_epochs=-1, logger=False,
-        callbacks=[checkpoint], enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu",
+        devices=world_size,
+        strategy=chosen,
+        max_steps=max_steps,
+        max_epochs=-1,
+        logger=False,
+        callbacks=[checkpoint],
+        enable_progress_bar=False,
+        enable_model_summary=False,
         use_distributed_sampler=False,
     )
     step_dir = None
@@ -99,7 +106,8 @@ def _fit(
         assert [scores] == expected
     return {
         "state": {name: _part(value) for name, value in state_of(model, trainer.optimizers[0]).items()},
-        "losses": model.losses, "restored": checkpoint.restored_step,
+        "losses": model.losses,
+        "restored": checkpoint.restored_step,
         "routed": checkpoint.last.routed_tokens if checkpoint.last else None,
         "resumed": [message for message in said if message.startswith("resumed at step")],
         "looked": looked,

@@ -139,8 +139,13 @@ def fit(
     pl.seed_everything(seed, verbose=False)
     checkpoint = MoECheckpoint(policy or Dense(every), root, when_busy="wait")
     trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[checkpoint, *beside], num_sanity_val_steps=0, **{"max_epochs": 2, **options},
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[checkpoint, *beside],
+        num_sanity_val_steps=0,
+        **{"max_epochs": 2, **options},
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*dataloader is not resumable")
@@ -408,9 +413,15 @@ def _ranks(rank: int, world_size: int, root: str, log: str, stop: int | None, ki
     logging.getLogger("moe_ckpt").addHandler(handler)
     checkpoint = MoECheckpoint(Dense(2), root, when_busy="wait")  # of 1, a batch of one might be left
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, max_epochs=2, logger=False, callbacks=[checkpoint],
+        accelerator="cpu",
+        devices=world_size,
+        max_epochs=2,
+        logger=False,
+        callbacks=[checkpoint],
         strategy=DDPStrategy(process_group_backend="gloo") if world_size > 1 else "auto",
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
     )
     try:
         trainer.fit(module, plain(48, batch_size=2, num_workers=rank))  # 12 batches of two ranks
@@ -463,9 +474,15 @@ def _tensor_parallel(rank: int, world_size: int, root: str) -> str:
             pass
 
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, max_epochs=1, logger=False, callbacks=[MoECheckpoint(Dense(1), root)],
+        accelerator="cpu",
+        devices=world_size,
+        max_epochs=1,
+        logger=False,
+        callbacks=[MoECheckpoint(Dense(1), root)],
         strategy=ModelParallelStrategy(1, world_size, process_group_backend="gloo"),
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
     )
     with pytest.raises(ConfigError) as refused:
         trainer.fit(Whole(), plain())

@@ -66,11 +66,7 @@ class Recount:
         found = {}
         for layer in range(self.layers):
             for place, expert in enumerate(self.order):
-                turns = [
-                    t
-                    for t in range(2, step + 1)
-                    if (place - (t - 2 + layer) * self.k) % self.experts < self.k
-                ]
+                turns = [t for t in range(2, step + 1) if (place - (t - 2 + layer) * self.k) % self.experts < self.k]
                 found[layer, expert] = max(turns, default=1)
         return found
 
@@ -137,9 +133,7 @@ def check_history(
             complete = ended and set(versions.values()) == {step}
             assert in_memory or begin["manifest"]["step"] == step
             _check_start(recount, begin, versions, every_step_saved and not complete)
-        of_ranks = [
-            [event for event in lives_of_rank[number] if event["event"] == "batch"] for lives_of_rank in lives
-        ]
+        of_ranks = [[event for event in lives_of_rank[number] if event["event"] == "batch"] for lives_of_rank in lives]
         for events in zip(*of_ranks, strict=False):  # a killed rank may have logged one batch less
             recount.batch(list(events))
     end = lives[0][-1][-1]
@@ -150,9 +144,7 @@ def check_history(
     assert end["plt"] == recount.lost / recount.routed
 
 
-def _check_start(
-    recount: Recount, begin: dict[str, Any], versions: dict[Expert, int], every_step_saved: bool
-) -> None:
+def _check_start(recount: Recount, begin: dict[str, Any], versions: dict[Expert, int], every_step_saved: bool) -> None:
     step = begin["step"]
     if every_step_saved and recount.stacked:
         assert versions == recount.expected_versions(step)

@@ -95,5 +95,3 @@ def test_two_ranks_that_measure_differently_have_one_k_that_of_the_slower(tmp_pa
     # 1 until a rank knows its rates, and that of rank 0 as long as it alone does.
     assert ks[-3:] == [2, 2, 2]
     assert stored[-3:] == [LAYERS * 2] * 3
-
-

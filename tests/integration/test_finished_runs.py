@@ -113,9 +113,7 @@ def test_a_finished_run_trains_nothing_and_nobody_saves_once_more(tmp_path, capl
     said = [record for record in caplog.records if record.name == "moe_ckpt"]
     assert [record.levelname for record in said] == ["WARNING"]
     step = first.trainer.global_step
-    assert re.search(
-        rf"store is finished \(max_\w+=\d+, at step {step}, PLT 0.00%\): nothing is left", said[0].message
-    )
+    assert re.search(rf"store is finished \(max_\w+=\d+, at step {step}, PLT 0.00%\): nothing is left", said[0].message)
     assert "choose another dirpath" in said[0].message
 
 

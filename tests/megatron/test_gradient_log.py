@@ -60,9 +60,7 @@ CASES = {
 FAST = ("ep2-dp2-sharded",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES])
 def test_a_killed_job_goes_on_from_the_newest_iteration(name, tmp_path):
     case = CASES[name]
     kill(case, tmp_path)

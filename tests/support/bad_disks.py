@@ -45,9 +45,7 @@ class SlowDisk(LocalStorage):
 class SmallDisk(LocalStorage):
     """Full when the files below its root have ``capacity_bytes`` together; ENOSPC comes in the middle of a file."""
 
-    def __init__(
-        self, root: str | Path, capacity_bytes: float, on_phase: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, root: str | Path, capacity_bytes: float, on_phase: Callable[[str], None] | None = None) -> None:
         super().__init__(root, on_phase)
         self.capacity_bytes = capacity_bytes
         self.full = 0

@@ -61,9 +61,7 @@ def lives(rank: int, world_size: int, root: str, todo: tuple[tuple[Case, int], .
                 continue
 
 
-def _life(
-    rank: int, place: str, case: Case, seed: int, kill: tuple[int, int] | None, fault_at: int | None
-) -> None:
+def _life(rank: int, place: str, case: Case, seed: int, kill: tuple[int, int] | None, fault_at: int | None) -> None:
     os.makedirs(place, exist_ok=True)
     random.seed(seed)
     np.random.seed(seed)
@@ -180,7 +178,7 @@ class Tally:
 
 
 def digests(built: megatron_gpt.Built) -> dict[str, str]:
-    """"layer/expert" -> digest of this rank's share of it, "rest" -> that of everything else; optimizer state too."""
+    """ "layer/expert" -> digest of this rank's share of it, "rest" -> that of everything else; optimizer state too."""
     hashes: dict[str, Any] = {"rest": hashlib.sha256()}
     expert_names = {}
     for number, moe, experts in moe_layers(built):

@@ -281,7 +281,6 @@ def test_registering_nonsense_is_refused(registrations):
     with pytest.raises(ConfigError, match="name what holds"):
         register_moe(OwnMoE, experts=())
 
-
     with pytest.raises(ConfigError, match="name what holds"):
         register_moe(OwnMoE, experts=3)
     with pytest.raises(ConfigError, match="assignments='output'"):

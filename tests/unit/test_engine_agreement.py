@@ -20,9 +20,7 @@ from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import GatedStorage, Life, ThreadRanks, manifests, run_threads, told
 
 
-def resolution(
-    sequence: int, committed: bool = True, persist_secs: float = 0.5, lost: bool = False
-) -> Resolution:
+def resolution(sequence: int, committed: bool = True, persist_secs: float = 0.5, lost: bool = False) -> Resolution:
     cause = None if committed else "why"
     return Resolution(sequence, 10 * sequence, f"step_{sequence}", committed, cause, persist_secs, lost=lost)
 

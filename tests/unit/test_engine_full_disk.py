@@ -87,8 +87,10 @@ def test_every_rank_s_files_of_a_failed_step_go(tmp_path):
 def test_what_cannot_be_removed_at_once_is_removed_after_the_next_commit(tmp_path, caplog):
     class Sticky(FaultyStorage):
         def write(self, path, chunks):
-            return super().write(path, chunks) if path.startswith("step_00000002/rank_00000_s") else self.inner.write(
-                path, chunks
+            return (
+                super().write(path, chunks)
+                if path.startswith("step_00000002/rank_00000_s")
+                else self.inner.write(path, chunks)
             )
 
     storage = Sticky(LocalStorage(tmp_path), 1, verbs={"write", "delete"}, persistent=True)

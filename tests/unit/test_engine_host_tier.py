@@ -555,8 +555,7 @@ def test_where_nothing_survived_the_ranks_only_agree_on_that(tmp_path):
     with Life(LocalStorage(tmp_path), policy=moc(), comm=Counting()) as life:
         come_back(life)
     assert calls == [7, 2, 1, 2, 2], (
-        "what memory is like, all opened the checkpoint, anything is held, all verified it and "
-        "wrote it"
+        "what memory is like, all opened the checkpoint, anything is held, all verified it and wrote it"
     )
 
 

@@ -59,9 +59,9 @@ arrays = st.builds(
 )
 trees = st.recursive(
     scalars | tensors | arrays,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=4).map(tuple)
-    | st.dictionaries(keys, inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(keys, inner, max_size=4)
+    ),
     max_leaves=15,
 )
 

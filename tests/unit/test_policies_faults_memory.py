@@ -94,9 +94,7 @@ class Run:
         steps, seen = np.full_like(self.seen, -1), np.zeros_like(self.seen)
         steps[at], seen[at] = self.now, self.seen[at]
         lost = tokens.lost_since.copy()
-        return Saved(
-            self.generation, self.now, index, tokens.applied.copy(), tuple(tokens.faults), lost, steps, seen
-        )
+        return Saved(self.generation, self.now, index, tokens.applied.copy(), tuple(tokens.faults), lost, steps, seen)
 
     def _settle(self) -> None:
         while self.writing and self.writing[0][0] <= self.now:

@@ -334,9 +334,7 @@ def test_the_process_began_when_the_system_says():
     assert started_unix_secs() == pytest.approx(
         psutil.Process().create_time(), abs=1.5
     )  # psutil rounds boot to seconds
-    code = (
-        "import time; t = time.time(); from moe_ckpt.profiling import facts as p; print(t - p.started_unix_secs())"
-    )
+    code = "import time; t = time.time(); from moe_ckpt.profiling import facts as p; print(t - p.started_unix_secs())"
     spent = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
     assert -0.02 < spent < 60  # time to start Python, before the imports
 

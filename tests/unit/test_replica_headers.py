@@ -16,8 +16,6 @@ from tests.support.replicas import slot_header
 SIZES = (16, 0, 7, 100)
 
 
-
-
 def header(
     step: int, prefix: str = "w", *, seed: int = 0, nbytes: int = 10_000, told: dict | None = None
 ) -> SlotHeader:

@@ -192,6 +192,7 @@ def test_layers_with_different_numbers_of_experts(counted):
 def test_registered_assignments(on, counted):
     before = dict(registry._REGISTERED)
     try:
+
         def on_layer(module, args, kwargs, output):
             return module.scorer(args[0]).argmax(-1)
 

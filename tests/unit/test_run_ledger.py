@@ -175,9 +175,7 @@ def test_experts_that_only_memory_had_newer_are_rescued_however_much_was_lost_be
     book.saved = {Tier.STORAGE: np.full((1, 3), 4)}
     operators = dict.fromkeys(model.everything, OperatorRecord(4, ()))
     of_run = {"run_id": "r", "generation": 0, "world_size": 1, "index": 0, "created_unix_secs": 0.0, "files": ()}
-    manifest = Manifest(
-        step=10, model=ModelRecord(""), operators=operators, states=(), tokens=book.to_dict(), **of_run
-    )
+    manifest = Manifest(step=10, model=ModelRecord(""), operators=operators, states=(), tokens=book.to_dict(), **of_run)
     ledger = RunLedger(model, outlives_process=True)
     ledger.resume_from(manifest, same_store=False, tokens_from_host=np.array([[5, 4, 8]]))
     assert ledger.rescued == {"expert/0/0", "expert/0/2"}

@@ -62,9 +62,7 @@ def test_what_is_not_measured_buys_nothing_known(secs, rate):
 
 
 def test_copies_have_the_time_between_two_updates_and_storage_that_between_two_checkpoints():
-    measured = Measured(
-        recent_iteration_secs=2.0, update_secs=0.5, copy_bytes_per_sec=90.0, persist_bytes_per_sec=30.0
-    )
+    measured = Measured(recent_iteration_secs=2.0, update_secs=0.5, copy_bytes_per_sec=90.0, persist_bytes_per_sec=30.0)
     assert (measured.overlap_secs, measured.copy_bytes(), measured.persist_bytes(3)) == (1.5, 135, 180)
     assert (measured.copy_bytes(0.5), measured.persist_bytes(3, 0.5)) == (67, 90)
     assert Measured(recent_iteration_secs=2.0).overlap_secs == 2.0

@@ -242,9 +242,7 @@ def test_dealing_is_balanced_where_the_embedding_is_most_of_the_model():
 
 def test_stacked_state_without_rows_has_one_writer_in_every_checkpoint():
     model = catalog(2, 4)
-    tensors = [
-        StateTensor(f"optim/0/{name}/step", name, torch.tensor(1.0), (), ()) for name in model.parameters
-    ]
+    tensors = [StateTensor(f"optim/0/{name}/step", name, torch.tensor(1.0), (), ()) for name in model.parameters]
     chosen = frozenset(op.id for op in model.always_saved)
     dealt = Sharder(model, everywhere(model.layers, 3), "adaptive").assign(chosen, tensors)
     written = [p.entry.key for rank in range(3) for p in pieces_of(LocalState(model, tensors), chosen, dealt, rank)]

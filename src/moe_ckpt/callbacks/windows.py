@@ -42,9 +42,7 @@ _PROBED_BATCHES = 4
 class Windows:
     """From ``on_fit_start`` until ``close``, under a policy with windows, or during a replay of one."""
 
-    def __init__(
-        self, trainer: Any, module: pl.LightningModule, catalog: Catalog, state: TorchTrainingState
-    ) -> None:
+    def __init__(self, trainer: Any, module: pl.LightningModule, catalog: Catalog, state: TorchTrainingState) -> None:
         self._trainer = trainer
         self._module = module
         self._state = state

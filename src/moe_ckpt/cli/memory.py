@@ -88,8 +88,11 @@ def _explain(found: Sequence[RankFacts]) -> None:
 
     for each in found:
         holder = f"held by {said_holder(each.pid)}" + ("" if each.pid else ", the next start of the run takes it over")
-        print(wrapped(f"run {each.run_id} of {each.owner.store}, generation {each.generation}, rank {each.rank}: "
-                      f"{holder}"))
+        print(
+            wrapped(
+                f"run {each.run_id} of {each.owner.store}, generation {each.generation}, rank {each.rank}: {holder}"
+            )
+        )
         for slot in each.slots:
             copy = "" if slot.writer in (None, each.rank) else f" (copy of rank {slot.writer})"
             what = {STATE: "plain state of ", BEFORE: "plain state before the update of "}.get(slot.only, "")

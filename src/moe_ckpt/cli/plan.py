@@ -116,9 +116,7 @@ def memory_systems(scenario: Scenario) -> list[System]:
     if scenario.layout.nodes < 2:
         return []
     replicas = min(2, scenario.layout.nodes - 1)
-    near = System(
-        "moevement_peers", MoEvement(), "peers", replicas, BACKUP_SECS, rollback="localized", survivors=True
-    )
+    near = System("moevement_peers", MoEvement(), "peers", replicas, BACKUP_SECS, rollback="localized", survivors=True)
     rule = "oracle" if scenario.failures.mean_secs is None else "daly"
     return [
         replace(near, name="gemini", policy=Gemini(1), interval=rule, rollback="global"),

@@ -185,9 +185,7 @@ def water_level(preload: Sequence[int], nbytes: int) -> int:
     raise ValueError("preload: there must be at least one rank")
 
 
-def _fill(
-    ordered: Sequence[Unit], loads: list[int], level: int, grain_bytes: int
-) -> tuple[tuple[RowRange, ...], ...]:
+def _fill(ordered: Sequence[Unit], loads: list[int], level: int, grain_bytes: int) -> tuple[tuple[RowRange, ...], ...]:
     """Give each unit to the rank with the least bytes, splitting what would rise above ``level``; adds to ``loads``.
 
     Each split fills a rank, so there are about R of them, however many units.

@@ -152,9 +152,7 @@ class Replaying:
         self._prepare()
 
 
-def require_repeated(
-    step: int, parts: Iterable[Repeated], recorded: Plain, captured: Plain, changed: str = ""
-) -> None:
+def require_repeated(step: int, parts: Iterable[Repeated], recorded: Plain, captured: Plain, changed: str = "") -> None:
     """Raises ``ReplayDivergedError``, which names the first of ``parts`` in which the two plain states differ."""
     for name, part in parts:
         try:

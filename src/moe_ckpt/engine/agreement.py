@@ -145,9 +145,7 @@ class StepAgreement:
     def late(self) -> bool:
         return self._comm.agrees_late
 
-    def send(
-        self, step: int, tokens: Deferred[StepTokens], standing: Standing, measured: Measured
-    ) -> Future[Counts]:
+    def send(self, step: int, tokens: Deferred[StepTokens], standing: Standing, measured: Measured) -> Future[Counts]:
         """Begin to agree on the end of ``step``; all ranks, every step. Returns the step's applied tokens to come.
 
         Only rank 0's resolutions count: it alone knows what is committed, and ranks that learned of a commit at

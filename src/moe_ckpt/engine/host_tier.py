@@ -44,6 +44,7 @@ from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")
 
+
 @dataclass(frozen=True, eq=False)
 class KeptPart:
     """One part of a kept checkpoint, from byte ``base`` of its buffer on.

@@ -148,8 +148,8 @@ class Pipeline:
             UnencodableStateError: The plain state holds what only pickle could write.
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
-        logged = {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
-        encoded, side = plain(**logged)
+        log = {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
+        encoded, side = plain(**log)
         entries = [entry for entry, _ in side]
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
@@ -160,8 +160,7 @@ class Pipeline:
         if buffer is None:
             refused = f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
             if request.since is not None or time.monotonic() < began + patience_secs:  # nothing to wait for
-                refused = _no_room(plan.nbytes, self._pool.budget_bytes, self._settings.budget_setting)
-                refused += ", or anchor more operators in each step" if request.since is not None else ""
+                refused = _no_room(request, plan.nbytes, self._pool.budget_bytes, self._settings.budget_setting)
             plan, buffer = replace(plan, parts=()), self._pool.lend_nothing()
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
@@ -295,8 +294,9 @@ def _overwritten(names: Sequence[str]) -> str:
     )
 
 
-def _no_room(nbytes: int, budget_bytes: int, setting: str) -> str:
+def _no_room(request: SnapshotRequest, nbytes: int, budget_bytes: int, setting: str) -> str:
+    more = ", or anchor more operators in each step" if request.since is not None else ""
     return (
         f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
-        f"keep; raise {setting}"
+        f"keep; raise {setting}{more}"
     )

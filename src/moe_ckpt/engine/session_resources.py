@@ -112,8 +112,10 @@ class SessionResources:
             # Its thread may write on: whoever comes next in this process must not share the store with it.
             self._phase = _Phase.CLOSED
             if not pipeline.close(timeout_secs, keep=keep, afterwards=release):
-                log.warning("a checkpoint is still being written; training does not wait for it, but the store stays "
-                            "locked until it ends")
+                log.warning(
+                    "a checkpoint is still being written; training does not wait for it, but the store stays "
+                    "locked until it ends"
+                )
         elif self._phase is _Phase.MADE:
             release()
             self._phase = _Phase.CLOSED

@@ -209,9 +209,7 @@ class StateKeeper:
             self._part = CompiledPart(STATE, (), entries, ())
         return self._part
 
-    def _header(
-        self, step: _Step, only: str, part: CompiledPart, checksums: Any, slot: Slot, state: Any
-    ) -> SlotHeader:
+    def _header(self, step: _Step, only: str, part: CompiledPart, checksums: Any, slot: Slot, state: Any) -> SlotHeader:
         files, number = self._files, step.number
         parts: tuple[SlotPart, ...] = ()
         if part.nbytes:

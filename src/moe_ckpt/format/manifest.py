@@ -365,9 +365,7 @@ _OPERATOR = re.compile(rf"{_EXPERT.pattern}|{_GATE.pattern}|non_expert/.+", re.A
 
 OPERATOR_ID = matching(_OPERATOR, "the id of an operator")
 LAYER = record({"name": text, "experts": whole(1, MOST_EXPERTS)}, {"top_k": maybe(whole(1, MOST_EXPERTS))})
-_STATE_ROW = row(
-    {"path": matching(_STATE, "a path of this format"), "nbytes": whole(), "digest": text, "rank": RANK}
-)
+_STATE_ROW = row({"path": matching(_STATE, "a path of this format"), "nbytes": whole(), "digest": text, "rank": RANK})
 _FILE_ROW = row(
     {
         "path": matching(_SHARD, "a path of this format"),

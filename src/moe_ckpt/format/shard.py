@@ -227,9 +227,7 @@ def _decode_slice(name: str, tensor: dict[str, Any], fields: list[Any]) -> Slice
 # --- what a header must look like ---
 
 _NOT_OURS = "not a shard header of this format: "
-_KEY = re.compile(
-    r"(replay/)?(model/.+|optim/\d{1,4}/.+/[^/]+)|side/\d{1,9}/.*|grad/\d{1,4}/.+", re.ASCII | re.DOTALL
-)
+_KEY = re.compile(r"(replay/)?(model/.+|optim/\d{1,4}/.+/[^/]+)|side/\d{1,9}/.*|grad/\d{1,4}/.+", re.ASCII | re.DOTALL)
 _DIMS = listing(whole(), most=32)
 _SLICES = named_rows(
     {

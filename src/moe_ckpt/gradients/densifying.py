@@ -159,6 +159,7 @@ class Densifier:
             self._shares[rank] = _RankShare(self._log, rank, self._log.written.get(rank, ()))
         return self._shares[rank]
 
+
 class _RankShare:
     """The share of one rank, with all that it follows from."""
 

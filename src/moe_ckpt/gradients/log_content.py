@@ -23,6 +23,7 @@ from moe_ckpt.recovery.opened_memory import OpenedMemory
 
 _MODEL = "model/"
 
+
 class LogContent:
     """Slices, rows of operators and plain state of a log, as far as they lead to its last step.
 

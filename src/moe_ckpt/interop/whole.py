@@ -104,9 +104,7 @@ def module_buffers(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
     return dict(state.get("plain", {}).get("buffers", {}))
 
 
-def all_buffers(
-    reader: StoreReader, manifest: Manifest, names: Collection[str] | None = None
-) -> dict[str, Any]:
+def all_buffers(reader: StoreReader, manifest: Manifest, names: Collection[str] | None = None) -> dict[str, Any]:
     """Buffers, where ranks hold different layers: those of one name are alike.
 
     Args:

@@ -25,7 +25,7 @@ class CheckpointBytes(StepMetric):
 
     def update(self, nbytes: Any) -> None:
         """Args:
-            nbytes: Of this rank in one iteration; 0 if nothing was saved.
+        nbytes: Of this rank in one iteration; 0 if nothing was saved.
         """
         self.bytes_total = self.bytes_total + self._tensor(nbytes, torch.int64)
         self.bytes_iterations = self.bytes_iterations + 1
@@ -57,8 +57,8 @@ class BytesByFidelity(StepMetric):
 
     def update(self, nbytes: Any, frozen_nbytes: Any) -> None:
         """Args:
-            nbytes: Of this rank in one iteration.
-            frozen_nbytes: Of ``nbytes``, what is saved at compute fidelity.
+        nbytes: Of this rank in one iteration.
+        frozen_nbytes: Of ``nbytes``, what is saved at compute fidelity.
         """
         frozen = self._tensor(frozen_nbytes, torch.int64)
         self.full_total = self.full_total + self._tensor(nbytes, torch.int64) - frozen
@@ -94,7 +94,7 @@ class CheckpointStall(StepMetric):
 
     def update(self, stall_secs: Any) -> None:
         """Args:
-            stall_secs: Of this rank in one iteration.
+        stall_secs: Of this rank in one iteration.
         """
         nanos = self._tensor(round(float(stall_secs) * 1e9), torch.int64)
         self.stall_total = self.stall_total + nanos

@@ -33,8 +33,8 @@ class PortionOfLostTokens(StepMetric):
 
     def update(self, lost_tokens: Any, routed_tokens: Any) -> None:
         """Args:
-            lost_tokens: Token-expert pairs since the run began, summed over ranks.
-            routed_tokens: Likewise.
+        lost_tokens: Token-expert pairs since the run began, summed over ranks.
+        routed_tokens: Likewise.
         """
         self.lost_total = self._tensor(lost_tokens, torch.int64)
         self.lost_routed_total = self._tensor(routed_tokens, torch.int64)
@@ -59,8 +59,8 @@ class PortionAtRisk(StepMetric):
 
     def update(self, at_risk_tokens: Any, routed_tokens: Any) -> None:
         """Args:
-            at_risk_tokens: Token-expert pairs that the experts of the newest committed step lack, summed over ranks.
-            routed_tokens: All since the run began.
+        at_risk_tokens: Token-expert pairs that the experts of the newest committed step lack, summed over ranks.
+        routed_tokens: All since the run began.
         """
         self.at_risk_total = self._tensor(at_risk_tokens, torch.int64)
         self.at_risk_routed_total = self._tensor(routed_tokens, torch.int64)
@@ -94,9 +94,9 @@ class MomentaryLostTokens(StepMetric):
 
     def update(self, at_risk_mlt: Any, mlt_newest: Any = None, mlt_worst: Any = None) -> None:
         """Args:
-            at_risk_mlt: Of a recovery to the newest committed step.
-            mlt_newest: Of the run's newest recovery; None before the first.
-            mlt_worst: The highest of its recoveries; None before the first.
+        at_risk_mlt: Of a recovery to the newest committed step.
+        mlt_newest: Of the run's newest recovery; None before the first.
+        mlt_worst: The highest of its recoveries; None before the first.
         """
         self.mlt_now = self._tensor(at_risk_mlt, torch.float32)
         self.mlt_newest, self.mlt_worst = (
@@ -121,7 +121,7 @@ class OwedTokens(StepMetric):
 
     def update(self, owed_tokens: Any) -> None:
         """Args:
-            owed_tokens: Of all experts and ranks; None without a boost in this process.
+        owed_tokens: Of all experts and ranks; None without a boost in this process.
         """
         self.owed_total = self._tensor(torch.nan if owed_tokens is None else owed_tokens, torch.float64)
 
@@ -142,7 +142,7 @@ class ExpertsPerLayer(StepMetric):
 
     def update(self, k: Any) -> None:
         """Args:
-            k: Of the newest plan; None if the policy has none.
+        k: Of the newest plan; None if the policy has none.
         """
         self.experts_per_layer = self._tensor(torch.nan if k is None else k, torch.float32)
 

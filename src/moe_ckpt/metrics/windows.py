@@ -29,7 +29,7 @@ class WindowAge(StepMetric):
 
     def update(self, window_age: Any) -> None:
         """Args:
-            window_age: Of the newest step; None before the first window is complete.
+        window_age: Of the newest step; None before the first window is complete.
         """
         self.age_of_window = self._tensor(torch.nan if window_age is None else window_age, torch.float32)
 
@@ -57,8 +57,8 @@ class WindowPlace(StepMetric):
 
     def update(self, window_size: Any, window_slot: Any) -> None:
         """Args:
-            window_size: W; 0 without a window.
-            window_slot: The step's place in it.
+        window_size: W; 0 without a window.
+        window_slot: The step's place in it.
         """
         self.size_of_window = self._tensor(window_size, torch.int64)
         self.slot_of_window = self._tensor(window_slot, torch.int64)

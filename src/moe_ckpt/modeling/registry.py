@@ -117,8 +117,6 @@ def _highest_scores(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 # Named by path, so that neither library is imported for it. Every other layer of transformers 5 is
 # recognised by its structure.
 _KNOWN: dict[str, MoESpec] = {
-    "transformers.models.llama4.modeling_llama4.Llama4TextMoe": MoESpec(
-        router="router", assignments=_highest_scores
-    ),
+    "transformers.models.llama4.modeling_llama4.Llama4TextMoe": MoESpec(router="router", assignments=_highest_scores),
     "transformers.models.dbrx.modeling_dbrx.DbrxFFN": MoESpec(router="router", flat=True),
 }

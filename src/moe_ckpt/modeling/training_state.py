@@ -270,8 +270,9 @@ class TorchTrainingState:
         if is_sharded(parameter) and block.global_shape and block.global_shape != tuple(parameter.shape):
             raise UnsupportedError(_factored(key, block.global_shape, parameter))
         if is_sharded(parameter) and block.global_shape and not is_dtensor(value):
-            raise UnsupportedError(f"{key} is not a DTensor, but its parameter is, so it is not known which part of it "
-                                   "this is")
+            raise UnsupportedError(
+                f"{key} is not a DTensor, but its parameter is, so it is not known which part of it this is"
+            )
         return StateTensor(
             key=key,
             parameter=name,

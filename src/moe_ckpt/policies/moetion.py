@@ -281,9 +281,7 @@ class MoEtion:
             sends_host_only=False,
         )
 
-    def _parted(
-        self, context: PolicyContext, rooms: Sequence[_Room], tier: _Tier, sends: Sends
-    ) -> tuple[_Mask, _Mask]:
+    def _parted(self, context: PolicyContext, rooms: Sequence[_Room], tier: _Tier, sends: Sends) -> tuple[_Mask, _Mask]:
         """What peers get, and of which of that the gradient alone (Algorithm 3)."""
         chosen = self._chosen(context, rooms, tier)
         none = np.zeros_like(chosen)

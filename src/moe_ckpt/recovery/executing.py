@@ -255,8 +255,7 @@ class Recovery:
         return _Verified(*opening(self, opened.reader, manifest), plan)
 
     def _return_along_log(self, opened: OpenedMemory, received: int, kept: Kept) -> Restored:
-        """The same of a step of a gradient log: anchors, and the updates since, made once more; or what survivors kept.
-        """
+        """The same of a step of a gradient log: anchors and repeated updates, or what survivors kept."""
         comm, state, manifest = self.comm, self.state, opened.manifest
         here = together(comm, lambda: self._log_source(opened))
         if any(largest(comm, [here is None])) or here is None:

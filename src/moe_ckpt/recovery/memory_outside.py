@@ -110,8 +110,9 @@ class MemoryOutside:
     def _locked(path: Path) -> RankDirectory:
         taken = RankDirectory.take(path)
         if taken is None:
-            raise StoreError(f"{path} is held by {said_holder(holder_of(path))}: its run is still running. End it "
-                             "first")
+            raise StoreError(
+                f"{path} is held by {said_holder(holder_of(path))}: its run is still running. End it first"
+            )
         return taken
 
     def __enter__(self) -> MemoryOutside:
@@ -241,8 +242,10 @@ def _slots_of(path: Path, store: str) -> Iterator[FoundSlot]:
     owner = owner_of(path).store
     if owner != store:
         log.warning(
-            "%s was written for the store %s, and is used for %s, because it is of the same "
-            "run", path, owner or "(unknown)", store
+            "%s was written for the store %s, and is used for %s, because it is of the same run",
+            path,
+            owner or "(unknown)",
+            store,
         )
     for header in sorted(path.glob("*.head")):
         try:

@@ -130,8 +130,10 @@ class MemorySource:
             if lacking[:, columns].any():
                 known = {offer.entry.name: offer.entry.checksum for offer in group}
                 if _anywhere(self._comm, any(checksum(data) != known[n] for n, data in received.items())):
-                    log.warning("%s did not arrive completely on all ranks, so the versions on storage are "
-                                "used", ", ".join(batch))
+                    log.warning(
+                        "%s did not arrive completely on all ranks, so the versions on storage are used",
+                        ", ".join(batch),
+                    )
                     absent += batch
                     continue
             for entry in (offer.entry for offer in group):

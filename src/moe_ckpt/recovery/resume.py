@@ -145,9 +145,7 @@ class _PassedOver:
             log.warning("checkpoint %s is skipped; the next older one is tried", directory)
 
 
-def _candidates(
-    directories: Sequence[str], memory: MemoryCheckpoints | None
-) -> Iterator[tuple[str, Opener | None]]:
+def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) -> Iterator[tuple[str, Opener | None]]:
     """Yields what to try, newest first: each checkpoint in memory before it is tried on storage alone.
 
     What memory offers is asked for again each time: slots are set aside meanwhile, and others take their place.

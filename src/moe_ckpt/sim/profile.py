@@ -240,4 +240,3 @@ def _operator(op: str) -> Operator:
 def _spread(rows: Iterable[OperatorRow], name: str) -> dict[str, int]:
     """Operator -> a field of its row."""
     return {op: getattr(row, name) for row in rows for op in row.ids}
-

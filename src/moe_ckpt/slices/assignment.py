@@ -311,9 +311,7 @@ class Sharder:
     def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
         """Weighs again when a tensor is another object than last time, which is rare for plain tensors."""
         known = self._weighed
-        if tensors is not known and (
-            known is None or len(tensors) != len(known) or not all(map(is_, tensors, known))
-        ):
+        if tensors is not known and (known is None or len(tensors) != len(known) or not all(map(is_, tensors, known))):
             self._weights = self._with_peers_experts(weigh(self._catalog, tensors), tensors)
             self._compute_weights = None
             self._in_array.clear()

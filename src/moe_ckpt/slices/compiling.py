@@ -295,9 +295,11 @@ class PlanCompiler:
     ) -> CompiledPlan:
         """The part of another rank's share that this rank also holds. Made once, when training stops."""
         _, assignment = self._cut(request)
-        [found] = MirroredShares(self._catalog, self._placement, [writer]).cuts(
-            request.operators, self._tensors, assignment
-        ).values()
+        [found] = (
+            MirroredShares(self._catalog, self._placement, [writer])
+            .cuts(request.operators, self._tensors, assignment)
+            .values()
+        )
         by_kind: dict[str, list[Cut]] = {"non_expert": []} if side else {}
         for each in found:
             by_kind.setdefault(self._kinds[each.operator], []).append(each)

@@ -119,9 +119,7 @@ class Forecast:
         self._periods.append(secs)
         self.period_secs = min(self._periods)
 
-    def iteration(
-        self, began: object, waits: list[tuple[object, object]], span_secs: float, microbatches: int
-    ) -> None:
+    def iteration(self, began: object, waits: list[tuple[object, object]], span_secs: float, microbatches: int) -> None:
         """One iteration was computed.
 
         Args:

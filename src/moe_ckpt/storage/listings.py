@@ -76,8 +76,9 @@ class Listings:
                 names = before.names
             elif directory in checked and self._stamp(directory) == stamps[directory]:
                 self._believed = False
-                log.warning("%s does not report when a directory changes: directories are listed each "
-                            "time", self._storage.root)
+                log.warning(
+                    "%s does not report when a directory changes: directories are listed each time", self._storage.root
+                )
             self._seen[directory] = _Listing(names, stamps[directory], now)
         for directory in self._seen.keys() - set(directories):
             del self._seen[directory]

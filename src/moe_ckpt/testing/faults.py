@@ -127,9 +127,7 @@ class FaultyStorage:
         with self._guard:
             self.calls.append((verb, path))
             number = len(self.calls)
-            fails = self.fail_at is not None and (
-                number >= self.fail_at if self.persistent else number == self.fail_at
-            )
+            fails = self.fail_at is not None and (number >= self.fail_at if self.persistent else number == self.fail_at)
             self.failures += fails
         if fails:
             raise type(self._error)(*self._error.args)

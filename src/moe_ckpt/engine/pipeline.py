@@ -158,10 +158,8 @@ class Pipeline:
         buffer, waited = self._room.find(request, plan.nbytes, patience_secs)
         refused = None
         if buffer is None:
-            refused = f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
-            if request.since is not None or time.monotonic() < began + patience_secs:  # nothing to wait for
-                refused = _no_room(plan.nbytes, self._pool.budget_bytes, self._settings.budget_setting)
-                refused += ", or anchor more operators in each step" if request.since is not None else ""
+            budget = self._pool.budget_bytes, self._settings.budget_setting
+            refused = _no_room(request, plan.nbytes, budget, patience_secs, time.monotonic() - began)
             plan, buffer = replace(plan, parts=()), self._pool.lend_nothing()
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
@@ -295,8 +293,13 @@ def _overwritten(names: Sequence[str]) -> str:
     )
 
 
-def _no_room(nbytes: int, budget_bytes: int, setting: str) -> str:
+def _no_room(
+    request: SnapshotRequest, nbytes: int, budget: tuple[int, str], patience_secs: float, waited_secs: float
+) -> str:
+    """Why a snapshot got no buffer. budget: in bytes, and the setting that says so."""
+    if request.since is None and waited_secs >= patience_secs:
+        return f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
     return (
-        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
-        f"keep; raise {setting}"
+        f"a budget of {budget[0]:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
+        f"keep; raise {budget[1]}" + (", or anchor more operators in each step" if request.since is not None else "")
     )

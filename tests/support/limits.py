@@ -55,11 +55,14 @@ def memory_cgroup() -> Iterator[Cgroup]:
         with contextlib.suppress(OSError):
             group.mkdir()
             if (group / names[0]).exists():
-                yield Cgroup(group, names)
-                group.rmdir()
-                return
+                break
             group.rmdir()
-    pytest.skip("no memory cgroup can be made here; run this test as root")
+    else:
+        pytest.skip("no memory cgroup can be made here; run this test as root")
+    try:
+        yield Cgroup(group, names)
+    finally:
+        group.rmdir()
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """The snapshot pipeline of one rank: live tensors -> host buffer -> shards -> commit.
 
-Where buffers outlive the process they are sealed in between, and not every snapshot goes to storage.
+Where buffers outlive the process they are sealed in between, and not every snapshot goes on to storage.
 
 Three buffers go round: one is copied into or waits, one is written from, and the newest committed one is
-kept for recovery. None of them is written to before it was returned, so that a snapshot for
+kept for recovery. None of them is written to before it has been given back, so that a snapshot for
 which none is free is skipped or waited for, as configured; only the recovery buffer is given up before
 training has to do either.
 
@@ -148,8 +148,8 @@ class Pipeline:
             UnencodableStateError: The plain state holds what only pickle could write.
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
-        log = {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
-        encoded, side = plain(**log)
+        logged = {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
+        encoded, side = plain(**logged)
         entries = [entry for entry, _ in side]
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
@@ -158,9 +158,8 @@ class Pipeline:
         buffer, waited = self._room.find(request, plan.nbytes, patience_secs)
         refused = None
         if buffer is None:
-            refused = f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
-            if request.since is not None or time.monotonic() < began + patience_secs:  # nothing to wait for
-                refused = _no_room(request, plan.nbytes, self._pool.budget_bytes, self._settings.budget_setting)
+            budget = self._pool.budget_bytes, self._settings.budget_setting
+            refused = _no_room(request, plan.nbytes, budget, patience_secs, time.monotonic() - began)
             plan, buffer = replace(plan, parts=()), self._pool.lend_nothing()
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
@@ -228,7 +227,7 @@ class Pipeline:
             )
 
     def release(self) -> None:
-        """Return when the snapshot under way no longer reads gradients; it then drops them."""
+        """Return when the snapshot under way no longer reads gradients, which it then keeps no more."""
         if self._consumed:
             self.join()
 
@@ -268,7 +267,7 @@ class Pipeline:
 
         Args:
             timeout_secs: Longest wait for that.
-            keep: Training failed, so leave the recovery buffer in memory for a restart here.
+            keep: Training failed, so leave the recovery buffer in memory for whoever starts it again here.
             afterwards: See ``Persister.close``.
 
         Returns:
@@ -294,9 +293,13 @@ def _overwritten(names: Sequence[str]) -> str:
     )
 
 
-def _no_room(request: SnapshotRequest, nbytes: int, budget_bytes: int, setting: str) -> str:
-    more = ", or anchor more operators in each step" if request.since is not None else ""
+def _no_room(
+    request: SnapshotRequest, nbytes: int, budget: tuple[int, str], patience_secs: float, waited_secs: float
+) -> str:
+    """Why a snapshot got no buffer. budget: in bytes, and the setting that says so."""
+    if request.since is None and waited_secs >= patience_secs:
+        return f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
     return (
-        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
-        f"keep; raise {setting}{more}"
+        f"a budget of {budget[0]:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
+        f"keep; raise {budget[1]}" + (", or anchor more operators in each step" if request.since is not None else "")
     )

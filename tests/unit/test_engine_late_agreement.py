@@ -126,6 +126,8 @@ def test_a_plan_that_waits_is_committed_when_the_step_returns(tmp_path):
 
 def test_a_peer_that_is_gone_is_noticed_at_the_next_step(tmp_path):
     class Alone(LateCommunicator):
+        agree = SoloCommunicator.agree
+
         def start_agreement(self, summed, largest):
             agreed = Future()
             agreed.set_exception(PeerLostError(0, "all ranks to come to the same step", 1.0, "gone", ""))

@@ -217,8 +217,8 @@ def test_a_second_life_knows_what_the_first_one_measured(tmp_path):
         life.go(8, settle=True)
         known = life.session._booking.meter.known
     [*_, newest] = manifests(tmp_path)
-    without_peers = vars(Measured()).keys() - {"send_bytes_per_sec"}
-    assert newest.measured.keys() == known.keys() == without_peers
+    without_peers_and_probes = vars(Measured()).keys() - {"send_bytes_per_sec", "copy_interference_secs"}
+    assert newest.measured.keys() == known.keys() == without_peers_and_probes
     for ranks in (newest.world_size, newest.world_size + 1):
         second = Heard(Dense(2))
         with Life(LocalStorage(tmp_path), policy=second) as life:

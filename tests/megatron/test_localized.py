@@ -143,6 +143,19 @@ def test_a_node_is_lost_beside_a_recovery(tmp_path):
     assert again(tmp_path) == [[]] + [[5, 6, 7]] * 3
 
 
+@pytest.mark.slow
+def test_a_rank_dies_between_its_update_and_the_agreement_on_tokens(tmp_path):
+    """The other ranks keep a step whose tokens nobody knows whole."""
+    run = case(PIPELINE, (1, 7, "updated"), steps=9)
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [[5, 6]] * 4
+    assert (
+        "3 ranks kept step 7, but all go back: a rank was lost after that update and before ranks agreed" in ended.said
+    )
+
+
 def test_a_damaged_log_lets_all_go_back(tmp_path):
     run = case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward"))
     kill(run, tmp_path)

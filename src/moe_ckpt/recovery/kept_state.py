@@ -49,6 +49,19 @@ class KeptState:
                 found[share.writer] = max(share.step, found[share.writer] or 0)
         return found
 
+    def uncounted(self, beyond: int) -> tuple[int, int] | None:
+        """Returns the newest step that ``steps`` leaves out because a lost rank's tokens are missing, and how many ranks
+        sealed it; None if there is none.
+
+        Args:
+            beyond: Only steps after this one.
+        """
+        known = max([beyond, *(step for step in self.steps() if step is not None)])
+        shares = self._memory.shares
+        sealed = [e for e in shares if e.unagreed and not e.only and e.generation == self.generation and e.step > known]
+        newest = max((share.step for share in sealed), default=None)
+        return None if newest is None else (newest, len({e.writer for e in sealed if e.step == newest}))
+
     def of_step(self, step: int) -> MemoryCheckpoint:
         """Returns what ranks sealed of a step that ``steps`` tells."""
         known = (e for e in checkpoints_of(self._memory.shares) if e.generation == self.generation and e.step == step)

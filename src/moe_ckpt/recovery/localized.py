@@ -115,6 +115,9 @@ class LocalAttempt:
         if lacking is not None:
             found, (rank, step) = lacking
             self._say_global(found, f"rank {rank} has no upstream log of step {step}")
+        elif not tried and (uncounted := self._kept.uncounted(age_of(directory)[1])):
+            step, kept = uncounted
+            self._say_all_go_back(kept, step, "a rank was lost after that update and before ranks agreed on its tokens")
         return None
 
     def _made(self, found: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:
@@ -187,9 +190,11 @@ class LocalAttempt:
         )
 
     def _say_global(self, found: LocalRecovery, why: str) -> None:
+        self._say_all_go_back(len(self._logs.stage_of) - len(found.ranks), found.step, why)
+
+    def _say_all_go_back(self, kept: int, step: int, why: str) -> None:
         if self._recovery.comm.rank == 0:
-            kept = len(self._logs.stage_of) - len(found.ranks)
-            announce("%d ranks kept step %d, but all go back: %s", kept, found.step, why, level=logging.WARNING)
+            announce("%d ranks kept step %d, but all go back: %s", kept, step, why, level=logging.WARNING)
 
 
 def require_all_kept(kept: OpenedMemory, state: TrainingState, step: int) -> None:

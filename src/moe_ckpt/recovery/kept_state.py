@@ -50,8 +50,9 @@ class KeptState:
         return found
 
     def uncounted(self, beyond: int) -> tuple[int, int] | None:
-        """Returns the newest step that ``steps`` leaves out because a lost rank's tokens are missing, and how many ranks
-        sealed it; None if there is none.
+        """Returns the newest step that ``steps`` leaves out, and how many ranks sealed it; None if there is none.
+
+        It is left out because the tokens of a lost rank are missing.
 
         Args:
             beyond: Only steps after this one.

@@ -91,13 +91,42 @@ def live(run: Run, kill_after_secs: float | None = None, kill_after_lines: int =
         process.close()
 
 
+@contextlib.contextmanager
+def started_ranks(run: Run, crash_of: Callable[[int], Any] | None = None) -> Iterator[list[warm.Started]]:
+    """All ranks of a run without torchrun (and so without restarts); whoever is still alive at the end is killed.
+
+    crash_of: Gives a rank's ``Run.crash``; None: the run's, on all of them.
+    """
+    environment = {
+        "WORLD_SIZE": str(run.ranks),
+        "LOCAL_WORLD_SIZE": str(run.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "lives",
+        "GROUP_RANK": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    processes: list[warm.Started] = []
+    try:
+        for rank in range(run.ranks):
+            mine = run if crash_of is None else replace(run, crash=crash_of(rank))
+            processes.append(start(mine, rank, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        yield processes
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
 def live_ranks(
     run: Run,
     kill: tuple[int, float] | None = None,
     pause_secs: float | None = None,
     joins: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """Exit codes of all ranks of a run without torchrun (and so without restarts).
+    """Exit codes of all ranks of a run; see ``started_ranks``.
 
     When one rank is killed, the others are killed too, wherever they are: as a launcher does, but at once.
 
@@ -106,22 +135,7 @@ def live_ranks(
     joins: Called with the number of each process that was started.
     """
     before = len(events(run))
-    port = free_port()
-    processes = []
-    for rank in range(run.ranks):
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(run.ranks),
-            "LOCAL_WORLD_SIZE": str(run.ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": "lives",
-            "GROUP_RANK": "0",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        processes.append(start(run, rank, environment))
-    try:
+    with started_ranks(run) as processes:
         for process in processes if joins is not None else ():
             joins(process.pid)
         deadline = time.monotonic() + LIFE_SECS
@@ -143,12 +157,6 @@ def live_ranks(
             process.kill()  # nothing is left to kill after an ordinary end
             process.join()
         return [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
 
 
 def _pause(process: warm.Started, secs: float) -> None:

@@ -22,13 +22,12 @@ from tests.integration.lives import (
     assert_same_run,
     assert_store_sound,
     events,
-    free_port,
     live_ranks,
     output,
     place,  # noqa: F401 - a fixture
     shards_read,
     split_lives,
-    start,
+    started_ranks,
 )
 from tests.integration.test_memory_kills import in_memory, left
 from tests.integration.test_memory_layouts import LAYOUTS, lose
@@ -46,24 +45,12 @@ AWAY = 1
 @contextmanager
 def stopped_rank(run: Run) -> Iterator[Started]:
     """A start of which rank 0 is dead, and the other one stands still in the middle of training."""
-    port, processes = free_port(), []
-    for rank in range(run.ranks):
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "LOCAL_WORLD_SIZE": run.ranks}
-        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "GROUP_RANK": 0}
-        names["TORCHELASTIC_RUN_ID"] = "lives"
-        processes.append(start(run, rank, {name: str(value) for name, value in names.items()}))
-    try:
+    with started_ranks(run) as processes:
         assert retry_until(lambda: len(events(run)) > 6 or not processes[0].is_alive(), LIFE_SECS)
         os.kill(processes[AWAY].pid, signal.SIGSTOP)
         processes[0].kill()
         processes[0].join()
         yield processes[AWAY]
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
 
 
 def continue_after(run: Run, lines: int, process: Started) -> None:

@@ -23,7 +23,6 @@ from tests.integration.lives import (
     assert_store_sound,
     events,
     exit_code,
-    free_port,
     live,
     live_ranks,
     output,
@@ -31,6 +30,7 @@ from tests.integration.lives import (
     recomputed,
     split_lives,
     start,
+    started_ranks,
 )
 from tests.integration.test_gradient_log import LOG
 from tests.integration.test_memory_kills import DENSE, in_memory, left
@@ -85,25 +85,9 @@ def lose(
 ) -> list[int]:
     """Exit codes of the ranks under DDP: one dies at its ``n``-th backward pass, and so do those ``alike``; or so many
     seconds after training began, wherever it is, and others ``beside`` it; the rest hear of it."""
-    environment = {
-        "WORLD_SIZE": str(run.ranks),
-        "LOCAL_WORLD_SIZE": str(run.ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "lives",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
     seen = len(events(run))
-    started = [
-        start(
-            replace(run, crash=(how, n) if n is not None and rank in (victim, *alike) else None),
-            rank,
-            {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(run.ranks)
-    ]
-    try:
+    crash_of = lambda rank: (how, n) if n is not None and rank in (victim, *alike) else None  # noqa: E731
+    with started_ranks(run, crash_of) as started:
         if n is None:
             while started[victim].is_alive() and len(events(run)) == seen:
                 time.sleep(0.002)
@@ -113,12 +97,6 @@ def lose(
         for process in started:
             process.join(LIFE_SECS)
         return [process.exitcode for process in started]
-    finally:
-        for process in started:
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
 
 
 @pytest.mark.parametrize("n", [9, pytest.param(4, marks=pytest.mark.slow)])

@@ -171,17 +171,16 @@ class MoEtion:
     def _check_probe(self) -> None:
         if not isinstance(self.probe, bool):
             raise ConfigError(f"MoEtion(probe={self.probe!r}): choose True or False")
-        for name, value in (("experts", self.experts), ("recompute", self.recompute or None)):
-            if self.probe and value is not None:
-                why = (
-                    "the number of experts does not follow a budget then"
-                    if name == "experts"
-                    else "small checkpoints would end what peers have gradients of"
-                )
-                raise ConfigError(
-                    f"MoEtion(probe=True, {name}={value}): probe measures what the budget leaves out, and {why}: set "
-                    f"{name}={'None' if name == 'experts' else 'False'}, or probe=False"
-                )
+        if self.probe and self.experts is not None:
+            raise ConfigError(
+                f"MoEtion(probe=True, experts={self.experts}): probe measures what the budget leaves out, and a fixed "
+                "number of experts does not follow a budget: set experts=None, or probe=False"
+            )
+        if self.probe and self.recompute:
+            raise ConfigError(
+                "MoEtion(probe=True, recompute=True): probe makes small checkpoints, which would end what "
+                "peers have gradients of: set recompute=False, or probe=False"
+            )
 
     @property
     def needs(self) -> Needs:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moe_ckpt.core.freshness import STALE
-from moe_ckpt.core.memory_shares import MemoryCheckpoint, checkpoints_of
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of
 from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.part import pruned
@@ -40,12 +40,9 @@ class KeptState:
         the tokens of all: those of a rank that is gone are nowhere.
         """
         found: list[int | None] = [None] * self._ranks
-        known = (share for share in self._memory.shares if not (share.only or share.unagreed))
-        agreed = {share.step for share in known if is_survivors(share.sequence)}
-        for share in self._memory.shares:
-            is_own = is_survivors(share.sequence) and not is_lent(share.sequence) and not share.only
-            is_newest = share.generation == self.generation and share.writers == self._ranks
-            if is_own and is_newest and share.freshness != STALE and (not share.unagreed or share.step in agreed):
+        agreed = self._agreed()
+        for share in self._sealed():
+            if share.step in agreed:
                 found[share.writer] = max(share.step, found[share.writer] or 0)
         return found
 
@@ -58,10 +55,26 @@ class KeptState:
             beyond: Only steps after this one.
         """
         known = max([beyond, *(step for step in self.steps() if step is not None)])
-        shares = self._memory.shares
-        sealed = [e for e in shares if e.unagreed and not e.only and e.generation == self.generation and e.step > known]
-        newest = max((share.step for share in sealed), default=None)
-        return None if newest is None else (newest, len({e.writer for e in sealed if e.step == newest}))
+        beyond_known = [share for share in self._sealed() if share.step > known]
+        newest = max((share.step for share in beyond_known), default=None)
+        return None if newest is None else (newest, sum(share.step == newest for share in beyond_known))
+
+    def _agreed(self) -> set[int]:
+        """Sealed steps of which some rank knew the tokens of all."""
+        known = (share for share in self._memory.shares if not (share.only or share.unagreed))
+        return {share.step for share in known if is_survivors(share.sequence)}
+
+    def _sealed(self) -> list[Share]:
+        """What ranks sealed of their own in the newest life, whole and fresh."""
+        return [
+            share
+            for share in self._memory.shares
+            if is_survivors(share.sequence)
+            and not is_lent(share.sequence)
+            and not share.only
+            and share.freshness != STALE
+            and (share.generation, share.writers) == (self.generation, self._ranks)
+        ]
 
     def of_step(self, step: int) -> MemoryCheckpoint:
         """Returns what ranks sealed of a step that ``steps`` tells."""

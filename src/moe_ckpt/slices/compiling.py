@@ -277,14 +277,16 @@ class PlanCompiler:
                 self._local = LocalState(self._catalog, tensors)
                 self._forget()
             self._tensors = tensors
-        # Layouts by what they say: other objects that say the same are no reason to compile anew.
-        if specs is not self._specs and tuple(specs) != self._specs:
-            self._specs = tuple(specs)
-            self._claims = Claims(self._catalog, self._specs, self._rank, self._ranks)
-            self._forget()
-        if compute_types is not self._compute_types and compute_types != self._compute_types:
-            self._compute_types = compute_types
-            self._forget()
+        # Layouts are compared by content: equal ones keep their plans, and the newer object is the one to come again.
+        if specs is not self._specs:
+            before, self._specs = self._specs, tuple(specs)
+            if self._specs != before:
+                self._claims = Claims(self._catalog, self._specs, self._rank, self._ranks)
+                self._forget()
+        if compute_types is not self._compute_types:
+            types, self._compute_types = self._compute_types, compute_types
+            if compute_types != types:
+                self._forget()
 
     def _forget(self) -> None:
         self._plans.clear()

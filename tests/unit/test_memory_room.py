@@ -19,7 +19,7 @@ from moe_ckpt.engine.limited_slots import LimitedSlots
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory import preflight
 from moe_ckpt.memory.files import MemoryFiles
-from moe_ckpt.memory.preflight import RoomNeeded, say_room
+from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, say_room
 from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.expected import ExpectedShare
@@ -68,7 +68,7 @@ def test_what_is_short_is_said_with_both_numbers_and_what_to_raise(caplog, monke
     """Pages of a tmpfs count against a cgroup's limit, those of a disk do not."""
     monkeypatch.setattr(preflight, "file_system", lambda path: kind)
     for _ in range(2):
-        say_room("/memory", NEEDED, free, limit)
+        say_room("/memory", NEEDED, free, {CGROUP: limit, MACHINE: None})
     assert len(caplog.messages) == (said is not None), "once"
     if said is not None:
         [found] = caplog.messages
@@ -80,9 +80,17 @@ def test_what_is_short_is_said_with_both_numbers_and_what_to_raise(caplog, monke
         assert re.search(said, found), found
 
 
+def test_a_tmpfs_as_large_as_the_memory_of_the_machine_promises_more_than_there_is(caplog, monkeypatch):
+    monkeypatch.setattr(preflight, "file_system", lambda path: "tmpfs")
+    say_room("/memory", NEEDED, 5000, {CGROUP: 1500, MACHINE: 1199})
+    [found] = caplog.messages
+    assert "has 5,000 bytes free, but the memory of this machine leaves 1,199" in found
+    assert "Use more nodes, or set Memory(budget_bytes=...) to 299" in found
+
+
 @pytest.mark.parametrize(("free", "advised"), [(1199, "set Memory(budget_bytes=...) to 299"), (399, None)])
 def test_a_smaller_budget_is_advised_where_a_snapshot_fits_in_it(caplog, free, advised):
-    say_room("/memory", NEEDED, free, None)
+    say_room("/memory", NEEDED, free, {})
     assert ("budget_bytes" in caplog.text) == (advised is not None)
     assert advised is None or advised in caplog.text
 
@@ -109,13 +117,13 @@ def test_a_node_whose_file_system_is_too_small_is_told_of_once_before_training(t
     """Less than three times what snapshots of both ranks really take."""
     snapshots = start(tmp_path / "large", 10**9, monkeypatch)
     assert "will need" not in caplog.text
-    free = int(2.8 * sum(snapshots))
+    free = int(3.8 * sum(snapshots))
     start(tmp_path / "small", free, monkeypatch)
     [said] = [text for text in caplog.messages if "will need" in text]
     assert f"has {free:,} bytes free, and the slots of this node's ranks (2) will need about " in said
     caplog.clear()
     preflight._said.clear()
-    start(tmp_path / "enough", int(3.2 * sum(snapshots)), monkeypatch)
+    start(tmp_path / "enough", int(4.2 * sum(snapshots)), monkeypatch)
     assert "will need" not in caplog.text
 
 
@@ -171,9 +179,11 @@ def test_peers_divide_what_they_hold_alike_and_keep_what_is_their_own():
         ("tmpfs", None, True),
     ],
 )
-def test_copies_take_what_a_memory_limit_leaves_beside_budgets(tmp_path, caplog, monkeypatch, kind, limit, fits):
+@pytest.mark.parametrize("whose", ["cgroup", "machine"])
+def test_copies_take_what_memory_leaves_beside_budgets(tmp_path, caplog, monkeypatch, kind, limit, fits, whose):
     monkeypatch.setattr(preflight, "file_system", lambda path: kind)
-    monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: limit)
+    monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: limit if whose == "cgroup" else 10**9)
+    monkeypatch.setattr(cgroups, "available_bytes", lambda: limit if whose == "machine" else 10**9)
     monkeypatch.setattr(limited_slots, "_once_more_bytes", lambda: 50)
     files = MemoryFiles(str(tmp_path), "a" * 32, 0, "life", 0, "/a/store")
     pool = HostBufferPool(300)
@@ -188,11 +198,18 @@ def test_copies_take_what_a_memory_limit_leaves_beside_budgets(tmp_path, caplog,
                 limited.make(1000)
             assert (refused.value.needed_bytes, refused.value.free_bytes) == (1000, 999)
         [said] = [record.getMessage() for record in caplog.records]
-        assert "leaves 4,499 bytes, and each rank of this node (2) may still take 200 bytes of its budget (300)" in said
+        assert f"{whose} leaves 4,499 bytes, and each rank of this node (2) may still take 200 bytes of its budget (300)" in said
         assert "and 50 bytes as at its largest" in said
         assert list(files.path.glob("*.data")) == []
     finally:
         files.close(keep=False)
+
+
+def test_what_the_machine_has_left(tmp_path):
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal:       24684204 kB\nMemFree:          170000 kB\nMemAvailable:      26624 kB\n")
+    assert cgroups.available_bytes(str(told)) == 26624 * 1024
+    assert cgroups.available_bytes(str(tmp_path / "none")) is None
 
 
 def test_what_a_process_once_took_more_than_now_is_known():

@@ -23,7 +23,7 @@ from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.memory.preflight import RoomNeeded, free_bytes, say_file_system, say_room
+from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, free_bytes, say_file_system, say_room
 from moe_ckpt.replicas.opening import open_replication
 from moe_ckpt.slices.expected import ExpectedShare
 
@@ -102,13 +102,16 @@ def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int]:
 def _say_room(run: RunContext, memory: Memory, budget: int, left: int) -> None:
     """Warns before training if slots will find no room. left: bytes that earlier lives left on this node."""
     settings, free = run.settings, free_bytes(memory.root) + left
-    limit = cgroups.free_bytes(left_bytes=left)
+    limits = {CGROUP: cgroups.free_bytes(left_bytes=left), MACHINE: cgroups.available_bytes()}
+    if limits[MACHINE] is not None:
+        limits[MACHINE] += left
     share = ExpectedShare(run.state.tensors(), run.state.specs())
-    of_node = settings.max_in_flight + 1, budget, memory.replicas, settings.local_ranks, share.is_estimated
+    of_node = settings.max_in_flight + 2, budget, memory.replicas, settings.local_ranks, share.is_estimated
     needed = RoomNeeded(share.most_nbytes, *of_node)
-    if needed.nbytes > min(free, free if limit is None else limit):  # else there is no need to weigh what peers share
+    known = (limit for limit in limits.values() if limit is not None)
+    if needed.nbytes > min(free, *known):  # else there is no need to weigh what peers share
         exact = share.nbytes(run.catalog, run.placement, settings.sharding, run.comm.rank)
-        say_room(memory.root, replace(needed, share_bytes=exact), free, limit)
+        say_room(memory.root, replace(needed, share_bytes=exact), free, limits)
 
 
 class _Begun(NamedTuple):

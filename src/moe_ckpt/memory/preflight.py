@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_ckpt.errors import LARGER_FILE_SYSTEM
 from moe_ckpt.notices import announce
 
+CGROUP, MACHINE = "the memory limit of this job's cgroup", "the memory of this machine"
+"""What can leave less room than a tmpfs has."""
+RAISE_LIMIT = "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem)"
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -59,24 +63,24 @@ def free_bytes(root: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def say_room(root: str, needed: RoomNeeded, free: int, limit: int | None) -> None:
+def say_room(root: str, needed: RoomNeeded, free: int, limits: Mapping[str, int | None]) -> None:
     """Warn, once per process and directory, if slots would find no room.
 
     Args:
         root: The memory directory.
         needed: By all slots of this node.
         free: Bytes of its file system, with those that earlier lives of the run left and this one takes over.
-        limit: Likewise what cgroups leave this process, in which a tmpfs counts; None if nothing limits it.
+        limits: Likewise what ``CGROUP`` and ``MACHINE`` leave this process, where a tmpfs counts; None where nothing
+            limits it.
     """
-    short = min(free, free if limit is None or not lies_in_memory(root) else limit)
+    there = [(left, name) for name, left in limits.items() if left is not None] if lies_in_memory(root) else []
+    short, name = min([(free, ""), *there])
     if needed.nbytes <= short or (root, "room") in _said:
         return
     _said.add((root, "room"))
-    if short == free:
-        where, mend = f"has {free:,} bytes free", LARGER_FILE_SYSTEM
-    else:
-        where = f"has {free:,} bytes free, but the memory limit of this job's cgroup leaves {short:,}"
-        mend = "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem)"
+    where, mend = f"has {free:,} bytes free", LARGER_FILE_SYSTEM
+    if name:
+        where, mend = f"{where}, but {name} leaves {short:,}", RAISE_LIMIT if name == CGROUP else "Use more nodes"
     budget = short // ((1 + needed.replicas) * needed.ranks)
     announce(
         "Memory(directory=%r) %s, and the slots of this node's ranks (%d) will need about %s: %s. Snapshots that find "

@@ -198,7 +198,8 @@ def test_copies_take_what_memory_leaves_beside_budgets(tmp_path, caplog, monkeyp
                 limited.make(1000)
             assert (refused.value.needed_bytes, refused.value.free_bytes) == (1000, 999)
         [said] = [record.getMessage() for record in caplog.records]
-        assert f"{whose} leaves 4,499 bytes, and each rank of this node (2) may still take 200 bytes of its budget (300)" in said
+        assert f"{whose} leaves 4,499 bytes, and each rank of this node (2) may still take 200 bytes of its " in said
+        assert "budget (300) for its own snapshots" in said
         assert "and 50 bytes as at its largest" in said
         assert list(files.path.glob("*.data")) == []
     finally:

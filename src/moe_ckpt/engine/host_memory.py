@@ -102,9 +102,9 @@ def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int]:
 def _say_room(run: RunContext, memory: Memory, budget: int, left: int) -> None:
     """Warns before training if slots will find no room. left: bytes that earlier lives left on this node."""
     settings, free = run.settings, free_bytes(memory.root) + left
-    limits = {CGROUP: cgroups.free_bytes(left_bytes=left), MACHINE: cgroups.available_bytes()}
-    if limits[MACHINE] is not None:
-        limits[MACHINE] += left
+    available = cgroups.available_bytes()
+    machine = None if available is None else available + left
+    limits = {CGROUP: cgroups.free_bytes(left_bytes=left), MACHINE: machine}
     share = ExpectedShare(run.state.tensors(), run.state.specs())
     of_node = settings.max_in_flight + 2, budget, memory.replicas, settings.local_ranks, share.is_estimated
     needed = RoomNeeded(share.most_nbytes, *of_node)

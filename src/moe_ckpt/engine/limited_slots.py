@@ -60,8 +60,8 @@ class LimitedSlots:
         self._said = True
         log.warning(
             "no copy of another rank's snapshot (%s bytes) is kept here: %s leaves %s bytes, and each rank of this "
-            "node (%d) may still take %s bytes of its budget (%s) for its own snapshots, and %s bytes as at its largest. "
-            "%sower Memory(budget_bytes=...) or replicas",
+            "node (%d) may still take %s bytes of its budget (%s) for its own snapshots, and %s bytes as at its "
+            "largest. %sower Memory(budget_bytes=...) or replicas",
             *(f"{nbytes:,}", limit, f"{free:,}", self._ranks, f"{own:,}", f"{self._pool.budget_bytes:,}"),
             *(f"{again:,}", f"{RAISE_LIMIT}, or l" if limit == CGROUP else "L"),
         )

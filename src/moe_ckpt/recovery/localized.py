@@ -135,7 +135,8 @@ class LocalAttempt:
                 return None
         if lacking is not None:
             found, (rank, step) = lacking
-            self._say_global(found, f"rank {rank} has no upstream log of step {step}")
+            why = ", which it may not have ended" if step == found.step else ""
+            self._say_global(found, f"rank {rank} has no upstream log of step {step}{why}")
         return None
 
     def _made(self, found: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:

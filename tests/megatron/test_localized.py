@@ -181,6 +181,26 @@ def test_a_rank_dies_between_its_update_and_the_agreement_on_tokens(setup, polic
     assert again(tmp_path) == [steps.get(rank, []) for rank in range(4)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setup", "at", "steps"),
+    [
+        (PIPELINE, (1, 6, "updated"), [2, 3, 4, 5, 6]),
+        (Setup(**PIPELINE_EXPERTS, **SHARDED), (3, 7, "updated"), [5, 6, 7]),
+        (Setup(layers=4, pp=2, tp=2, ep=2, num_microbatches=4, experts=4), (0, 7, "updated"), [5, 6, 7]),
+    ],
+    ids=["a window's last", "experts and shards", "tensors"],
+)
+def test_a_rank_dies_before_the_agreement_on_tokens_of_a_stage(setup, at, steps, tmp_path):
+    """All that ranks of a stage share is within it: experts, tensors, shards of the optimizer."""
+    run = case(setup, at, steps=10)
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    require_every_token(run, ended)
+    assert again(tmp_path) == [steps if rank * setup.pp // 4 == at[0] * setup.pp // 4 else [] for rank in range(4)]
+
+
 def test_a_damaged_log_lets_all_go_back(tmp_path):
     run = case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward"))
     kill(run, tmp_path)

@@ -21,6 +21,7 @@ from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
 from tests.megatron.exactness import (
     Case,
+    Ended,
     finish,
     kill,
     life_of,
@@ -143,17 +144,61 @@ def test_a_node_is_lost_beside_a_recovery(tmp_path):
     assert again(tmp_path) == [[]] + [[5, 6, 7]] * 3
 
 
+UNCOUNTED = (1, 7, "updated")
+"""Rank 1 dies after its update, before ranks agree on tokens: nobody knows those of iteration 7 that it had routed."""
+
+
+def require_every_token(run: Case, ended: Ended) -> None:
+    """Each expert's tokens are those of the run that nobody killed; none are lost, nor taken for lost."""
+    expected = uninterrupted(run.setup, run.ranks, run.steps)
+    for mine, one in zip(ended.results, expected, strict=True):
+        assert mine["saved"]["applied"] == one["saved"]["applied"]
+        assert sum(map(sum, mine["saved"]["applied"])) > 0
+        assert [(fault[1], fault[2]) for fault in mine["saved"]["faults"]] == [(0, 0)] * len(mine["saved"]["faults"])
+
+
 @pytest.mark.slow
-def test_a_rank_dies_between_its_update_and_the_agreement_on_tokens(tmp_path):
-    """The other ranks keep a step whose tokens nobody knows whole."""
-    run = case(PIPELINE, (1, 7, "updated"), steps=9)
+@pytest.mark.parametrize(
+    ("setup", "policy", "dead", "more", "steps"),
+    [
+        (PIPELINE, WINDOWS, (), (), {1: [5, 6, 7]}),
+        (PIPELINE, WINDOWS, (), ((1, 3, "replay"),), {1: [5, 6, 7]}),
+        (PIPELINE, WINDOWS, (), ((2, 0, "resume"),), {1: [5, 6, 7]}),
+        (PIPELINE, WINDOWS, (), ((1, 3, "replay"),) * 2, {0: [5, 6], 1: [5, 6], 2: [5, 6], 3: [5, 6]}),
+        (PIPELINE, WINDOWS, (), ((3, 8, "updated"),), {3: [5, 6, 7, 8]}),
+        (INTERLEAVED, WINDOWS, (2,), (), {1: [5, 6, 7], 2: [5, 6, 7]}),
+        (PIPELINE, DENSE, (3,), (), {1: [5, 6, 7], 3: [5, 6, 7]}),
+    ],
+    ids=["one", "in the replay", "a neighbour", "three times", "the next iteration", "neighbours", "apart"],
+)
+def test_a_rank_dies_between_its_update_and_the_agreement_on_tokens(setup, policy, dead, more, steps, tmp_path):
+    """Ranks that compute the iteration again count its tokens again."""
+    run = replace(case(setup, UNCOUNTED, policy, together=dead, steps=10), kills=(UNCOUNTED, *more))
     kill(run, tmp_path)
     ended = finish(run, tmp_path)
     require_exact(run, tmp_path, ended)
-    assert again(tmp_path) == [[5, 6]] * 4
-    assert (
-        "3 ranks kept step 7, but all go back: a rank was lost after that update and before ranks agreed" in ended.said
-    )
+    require_every_token(run, ended)
+    assert again(tmp_path) == [steps.get(rank, []) for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setup", "at", "steps"),
+    [
+        (PIPELINE, (1, 6, "updated"), [2, 3, 4, 5, 6]),
+        (Setup(**PIPELINE_EXPERTS, **SHARDED), (3, 7, "updated"), [5, 6, 7]),
+        (Setup(layers=4, pp=2, tp=2, ep=2, num_microbatches=4, experts=4), (0, 7, "updated"), [5, 6, 7]),
+    ],
+    ids=["a window's last", "experts and shards", "tensors"],
+)
+def test_a_rank_dies_before_the_agreement_on_tokens_of_a_stage(setup, at, steps, tmp_path):
+    """All that ranks of a stage share is within it: experts, tensors, shards of the optimizer."""
+    run = case(setup, at, steps=10)
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    require_every_token(run, ended)
+    assert again(tmp_path) == [steps if rank * setup.pp // 4 == at[0] * setup.pp // 4 else [] for rank in range(4)]
 
 
 def test_a_damaged_log_lets_all_go_back(tmp_path):
@@ -345,6 +390,20 @@ def test_one_of_eight_ranks_dies_during_the_recovery_or_just_after_it(layout, se
     kill(run, tmp_path)
     require_exact(run, tmp_path, finish(run, tmp_path))
     assert again(tmp_path, 8) == [steps if rank in of_stage(setup, dead) else [] for rank in range(8)]
+
+
+@pytest.mark.slow
+@on_eight
+@pytest.mark.parametrize("more", [(), ((3, 3, "replay"),)], ids=["once", "its peer in the replay"])
+def test_one_of_eight_ranks_dies_before_the_agreement_on_tokens(layout, more, tmp_path):
+    """Others of its stage have sealed what they counted, and count it once more: it counts once."""
+    setup = EIGHTS[layout]
+    run = replace(case(setup, (2, 7, "updated"), steps=10, ranks=8), kills=((2, 7, "updated"), *more))
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    require_every_token(run, ended)
+    assert again(tmp_path, 8) == [[5, 6, 7] if rank in of_stage(setup, 2) else [] for rank in range(8)]
 
 
 @pytest.mark.slow

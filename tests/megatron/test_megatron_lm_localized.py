@@ -121,3 +121,19 @@ def test_behind_a_skipped_iteration_all_go_back(tmp_path: Path) -> None:
     script = f"{arguments(Script(WINDOWS, (), steps=10))} {LOGGED} {NO_VALIDATION} {skipped}"
     check(script, WINDOWS, ((2, 8, "update"),), tmp_path)
     assert went_back(tmp_path, 7) == {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("where", "stage"), [("logged", {2, 3}), ("end", {0, 1, 2, 3})])
+def test_a_rank_dies_between_its_update_and_the_agreement_on_tokens(
+    where: str, stage: set[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron-LM logs in between, over all stages: where the others miss the rank there, they have no log of the
+    iteration."""
+    script = f"{arguments(Script(WINDOWS, (), steps=10))} {LOGGED} {NO_VALIDATION}"
+    check(script, WINDOWS, ((2, 7, where),), tmp_path)
+    assert went_back(tmp_path, 6) == stage
+    said = capfd.readouterr()
+    why = "2 ranks kept step 7, but all go back: rank 0 has no upstream log of step 7, which it may not have ended"
+    assert (why in said.out + said.err) == (where == "end")

@@ -308,7 +308,7 @@ def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path):
 
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_what_one_rank_cannot_take_over_stops_all(where, tmp_path, monkeypatch, replicas):
-    store, memory = where
+    store, _ = where
     take_left, raised = MemoryFiles.take_left, {}
 
     def failing(self, *, own):

@@ -5,20 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.upstream import SEND, Channel, Message, decode_log, encode_log
 from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX
+from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.verify import verify_store
-from moe_ckpt.storage import open_storage
+from moe_ckpt.storage import LocalStorage, open_storage
 from tests.megatron.exactness import (
     Case,
     Ended,
@@ -34,6 +38,7 @@ from tests.megatron.exactness import (
 from tests.megatron.test_exact import PIPELINE_EXPERTS, SHARDED
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal
+from tests.support.tensor_reads import tensor_bytes_read
 
 RARELY = {"storage_every_n_steps": 1000, "upstream_bytes": 1 << 24}
 WINDOWS = ("MoEvement", {"window": 3})
@@ -105,6 +110,50 @@ def test_several_stages(setup, policy, dead, steps, tmp_path):
     ended = finish(run, tmp_path)
     require_exact(run, tmp_path, ended)
     assert again(tmp_path) == [steps if rank in dead else [] for rank in range(4)]
+
+
+_NOTING: list[Any] = []
+
+
+def note_reads(place: Path) -> None:
+    """In each rank of the last life: writes down the shards, and bytes of tensors in them, that it reads of a store."""
+    _NOTING.append(tensor_bytes_read())
+    noted, read = _NOTING[-1].__enter__(), LocalStorage.read
+
+    def reading(self, *args):
+        raw = read(self, *args)
+        (place / f"reads.{dist.get_rank()}").write_text(json.dumps(noted))
+        return raw
+
+    LocalStorage.read = reading
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "directory", "states"),
+    [(DENSE, "step_00000004", 1), (WINDOWS, "step_00000006", 5)],
+    ids=["dense", "windows"],
+)
+def test_ranks_that_go_back_read_once_what_they_hold_alike(policy, directory, states, tmp_path):
+    """Their node is lost with its memory, so that what they load is on storage. The other stage reads no tensor."""
+    run = case(Setup(**PIPELINE_EXPERTS), (0, 8, "forward"), policy, together=(1,), steps=9)
+    run = replace(run, copies={**RARELY, "storage_every_n_steps": 1})
+    kill(run, tmp_path)
+    shutil.rmtree(tmp_path / "memory" / "node_0")
+    shutil.copytree(tmp_path / "store", tmp_path / "before")
+    ended = finish(run, tmp_path, partial(note_reads, tmp_path))
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [[5, 6, 7], [5, 6, 7], [], []], ended.said
+    reader = StoreReader(open_storage(str(tmp_path / "before")))
+    index = reader.index(reader.manifest(directory))
+    stage = sum(each.nbytes for each in index.live if re.search(r"embedding\.|layers\.[0-1]\.", each.entry.key))
+    own = sum(each.nbytes for key, each in index.side.items() if key.startswith(("side/0/", "side/1/")))
+    noted = [json.loads((tmp_path / f"reads.{rank}").read_text()) for rank in range(4)]
+    read = [sum(nbytes for _, nbytes in reads) for reads in noted]
+    # Verified first, then loaded; each rank's own generators when a step is opened, and again when it is repeated.
+    assert sum(read) == 2 * stage + states * own
+    assert max(read) < 0.6 * sum(read)
+    assert read[2:] == [0, 0]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, free_bytes, say_file_system, say_room
-from moe_ckpt.replicas.opening import open_replication
+from moe_ckpt.replicas.opening import CANNOT_OPEN, open_replication
 from moe_ckpt.slices.expected import ExpectedShare
 
 _NUMBER_BITS = 62
@@ -67,12 +67,13 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
     slots: LeftSlots | None = None
     try:
         # Each rank has what it left itself; now what no rank has taken.
-        left = _together(run, memory, lambda: files.take_left(own=False))
+        found, trouble = _tried(memory, lambda: files.take_left(own=False))
+        left = found or []
         slots = LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
         pool = HostBufferPool(begun.budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
         limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
-        replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate)
+        replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate, trouble)
         tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, slots, replicator)
     except BaseException:
         if slots is not None:
@@ -222,7 +223,7 @@ def _raise_together(trouble: Exception | None, failed: int) -> None:
     if trouble is not None:
         raise trouble
     if failed:
-        raise StoreError(f"rank {failed - 1} could not open its memory directory; see its log")
+        raise StoreError(CANNOT_OPEN.format(failed - 1))
 
 
 def _together(run: RunContext, memory: Memory, action: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:

@@ -19,12 +19,16 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
+from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.kept_state import KeptState
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.opened_memory import OpenedMemory
+from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.restore import needed_slices, parameters_of
+from moe_ckpt.recovery.shared_reading import SharedReading, divide
 from moe_ckpt.recovery.slot_views import age_of
+from moe_ckpt.recovery.sources import in_order
 from moe_ckpt.recovery.together import NotUsableError, together
 from moe_ckpt.recovery.upstream_logs import KeptLogs, LogExchange
 from moe_ckpt.upstream.answering import Received
@@ -191,6 +195,9 @@ class LocalAttempt:
             restored = replace(restored, replay=replay)
         if comm.rank == 0:
             self._say_local(found, since, manifest)
+        shared = self._divide(reader, manifest, opened, goes_back=goes_back)
+        if goes_back:
+            source.shared = shared
         operators = tuple(mine[1].operators)
         together(comm, lambda: source.verify(operators, state))
         together(comm, lambda: source.prepare_and_write(operators, state))
@@ -204,6 +211,26 @@ class LocalAttempt:
             recounts=not self._kept.is_agreed(sealed),
         )
         return replace(restored, local=part, from_memory=True)
+
+    def _divide(
+        self, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None, *, goes_back: bool
+    ) -> SharedReading | None:
+        """What ranks that go back read together of storage. A collective of all ranks.
+
+        The others tell that they need nothing, and have no part in it from then on: what ranks that go back send to one
+        another, also in a replay, is not waited for by others, and nothing of it passes through training's groups.
+        """
+        index, held = reader.index(manifest), frozenset(() if opened is None else opened.slots.files)
+        kinds = (index.tensors, *index.replay.values())
+        stored = in_order(each for kind in kinds for group in kind.values() for each in group if each.path not in held)
+        if not stored:  # alike on every rank
+            return None
+
+        def needed() -> set[StoredSlice]:
+            parameters = parameters_of(self._recovery.state) if goes_back else []
+            return {each for kind in kinds for each in needed_slices(kind, parameters)}
+
+        return divide(self._recovery.comm, stored, needed, agrees=False)
 
     def _say_local(self, found: LocalRecovery, since: int, manifest: Manifest) -> None:
         stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in found.segments]

@@ -57,6 +57,20 @@ def by_size(sizes: Numbers) -> Iterator[tuple[int, Numbers]]:
             yield int(found[at]), order[at:stop]
 
 
+def ranges(firsts: Numbers, counts: Numbers) -> Numbers:
+    """Returns ``counts[i]`` numbers from each ``firsts[i]`` on, one range after the other."""
+    ends = np.cumsum(counts)
+    found: Numbers = np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
+    return found
+
+
+def ascending(numbers: Numbers, end: int) -> Numbers:
+    """Returns each of ``numbers`` once, in order. All are from 0 to below ``end``, which is not much larger."""
+    there = np.zeros(end, dtype=bool)
+    there[numbers] = True
+    return np.flatnonzero(there)
+
+
 class _Addressed:
     """Some of this process's memory, for numpy."""
 
@@ -89,15 +103,13 @@ class Words:
         """Whether their first values are what is expected."""
         return np.array_equal(self._first, expected.astype(np.uint64))
 
-    def same(self, places: Numbers | None = None) -> bool:
-        """Whether they still have their first values.
-
-        Args:
-            places: Of those that are asked about; None for all.
-        """
-        if places is not None:
-            return np.array_equal(self._memory[self._places[places]], self._first[places])
+    def same(self) -> bool:
+        """Whether they still have their first values."""
         return not len(self.others()[0])
+
+    def same_at(self, places: Numbers) -> bool:
+        """Whether those at ``places`` still have their first values."""
+        return bool((self._memory.take(self._places.take(places)) == self._first.take(places)).all())
 
     def others(self) -> tuple[Numbers, Values]:
         """The places of the words that differ from their first values, and their values."""

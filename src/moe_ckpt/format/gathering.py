@@ -103,13 +103,15 @@ class Words:
         """Whether their first values are what is expected."""
         return np.array_equal(self._first, expected.astype(np.uint64))
 
-    def same(self) -> bool:
-        """Whether they still have their first values."""
-        return not len(self.others()[0])
+    def same(self, places: Numbers | None = None) -> bool:
+        """Whether they still have their first values.
 
-    def same_at(self, places: Numbers) -> bool:
-        """Whether those at ``places`` still have their first values."""
-        return bool((self._memory.take(self._places.take(places)) == self._first.take(places)).all())
+        Args:
+            places: Of those that are asked about; None for all.
+        """
+        if places is not None:
+            return bool((self._memory.take(self._places.take(places)) == self._first.take(places)).all())
+        return not len(self.others()[0])
 
     def others(self) -> tuple[Numbers, Values]:
         """The places of the words that differ from their first values, and their values."""

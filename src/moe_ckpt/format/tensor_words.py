@@ -92,10 +92,7 @@ class Lying:
         Args:
             places: Of those that are asked about; None for all.
         """
-        found = (words for level in self._levels for words in level)
-        if places is None:
-            return all(words.same() for words in found)
-        return all(words.same_at(places) for words in found)
+        return all(words.same(places) for level in self._levels for words in level)
 
 
 def lying(tensors: Sequence[torch.Tensor]) -> Lying | None:

@@ -10,7 +10,9 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core.localized import LocalRecovery, Segment
+from moe_ckpt.core.localized import LocalRecovery, Segment, local_recoveries
+from moe_ckpt.core.memory_shares import Share
+from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.driver.rejoining import Rejoining
 from moe_ckpt.engine import surviving
@@ -19,6 +21,7 @@ from moe_ckpt.format.manifest import Manifest, ModelRecord
 from moe_ckpt.format.slot import StepFacts
 from moe_ckpt.policies import Dense
 from moe_ckpt.recovery.executing import Restored
+from moe_ckpt.recovery.kept_state import KeptState
 from moe_ckpt.recovery.localized import LocalPart
 from moe_ckpt.recovery.slot_views import Described, SnapshotFacts
 from moe_ckpt.storage import LocalStorage
@@ -46,6 +49,19 @@ def test_what_ranks_that_go_back_had_counted_does_not_count():
     assert summed() == (BEFORE + sum(COUNTED)).tolist()
     assert summed((1, 2)) == (BEFORE + COUNTED[0]).tolist()
     assert summed((1, 2), agreed=True) == BEFORE.tolist(), "where ranks had agreed, nothing is counted again"
+
+
+def test_a_step_on_which_ranks_had_not_agreed_counts_as_kept():
+    """Of each rank the newest: the last is lost, and the third stopped an update before the others."""
+    shares = [
+        Share(rank, "a", rank, "life", 1, survivor_sequence(step), step, rank, 4, None, "", unagreed=step == 8)
+        for rank, step in ((0, 8), (1, 8), (2, 7))
+    ]
+    kept = KeptState(SimpleNamespace(shares=shares), 4)
+    assert kept.steps() == [8, 8, 7, None]
+    assert [kept.is_agreed(kept.of_step(step)) for step in (8, 7)] == [False, True]
+    first = local_recoveries([0, 0, 1, 2], kept.steps())[0]
+    assert first == LocalRecovery(8, (Segment(1, 2),), (2, 3)), "who had agreed on the step before does not hold it up"
 
 
 def joined(experts: bool = True) -> Restored:

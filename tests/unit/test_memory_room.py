@@ -38,10 +38,11 @@ def nothing_said(monkeypatch):
 @pytest.mark.parametrize(
     ("needed", "nbytes"),
     [
-        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=0, ranks=1), 300),
-        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=0, ranks=8), 2400),
-        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=2, ranks=8), 7200),
-        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=250, replicas=1, ranks=2), 1000),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=0, ranks=1), 300),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=0, ranks=8), 2400),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=16, ranks=8), 7200),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=250, copies=2, ranks=2), 1000),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=4, ranks=1), 1500),
     ],
 )
 def test_what_the_slots_of_a_node_come_to(needed, nbytes):
@@ -49,7 +50,7 @@ def test_what_the_slots_of_a_node_come_to(needed, nbytes):
     assert needed.nbytes == nbytes
 
 
-NEEDED = RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=1, ranks=2)
+NEEDED = RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=2, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_what_is_short_is_said_with_both_numbers_and_what_to_raise(caplog, monke
         [found] = caplog.messages
         assert found.startswith("Memory(directory='/memory') has ")
         assert "3 snapshots of 100 bytes on each rank" in found
-        assert "(replicas=1)" in found
+        assert "as many of each rank whose copies lie on this node (2)" in found
         caplog.clear()
         preflight._said.clear()
         assert re.search(said, found), found
@@ -125,6 +126,26 @@ def test_a_node_whose_file_system_is_too_small_is_told_of_once_before_training(t
     preflight._said.clear()
     start(tmp_path / "enough", int(4.2 * sum(snapshots)), monkeypatch)
     assert "will need" not in caplog.text
+
+
+def test_a_node_that_holds_copies_of_more_ranks_than_others_needs_room_for_each(tmp_path, caplog, monkeypatch):
+    """A rack of three nodes, and one of a single node that holds copies of all three."""
+    nbytes = start(tmp_path / "alone", 10**9, monkeypatch, ranks=4)[0]
+    monkeypatch.setattr(os, "statvfs", lambda root: SimpleNamespace(f_bavail=9 * nbytes, f_frsize=1))
+
+    def begin(comm):
+        here = tmp_path / f"memory{comm.rank}"
+        here.mkdir()
+        rack = "one" if comm.rank == 3 else "other"
+        chosen = Memory(replicas=1, directory=here, failure_domain=rack, budget_bytes=10**9)
+        given = {"memory": chosen, "comm": comm, "local_ranks": 1}
+        with Life(LocalStorage(tmp_path / "store"), catalog(30, 4), policy=Dense(), **given):
+            pass
+
+    run_threads(ThreadRanks(4), begin)
+    [said] = [text for text in caplog.messages if "will need" in text]
+    assert said.startswith(f"Memory(directory={str(tmp_path / 'memory3')!r})")
+    assert "as many of each rank whose copies lie on this node (3)" in said
 
 
 def tensor(key: str, parameter: str, *, replicated: bool = True, updated: bool = True) -> StateTensor:

@@ -24,7 +24,7 @@ class RoomNeeded:
         share_bytes: Of one rank's share of a complete checkpoint.
         snapshots: That a rank holds at once.
         budget_bytes: The most that a rank's own may take.
-        replicas: Copies of each on other nodes: a rank holds as many of theirs.
+        copies: Of how many ranks of other nodes the node's ranks hold copies, all of them together.
         ranks: Of the node.
         is_estimated: Optimizer state that is not there yet is in ``share_bytes``.
     """
@@ -32,14 +32,14 @@ class RoomNeeded:
     share_bytes: int
     snapshots: int
     budget_bytes: int
-    replicas: int
+    copies: int
     ranks: int
     is_estimated: bool = False
 
     @property
     def nbytes(self) -> int:
         """Of the node."""
-        return min(self.snapshots * self.share_bytes, self.budget_bytes) * (1 + self.replicas) * self.ranks
+        return min(self.snapshots * self.share_bytes, self.budget_bytes) * (self.ranks + self.copies)
 
     def explained(self) -> str:
         """Says what the number is made of."""
@@ -48,8 +48,8 @@ class RoomNeeded:
             found += ", which counts two moments per weight that the optimizer has yet to make"
         if self.budget_bytes < self.snapshots * self.share_bytes:
             found += f", within a budget of {self.budget_bytes:,}"
-        if self.replicas:
-            found += f", and as many again for each of the copies of other ranks (replicas={self.replicas})"
+        if self.copies:
+            found += f", and as many of each rank whose copies lie on this node ({self.copies})"
         return found
 
 
@@ -81,7 +81,7 @@ def say_room(root: str, needed: RoomNeeded, free: int, limits: Mapping[str, int 
     where, mend = f"has {free:,} bytes free", LARGER_FILE_SYSTEM
     if name:
         where, mend = f"{where}, but {name} leaves {short:,}", RAISE_LIMIT if name == CGROUP else "Use more nodes"
-    budget = short // ((1 + needed.replicas) * needed.ranks)
+    budget = short // (needed.ranks + needed.copies)
     announce(
         "Memory(directory=%r) %s, and the slots of this node's ranks (%d) will need about %s: %s. Snapshots that find "
         "no room there lie in private memory, and do not survive their process. %s%s",

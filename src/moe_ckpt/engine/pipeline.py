@@ -18,7 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.buffers import HostBuffer
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_memory import HostMemory
@@ -29,7 +32,7 @@ from moe_ckpt.engine.persisting import Persister
 from moe_ckpt.engine.resolving import SnapshotResolver
 from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
-from moe_ckpt.engine.snapshot import Encode, Snapshot, copy_at_once
+from moe_ckpt.engine.snapshot import Encode, LogSpan, Snapshot, copy_at_once
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
@@ -129,6 +132,7 @@ class Pipeline:
         plain: Encode,
         patience_secs: float,
         gradients: StepGradients | None = None,
+        dense: SnapshotRequest | None = None,
     ) -> Snapshot:
         """Start a snapshot; returns at once unless the pipeline is full.
 
@@ -142,6 +146,7 @@ class Pipeline:
             patience_secs: Longest wait for host memory that earlier snapshots use. A snapshot that gets none fails on
                 every rank, because peers may have begun it already: see ``Snapshot.refused``.
             gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
+            dense: The same step in full, if storage gets it from the log (``Snapshot.dense``).
 
         Raises:
             HostMemoryError: The snapshot can never fit the budget.
@@ -184,12 +189,33 @@ class Pipeline:
             memory_sequence=number,
             writer=writer,
         )
-        self._sequence += request.stored
+        if dense is not None:
+            snapshot.dense = self._from_log(snapshot, dense, tensors, specs)
+        self._sequence += request.stored or dense is not None
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
         if self._room.used(request, plan.nbytes, partial=partial):
             self._copier.later(self._top_up)
         return snapshot
+
+    def _from_log(
+        self,
+        logged: Snapshot,
+        request: SnapshotRequest,
+        tensors: Sequence[StateTensor],
+        specs: Sequence[TensorSpec],
+    ) -> Snapshot:
+        """What is to be made from ``logged`` and those before it. Its plan says what this rank writes; nothing is
+        copied."""
+        number, since = logged.memory_sequence, logged.request.since
+        return replace(
+            logged,
+            request=request,
+            plan=self._compiler.compile(request, tensors, specs, ()),
+            buffer=HostBuffer(torch.empty(0, dtype=torch.uint8)),
+            state=None,
+            from_log=LogSpan(number if since is None else since, number),
+        )
 
     def _top_up(self) -> None:
         """Copy thread: make the buffers that the next snapshots will need, one at a time, copies in between."""
@@ -239,6 +265,15 @@ class Pipeline:
         """
         self._let_go()
         return self.stages.wait_for_all(timeout_secs)
+
+    def wait_for_storage(self, timeout_secs: float) -> bool:
+        """Wait until storage has every snapshot that goes there; False if that took longer than ``timeout_secs``."""
+        self._let_go()
+        until = time.monotonic() + timeout_secs
+        while self.stages.storage_in_flight:
+            if not self.stages.wait_for_storage(max(0.0, until - time.monotonic())):
+                return not self.stages.storage_in_flight
+        return True
 
     def wait_for_room(self, timeout_secs: float) -> bool:
         """Wait until the pipeline is not ``busy``; False if that took longer than ``timeout_secs``.

@@ -40,12 +40,14 @@ class Stages:
 
     def submit(self, snapshot: Snapshot) -> None:
         """Take a snapshot over. Its copy may still be under way."""
-        if snapshot.request.stored:
+        if snapshot.request.stored or snapshot.dense is not None:
             self._persister.expect()
         if self._sealer is None or self._memory is None:
             self._persister.submit(snapshot)
             return
         self._memory.begin(snapshot)
+        if snapshot.dense is not None and snapshot.dense.from_log is not None:
+            self._memory.hold(snapshot.dense.from_log)
         self._sealer.expect()
         self._sealer.submit(snapshot)
 

@@ -200,8 +200,8 @@ class _Group:
 
     def is_shaped(self, key: str) -> bool:
         """See ``LogContent.is_shaped``."""
-        if key.startswith(_MODEL):
-            return True
+        if key.startswith(_MODEL) or key not in self._keys:
+            return key.startswith(_MODEL)
         [weights, *_] = self._keys[f"{_MODEL}{split_key(key).fqn}"]
         shape = weights.entry.global_shape
         return bool(shape) and self._keys[key][0].entry.global_shape == shape
@@ -232,9 +232,9 @@ class _Group:
     def require_whole(self, boxes: Mapping[str, Sequence[Box]], wanted: Sequence[SliceEntry]) -> None:
         """Raises ``CoverageError`` unless the anchors have every element of these blocks, and every key of ``wanted``.
 
-        Of gradients ``returning.LogReplayer.check`` asks the same.
+        Step counts need no anchor: each step's plain state has them. Of gradients ``LogReplayer.check`` asks the same.
         """
-        missing = [entry.name for entry in wanted if entry.key not in self._keys]
+        missing = [entry.name for entry in wanted if entry.shape and entry.key not in self._keys]
         for key, found in self._keys.items():
             if self.is_shaped(key):
                 mine = boxes[split_key(key).fqn]

@@ -176,7 +176,8 @@ def _kinds(
         return []
     found = []
     for number, name in enumerate(layout.classes):
-        count = 1 + max((unit.group for unit in layout.units if unit.optimizer == number), default=-1)
+        # One at least, though none of these units is the optimizer's: torch makes none without a group.
+        count = 1 + max((unit.group for unit in layout.units if unit.optimizer == number), default=0)
         settings = groups.get(number, [{}] * count)
         found.append(OptimizerKind(name, tuple(_on(device, each) for each in settings)))
     return found

@@ -96,6 +96,11 @@ def require_whole_units(tensors: Sequence[StateTensor], placement: Placement, co
 
 
 def _refusal(tensors: Sequence[StateTensor], placement: Placement) -> str:
+    if torch.full((1,), 1e-40).mul_(1.0).item() == 0.0:
+        return (
+            "torch.set_flush_denormal(True) holds for the training thread alone, so that updates made on another one "
+            "would round the smallest numbers otherwise"
+        )
     for tensor in tensors:
         if tensor.local.device.type != "cpu":
             return (

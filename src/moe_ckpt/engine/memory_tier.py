@@ -18,7 +18,7 @@ from moe_ckpt.core.freshness import CAUSE, STALE, UNKNOWN
 from moe_ckpt.core.memory_retention import MemoryStep, needed, newest_checkpoint, with_newest_experts
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
-from moe_ckpt.engine.snapshot import LogSpan, Snapshot
+from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedShare
 from moe_ckpt.errors import CoverageError, MemoryFullError
 from moe_ckpt.format.manifest import ModelRecord
@@ -170,7 +170,7 @@ class MemoryTier:
             return False
 
     def begin(self, snapshot: Snapshot) -> None:
-        """A snapshot's buffer is being copied into."""
+        """A snapshot's buffer is being copied into. What a dense one is made from stays until that has ``ended``."""
         request = snapshot.request
         window = request.window
         step = MemoryStep(
@@ -187,28 +187,9 @@ class MemoryTier:
             self._open.append(step.sequence)
             self._next = step.sequence + 1
             self._entries[step.sequence] = _Entry(step, request.step, snapshot.buffer, int(request.stored))
-
-    def hold(self, span: LogSpan) -> None:
-        """A snapshot will be written from these. They stay until it has ``ended``."""
-        with self._lock:
-            for sequence in range(span.first, span.last + 1):
+            for sequence in () if snapshot.dense is None else snapshot.dense.reads:
                 if sequence in self._entries:
                     self._entries[sequence].readers += 1
-
-    def held(self, span: LogSpan) -> list[Slot]:
-        """Returns the slots that ``hold`` was called for.
-
-        Raises:
-            CoverageError: One of them is gone, or was never sealed.
-        """
-        with self._lock:
-            entries = [self._entries.get(sequence) for sequence in range(span.first, span.last + 1)]
-            buffers = [each.buffer for each in entries if each is not None and each.buffer is not None]
-        slots = [each.slot for each in buffers if each.slot is not None and each.slot.is_sealed]
-        if len(slots) < len(entries):
-            said = f"of its {len(entries)} snapshots this rank's memory holds {len(slots)}"
-            raise CoverageError("the gradient log", (said,))
-        return slots
 
     def sealed(self, snapshot: Snapshot, header: bytes | None) -> None:
         """This rank's share is sealed, and goes to peers; or, without a header, it never will be.
@@ -393,3 +374,19 @@ class MemoryTier:
 def _judged(state: int, freshness: int) -> int:
     """Returns the state of a snapshot, which is ``FAILED`` if it is stale."""
     return FAILED if freshness == STALE else state
+
+
+def slots_of(tier: MemoryTier, snapshot: Snapshot) -> list[Slot]:
+    """Returns the slots that a snapshot is made from, in their order. On any thread, until it has ``ended``.
+
+    Raises:
+        CoverageError: One of them is gone, or was never sealed.
+    """
+    with tier._lock:
+        entries = [tier._entries.get(sequence) for sequence in snapshot.reads]
+        buffers = [each.buffer for each in entries if each is not None and each.buffer is not None]
+    slots = [each.slot for each in buffers if each.slot is not None and each.slot.is_sealed]
+    if len(slots) < len(entries):
+        said = f"of its {len(entries)} snapshots this rank's memory holds {len(slots)}"
+        raise CoverageError("the gradient log", (said,))
+    return slots

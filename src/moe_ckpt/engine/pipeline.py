@@ -155,10 +155,9 @@ class Pipeline:
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
         logged = {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
         encoded, side = plain(**logged)
-        entries = [entry for entry, _ in side]
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
-        plan = self._compiler.compile(request, tensors, specs, entries, consumed, writer)
+        plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
         began = time.monotonic()
         buffer, waited = self._room.find(request, plan.nbytes, patience_secs)
         refused = None
@@ -169,12 +168,10 @@ class Pipeline:
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
         self._consumed = tuple(part for _, part in plan.parts if part.is_consumed)
-        memory = buffer.memory
-        on_device = copy_at_once(plan, memory, side)
-        jobs = [(part.copies, memory[base : base + part.nbytes]) for base, part in plan.parts]
+        on_device = copy_at_once(plan, buffer.memory, side)
+        jobs = [(part.copies, buffer.memory[base : base + part.nbytes]) for base, part in plan.parts]
         self.step_begins()
         self._copy = self._copier.start(jobs, on_device=on_device)
-        partial = len(request.operators) < len(self._catalog.operators) and request.window is None
         snapshot = Snapshot(
             sequence=self._sequence,
             request=request,
@@ -189,33 +186,14 @@ class Pipeline:
             memory_sequence=number,
             writer=writer,
         )
-        if dense is not None:
-            snapshot.dense = self._from_log(snapshot, dense, tensors, specs)
+        snapshot.dense = None if dense is None else _from_log(snapshot, dense, self._compiler, tensors, specs)
         self._sequence += request.stored or dense is not None
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
+        partial = len(request.operators) < len(self._catalog.operators) and request.window is None
         if self._room.used(request, plan.nbytes, partial=partial):
             self._copier.later(self._top_up)
         return snapshot
-
-    def _from_log(
-        self,
-        logged: Snapshot,
-        request: SnapshotRequest,
-        tensors: Sequence[StateTensor],
-        specs: Sequence[TensorSpec],
-    ) -> Snapshot:
-        """What is to be made from ``logged`` and those before it. Its plan says what this rank writes; nothing is
-        copied."""
-        number, since = logged.memory_sequence, logged.request.since
-        return replace(
-            logged,
-            request=request,
-            plan=self._compiler.compile(request, tensors, specs, ()),
-            buffer=HostBuffer(torch.empty(0, dtype=torch.uint8)),
-            state=None,
-            from_log=LogSpan(number if since is None else since, number),
-        )
 
     def _top_up(self) -> None:
         """Copy thread: make the buffers that the next snapshots will need, one at a time, copies in between."""
@@ -266,15 +244,6 @@ class Pipeline:
         self._let_go()
         return self.stages.wait_for_all(timeout_secs)
 
-    def wait_for_storage(self, timeout_secs: float) -> bool:
-        """Wait until storage has every snapshot that goes there; False if that took longer than ``timeout_secs``."""
-        self._let_go()
-        until = time.monotonic() + timeout_secs
-        while self.stages.storage_in_flight:
-            if not self.stages.wait_for_storage(max(0.0, until - time.monotonic())):
-                return not self.stages.storage_in_flight
-        return True
-
     def wait_for_room(self, timeout_secs: float) -> bool:
         """Wait until the pipeline is not ``busy``; False if that took longer than ``timeout_secs``.
 
@@ -319,6 +288,21 @@ class Pipeline:
                 self._copier.close()
                 host_tier.leave(self.tier, keep=keep)
         return ended
+
+
+def _from_log(
+    logged: Snapshot,
+    request: SnapshotRequest,
+    compiler: PlanCompiler,
+    tensors: Sequence[StateTensor],
+    specs: Sequence[TensorSpec],
+) -> Snapshot:
+    """What is to be made from ``logged`` and those before it: its plan says what this rank writes. Copies nothing."""
+    plan = compiler.compile(request, tensors, specs, ())
+    number, since = logged.memory_sequence, logged.request.since
+    span = LogSpan(number if since is None else since, number)
+    buffer = HostBuffer(torch.empty(0, dtype=torch.uint8))
+    return replace(logged, request=request, plan=plan, buffer=buffer, state=None, from_log=span)
 
 
 def _overwritten(names: Sequence[str]) -> str:

@@ -20,9 +20,9 @@ from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.from_log import opened_slots, write_from_log
 from moe_ckpt.engine.keeping import StoreKeeper
-from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.memory_tier import MemoryTier, slots_of
 from moe_ckpt.engine.outcomes import FailureCount, Outcome, Resolution, Superseded
-from moe_ckpt.engine.snapshot import LogSpan, Snapshot
+from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_share, write_share
 from moe_ckpt.errors import CoverageError, FilesGoneError, MoECheckpointError, SaveFailedError
@@ -150,7 +150,7 @@ class SnapshotResolver:
     def _write(self, snapshot: Snapshot) -> Acknowledgement:
         try:
             if snapshot.from_log is not None:
-                return self._write_from_log(snapshot, snapshot.from_log)
+                return self._write_from_log(snapshot)
             share = snapshot.share
             if share is None:
                 share = seal_share(snapshot, self._run_id, self._comm.rank, self._comm.world_size)
@@ -161,10 +161,10 @@ class SnapshotResolver:
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
 
-    def _write_from_log(self, snapshot: Snapshot, span: LogSpan) -> Acknowledgement:
+    def _write_from_log(self, snapshot: Snapshot) -> Acknowledgement:
         if self._open_log is None or not isinstance(self._tier, MemoryTier):
             return Acknowledgement.failed(self._comm.rank, "there is no gradient log to make it from")
-        slots = opened_slots(self._tier.held(span))
+        slots = opened_slots(slots_of(self._tier, snapshot))
         log = self._open_log(slots)
         records, state = write_from_log(self._storage, snapshot, log, self._run_id, self._comm.rank)
         return acknowledge(records, state, cover_difference(snapshot.plan), slots[-1].header.freshness)

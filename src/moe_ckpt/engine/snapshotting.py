@@ -190,7 +190,7 @@ class Snapshotter:
 
     def _wait_for_storage(self, step: int) -> None:
         timeout_secs = self._run.settings.timeout_secs
-        if not self._resources.pipeline.wait_for_storage(timeout_secs):
+        if not self._resources.pipeline.stages.wait_until_stored(timeout_secs):
             raise self._not_in_time(step, timeout_secs)
 
     def begin_survivor(

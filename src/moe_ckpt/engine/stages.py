@@ -46,8 +46,6 @@ class Stages:
             self._persister.submit(snapshot)
             return
         self._memory.begin(snapshot)
-        if snapshot.dense is not None and snapshot.dense.from_log is not None:
-            self._memory.hold(snapshot.dense.from_log)
         self._sealer.expect()
         self._sealer.submit(snapshot)
 
@@ -59,6 +57,10 @@ class Stages:
         """Wait until storage has one snapshot more; False if it has none to write, or not in time."""
         writing = self._persister.in_flight
         return bool(writing) and self._persister.wait(writing - 1, timeout_secs)
+
+    def wait_until_stored(self, timeout_secs: float) -> bool:
+        """Wait until storage has all that goes there; False if the time ran out."""
+        return self._persister.wait(0, timeout_secs)
 
     def wait_for_all(self, timeout_secs: float) -> bool:
         """Wait until no snapshot is under way; False if the time ran out."""

@@ -1,13 +1,15 @@
 """What this rank's own slots of a gradient log lead to, made while training continues: a few units at a time.
 
-Units that share a parameter are replayed together, and let go of before the next ones. So the memory needed is that of
-the largest such group: its weights, state and gradients.
+Units that share a parameter are replayed together, small ones with others, and let go of before the next ones. So the
+memory needed is that of the largest such group, or of 16 MiB of weights: weights, state and gradients.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ from moe_ckpt.recovery.index import StoredSlice, overlapping, split_key
 from moe_ckpt.recovery.slices import block
 
 _MODEL = "model/"
+_AT_ONCE = 16 << 20
+"""Bytes of weights: groups of fewer are replayed together, because each replay costs time of the interpreter."""
 _Keys = dict[str, list[StoredSlice]]
 
 
@@ -86,8 +90,16 @@ class OwnLog:
         threads = self._layout.device.threads
         if torch.get_num_threads() != threads:  # of this thread; they divide an update, and so decide its last bits
             torch.set_num_threads(threads)
+        due: list[tuple[list[Unit], list[SliceEntry]]] = []
+        nbytes = 0
         for group, entries in by_group.items():
-            yield from self._made(units[group], entries)
+            nbytes += (more := sum(map(_nbytes, units[group])))
+            if due and nbytes > _AT_ONCE:
+                yield from self._made(due)
+                due, nbytes = [], more
+            due.append((units[group], entries))
+        if due:
+            yield from self._made(due)
 
     # --- parts ---
 
@@ -100,8 +112,12 @@ class OwnLog:
                 raise stored.damaged(f"checksum mismatch: {found}, written was {stored.entry.checksum}")
             yield stored, data.view(TORCH_DTYPES[stored.entry.dtype]).view(stored.entry.shape)
 
-    def _made(self, units: Sequence[Unit], entries: Sequence[SliceEntry]) -> Iterator[tuple[SliceEntry, torch.Tensor]]:
-        layout = UpdateLayout(self._layout.classes, self._layout.keys, tuple(units), self._layout.device)
+    def _made(
+        self, groups: Sequence[tuple[Sequence[Unit], Sequence[SliceEntry]]]
+    ) -> Iterator[tuple[SliceEntry, torch.Tensor]]:
+        units = tuple(unit for those, _ in groups for unit in those)
+        entries = [entry for _, those in groups for entry in those]
+        layout = replace(self._layout, units=units)
         content = _Group(self, layout)
         share = RankShare(content, self._rank, layout, content.parameters)
         content.require_whole(share.boxes, entries)
@@ -243,6 +259,10 @@ class _Group:
                 missing += [f"{lacking:,} elements of {key}"] if lacking else []
         if missing:
             raise CoverageError(self._of._last.path, tuple(f"{each}: not in this rank's log" for each in missing))
+
+
+def _nbytes(unit: Unit) -> int:
+    return prod(unit.shape) * int(getattr(torch, unit.dtype).itemsize)
 
 
 def _in_full(slot: OwnSlot) -> Sequence[str]:

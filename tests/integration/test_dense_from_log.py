@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.gradients.own_log import OwnLog
@@ -138,6 +141,35 @@ def test_a_full_disk_fails_one_checkpoint_and_leaves_nothing(place, dense_run, m
     assert "No space left on device" in caplog.text
     require_equal(ours, dense_run)
     assert from_log(ours)[-1] == 20
+
+
+def test_what_takes_long_is_not_waited_for(place, dense_run, monkeypatch):  # noqa: F811
+    """Training goes on, and so does the log; the checkpoint that would have been due meanwhile is left out."""
+    others = threading.Event()
+
+    class Slow(OwnLog):
+        def __init__(self, slots) -> None:
+            assert slots[-1].header.step != 4 or others.wait(60.0)
+            super().__init__(slots)
+
+    class Tells(pl.Callback):
+        def on_train_batch_start(self, trainer, *_) -> None:
+            if trainer.global_step == 10:
+                others.set()
+
+    monkeypatch.setattr(driver_run, "OwnLog", Slow)
+    run = logged(replace(FROM_LOG, callback={}), place)
+    trainer, module, _ = build(run, 0, retention=RetentionPolicy(keep_last=1000))
+    trainer.callbacks.insert(0, Tells())
+    trainer.fit(module, *loaders(run))
+    ours = StoreReader(open_storage(run.store))
+    [callback] = [each for each in trainer.callbacks if isinstance(each, MoECheckpoint)]
+    made = from_log(ours)
+    assert made[0] == 4
+    assert 8 not in made
+    assert made[1] > 10
+    assert callback.last.skips >= 1
+    require_equal(ours, dense_run)
 
 
 def test_the_last_state_is_saved_though_its_replay_fails(place, dense_run, monkeypatch):  # noqa: F811

@@ -33,6 +33,7 @@ from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.gradients.densifying import Densifier
+from moe_ckpt.gradients.own_log import OwnLog
 from moe_ckpt.interop.weights import Loaded as LoadedWeights
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
@@ -187,6 +188,7 @@ class Driver:
             observers=[self._tell],
             gate=gate,
             gradients=gradients,
+            open_log=OwnLog,
         )
         session.open()
         self.session, self._storage = session, storage

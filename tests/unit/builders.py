@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+import torch
+
 from moe_ckpt.core.operators import (
     Catalog,
     MoELayer,
@@ -17,7 +20,7 @@ from moe_ckpt.core.operators import (
 )
 from moe_ckpt.policies import PolicyContext
 from moe_ckpt.slices.assignment import WriteAssignment
-from moe_ckpt.slices.cuts import SliceSource
+from moe_ckpt.slices.cuts import BLOCK, Shelf, SliceSource
 from moe_ckpt.slices.local_state import LocalState, collect_slices
 
 
@@ -55,7 +58,11 @@ def pieces_of(local: LocalState, operators: Collection[str], dealt: WriteAssignm
     """What ``rank`` writes of ``operators``, slice by slice."""
     found = collect_slices(local, operators, dealt, rank)
     numbers = [(each, each.first + at) for each in found for at in range(each.count)]
-    return [SliceSource(each.shelf.entries[n], each.shelf.source(n), each.shelf.blocks[n]) for each, n in numbers]
+    return [SliceSource(each.shelf.entries[n], each.shelf.source(n), _block(each.shelf, n)) for each, n in numbers]
+
+
+def _block(shelf: Shelf, number: int) -> torch.Tensor:
+    return shelf.blocks[shelf.table(np.array([number]))[0, BLOCK]]
 
 
 def context(model: Catalog, step: int = 1, **facts: Any) -> PolicyContext:

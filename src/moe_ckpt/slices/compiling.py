@@ -88,7 +88,7 @@ class CompiledPart:
             numbers = np.concatenate([numbers, shelf.side_numbers(side)])
             table = np.concatenate([table, table_of_side(side)])
         order = sorted_rows(table)
-        table, numbers = table[order], numbers[order]
+        table, numbers = table.take(order, axis=0), numbers.take(order)
         self.slices = Slices(shelf.entries, numbers)
         self.ends = np.cumsum(table[:, NBYTES])
         self.side = tuple(np.argsort(order)[live:].tolist()) if side else ()

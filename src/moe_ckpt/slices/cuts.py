@@ -33,8 +33,8 @@ Table: TypeAlias = npt.NDArray[np.int64]
 """``[n, 7]``: a row per slice, with the columns below."""
 ORDER, PLACE, NBYTES, MEMORY, ADDRESS, BLOCK, KIND = range(7)
 """Columns. (``ORDER``, ``PLACE``) rises in the order of ``lay_out``: by tensor, and by the place in it. ``MEMORY`` and
-``ADDRESS`` are where the live elements lie, ``BLOCK`` tells the tensors apart, ``KIND`` the types on devices and what
-lies ``IN_HOST_MEMORY``; it is negative for what must be copied element by element."""
+``ADDRESS`` are where the live elements lie, ``BLOCK`` is the number of the live tensor on the shelf, ``KIND`` tells the
+types on devices and what lies ``IN_HOST_MEMORY``; it is negative for what must be copied element by element."""
 IN_HOST_MEMORY = 0
 """``KIND`` of what is contiguous there, whatever its type."""
 _COLUMNS = 7
@@ -67,7 +67,7 @@ class Shelf:
 
     Attributes:
         entries: Of all slices.
-        blocks: The live tensors that they are of; None for side tensors.
+        blocks: The live tensors that they are of, each once.
         others: Number -> what a tensor gives: of slices on a device their elements in one row, as their type or as
             bytes; of those that must be copied element by element a view of any shape. Not of what is in host memory.
         transient: How many slices only existing plans still use.
@@ -75,10 +75,11 @@ class Shelf:
 
     def __init__(self) -> None:
         self.entries: list[SliceEntry] = []
-        self.blocks: list[torch.Tensor | None] = []
+        self.blocks: list[torch.Tensor] = []
         self.others: dict[int, torch.Tensor] = {}
         self.transient = 0
         self._table = Column(np.int64, _COLUMNS)
+        self._numbers: dict[int, int] = {}
         self._counters = Column(np.int64)
         self._texts = HeaderTexts()
         self._side: dict[SliceEntry, int] = {}
@@ -91,18 +92,21 @@ class Shelf:
         """
         found, rows = Cut(operator, self, len(self.entries), len(pieces)), []
         for number, piece in enumerate(pieces, found.first):
-            lying, other = _lying(piece)
-            rows.append((*_placed(piece.entry, places), piece.entry.nbytes, *lying))
+            memory, address, kind, other = _lying(piece)
+            block = self._numbers.setdefault(id(piece.block), len(self.blocks))
+            if block == len(self.blocks):
+                self.blocks.append(piece.block)
+            rows.append((*_placed(piece.entry, places), piece.entry.nbytes, memory, address, block, kind))
             if other is not None:
                 self.others[number] = other
         self._table.add(np.array(rows, dtype=np.int64).reshape(-1, _COLUMNS))
-        self.blocks += [piece.block for piece in pieces]
         self.entries += [piece.entry for piece in pieces]
         return found
 
     def let_go(self) -> None:
         """Drops all references to live tensors: nothing more is copied from them."""
         self.blocks.clear()
+        self._numbers.clear()
         self.others.clear()
 
     def side_numbers(self, entries: Sequence[SliceEntry]) -> Numbers:
@@ -111,19 +115,18 @@ class Shelf:
             if entry not in self._side:
                 self._side[entry] = len(self.entries)
                 self._table.add(np.zeros((1, _COLUMNS), dtype=np.int64))
-                self.blocks.append(None)
                 self.entries.append(entry)
                 self.transient += 1
         return np.array([self._side[entry] for entry in entries], dtype=np.int64)
 
     def table(self, numbers: Numbers) -> Table:
-        found: Table = self._table.rows[numbers]
+        found: Table = self._table.rows.take(numbers, axis=0)
         return found
 
-    def counters(self, numbers: Numbers) -> Numbers | None:
-        """Addresses of the version counts of slices' tensors, for ``tensor_words``; None if some cannot be read."""
+    def counters(self, blocks: Numbers) -> Numbers | None:
+        """Addresses of the version counts of live tensors, for ``tensor_words``; None if some cannot be read."""
         self._counters.add(tensor_words.counters(self.blocks[len(self._counters) :]))
-        found: Numbers = self._counters.rows[numbers]
+        found: Numbers = self._counters.rows.take(blocks)
         return found if found.all() else None
 
     def texts(self) -> HeaderTexts:
@@ -133,12 +136,13 @@ class Shelf:
 
     def source(self, number: int) -> torch.Tensor:
         """A view of a slice's live elements, in any shape."""
-        found, block = self.others.get(number), self.blocks[number]
-        if found is not None or block is None:
-            return torch.empty(0) if found is None else found
-        address, shape = int(self._table.rows[number, ADDRESS]), self.entries[number].shape
+        if number in self.others:
+            return self.others[number]
+        address, at = self._table.rows[number, [ADDRESS, BLOCK]].tolist()
+        block, shape = self.blocks[at], self.entries[number].shape
         first = block.storage_offset() + (address - block.data_ptr()) // block.itemsize
-        return block.as_strided(shape, torch.empty(shape, device="meta").stride(), first)
+        found: torch.Tensor = block.as_strided(shape, torch.empty(shape, device="meta").stride(), first)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,15 +239,24 @@ def are_distinct(table: Table) -> bool:
     return not (mixed[1:] == mixed[:-1]).any()
 
 
-def _lying(piece: SliceSource) -> tuple[tuple[int, int, int, int], torch.Tensor | None]:
-    """(``MEMORY``, ``ADDRESS``, ``BLOCK``, ``KIND``), and see ``Shelf.others``."""
-    source, block = piece.source, id(piece.block)
+def on_cuda(table: Table, shelf: Shelf) -> bool:
+    """Whether any of the slices lies on a GPU."""
+    kinds = np.bincount(table[:, KIND] + 1).nonzero()[0] - 1
+    if any(device.type == "cuda" for (_, device), kind in _kinds.items() if kind in kinds):
+        return True
+    apart = table[table[:, KIND] < 0, BLOCK].tolist()
+    return any(shelf.blocks[at].is_cuda for at in apart)
+
+
+def _lying(piece: SliceSource) -> tuple[int, int, int, torch.Tensor | None]:
+    """(``MEMORY``, ``ADDRESS``, ``KIND``, see ``Shelf.others``)."""
+    source = piece.source
     if not source.is_contiguous() or source.dtype is not TORCH_DTYPES[piece.entry.dtype]:
-        return (0, 0, block, -1), source
+        return 0, 0, -1, source
     if source.device.type == "cpu":
-        return (0, source.data_ptr(), block, IN_HOST_MEMORY), None
+        return 0, source.data_ptr(), IN_HOST_MEMORY, None
     # Not a view(-1): a single element counts as contiguous whatever its stride, with which bytes cannot be viewed.
     flat = source.as_strided((source.numel(),), (1,)) if source.numel() else source.new_empty(0)
     flat = flat if flat.dtype in _GATHERED_AS else flat.view(torch.uint8)
     kind = _kinds.setdefault((flat.dtype, flat.device), len(_kinds) + 1)
-    return (flat.untyped_storage().data_ptr(), flat.data_ptr(), block, kind), flat
+    return flat.untyped_storage().data_ptr(), flat.data_ptr(), kind, flat

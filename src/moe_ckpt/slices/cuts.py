@@ -8,10 +8,9 @@ slice, for the garbage collector looks at each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -66,6 +65,7 @@ class Shelf:
     A number stays what it is, and slices are only added, on the training thread: other threads may read meanwhile.
 
     Attributes:
+        cuts: In their order.
         entries: Of all slices.
         blocks: The live tensors that they are of, each once.
         others: Number -> what a tensor gives: of slices on a device their elements in one row, as their type or as
@@ -74,24 +74,27 @@ class Shelf:
     """
 
     def __init__(self) -> None:
+        self.cuts: list[Cut] = []
         self.entries: list[SliceEntry] = []
         self.blocks: list[torch.Tensor] = []
         self.others: dict[int, torch.Tensor] = {}
         self.transient = 0
+        self._bounds = Column(np.int64, 3)
         self._table = Column(np.int64, _COLUMNS)
         self._numbers: dict[int, int] = {}
         self._counters = Column(np.int64)
         self._texts = HeaderTexts()
         self._side: dict[SliceEntry, int] = {}
 
-    def add(self, operator: str, pieces: Sequence[SliceSource], places: Mapping[str, int]) -> Cut:
-        """Describe what is written of an operator.
+    def add(self, operator: str, pieces: Sequence[SliceSource], places: Mapping[str, int], at: int = -1) -> int:
+        """Describe what is written of an operator. Returns the number of the cut.
 
         Args:
             places: Of the keys of all tensors, in alphabetical order.
+            at: Place of the operator in the catalog.
         """
-        found, rows = Cut(operator, self, len(self.entries), len(pieces)), []
-        for number, piece in enumerate(pieces, found.first):
+        first, rows = len(self.entries), []
+        for number, piece in enumerate(pieces, first):
             memory, address, kind, other = _lying(piece)
             block = self._numbers.setdefault(id(piece.block), len(self.blocks))
             if block == len(self.blocks):
@@ -101,6 +104,13 @@ class Shelf:
                 self.others[number] = other
         self._table.add(np.array(rows, dtype=np.int64).reshape(-1, _COLUMNS))
         self.entries += [piece.entry for piece in pieces]
+        self.cuts.append(Cut(operator, self.entries, first, len(pieces)))
+        self._bounds.add(np.array([[first, len(pieces), at]], dtype=np.int64))
+        return len(self.cuts) - 1
+
+    def bounds(self, cuts: Numbers) -> Numbers:
+        """``[n, 3]``: of each cut its first slice, how many it has, and its operator's place in the catalog."""
+        found: Numbers = self._bounds.rows.take(cuts, axis=0)
         return found
 
     def let_go(self) -> None:
@@ -147,16 +157,20 @@ class Shelf:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What one rank writes of one operator: ``count`` slices of ``shelf``, from number ``first`` on."""
+    """What one rank writes of one operator: ``count`` of the slices on a shelf, from number ``first`` on.
+
+    One object for as long as the shelf is used, which keeps what takes long. It does not keep the shelf, and with that
+    live tensors.
+    """
 
     operator: str
-    shelf: Shelf
+    shelved: list[SliceEntry]
     first: int
     count: int
 
     @property
     def entries(self) -> list[SliceEntry]:
-        return self.shelf.entries[self.first : self.first + self.count]
+        return self.shelved[self.first : self.first + self.count]
 
     @cached_property
     def cover_sum(self) -> int:
@@ -165,16 +179,56 @@ class Cut:
     @cached_property
     def is_replay(self) -> bool:
         """Whether only replay needs it. Such slices are never in one cut with others."""
-        return self.shelf.entries[self.first].key.startswith(REPLAY)
+        return self.shelved[self.first].key.startswith(REPLAY)
 
 
-def numbers_of(cuts: Sequence[Cut]) -> Numbers:
-    """Of their slices, on the shelf that they share."""
-    return ranges(*(np.fromiter(map(each, cuts), np.int64, len(cuts)) for each in (_FIRST, _COUNT)))
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """What one rank writes of some operators, by the numbers of cuts on a shelf: to join them takes no bytecode for
+    each.
+
+    Attributes:
+        shelf: Of the cuts.
+        numbers: Of the cuts, there.
+    """
+
+    shelf: Shelf
+    numbers: Numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def listed(self) -> list[Cut]:
+        return list(map(self.shelf.cuts.__getitem__, self.numbers.tolist()))
+
+    @property
+    def slices(self) -> Numbers:
+        """Numbers of their slices on the shelf."""
+        firsts, counts, _ = self.shelf.bounds(self.numbers).T
+        return ranges(firsts, counts)
+
+    @property
+    def places(self) -> Numbers:
+        """Of the operators in the catalog."""
+        found: Numbers = self.shelf.bounds(self.numbers)[:, 2]
+        return found
+
+    def those(self, chosen: npt.NDArray[np.bool_]) -> Cuts:
+        """The ``chosen`` ones."""
+        return Cuts(self.shelf, self.numbers[chosen])
+
+    def joined(self, others: Cuts) -> Cuts:
+        """With others of the same shelf."""
+        return Cuts(self.shelf, np.concatenate([self.numbers, others.numbers]))
+
+    def same(self, others: Cuts) -> bool:
+        """Whether they are the very same ones."""
+        return self.shelf is others.shelf and np.array_equal(self.numbers, others.numbers)
 
 
-_FIRST: Callable[[Cut], int] = attrgetter("first")
-_COUNT: Callable[[Cut], int] = attrgetter("count")
+def no_cuts() -> Cuts:
+    """Returns none, of a shelf for side tensors alone."""
+    return Cuts(Shelf(), np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)

@@ -187,7 +187,7 @@ class Pipeline:
         self._sequence += request.stored
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
-        if self._room.used(request, plan.nbytes, partial=partial):
+        if self._room.used(plan.nbytes, partial=partial):
             self._copier.later(self._top_up)
         return snapshot
 

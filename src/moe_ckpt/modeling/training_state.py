@@ -167,7 +167,7 @@ class TorchTrainingState:
         for index, optimizer in enumerate(self._optimizers):
             for name, parameter in views[index].parameters.items():
                 metas = missing.get((index, name), {})
-                self._prepare_one(optimizer, name, parameter, metas)
+                self._prepare_one(optimizer, parameter, metas)
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
         """Put back what ``plain()`` gave. Everything is checked before anything is changed.
@@ -316,9 +316,7 @@ class TorchTrainingState:
             by_parameter.setdefault((index, name), {})[state] = meta
         return by_parameter
 
-    def _prepare_one(
-        self, optimizer: Optimizer, name: str, parameter: torch.Tensor, metas: Mapping[str, TensorMeta]
-    ) -> None:
+    def _prepare_one(self, optimizer: Optimizer, parameter: torch.Tensor, metas: Mapping[str, TensorMeta]) -> None:
         """Bring the tensors in one parameter's state to ``metas``."""
         state = optimizer.state[parameter] if parameter in optimizer.state or metas else {}
         for key in [k for k, v in state.items() if isinstance(v, torch.Tensor) and str(k) not in metas]:

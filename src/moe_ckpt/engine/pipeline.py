@@ -191,7 +191,7 @@ class Pipeline:
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
         partial = len(request.operators) < len(self._catalog.operators) and request.window is None
-        if self._room.used(request, plan.nbytes, partial=partial):
+        if self._room.used(plan.nbytes, partial=partial):
             self._copier.later(self._top_up)
         return snapshot
 

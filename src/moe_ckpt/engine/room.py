@@ -114,7 +114,7 @@ class Room:
                 return False
         return True
 
-    def used(self, request: SnapshotRequest, nbytes: int, *, partial: bool) -> bool:
+    def used(self, nbytes: int, *, partial: bool) -> bool:
         """A snapshot of ``nbytes`` began. Returns True if more buffers should be made ahead of time (``top_up``)."""
         self._last_nbytes = nbytes
         self._partial_nbytes = max(self._partial_nbytes, nbytes if partial else 0)

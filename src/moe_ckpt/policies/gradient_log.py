@@ -18,7 +18,7 @@ import numpy as np
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
-from moe_ckpt.core.rolling import Rounds
+from moe_ckpt.core.rolling import Rounds, Slots
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import BF16, MemoryFacts, Needs, PolicyContext, require_positive
@@ -131,7 +131,7 @@ class GradientLog:
                 "memory=moe_ckpt.Memory(storage_every_secs=...), or Hydra's moe_ckpt/memory=local or replicated"
             )
         if context.last_step is None or context.nothing_safe or context.missing or memory.storage_due:
-            return save_full(context.step, everything)
+            return save_full(context.step, everything, together=self._together(context, memory))
         anchored_at = self._anchored_at(context)
         rounds = self._rounds(context)
         window = self._window(context, rounds, memory)
@@ -207,6 +207,13 @@ class GradientLog:
         return min(copied, int(sent / portion)) if portion else copied
 
     # --- who is anchored ---
+
+    def _together(self, context: PolicyContext, memory: MemoryFacts) -> Slots:
+        """Who will be anchored together in the round after a dense step, as far as that is known now."""
+        if not all(map(context.sizes.__contains__, context.catalog.everything)):
+            return ()
+        rounds = self._rounds(context)
+        return rounds.slots(self._window(context, rounds, memory))
 
     def _next(self, context: PolicyContext, rounds: Rounds, window: int, anchored_at: Counts) -> int:
         """Whose turn it is: that of the slot with the oldest anchor; of several, of that with most tokens."""

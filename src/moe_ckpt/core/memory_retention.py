@@ -85,18 +85,22 @@ def _newest_and_after(steps: Sequence[MemoryStep]) -> frozenset[int]:
     return frozenset(step.sequence for step in (*newest, *kept))
 
 
-Live = tuple[tuple[int, frozenset[int]], ...]
-"""(sequence, groups) of the newest checkpoint, and of the newest that peers have."""
+Live = tuple[tuple[int, frozenset[int]], tuple[int, frozenset[int]]]
+"""(sequence, groups) of the newest checkpoint, and of the newest that peers have; -1 and no groups without any."""
 
 
 def live_groups(in_memory: Iterable[MemoryStep]) -> Live:
-    """Returns which groups' gradients are needed, and up to which snapshot; nothing if there is no checkpoint yet.
+    """Returns which groups' gradients are needed, and up to which snapshot.
 
     Gradients before a group's newest anchor are not, since the steps to come have newer anchors only.
     """
     steps = [step for step in in_memory if step.complete is not False]
-    found = (newest_checkpoint(those) for those in (steps, [step for step in steps if step.copied]))
-    return tuple((newest[-1].sequence, newest[-1].groups) for newest in found if newest)
+    return _head(steps), _head([step for step in steps if step.copied])
+
+
+def _head(steps: Sequence[MemoryStep]) -> tuple[int, frozenset[int]]:
+    newest = newest_checkpoint(steps)
+    return (newest[-1].sequence, newest[-1].groups) if newest else (-1, frozenset())
 
 
 def is_live(step: MemoryStep, groups: Collection[int], live: Live) -> bool:
@@ -107,8 +111,9 @@ def is_live(step: MemoryStep, groups: Collection[int], live: Live) -> bool:
         groups: Of the operators whose gradients they are.
         live: Of ``live_groups``.
     """
-    if not step.complete or not live or step.sequence > live[0][0]:
-        return True
+    (newest, _), (newest_copied, _) = live
+    if not step.complete or step.sequence > (newest_copied if step.copied else newest):
+        return True  # it may become a part of the next one
     return any(step.sequence <= sequence and not alive.isdisjoint(groups) for sequence, alive in live)
 
 

@@ -194,9 +194,7 @@ def _with_gradients(
         of_snapshot: dict[tuple[int, int], tuple[Share, ...]] = {}
         for writer, (one, *_) in snapshot.items():
             needed = (place for place in one.beside if place < len(one.groups) and live.intersection(one.groups[place]))
-            of_snapshot |= {
-                (writer, place): known.get((one.life, one.sequence, writer, place), ()) for place in needed
-            }
+            of_snapshot |= {(writer, place): known.get((one.life, one.sequence, writer, place), ()) for place in needed}
         found.append(of_snapshot)
     return replace(checkpoint, gradients=tuple(found))
 

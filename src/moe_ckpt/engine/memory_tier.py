@@ -317,7 +317,7 @@ class MemoryTier:
     def _over(self) -> set[tuple[int, int]]:
         """(sequence, place) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
         logged = [entry for entry in self._entries.values() if entry.groups]
-        live = live_groups(entry.step for entry in self._entries.values()) if logged else ()
+        live = live_groups(entry.step for entry in self._entries.values())
         return {
             (entry.step.sequence, place)
             for entry in logged

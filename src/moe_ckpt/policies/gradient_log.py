@@ -131,21 +131,21 @@ class GradientLog:
                 "memory=moe_ckpt.Memory(storage_every_secs=...), or Hydra's moe_ckpt/memory=local or replicated"
             )
         if context.last_step is None or context.nothing_safe or context.missing or memory.storage_due:
-            return save_full(context.step, everything, together=self._together(context, memory))
+            return self._everything(context, memory)
         anchored_at = self._anchored_at(context)
         rounds = self._rounds(context)
         window = self._window(context, rounds, memory)
         number = self._next(context, rounds, window, anchored_at)
         if (anchored_at >= 0).all():
             now, others = rounds.parted(window)[number]
-            return save_logged(context.step, now, others) if others else save_full(context.step, everything)
+            return save_logged(context.step, now, others) if others else self._everything(context, memory)
         anchored = anchored_at < 0
         anchored[rounds.places(window)[number]] = True
         for group in context.coupled_operators:
             places = context.catalog.places_of(tuple(sorted(group)))
             anchored[places] = anchored[places].any()
         if anchored.all():
-            return save_full(context.step, everything)
+            return self._everything(context, memory)
         return save_logged(context.step, _named(everything, anchored), _named(everything, ~anchored))
 
     def explain(self, context: PolicyContext) -> LogReport:
@@ -208,12 +208,14 @@ class GradientLog:
 
     # --- who is anchored ---
 
-    def _together(self, context: PolicyContext, memory: MemoryFacts) -> Slots:
-        """Who will be anchored together in the round after a dense step, as far as that is known now."""
-        if not all(map(context.sizes.__contains__, context.catalog.everything)):
-            return ()
-        rounds = self._rounds(context)
-        return rounds.slots(self._window(context, rounds, memory))
+    def _everything(self, context: PolicyContext, memory: MemoryFacts) -> SnapshotPlan:
+        """A dense step, with those who will be anchored together in the round after it, as far as that is known now."""
+        everything = context.catalog.everything
+        together: Slots = ()
+        if all(map(context.sizes.__contains__, everything)):
+            rounds = self._rounds(context)
+            together = rounds.slots(self._window(context, rounds, memory))
+        return save_full(context.step, everything, together=together)
 
     def _next(self, context: PolicyContext, rounds: Rounds, window: int, anchored_at: Counts) -> int:
         """Whose turn it is: that of the slot with the oldest anchor; of several, of that with most tokens."""

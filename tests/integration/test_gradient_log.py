@@ -13,6 +13,7 @@ import pytest
 
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.main import main
+from moe_ckpt.core.memory_retention import newest_checkpoint
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.slot import Slot
@@ -324,6 +325,32 @@ class Watched(pl.Callback):
 
     def on_train_batch_end(self, *args) -> None:
         self.newest = self.ours.last or self.newest
+
+
+class Counted(pl.Callback):
+    """Counts, behind each step, the slots of gradients that the newest checkpoint in memory has."""
+
+    def __init__(self, ours: MoECheckpoint) -> None:
+        self.ours, self.found = ours, []
+
+    def on_train_batch_end(self, *args) -> None:
+        tier = self.ours._fit.session._resources.pipeline.memory
+        with tier._lock:
+            entries = list(tier._entries.values())
+            newest = newest_checkpoint(entry.step for entry in entries)
+            there = [e for e in entries if newest and e.step.complete and e.step.sequence <= newest[-1].sequence]
+            self.found.append(sum(len(entry.pieces) for entry in there))
+
+
+def test_of_older_steps_only_the_gradients_since_the_anchors_stay(place):  # noqa: F811
+    """With rounds of 4 steps those of 3, 2 and 1 steps: 6 slots of a fourth of the operators each. 12 would be all."""
+    run = logged(replace(LOG, policy=("gradient-log", 4), epochs=1), place)
+    trainer, module, _ = build(run, 0)
+    counted = Counted(next(each for each in trainer.callbacks if isinstance(each, MoECheckpoint)))
+    trainer.callbacks.append(counted)
+    trainer.fit(module, *loaders(run))
+    assert len(counted.found) > 6
+    assert counted.found[-1] == max(counted.found) == 6, counted.found
 
 
 def test_gradients_rounded_for_everybody_take_two_bytes(place):  # noqa: F811

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -98,6 +98,18 @@ class _Entry:
         buffers = (self.buffer, self.mirrored, *self.pieces.values())
         return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
+    def let_go(self, places: Collection[int]) -> list[HostBuffer]:
+        """Returns what is not needed once the ranks know what became of the snapshot: duplicates, and gradients."""
+        mirrored, self.mirrored = self.mirrored, None
+        found = [self.pieces.pop(place) for place in places]
+        return found if mirrored is None else [mirrored, *found]
+
+    def let_go_of_all(self) -> list[HostBuffer]:
+        """Returns all that it has."""
+        buffer, self.buffer = self.buffer, None
+        found = self.let_go(tuple(self.pieces))
+        return found if buffer is None else [buffer, *found]
+
 
 class MemoryTier:
     """Owns the slots of one rank while they are in use. ``begin`` and ``settle`` are called on the training
@@ -181,10 +193,8 @@ class MemoryTier:
         """Remove the oldest slot that only holds older experts; False if there is none."""
         with self._lock:
             for entry in self._superseded()[:1]:
-                for buffer in (entry.buffer, entry.mirrored, *entry.pieces.values()):
-                    if buffer is not None:
-                        self._pool.discard(buffer)
-                entry.buffer, entry.mirrored, entry.pieces = None, None, {}
+                for buffer in entry.let_go_of_all():
+                    self._pool.discard(buffer)
                 return True
             return False
 
@@ -289,7 +299,7 @@ class MemoryTier:
             steps = [entry.step for entry in self._entries.values()]
             kept = {*needed(steps), *self._open, *range(self._next, self._next + _AHEAD)}
             spare = set(with_newest_experts(steps)) - kept
-            over = self._over()
+            over = _over(self._entries.values())
         if newest:
             self.left.remove()
         if self.replicator is not None and ended:
@@ -306,34 +316,15 @@ class MemoryTier:
                 continue
             del self._entries[sequence]
             self._give_up(entry)
-        over = self._over()
+        over = _over(self._entries.values())
         for sequence, entry in self._entries.items():
             if entry.state != NOT_YET and entry.step.complete is not None and sequence not in self._open:
-                self._give_back([entry.mirrored])
-                entry.mirrored = None
-                gone = [place for place in entry.pieces if (sequence, place) in over]
-                self._give_back([entry.pieces.pop(place) for place in gone])
-
-    def _over(self) -> set[tuple[int, int]]:
-        """(sequence, place) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
-        logged = [entry for entry in self._entries.values() if entry.groups]
-        live = live_groups(entry.step for entry in self._entries.values())
-        return {
-            (entry.step.sequence, place)
-            for entry in logged
-            for place, groups in enumerate(entry.groups)
-            if not is_live(entry.step, groups, live)
-        }
+                for buffer in entry.let_go({place for place in entry.pieces if (sequence, place) in over}):
+                    self._pool.give_back(buffer)
 
     def _give_up(self, entry: _Entry) -> None:
-        self._give_back([entry.buffer, entry.mirrored, *entry.pieces.values()])
-        entry.buffer = entry.mirrored = None
-        entry.pieces = {}
-
-    def _give_back(self, buffers: Sequence[HostBuffer | None]) -> None:
-        for buffer in buffers:
-            if buffer is not None:
-                self._pool.give_back(buffer)
+        for buffer in entry.let_go_of_all():
+            self._pool.give_back(buffer)
 
     def drop(self, *, chain: bool = True) -> bool:
         """Give up what a failure could do without, because there is no other room; True if there was any.
@@ -418,6 +409,17 @@ class MemoryTier:
             self._open.clear()
             self._entries.clear()  # whoever still uses their bytes keeps them
             self.files.close(keep=keep)
+
+
+def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
+    """(sequence, place) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
+    live = live_groups(entry.step for entry in entries)
+    return {
+        (entry.step.sequence, place)
+        for entry in entries
+        for place, groups in enumerate(entry.groups)
+        if not is_live(entry.step, groups, live)
+    }
 
 
 def _judged(state: int, freshness: int) -> int:

@@ -155,9 +155,8 @@ class Pipeline:
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
         plan = self._compiler.compile(request, tensors, specs, entries, consumed, writer)
         began = time.monotonic()
-        needs = needs_of(plan)
+        needs, refused = needs_of(plan), None
         buffers, waited = self._room.find(request, needs, patience_secs)
-        refused = None
         if buffers is None:
             budget = self._pool.budget_bytes, self._settings.budget_setting
             refused = _no_room(request, plan.total_nbytes, budget, patience_secs, time.monotonic() - began)

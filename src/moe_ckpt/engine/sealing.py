@@ -21,6 +21,7 @@ from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedPart, SealedShare, seal_share
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, WindowPlace, encode_slot
+from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.compiling import HOST_ONLY
 
 log = logging.getLogger("moe_ckpt")
@@ -72,16 +73,15 @@ class MemorySealer:
     def _seal(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
         """Headers of the slots, as peers get them, that of the snapshot's own after those of gradients beside it; none
         if something lies in private memory, for want of room."""
-        slots = [buffer.slot for buffer in (*snapshot.pieces, snapshot.buffer)]
-        found: list[bytes] = []
-        if None in slots:
+        own, found = snapshot.buffer.slot, list[bytes]()
+        beside = [buffer.slot for buffer in snapshot.pieces if buffer.slot is not None]
+        if own is None or len(beside) < len(snapshot.pieces):
             return found
-        for (place, _), sealed, slot in zip(snapshot.plan.pieces, share.pieces, slots, strict=False):
-            if slot is not None:
-                found.append(encode_slot(self._header_beside(snapshot, share, place, sealed)))
-                slot.seal(found[-1])
+        for (place, _), sealed, slot in zip(snapshot.plan.pieces, share.pieces, beside, strict=True):
+            found.append(encode_slot(self._header_beside(snapshot, share, place, sealed)))
+            slot.seal(found[-1])
         # The one that says which others belong to it comes last: it is never there without them.
-        return [*found, self._seal_own(snapshot, share)]
+        return [*found, self._seal_own(snapshot, share, own)]
 
     def _header_beside(self, snapshot: Snapshot, share: SealedShare, place: int, sealed: SealedPart) -> SlotHeader:
         """Of a slot of gradients. What the step's other slot tells is not said again."""
@@ -94,9 +94,7 @@ class MemorySealer:
             facts=facts, state=b"", parts=(part,), only=GRADIENTS, beside=(), place=place,
         )  # fmt: skip
 
-    def _seal_own(self, snapshot: Snapshot, share: SealedShare) -> bytes:
-        slot = snapshot.buffer.slot
-        assert slot is not None
+    def _seal_own(self, snapshot: Snapshot, share: SealedShare, slot: Slot) -> bytes:
         nbytes = min(slot.memory.numel(), roomy(max(1, snapshot.plan.own_nbytes())))
         header = self._header(snapshot, share, nbytes)
         raw = encode_slot(header)

@@ -150,7 +150,7 @@ def test_a_checkpoint_is_complete_with_the_gradients_that_lead_to_it_and_no_othe
     alone = [share(1, only="gradients", place=1, since=0), share(2, only="gradients", place=0, since=0)]
     newest, older, oldest = checkpoints_of([dense, first, second, *alone])
     assert newest.is_complete
-    assert [sorted(each) for each in newest.gradients] == [[], [(0, 1)], [(0, 0)]]
+    assert [sorted(beside) for _, beside in newest.with_gradients()] == [[], [(0, 1)], [(0, 0)]]
     assert newest.there == {0}
     assert not older.is_complete, "it needs what is gone"
     assert older.there == frozenset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from moe_ckpt.core.freshness import STALE, UNKNOWN, of_all
 from moe_ckpt.core.survivors import GRADIENTS, PLAIN, STATE, TENSORS, is_lent, is_survivors, shared_sequence
@@ -68,6 +69,18 @@ Beside = Mapping[tuple[int, int], tuple[Share, ...]]
 """(writer, place) -> those who hold this slot of gradients, if anybody does."""
 
 
+class Place(NamedTuple):
+    """Slots of gradients of one snapshot, those of all writers with one place.
+
+    Attributes:
+        held: Who has them.
+        lacking: Writers whose slot nobody has.
+    """
+
+    held: Beside
+    lacking: frozenset[int]
+
+
 @dataclass(frozen=True)
 class MemoryCheckpoint:
     """A checkpoint of which memory has something.
@@ -88,22 +101,23 @@ class MemoryCheckpoint:
     base: str
     snapshots: tuple[Snapshot, ...]
     states: Snapshot = field(default_factory=dict)
-    gradients: tuple[Beside, ...] = ()
+    gradients: tuple[tuple[Place, ...], ...] = ()
 
     @property
     def is_complete(self) -> bool:
         """Every writer's share of every snapshot is there, with its plain state and the gradients that are needed."""
         whole = (len(each) == self.writers and _lent(each) <= self.states.keys() for each in self.snapshots)
-        return all(whole) and all(shares for beside in self.gradients for shares in beside.values())
+        return all(whole) and not any(place.lacking for places in self.gradients for place in places)
 
     def with_gradients(self) -> list[tuple[Snapshot, Beside]]:
         """Returns each snapshot with its slots of gradients, if it has such."""
-        return list(zip(self.snapshots, self.gradients or ({},) * len(self.snapshots), strict=True))
+        beside = [dict(each for place in places for each in place.held.items()) for places in self.gradients]
+        return list(zip(self.snapshots, beside or [{}] * len(self.snapshots), strict=True))
 
     @property
     def there(self) -> frozenset[int]:
         """Writers whose share of every snapshot is there."""
-        lacking = {writer for beside in self.gradients for (writer, _), shares in beside.items() if not shares}
+        lacking = {writer for places in self.gradients for place in places for writer in place.lacking}
         return frozenset(set.intersection(*(set(snapshot) for snapshot in self.snapshots)) - lacking)
 
     @property
@@ -151,6 +165,7 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     out."""
     shares = tuple(shares)
     by_snapshot, beside = _by_snapshot(shares), _beside(shares)
+    places: dict[tuple[str, int], dict[int, Place]] = {}
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
     found: list[tuple[int, MemoryCheckpoint]] = []
     for (life, sequence), group in by_snapshot.items():
@@ -160,7 +175,7 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
         if since is not None:
             groups = [by_snapshot.get((life, each), []) for each in range(since, sequence + 1)]
             if all(_may_be_built_upon(each) for each in groups):
-                found.append((sequence, _with_gradients(_checkpoint(groups), beside)))
+                found.append((sequence, _with_gradients(_checkpoint(groups), beside, places)))
         elif window is None:
             found.append((sequence, _checkpoint([group])))
         else:
@@ -184,19 +199,33 @@ def _beside(shares: Iterable[Share]) -> dict[tuple[str, int, int, int], tuple[Sh
 
 
 def _with_gradients(
-    checkpoint: MemoryCheckpoint, known: Mapping[tuple[str, int, int, int], tuple[Share, ...]]
+    checkpoint: MemoryCheckpoint,
+    known: Mapping[tuple[str, int, int, int], tuple[Share, ...]],
+    places: dict[tuple[str, int], dict[int, Place]],
 ) -> MemoryCheckpoint:
-    """The checkpoint with the slots of gradients that lead to it: those of operators that it has no newer anchor of."""
+    """The checkpoint with the slots of gradients that lead to it: those of operators that it has no newer anchor of.
+
+    Args:
+        checkpoint: A step of a log.
+        known: Of ``_beside``.
+        places: Those of each snapshot, which other checkpoints have, too; filled here.
+    """
     last = next(iter(checkpoint.snapshots[-1].values()))[0]
     live = {group for groups in last.groups for group in groups}
     found = []
     for snapshot in checkpoint.snapshots:
-        of_snapshot: dict[tuple[int, int], tuple[Share, ...]] = {}
-        for writer, (one, *_) in snapshot.items():
-            needed = (place for place in one.beside if place < len(one.groups) and live.intersection(one.groups[place]))
-            of_snapshot |= {(writer, place): known.get((one.life, one.sequence, writer, place), ()) for place in needed}
-        found.append(of_snapshot)
+        one = next(iter(snapshot.values()))[0]
+        key = one.life, one.sequence
+        if key not in places:
+            places[key] = {place: _place(snapshot, place, known) for place in range(len(one.groups))}
+        found.append(tuple(places[key][at] for at, groups in enumerate(one.groups) if live.intersection(groups)))
     return replace(checkpoint, gradients=tuple(found))
+
+
+def _place(snapshot: Snapshot, place: int, known: Mapping[tuple[str, int, int, int], tuple[Share, ...]]) -> Place:
+    shares = (one for one, *_ in snapshot.values() if place in one.beside)
+    held = {(one.writer, place): known.get((one.life, one.sequence, one.writer, place), ()) for one in shares}
+    return Place(held, frozenset(writer for (writer, _), those in held.items() if not those))
 
 
 def _may_be_built_upon(group: Sequence[Share]) -> bool:

@@ -72,8 +72,9 @@ class _Counts(pl.Callback):
             self.replayed = max(self.replayed, sum(each.nbytes for each in (*weights, *weights, *state)))
             return found
 
-        vars_of: Any = CheckpointSession
-        vars_of.after_update, RankShare.replayed = counted, weighed  # type: ignore[method-assign]
+        session_class: Any = CheckpointSession
+        share_class: Any = RankShare
+        session_class.after_update, share_class.replayed = counted, weighed
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for thread in threading.enumerate():

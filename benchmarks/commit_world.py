@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
@@ -51,7 +51,7 @@ from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import REPLAY
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies.base import Policy
-from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.ports import Reading, StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import Sharder
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.cuts import Cut
@@ -81,7 +81,7 @@ class State:
         self._tensors = tuple(found)
         self._specs = specs_of(self._tensors)
 
-    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
+    def tensors(self, of: Reading | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         return self._tensors
 
     def specs(self) -> Sequence[TensorSpec]:

@@ -26,7 +26,7 @@ from moe_ckpt.errors import (
 from moe_ckpt.memory import preflight
 from moe_ckpt.memory import slot as slot_module
 from moe_ckpt.memory.directory import RankDirectory, make_rank_directory, rank_directories, user_directory
-from moe_ckpt.memory.files import remove_run, sweep
+from moe_ckpt.memory.files import MemoryFiles, remove_run, sweep
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage
@@ -304,6 +304,35 @@ def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path):
     assert f"mkdir -p {tmp_path / 'nowhere'}" in str(raised[1])
     assert "rank 1 could not open its memory directory" in str(raised[0])
     assert files(memory) == []
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_what_one_rank_cannot_take_over_stops_all(where, tmp_path, monkeypatch, replicas):
+    store, _ = where
+    take_left, raised = MemoryFiles.take_left, {}
+
+    def failing(self, *, own):
+        if self.rank == 1 and not own:
+            raise OSError(5, "Input/output error")
+        return take_left(self, own=own)
+
+    monkeypatch.setattr(MemoryFiles, "take_left", failing)
+    nodes = [tmp_path / "here", tmp_path / "there"]
+    for node in nodes:
+        node.mkdir()
+
+    def begin(comm):
+        try:
+            with Life(LocalStorage(store), memory=Memory(directory=nodes[comm.rank], replicas=replicas), comm=comm):
+                pass
+        except StoreError as error:
+            raised[comm.rank] = error
+
+    run_threads(ThreadRanks(2), begin)
+    assert type(raised[1]) is StoreUnwritableError
+    assert "Input/output error" in str(raised[1])
+    assert "rank 1 could not open its memory directory" in str(raised[0])
+    assert files(nodes[0]) == files(nodes[1]) == []
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.errors import ConfigError, CoverageError, DamagedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import TensorMeta
+from moe_ckpt.recovery.named import load_tensors
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.restore import restore
+from moe_ckpt.recovery.restore import require_fitting
+from moe_ckpt.recovery.together import NotUsableError
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import PARAMETERS, STACK, LiveState, TinyRun, example
 
@@ -26,6 +30,14 @@ def stores(tmp_path_factory):
         for writers in (1, 2, 3):
             found[sharded, writers] = example(tmp_path_factory.mktemp("store"), sharded=sharded, world_size=writers)
     return found
+
+
+def restore(reader: StoreReader, manifest: Manifest, state: LiveState) -> None:
+    require_fitting(reader, manifest, state, None)
+    try:
+        load_tensors(SoloCommunicator(), reader, manifest, state)
+    except NotUsableError as error:
+        raise error.problem or error from None
 
 
 def assert_restored(state: LiveState, view: dict[str, torch.Tensor]) -> None:

@@ -56,7 +56,7 @@ class MoEtionConfig:
     selection: str = "popular"
     budget_fraction: float = 1.0
     capacity_boost: Optional[float] = 0.1  # noqa: UP045
-    probe: bool = False
+    probe: Optional[bool] = None  # noqa: UP045
 
 
 @dataclass

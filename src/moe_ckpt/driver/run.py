@@ -344,7 +344,7 @@ class Driver:
         if self.restored is not None and self.restored.plain:
             self.restored = replace(self.restored, plain={})
         if self.replaying is not None:
-            return self._replayed(self.replaying, step)
+            return self._replayed(self.replaying, step, tokens)
         self.session.add_stall(time.perf_counter() - began)
         capture = lambda: self._host.capture(described=True)  # noqa: E731
         with self.surviving.booking():
@@ -357,7 +357,7 @@ class Driver:
         plain = plain_of(self._host.capture, self.comm.rank)
         self.session.survivor.counted(self._host.step, plain, tokens, updated=updated)
 
-    def _replayed(self, replaying: Replaying, step: int) -> StepRecord:
+    def _replayed(self, replaying: Replaying, step: int, tokens: Deferred[StepTokens]) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
         equal = False
         try:
@@ -372,7 +372,7 @@ class Driver:
             self.replaying = None
             self.lifecycle.move(Event.REPLAYED, "replay")
         if local is not None and not local.is_over:
-            local.step_replayed(last=replaying.done)
+            local.step_replayed(tokens, last=replaying.done)
         elif replaying.done:
             self.session.resume_from(replaying.manifest, **replaying.going_on)
         self.last = StepRecord(step, replayed=True, committed_step=replaying.manifest.step)

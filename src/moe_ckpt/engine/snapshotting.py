@@ -365,12 +365,17 @@ class Snapshotter:
         self.flush.ended(pending, committed=committed)
 
     def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
-        """What to raise when storage did not answer for so long."""
-        writing, newest = self._resources.pipeline.writing, self.booking.run_ledger.committed_step
-        cause = f"the storage of {self._run.storage.root} did not finish within {secs:g} s (timeout_secs)"
+        """What to raise when earlier snapshots were not out of the way after so long."""
+        pipeline, newest = self._resources.pipeline, self.booking.run_ledger.committed_step
+        writing, root = pipeline.writing, self._run.storage.root
+        kept = "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
+        if writing is None and pipeline.memory is not None:
+            cause = f"earlier snapshots were still being copied, or sent to peers, after {secs:g} s (timeout_secs)"
+            hint = "check whether this machine has memory left, and whether peers are slow"
+            return SaveFailedError(step, (cause, f"{kept} on storage; {hint}, or raise timeout_secs"))
+        cause = f"the storage of {root} did not finish within {secs:g} s (timeout_secs)"
         if writing is not None:
             cause += f", it has been writing the checkpoint of step {writing[0]} for {writing[1]:.0f} s"
-        kept = "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
         return SaveFailedError(step, (cause, f"{kept}; check whether that storage hangs, or raise timeout_secs"))
 
 

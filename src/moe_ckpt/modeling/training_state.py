@@ -23,8 +23,8 @@ from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
 from moe_ckpt.modeling.optimizer_view import OptimizerView, scalars_of
 from moe_ckpt.modeling.trainable import Frozen, freeze
 from moe_ckpt.modeling.walk import Walk
-from moe_ckpt.modeling.watching import Memory
-from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
+from moe_ckpt.modeling.watching import Memory, places_among
+from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 
 _SHARDING_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "FullyShardedDataParallel"})
@@ -89,7 +89,7 @@ class TorchTrainingState:
             if type(optimizer) not in _ELEMENTWISE:
                 self._mixed.update(views[index].parameters)
 
-    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
+    def tensors(self, of: Reading | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
         """All parameters, then the optimizer state that exists now. Views only; no waiting for the device."""
         known = self._walk if listed else None
         walk, views = self._refresh() if known is None else (known, self._optimizer_views)
@@ -372,15 +372,16 @@ class _Listing:
         self.views = views
         self._walk = walk
         self._states = states
-        self._memory = Memory([*walk.parameters.items(), *chain.from_iterable(view.tensors for view in states)])
+        named = (*walk.parameters.items(), *chain.from_iterable(view.tensors for view in states))
+        self._memory = Memory(named, views.tensors)
         self.tensors: tuple[StateTensor, ...] = tuple(views.tensors)
         given = () if before is None else before.tensors
         if len(given) == len(self.tensors) and all(map(is_, given, self.tensors)):
             self.tensors = given
 
-    def is_of(self, walk: Walk, states: tuple[OptimizerView, ...], parameters: Collection[str] | None) -> bool:
-        """parameters: of these alone it matters where they lie; None for all."""
-        return self._walk is walk and self._states is states and self._memory.same(parameters)
+    def is_of(self, walk: Walk, states: tuple[OptimizerView, ...], of: Reading | None) -> bool:
+        """of: see ``ports.TrainingState.tensors``."""
+        return self._walk is walk and self._states is states and self._memory.same(places_among(self.tensors, of))
 
 
 def _spec_of(tensor: StateTensor, updated: Collection[str] = ()) -> TensorSpec:

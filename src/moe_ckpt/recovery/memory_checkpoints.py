@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from moe_ckpt.core.coverage import Box, prove_cover
@@ -260,12 +260,16 @@ class MemoryCheckpoints:
         self._bad_bases |= {found} if found else set()
         return bool(found)
 
-    def describe(self, checkpoints: Sequence[MemoryCheckpoint]) -> list[SnapshotFacts]:
+    def describe(self, checkpoints: Sequence[MemoryCheckpoint], recounted: Collection[int] = ()) -> list[SnapshotFacts]:
         """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
-        manifest needs. A collective, unless all of it was told at first."""
+        manifest needs. A collective, unless all of it was told at first.
+
+        Args:
+            recounted: As of ``SnapshotFacts.settle``.
+        """
         snapshots = [(snapshot, each.states) for each in checkpoints for snapshot in each.snapshots]
         if all(not states and self._exchanged.tells(snapshot) for snapshot, states in snapshots):
-            return [self._exchanged.facts_of(snapshot) for snapshot, _ in snapshots]
+            return [self._exchanged.facts_of(snapshot, recounted) for snapshot, _ in snapshots]
         found = [SnapshotFacts() for _ in snapshots]
         mine: list[bytes] = []
         for place, (snapshot, states) in enumerate(snapshots):
@@ -278,7 +282,7 @@ class MemoryCheckpoints:
             for place, writer, alone, described, facts in unpacked_headers(raw):
                 found[place].add(writer, described, facts, alone=alone)
         for each in found:
-            each.settle()
+            each.settle(recounted)
         return found
 
     def _opened(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -107,11 +107,16 @@ class SnapshotFacts:
             raise DamagedError(f"memory slots of step {step}", "no rank has facts of the step", step=step)
         return self.facts
 
-    def settle(self) -> None:
-        """All have told: tokens of a step on which they had not agreed when one of them died are summed now."""
+    def settle(self, recounted: Collection[int] = ()) -> None:
+        """All have told: tokens of a step on which they had not agreed when one of them died are summed now.
+
+        Args:
+            recounted: Writers whose tokens are counted again, so that what they sealed of them does not count.
+        """
         if self.facts is None or self.facts.own is None:
             return
-        counts = (each.own for each in (*self.writers.values(), *self.states.values()))
+        every = (*self.writers.items(), *self.states.items())
+        counts = (each.own for writer, each in every if writer not in recounted)
         summed = sum((own for own in counts if own is not None), start=self.facts.applied)
         self.facts = replace(self.facts, applied=summed, own=None)
 
@@ -181,15 +186,19 @@ class ExchangedHeaders:
         teller = found[teller_of(snapshot)]
         return None not in found.values() and teller is not None and teller[1] is not None
 
-    def facts_of(self, snapshot: Snapshot) -> SnapshotFacts:
-        """Of a snapshot of which all is told."""
+    def facts_of(self, snapshot: Snapshot, recounted: Collection[int] = ()) -> SnapshotFacts:
+        """Of a snapshot of which all is told.
+
+        Args:
+            recounted: As of ``SnapshotFacts.settle``.
+        """
         found, teller = SnapshotFacts(), teller_of(snapshot)
         for writer, shares in snapshot.items():
             header = self._of(shares)
             if header is not None:
                 described, facts = header
                 found.add(writer, described, facts if writer == teller else None)
-        found.settle()
+        found.settle(recounted)
         return found
 
     def _of(self, shares: Sequence[Share]) -> tuple[Described, Mapping[str, Any] | None] | None:

@@ -121,7 +121,7 @@ class ReplicaStore:
     def __init__(self, make: Callable[[int], Slot], sources: int) -> None:
         self.expects_mirrors = False
         self._make = make
-        self._most_free = sources + 1
+        self._most_free = sources
         self._kept: dict[tuple[int, int], Slot] = {}
         self._free: list[Slot] = []
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ import torch
 from moe_ckpt.core.cover_sum import cover_sum
 from moe_ckpt.format import tensor_words
 from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
-from moe_ckpt.format.gathering import Column, Numbers
+from moe_ckpt.format.gathering import Column, Numbers, ranges
 from moe_ckpt.format.header_template import HeaderTexts
 from moe_ckpt.format.shard import REPLAY, SliceEntry
 
@@ -166,10 +166,7 @@ class Cut:
 
 def numbers_of(cuts: Sequence[Cut]) -> Numbers:
     """Of their slices, on the shelf that they share."""
-    firsts, counts = (np.fromiter(map(each, cuts), np.int64, len(cuts)) for each in (_FIRST, _COUNT))
-    ends = np.cumsum(counts)
-    found: Numbers = np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(cuts) else 0)
-    return found
+    return ranges(*(np.fromiter(map(each, cuts), np.int64, len(cuts)) for each in (_FIRST, _COUNT)))
 
 
 _FIRST: Callable[[Cut], int] = attrgetter("first")

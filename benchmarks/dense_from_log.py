@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,8 +72,9 @@ class _Counts(pl.Callback):
             self.replayed = max(self.replayed, sum(each.nbytes for each in (*weights, *weights, *state)))
             return found
 
-        vars_of: Any = CheckpointSession
-        vars_of.after_update, RankShare.replayed = counted, weighed  # type: ignore[method-assign]
+        session_class: Any = CheckpointSession
+        share_class: Any = RankShare
+        session_class.after_update, share_class.replayed = counted, weighed
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for thread in threading.enumerate():
@@ -129,23 +130,23 @@ def table(size: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs both cases, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
-    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the model")
     parser.add_argument("--one", choices=("training", "log"), help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(argv)
     if chosen.one is not None:
         print(json.dumps(one(chosen.size, chosen.one)))
-        return
+        return 0
     found = {}
     for dense_from in ("training", "log"):
         command = [sys.executable, __file__, "--size", chosen.size, "--one", dense_from]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         found[dense_from] = json.loads(done.stdout.splitlines()[-1])
     print(table(chosen.size, found))
-    print(json.dumps(found))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import shutil
 import threading
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.cli.main import main
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.gradients.own_log import OwnLog
@@ -101,7 +103,7 @@ class Spoiled(OwnLog):
 
     def __init__(self, slots) -> None:
         if not Spoiled.opened:
-            slots[0].memory[::97] ^= 1
+            slots[-1].memory[::97] ^= 1
         Spoiled.opened += 1
         super().__init__(slots)
 
@@ -206,6 +208,36 @@ def test_killed_in_the_middle_of_it(n, place):  # noqa: F811
     assert live(run) == 0, output(run)
     assert split_lives(events(run))[-1][0]["step"] >= max(there) + (n != 60)
     assert_same_run(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nbytes", [400_000, 250_000])
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+def test_with_little_room_training_goes_on(nbytes, when_busy, place):  # noqa: F811
+    """What is read stays in memory, which then has no room for some steps; whatever is on storage is right."""
+    run = logged(replace(FROM_LOG, callback={"when_busy": when_busy, "host_memory_bytes": nbytes}), place)
+    assert live(replace(run, crash=("compute", 11))) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    reader = StoreReader(open_storage(run.store))
+    for name in reader.directories():
+        check_checkpoint(reader, reader.manifest(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_random_times(seed, place):  # noqa: F811
+    rng = random.Random(seed)
+    options = {"policy": ("gradient-log", rng.randint(2, 5)), "to_storage": rng.randint(1, 4), "epochs": 3}
+    run = logged(replace(FROM_LOG, **options, callback={"when_busy": rng.choice(["wait", "skip"])}), place)
+    for kill_after_secs in (*(rng.uniform(0.02, 0.4) for _ in range(8)), None):
+        assert main(["memory", "retry", "--directory", run.memory]) == 0
+        if live(run, kill_after_secs) != KILLED:
+            break
+    assert_same_run(run)
+    reader = StoreReader(open_storage(run.store))
+    for name in reader.directories():
+        check_checkpoint(reader, reader.manifest(name))
 
 
 THESE = (

@@ -44,7 +44,8 @@ class OwnLog:
     """See ``engine.from_log.OwnLog``. On any thread, one at a time.
 
     Args:
-        slots: From the oldest anchor to the step that is made, in their order.
+        slots: From the oldest anchor to the step that is made, in the order of steps; a step's gradients that lie in
+            slots of their own come before its other one.
 
     Raises:
         DamagedError: What they tell is damaged.
@@ -61,7 +62,7 @@ class OwnLog:
         self._side: dict[int, dict[str, StoredSlice]] = defaultdict(dict)
         for slot in slots:
             self._sort(slot)
-        self._steps = {slot.header.step: self._recorded(slot) for slot in slots}
+        self._steps = {slot.header.step: self._recorded(slot) for slot in slots if not slot.header.only}
         told = self._steps[last.header.step].plain
         self._layout = UpdateLayout.decoded(told["layout"], last.path)
         self._groups = _groups(self._layout.units)

@@ -178,12 +178,24 @@ class CompiledPlan:
         nbytes: Of the buffer.
         key: What is saved.
         claims: What all ranks together must write of it.
+        pieces: Gradients that lie in buffers of their own: (place in ``SnapshotRequest.groups``, part).
+        mirrored: What duplicates other ranks' shares, beside such gradients in a buffer of its own, since it is needed
+            for a short time only; with the byte at which each begins.
+        mirrored_nbytes: Of that buffer.
     """
 
     parts: tuple[tuple[int, CompiledPart], ...]
     nbytes: int
     key: PlanKey
     claims: Claims
+    pieces: tuple[tuple[int, CompiledPart], ...] = ()
+    mirrored: tuple[tuple[int, CompiledPart], ...] = ()
+    mirrored_nbytes: int = 0
+
+    @property
+    def total_nbytes(self) -> int:
+        """Of all buffers."""
+        return self.nbytes + sum(part.nbytes for _, part in self.pieces) + self.mirrored_nbytes
 
     @property
     def own(self) -> tuple[tuple[int, CompiledPart], ...]:
@@ -310,14 +322,8 @@ class PlanCompiler:
         return self._laid_out(key, (CompiledPart(*each, self._unstable) for each in given))
 
     def _laid_out(self, key: PlanKey, parts: Iterable[CompiledPart]) -> CompiledPlan:
-        placed: list[tuple[int, CompiledPart]] = []
-        at = 0
-        for part in parts:
-            if len(part.slices):
-                placed.append((at, part))
-                at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-        nbytes = placed[-1][0] + placed[-1][1].nbytes if placed else 0
-        return CompiledPlan(tuple(placed), nbytes, key, self._claims)
+        placed, nbytes = _in_a_buffer(part for part in parts if len(part.slices))
+        return CompiledPlan(placed, nbytes, key, self._claims)
 
     def _compile(self, key: PlanKey, request: SnapshotRequest, side: Sequence[SliceEntry]) -> CompiledPlan:
         own, assignment = self._cut(request)
@@ -337,22 +343,26 @@ class PlanCompiler:
     def _with_gradients(
         self, plan: CompiledPlan, request: SnapshotRequest, gradients: Sequence[StateTensor]
     ) -> CompiledPlan:
-        """With this rank's share of the gradients, behind the rest of its share."""
-        operators = request.gradients
+        """With this rank's share of the gradients, behind the rest of its share, or in buffers of their own."""
+        operators, groups = request.gradients, request.groups
         assignment = self._sharder.assign(operators, self._tensors)
-        by_kind = {GRADIENTS: collect_slices(LocalState(self._catalog, gradients), operators, assignment, self._rank)}
-        if request.copied:
-            by_kind |= self.mirrors.cuts_of_gradients(operators, gradients, assignment)
-        made = [CompiledPart(kind, cuts, (), ()) for kind, cuts in by_kind.items() if len(cuts)]
-        known = (part for _, part in plan.parts)
-        parts: list[tuple[int, CompiledPart]] = []
-        end = at = 0
-        # This rank's share first, and of that what peers do not get last.
-        for part in sorted((*known, *made), key=lambda each: (each.source is not None, each.kind == HOST_ONLY)):
-            parts.append((at, part))
-            end = at + part.nbytes
-            at = -(-end // ALIGNMENT) * ALIGNMENT
-        return replace(plan, parts=tuple(parts), nbytes=end)
+        own = collect_slices(LocalState(self._catalog, gradients), operators, assignment, self._rank)
+        of_others = self.mirrors.cuts_of_gradients(operators, gradients, assignment) if request.copied else {}
+        mirrored = [CompiledPart(kind, cuts, (), ()) for kind, cuts in of_others.items() if len(cuts)]
+        known = [part for _, part in plan.parts]
+        if groups is None:
+            made = [CompiledPart(GRADIENTS, own, (), ())] if len(own) else []
+            # This rank's share first, and of that what peers do not get last.
+            order = sorted((*known, *made, *mirrored), key=lambda e: (e.source is not None, e.kind == HOST_ONLY))
+            parts, nbytes = _in_a_buffer(order)
+            return replace(plan, parts=parts, nbytes=nbytes)
+        slots = groups.slot_of[own.places]
+        apart = ((int(slot), own.those(slots == slot)) for slot in np.unique(slots))
+        pieces = tuple((slot, CompiledPart(GRADIENTS, cuts, (), ())) for slot, cuts in apart)
+        parts, nbytes = _in_a_buffer(part for part in known if part.source is None)
+        others, end = _in_a_buffer((*(part for part in known if part.source is not None), *mirrored))
+        plan = replace(plan, parts=parts, nbytes=nbytes)
+        return replace(plan, pieces=pieces, mirrored=others, mirrored_nbytes=end)
 
     def _cut(self, request: SnapshotRequest) -> tuple[Cuts, WriteAssignment]:
         """This rank's share of what is copied, as views of live tensors, and who has which."""
@@ -375,6 +385,17 @@ class PlanCompiler:
         if newest is None or newest.given_side != tuple(side) or not newest.joined.same(cuts):
             newest = self._newest[kind] = CompiledPart(kind, cuts, side, self._unstable)
         return newest
+
+
+def _in_a_buffer(parts: Iterable[CompiledPart]) -> tuple[tuple[tuple[int, CompiledPart], ...], int]:
+    """(the parts one after the other, each with its first byte; bytes up to the end of the last)."""
+    found: list[tuple[int, CompiledPart]] = []
+    end = 0
+    for part in parts:
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        found.append((begin, part))
+        end = begin + part.nbytes
+    return tuple(found), end
 
 
 def _slices(plan: CompiledPlan) -> int:

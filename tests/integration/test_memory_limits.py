@@ -25,7 +25,8 @@ from tests.integration.lives import (
     start,
 )
 from tests.integration.test_memory_kills import DENSE, in_memory, left, small  # noqa: F401 - a fixture
-from tests.integration.test_memory_rarely_stored import RARELY
+from tests.integration.test_memory_layouts import lose
+from tests.integration.test_memory_rarely_stored import RARELY, restored
 from tests.support.limits import Cgroup, fill, memory_cgroup, small_file_systems
 from tests.support.waiting import retry_until
 
@@ -97,6 +98,25 @@ def test_copies_that_a_limit_has_no_room_for_are_refused(room, layout, cgroup, p
     assert cgroup.kills == 0
     assert code == 0, output(run)
     assert ("has no room for the copy of step" in output(run)) == (room == 9), output(run)
+    assert_same_run(run)
+    assert left(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_budget_of_two_snapshots_is_enough_for_several_ranks(layout, when_busy, place):  # noqa: F811
+    """Ranks learn a step late what the others have. So memory must hold one more, or they have to wait for that."""
+    run = in_memory(replace(DENSE, **layout, to_storage=RARELY, callback={"host_memory_bytes": 1000}), place)
+    assert live_ranks(run) != [0, 0]
+    nbytes = [int(found.replace(",", "")) for found in re.findall(r"needs ([\d,]+) bytes of host memory", output(run))]
+    told = {"when_busy": when_busy, "host_memory_bytes": 2 * max(nbytes)}
+    (place / "two").mkdir()
+    run = in_memory(replace(run, callback=told), place / "two")
+    assert KILLED in live_ranks(replace(run, crash=("compute", 9))), output(run)
+    lose(run, 1)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) >= (6 if when_busy == "wait" else 2), "of memory, for storage has the first one only"
     assert_same_run(run)
     assert left(run) == []
 

@@ -87,8 +87,8 @@ def continue_in(case: Case, directory: Path, life: int, old: Old) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("spare", [True, False], ids=["a spare in its place", "on the same node"])
 def test_a_rank_of_an_earlier_start_that_goes_on_does_no_harm(spare, layout, tmp_path):
-    """It ends by an error, and nothing of it comes into the run: not when its node is the one that the next start finds,
-    nor when it held its slots while the new start was on the same node."""
+    """It ends by an error, and nothing of it comes into the run: not when its node is the one that the next start
+    finds, nor when it held its slots while the new start was on the same node."""
     case = replace(layout, steps=STEPS, kills=((OLD, KILLED_AT, "train"),) * 2)
     node = tmp_path / "memory" / f"node_{AWAY}"
     with standing_still(case, tmp_path) as old:

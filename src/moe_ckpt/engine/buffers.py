@@ -103,7 +103,7 @@ class HostBufferPool:
             left = self.budget_bytes - self._held()
             if nbytes > left:
                 return None
-            size = min(roomy(nbytes), left)
+            size = min(self._size(nbytes), left)
             self._making_bytes += size
         buffer = self._make(size)
         with self._lock:
@@ -193,7 +193,7 @@ class HostBufferPool:
         with self._lock:
             if nbytes <= self._usual_bytes:
                 return False
-            self._usual_bytes = roomy(nbytes)
+            self._usual_bytes = self._size(nbytes)
             for buffer in [each for each in self._free if not _serves(each, self._usual_bytes)]:
                 self._free.remove(buffer)
                 _let_go(buffer)
@@ -226,6 +226,11 @@ class HostBufferPool:
         with self._lock:
             lent = self._held() - sum(buffer.nbytes for buffer in self._free)
             return lent - spare + nbytes <= self.budget_bytes
+
+    def _size(self, nbytes: int) -> int:
+        """Of a buffer for so many bytes: ``roomy``, unless the budget then held fewer of them."""
+        count = self.budget_bytes // nbytes
+        return min(roomy(nbytes), self.budget_bytes // count) if count else roomy(nbytes)
 
     @property
     def is_making(self) -> bool:

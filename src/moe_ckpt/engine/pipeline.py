@@ -117,9 +117,9 @@ class Pipeline:
         return self._pool.budget_bytes // self._settings.max_in_flight
 
     @property
-    def in_flight(self) -> int:
-        """See ``Stages.in_flight``."""
-        return self.stages.in_flight
+    def is_used_up(self) -> bool:
+        """See ``Room.is_used_up``."""
+        return self._room.is_used_up
 
     def begin(
         self,
@@ -129,6 +129,8 @@ class Pipeline:
         plain: Encode,
         patience_secs: float,
         gradients: StepGradients | None = None,
+        *,
+        last: bool = False,
     ) -> Snapshot:
         """Start a snapshot; returns at once unless the pipeline is full.
 
@@ -142,6 +144,7 @@ class Pipeline:
             patience_secs: Longest wait for host memory that earlier snapshots use. A snapshot that gets none fails on
                 every rank, because peers may have begun it already: see ``Snapshot.refused``.
             gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
+            last: Of the run: see ``BufferTier.drop``.
 
         Raises:
             HostMemoryError: The snapshot can never fit the budget.
@@ -150,12 +153,11 @@ class Pipeline:
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
         logged = {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
         encoded, side = plain(**logged)
-        entries = [entry for entry, _ in side]
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
-        plan = self._compiler.compile(request, tensors, specs, entries, consumed, writer)
+        plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
         began = time.monotonic()
-        buffer, waited = self._room.find(request, plan.nbytes, patience_secs)
+        buffer, waited = self._room.find(request, plan.nbytes, patience_secs, last=last)
         refused = None
         if buffer is None:
             budget = self._pool.budget_bytes, self._settings.budget_setting
@@ -164,9 +166,8 @@ class Pipeline:
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
         self._consumed = tuple(part for _, part in plan.parts if part.is_consumed)
-        memory = buffer.memory
-        on_device = copy_at_once(plan, memory, side)
-        jobs = [(part.copies, memory[base : base + part.nbytes]) for base, part in plan.parts]
+        on_device = copy_at_once(plan, buffer.memory, side)
+        jobs = [(part.copies, buffer.memory[base : base + part.nbytes]) for base, part in plan.parts]
         self.step_begins()
         self._copy = self._copier.start(jobs, on_device=on_device)
         partial = len(request.operators) < len(self._catalog.operators) and request.window is None

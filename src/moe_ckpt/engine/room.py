@@ -41,7 +41,7 @@ class Room:
     ) -> None:
         self._pool, self._tier, self._stages, self._settings = pool, tier, stages, settings
         self._rank, self._operators = rank, operators
-        self._last_nbytes = self._partial_nbytes = 0
+        self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
         self._window_size = 1
         self._snapshots = 0
         self._gave_up = False
@@ -54,16 +54,29 @@ class Room:
         )
 
     @property
+    def is_used_up(self) -> bool:
+        """True if another snapshot as large as any so far would find no buffer, though none were under way."""
+        return not self._pool.fits(self._most_nbytes, self._tier.droppable_bytes)
+
+    @property
     def copies_behind(self) -> bool:
         """True if peers still have so many copies to take that those of another checkpoint would only wait."""
         replicator = self._tier.replicator
         most = self._settings.max_in_flight
         return replicator is not None and are_behind(replicator.in_flight, most, self._window_size)
 
-    def find(self, request: SnapshotRequest, nbytes: int, patience_secs: float) -> tuple[HostBuffer | None, bool]:
+    def find(
+        self, request: SnapshotRequest, nbytes: int, patience_secs: float, *, last: bool = False
+    ) -> tuple[HostBuffer | None, bool]:
         """(a buffer, or None if none became free in time; True if snapshots under way had to be waited for).
 
         It waits where it must even if others are configured to be skipped: peers may have begun already.
+
+        Args:
+            request: What needs it.
+            nbytes: Of the buffer.
+            patience_secs: Longest wait.
+            last: See ``BufferTier.drop``.
 
         Raises:
             HostMemoryError: There can never be room.
@@ -79,7 +92,7 @@ class Room:
             if not self._stages.wait(left, max(0.0, until - time.monotonic())):
                 return None, waited
             buffer = self._acquire(nbytes)
-            while buffer is None and self._give_up_recovery(nbytes, chain=not request.gradients):
+            while buffer is None and self._give_up_recovery(nbytes, chain=not request.gradients, last=last):
                 buffer = self._acquire(nbytes)
             if buffer is not None:
                 return buffer, waited
@@ -116,7 +129,7 @@ class Room:
 
     def used(self, request: SnapshotRequest, nbytes: int, *, partial: bool) -> bool:
         """A snapshot of ``nbytes`` began. Returns True if more buffers should be made ahead of time (``top_up``)."""
-        self._last_nbytes = nbytes
+        self._last_nbytes, self._most_nbytes = nbytes, max(self._most_nbytes, nbytes)
         self._partial_nbytes = max(self._partial_nbytes, nbytes if partial else 0)
         # The first one is full, whatever the policy; one that is full again shows that they all are. Private memory
         # keeps one of them as long as nothing else needs the room: a third is not made ahead of time for that.
@@ -174,10 +187,10 @@ class Room:
             advice += " A policy that saves fewer experts at once also needs less."
         return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._rank)
 
-    def _give_up_recovery(self, nbytes: int, *, chain: bool) -> bool:
-        """Make room by what only a fault would need; True if there was something to give up. chain: see ``drop``."""
+    def _give_up_recovery(self, nbytes: int, *, chain: bool, last: bool) -> bool:
+        """Make room by what only a fault would need; True if there was something. chain, last: see ``drop``."""
         costs_tokens = self._tier.has_more
-        dropped = self._tier.drop(chain=chain)
+        dropped = self._tier.drop(chain=chain, last=last)
         if dropped and costs_tokens and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
             self._gave_up = True
             log.warning(

@@ -27,6 +27,7 @@ from tests.integration.lives import (
 from tests.integration.test_memory_kills import DENSE, in_memory, left, small  # noqa: F401 - a fixture
 from tests.integration.test_memory_layouts import lose
 from tests.integration.test_memory_rarely_stored import RARELY, restored
+from tests.support.deleting import delete_tree
 from tests.support.limits import Cgroup, fill, memory_cgroup, small_file_systems
 from tests.support.waiting import retry_until
 
@@ -50,7 +51,7 @@ def tmp_path_on_disk() -> Iterator[Path]:
 
 def live_in(group: Cgroup, run: Run) -> int:
     """Exit code of one life in a cgroup: of the first rank that does not end well."""
-    return max(live_ranks(run, joins=group.join), key=abs)
+    return max(live_ranks(run, cgroup=group.path), key=abs)
 
 
 @pytest.mark.slow
@@ -98,6 +99,32 @@ def test_copies_that_a_limit_has_no_room_for_are_refused(room, layout, cgroup, p
     assert cgroup.kills == 0
     assert code == 0, output(run)
     assert ("has no room for the copy of step" in output(run)) == (room == 9), output(run)
+    assert_same_run(run)
+    assert left(run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [48 << 20, 1 << 30], ids=["none", "enough"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_what_survivors_have_no_room_for_under_a_limit_is_said(room, layout, cgroup, place):  # noqa: F811
+    """The limit leaves so much beside training that ends by an error; what ranks seal then comes on top."""
+    told = {"host_memory_bytes": 1 << 30}
+    run = replace(LARGE, **{**layout, "replicas": 0}, policy=("dense", 1000), samples=80, callback=told)
+    run = replace(run, model={"layers": 2, "experts": 4096})
+    (place / "bare").mkdir()
+    bare = placed(replace(run, crash=("raise", 8)), place / "bare")
+    assert live_ranks(bare, cgroup=cgroup.path) == [1, 1], output(bare)
+    delete_tree(place / "bare")
+    cgroup.limit(cgroup.peak + room)
+    run = in_memory(run, place)
+    codes = live_ranks(replace(run, crash=("raise", 8)), cgroup=cgroup.path)
+    assert cgroup.kills == 0, (codes, output(run))
+    assert codes == [1, 1], output(run)
+    words = Path(f"{run.log}.txt").read_text()
+    assert ("could not keep step 7 in memory: MemoryFullError" in words) == (room < 100 << 20), words[-6000:]
+    assert ("keeps its state of step 7 in memory" in words) == (room > 100 << 20), words[-6000:]
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == (7 if room > 100 << 20 else None)
     assert_same_run(run)
     assert left(run) == []
 

@@ -78,11 +78,16 @@ class HostBufferPool:
         self._retired = False
         self._lock = threading.Lock()
 
-    def acquire(self, nbytes: int) -> HostBuffer | None:
+    def acquire(self, nbytes: int, require: Callable[[int], None] | None = None) -> HostBuffer | None:
         """A buffer of at least ``nbytes``, or None if the budget is used up by buffers still lent out.
+
+        Args:
+            nbytes: See above.
+            require: Called before memory for so many bytes is made, which outlives the process or is of no use.
 
         Raises:
             HostMemoryError: ``nbytes`` can never fit into the budget.
+            OSError: ``require`` raised it, or memory of that kind cannot be made.
         """
         if nbytes > self.budget_bytes:
             raise HostMemoryError(nbytes, self.budget_bytes)
@@ -105,25 +110,27 @@ class HostBufferPool:
                 return None
             size = min(self._size(nbytes), left)
             self._making_bytes += size
-        buffer = self._make(size)
+        buffer = self._make(size, require)
         with self._lock:
             self._making_bytes -= size
             self._lent.add(buffer)
         return buffer
 
-    def _make(self, size: int) -> HostBuffer:
+    def _make(self, size: int, require: Callable[[int], None] | None = None) -> HostBuffer:
         """New memory for bytes that are already counted as being made; the caller counts the buffer instead."""
         try:
-            slot = None if self._make_slot is None else self._slot(size, self._make_slot)
+            if require is not None:
+                require(size)
+            slot = None if self._make_slot is None else self._slot(size, self._make_slot, or_none=require is None)
             if slot is not None:
                 return HostBuffer(slot.memory, slot, registered=self._pinned)
             return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
-        except RuntimeError:
+        except (OSError, RuntimeError):
             with self._lock:
                 self._making_bytes -= size
             raise
 
-    def _slot(self, size: int, make: Callable[[int], Slot]) -> Slot | None:
+    def _slot(self, size: int, make: Callable[[int], Slot], *, or_none: bool) -> Slot | None:
         """None where private memory must serve: whatever is wrong with the slot's file system, training continues."""
         slot = None
         try:
@@ -134,6 +141,8 @@ class HostBufferPool:
         except (OSError, RuntimeError) as error:
             if slot is not None:
                 slot.remove()
+            if not or_none:
+                raise
             if not self._said_private and not self._retired:
                 log.warning("a snapshot is kept in private memory, which does not outlive this process: %s", error)
                 self._said_private = True

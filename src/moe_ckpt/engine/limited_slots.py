@@ -1,9 +1,11 @@
-"""Slots that come on top of a rank's budget: only while the memory limit of the job's cgroup has room for them."""
+"""Slots that come on top of what a rank usually takes: only while the memory limit of the job's cgroup has room."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 from moe_ckpt.engine import cgroups
 from moe_ckpt.engine.buffers import HostBufferPool
@@ -14,6 +16,12 @@ from moe_ckpt.memory.slot import Slot
 
 log = logging.getLogger("moe_ckpt")
 
+_LIMIT = (
+    "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem), or lower "
+    "Memory(budget_bytes=...)"
+)
+_BESIDE_NBYTES = 16 << 20
+"""That sealing takes for headers and plain states, roughly."""
 _COPIES = 2
 """Of one rank on its holder: the newest that is complete, and the one that comes in."""
 
@@ -60,10 +68,35 @@ class LimitedSlots:
         log.warning(
             "no copy of another rank's snapshot (%s bytes) is kept here: the memory limit of this job's cgroup leaves "
             "%s bytes, and each rank of this node (%d) may still take %s bytes of its budget (%s) for its own "
-            "snapshots, and %s bytes as at its largest. Raise the limit (Docker: --memory; Kubernetes: "
-            "resources.limits.memory; SLURM: --mem), or lower Memory(budget_bytes=...)",
+            "snapshots, and %s bytes as at its largest. %s",
             *(f"{nbytes:,}", f"{free:,}", self._ranks, f"{own:,}", f"{self._pool.budget_bytes:,}", f"{again:,}"),
+            _LIMIT,
         )
+
+
+def requires_room(path: Path, local_ranks: int) -> Callable[[int], None]:
+    """Returns what to call before a slot is made for what a rank seals when training stops at a failure.
+
+    All ranks of the node make theirs at the same time, one after the other, and those that do not know of the failure
+    yet may take as much as at their largest.
+
+    Args:
+        path: Where slots are made.
+        local_ranks: Of the node.
+    """
+    counts = lies_in_memory(str(path))
+
+    def require(nbytes: int) -> None:
+        """Raises ``MemoryFullError`` if the memory limit of the job's cgroup may have no room for so many bytes."""
+        free = cgroups.free_bytes(any_cache=True) if counts else None
+        if free is None:
+            return
+        left = free - (local_ranks - 1) * (nbytes + _once_more_bytes()) - _BESIDE_NBYTES
+        if left < nbytes:
+            beside = f"That is what the memory limit of this job's cgroup leaves beside {local_ranks - 1} other ranks. "
+            raise MemoryFullError(str(path), nbytes, max(0, left), beside + _LIMIT)
+
+    return require
 
 
 def _once_more_bytes() -> int:

@@ -23,6 +23,7 @@ from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_memory import HostMemory
 from moe_ckpt.engine.keeping import StoreKeeper
+from moe_ckpt.engine.limited_slots import requires_room
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.persisting import Persister
@@ -80,7 +81,8 @@ class Pipeline:
             self._copier.close()
             host_tier.leave(self.tier, keep=True)
             raise
-        self._room = Room(self._pool, self.tier, self.stages, settings, rank, len(run.catalog.operators))
+        require = None if self.memory is None else requires_room(self.memory.files.path, settings.local_ranks)
+        self._room = Room(self._pool, self.tier, self.stages, settings, rank, len(run.catalog.operators), require)
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
         self._sequence = self.next_memory_sequence = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from moe_ckpt.core.peer_copies import are_behind
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
@@ -28,6 +29,7 @@ class Room:
         settings: The user's.
         rank: For messages.
         operators: Of the model: how many.
+        require: Called before memory is made for what survivors of a failure seal; see ``HostBufferPool.acquire``.
     """
 
     def __init__(
@@ -38,9 +40,10 @@ class Room:
         settings: Settings,
         rank: int,
         operators: int,
+        require: Callable[[int], None] | None = None,
     ) -> None:
         self._pool, self._tier, self._stages, self._settings = pool, tier, stages, settings
-        self._rank, self._operators = rank, operators
+        self._rank, self._operators, self._require = rank, operators, require
         self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
         self._window_size = 1
         self._snapshots = 0
@@ -80,6 +83,7 @@ class Room:
 
         Raises:
             HostMemoryError: There can never be room.
+            OSError: There is none for what survivors seal.
         """
         if nbytes > self._pool.budget_bytes:
             raise self._too_small(request, nbytes)
@@ -91,9 +95,9 @@ class Room:
             waited = waited or self._stages.in_flight > left
             if not self._stages.wait(left, max(0.0, until - time.monotonic())):
                 return None, waited
-            buffer = self._acquire(nbytes)
+            buffer = self._acquire(request, nbytes)
             while buffer is None and self._give_up_recovery(nbytes, chain=not request.gradients, last=last):
-                buffer = self._acquire(nbytes)
+                buffer = self._acquire(request, nbytes)
             if buffer is not None:
                 return buffer, waited
             if self._tier.outlives_process and not self._stages.in_flight:
@@ -102,10 +106,11 @@ class Room:
                     return None, waited
             left = max(0, min(left, self._stages.in_flight) - 1)
 
-    def _acquire(self, nbytes: int) -> HostBuffer | None:
+    def _acquire(self, request: SnapshotRequest, nbytes: int) -> HostBuffer | None:
         """A buffer of the pool; None if there is none to be had before something is given up."""
         try:
-            return self._pool.acquire(max(nbytes, 1))
+            require = self._require if request.survivors_of is not None else None
+            return self._pool.acquire(max(nbytes, 1), require)
         except RuntimeError:  # the budget has room, but the machine no memory: what is only kept must go first
             if not self._tier.droppable_bytes:
                 raise

@@ -398,10 +398,10 @@ LARGER_FILE_SYSTEM = (
 class MemoryFullError(StoreError, OSError):
     """The file system of ``Memory(directory=...)`` has no room for a slot."""
 
-    def __init__(self, directory: str, needed_bytes: int, free_bytes: int) -> None:
+    def __init__(self, directory: str, needed_bytes: int, free_bytes: int, advice: str = LARGER_FILE_SYSTEM) -> None:
         super().__init__(
             f"{directory} has {free_bytes:,} bytes free, but a snapshot of this rank needs {needed_bytes:,} there. "
-            f"{LARGER_FILE_SYSTEM}"
+            f"{advice}"
         )
         self.directory = directory
         self.needed_bytes = needed_bytes

@@ -34,6 +34,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -105,6 +106,7 @@ class Run:
     the process takes of the system when training begins.
     sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
     networks: of each rank the network that its copies go over (``tests.support.networks``); training's own stays.
+    logged: what the trainer's logger gets of the library at each step is in the log, too, as "metrics".
     """
 
     store: str | None
@@ -135,6 +137,7 @@ class Run:
     watched: bool = False
     sabotage: str = ""
     networks: tuple[str, ...] = ()
+    logged: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -159,11 +162,10 @@ class Recorder(pl.Callback):
         self.scored: list[torch.Tensor] = []
         self._hooks: list[Any] = []
 
-    def note(self, trainer: pl.Trainer | None, **what: Any) -> None:
+    def note(self, rank: int, **what: Any) -> None:
         self.lines.append(what)
         if self.run.log is None:
             return
-        rank = 0 if trainer is None else trainer.global_rank
         path = self.run.log + (f".{rank}" if rank else "")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
@@ -205,7 +207,7 @@ class Recorder(pl.Callback):
             what |= {"directory": directory, "manifest": manifest, **_books(callback)}
             if self.run.hashes:
                 what["hashes"] = hashes(pl_module, trainer.optimizers[0])
-        self.note(trainer, **what)
+        self.note(trainer.global_rank, **what)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -228,15 +230,32 @@ class Recorder(pl.Callback):
             layer.zero_()
         if self.run.hashes:
             what["hashes"] = hashes(pl_module, trainer.optimizers[0])
-        self.note(trainer, **what)
+        self.note(trainer.global_rank, **what)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         callback = _ours(trainer)
-        self.note(trainer, event="end", **({} if callback is None else _books(callback)))
+        self.note(trainer.global_rank, event="end", **({} if callback is None else _books(callback)))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+class Noted(Logger):
+    """The trainer's logger: what it gets of the library goes to the recorder's log."""
+
+    name, version = "noted", 0
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.rank = recorder, int(os.environ.get("RANK", "0"))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        ours = {name.removeprefix("moe_ckpt/"): value for name, value in metrics.items() if "moe_ckpt/" in name}
+        if ours:
+            self.recorder.note(self.rank, event="metrics", step=step, **ours)
 
 
 class DeadlyRecorder(Recorder):
@@ -380,7 +399,7 @@ def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Re
         if run.memory is not None:
             more["memory"] = _memory(run, run.memory, rank)
         callbacks.append(MoECheckpoint(policy, run.store, on_phase=on_phase, **{**run.callback, **more}))
-    options: dict[str, Any] = dict(run.trainer)
+    options: dict[str, Any] = {"log_every_n_steps": 1} | dict(run.trainer) if run.logged else dict(run.trainer)
     if run.kind == "overflowing":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
         options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
@@ -397,7 +416,7 @@ def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Re
         devices=run.ranks,
         max_epochs=run.epochs,
         callbacks=callbacks,
-        logger=False,
+        logger=Noted(recorder) if run.logged else False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=run.store is not None or "modelcheckpoint" in run.beside,

@@ -38,6 +38,7 @@ KILLED = -signal.SIGKILL
 LIFE_SECS = 400.0
 
 PRELOAD = "tests.integration.lives_warm"
+CGROUP = "MOE_CKPT_TEST_CGROUP"
 
 
 def start(run: Run, rank: int = 0, environment: Mapping[str, str] | None = None) -> warm.Started:
@@ -51,6 +52,8 @@ def _life(run: Run, rank: int, environment: Mapping[str, str]) -> None:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
     os.environ.update(environment)
+    if CGROUP in environment:
+        Path(environment[CGROUP], "cgroup.procs").write_text(str(os.getpid()))
     crash_run.main(run)
 
 
@@ -92,10 +95,13 @@ def live(run: Run, kill_after_secs: float | None = None, kill_after_lines: int =
 
 
 @contextlib.contextmanager
-def started_ranks(run: Run, crash_of: Callable[[int], Any] | None = None) -> Iterator[list[warm.Started]]:
+def started_ranks(
+    run: Run, crash_of: Callable[[int], Any] | None = None, cgroup: Path | None = None
+) -> Iterator[list[warm.Started]]:
     """All ranks of a run without torchrun (and so without restarts); whoever is still alive at the end is killed.
 
     crash_of: Gives a rank's ``Run.crash``; None: the run's, on all of them.
+    cgroup: That they join before they do anything.
     """
     environment = {
         "WORLD_SIZE": str(run.ranks),
@@ -106,6 +112,8 @@ def started_ranks(run: Run, crash_of: Callable[[int], Any] | None = None) -> Ite
         "GROUP_RANK": "0",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    if cgroup is not None:
+        environment[CGROUP] = str(cgroup)
     processes: list[warm.Started] = []
     try:
         for rank in range(run.ranks):
@@ -124,7 +132,7 @@ def live_ranks(
     run: Run,
     kill: tuple[int, float] | None = None,
     pause_secs: float | None = None,
-    joins: Callable[[int], None] | None = None,
+    cgroup: Path | None = None,
 ) -> list[int]:
     """Exit codes of all ranks of a run; see ``started_ranks``.
 
@@ -132,12 +140,10 @@ def live_ranks(
 
     kill: (rank, seconds): it is killed from outside, so long after the first line of rank 0's log.
     pause_secs: It is stopped instead, and continued after so many seconds.
-    joins: Called with the number of each process that was started.
+    cgroup: See ``started_ranks``.
     """
     before = len(events(run))
-    with started_ranks(run) as processes:
-        for process in processes if joins is not None else ():
-            joins(process.pid)
+    with started_ranks(run, cgroup=cgroup) as processes:
         deadline = time.monotonic() + LIFE_SECS
         at = deadline
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from tests.megatron.exactness import Case, finish, kill, life_of, require_exact, start_life
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, dense
 from tests.megatron.test_memory import COPIES, left
+from tests.support.deleting import delete_tree
 from tests.support.limits import fill, memory_cgroup, small_file_systems
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal
@@ -69,9 +71,25 @@ def test_a_node_that_is_full_in_mid_run_costs_memory_and_not_the_run(setup, tmp_
         filler.start()
         kill(case, tmp_path)
         filler.join()
-        (full / "filler").unlink()
         require_exact(case, tmp_path, finish(case, tmp_path))
-        assert left(tmp_path) == []
+        assert [path.name for path in left(tmp_path)] == ["filler"]
+
+
+@layouts
+def test_a_budget_of_two_snapshots_is_enough(setup, tmp_path):
+    """Ranks learn a step late what the others have, and wait for that where memory has no room for one more."""
+    case = case_of(setup, 8, 6)
+    (tmp_path / "none").mkdir()
+    none = replace(case, kills=(), options={"host_memory_bytes": 1000})
+    ended = start_life(none, life_of(none, tmp_path / "none"))
+    found = re.findall(r"needs ([\d,]+) bytes of host memory", "".join(outcome.error or "" for outcome in ended))
+    case = replace(case, options={"host_memory_bytes": 2 * max(int(each.replace(",", "")) for each in found)})
+    kill(case, tmp_path)
+    delete_tree(nodes(tmp_path)[1])
+    ended = finish(case, tmp_path)
+    assert ended.resumed >= [4], "of memory, for storage has the first one only"
+    require_exact(case, tmp_path, ended)
+    assert left(tmp_path) == []
 
 
 @layouts

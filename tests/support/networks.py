@@ -74,9 +74,10 @@ class Network:
         """It is put back."""
         _do("ip", "-n", self.switch, "link", "set", f"port{node}", "up")
 
-    def slow(self, node: int, mbit_per_sec: int) -> None:
+    def slow(self, node: int, mbit_per_sec: float) -> None:
         """What is sent to the node takes its time; what the node sends does not."""
-        rate = ("rate", f"{mbit_per_sec}mbit", "burst", "64kb", "latency", "500ms")
+        at_once = ("64kb", "500ms") if mbit_per_sec >= 1 else ("4kb", "2s")
+        rate = ("rate", f"{round(mbit_per_sec * 1e6)}bit", "burst", at_once[0], "latency", at_once[1])
         _do("tc", "-n", self.switch, "qdisc", "replace", "dev", f"port{node}", "root", "tbf", *rate)
 
     def enter(self, node: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -392,11 +393,13 @@ def test_a_full_tmpfs_costs_the_tier_and_not_the_run(where, monkeypatch, caplog)
 
 
 def test_a_directory_that_cannot_be_written_is_named(where, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    """One that is full is no error yet: what the run left there makes room."""
 
-    monkeypatch.setattr(RankDirectory, "describe", full)
-    said = r"Memory\(directory=.*memory'\) cannot be used: .*No space left.*`moe-ckpt memory` lists.*--shm-size"
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(RankDirectory, "describe", fails)
+    said = r"Memory\(directory=.*memory'\) cannot be used: .*Input/output error"
     with pytest.raises(StoreUnwritableError, match=said), life(where):
         pass
     monkeypatch.undo()

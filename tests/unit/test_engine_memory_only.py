@@ -357,7 +357,7 @@ def test_memory_without_room_for_two_is_refused_where_storage_does_not_get_each(
 def test_a_last_step_that_finds_no_room_beside_what_memory_keeps_does_not_say_that_it_waited(where, monkeypatch):
     with life(where) as only:
         only.go(3, settle=True)
-        monkeypatch.setattr(Room, "find", lambda *_: (None, False))
+        monkeypatch.setattr(Room, "find", lambda *_, **__: (None, False))
         with pytest.raises(SaveFailedError, match="beside the checkpoints that memory must keep; raise Memory"):
             only.finish()
 

@@ -15,7 +15,7 @@ from moe_ckpt import Memory
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.engine import cgroups, host_tier, limited_slots
 from moe_ckpt.engine.buffers import HostBufferPool
-from moe_ckpt.engine.limited_slots import LimitedSlots
+from moe_ckpt.engine.limited_slots import LimitedSlots, requires_room
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory import preflight
 from moe_ckpt.memory.files import MemoryFiles
@@ -232,6 +232,45 @@ def test_what_the_machine_has_left(tmp_path):
     told.write_text("MemTotal:       24684204 kB\nMemFree:          170000 kB\nMemAvailable:      26624 kB\n")
     assert cgroups.available_bytes(str(told)) == 26624 * 1024
     assert cgroups.available_bytes(str(tmp_path / "none")) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "fits"),
+    [("tmpfs", 2050 + (16 << 20), True), ("tmpfs", 2049 + (16 << 20), False), ("ext4", 0, True), ("tmpfs", None, True)],
+)
+def test_what_survivors_seal_takes_what_a_memory_limit_leaves(tmp_path, monkeypatch, kind, limit, fits):
+    """Two ranks make 1,000 bytes each, and the other one may take 50 as at its largest. Private memory is of no use."""
+    monkeypatch.setattr(preflight, "file_system", lambda path: kind)
+    monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: limit)
+    monkeypatch.setattr(cgroups, "available_bytes", lambda: 10**9)
+    monkeypatch.setattr(limited_slots, "_once_more_bytes", lambda: 50)
+    files = MemoryFiles(str(tmp_path), "a" * 32, 0, "life", 0, "/a/store")
+    pool = HostBufferPool(4000, make_slot=files.make)
+    require = requires_room(files.path, 2)
+    try:
+        if fits:
+            buffer = pool.acquire(1000, require=require)
+            pool.give_back(buffer)
+            monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: 0)
+            assert pool.acquire(1000, require=require) is buffer, "which is there already"
+            return
+        with pytest.raises(MemoryFullError, match="memory limit of this job's cgroup leaves beside 1 other"):
+            pool.acquire(1000, require=require)
+        assert pool.held_bytes == 0
+        assert list(files.path.glob("*.data")) == []
+    finally:
+        files.close(keep=False)
+
+
+def test_survivors_get_no_private_memory_where_their_file_system_is_full():
+    def full(nbytes):
+        raise MemoryFullError("/dev/shm", nbytes, 0)
+
+    pool = HostBufferPool(4000, make_slot=full)
+    with pytest.raises(MemoryFullError):
+        pool.acquire(1000, require=lambda nbytes: None)
+    assert pool.held_bytes == 0
+    assert pool.acquire(1000).slot is None, "as any other snapshot does"
 
 
 def test_what_a_process_once_took_more_than_now_is_known():

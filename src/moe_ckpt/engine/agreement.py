@@ -37,6 +37,7 @@ class StepConsensus:
         storage_busy: Some rank's storage is so far behind that the next snapshot should stay in memory only.
         copies_behind: Some rank's peers are so far behind that the next snapshot should not be sent.
         sends: What must be sent to some rank's peers (``MirroredShares.sends``).
+        used_up: Some rank's budget has no room beside what memory must keep, or may have to.
         in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
         secs: Rank 0's clock.
         persist_secs: The longest time one of them took from beginning to commit.
@@ -49,6 +50,7 @@ class StepConsensus:
     lost: frozenset[int] = frozenset()
     storage_busy: bool = False
     copies_behind: bool = False
+    used_up: bool = False
     in_memory: tuple[int, ...] = ()
     secs: float = 0.0
     sends: Sends = ALL_SENT
@@ -65,6 +67,7 @@ class Standing:
         ended: Those that ended since the last step.
         in_memory: ``MemoryTier.reports``; empty without one.
         sends: See ``StepConsensus``.
+        used_up: See ``Room.is_used_up``.
     """
 
     busy: bool
@@ -73,6 +76,7 @@ class Standing:
     ended: Sequence[Resolution] = ()
     in_memory: Sequence[int] = ()
     sends: Sequence[bool] = ALL_SENT
+    used_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,7 @@ def step_numbers(standing: Standing, measured: Measured, *, leads: bool) -> Coun
         _picos_per_byte(measured.send_bytes_per_sec),
         _nanos(measured.copy_interference_secs),
         *map(int, standing.sends),
+        int(standing.used_up),
         *standing.in_memory,
     ]
     return np.asarray(numbers, dtype=np.int64)
@@ -234,7 +239,8 @@ def _consensus(values: Sequence[int]) -> StepConsensus:
         secs=values[13] / _NANO,
         copies_behind=bool(values[14]),
         sends=Sends(*map(bool, values[18:22])),
-        in_memory=tuple(values[22:]),
+        used_up=bool(values[22]),
+        in_memory=tuple(values[23:]),
     )
 
 

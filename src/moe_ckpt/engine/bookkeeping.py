@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import Standing, StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.outcomes import FailureCount
 from moe_ckpt.engine.pipeline import Pipeline
@@ -116,7 +117,8 @@ class Bookkeeper:
         if memory is not None and memory.replicator is not None:
             self.meter.sends(memory.replicator.send_bytes_per_sec)
         behind = pipeline.storage_busy, pipeline.copies_behind
-        standing = Standing(pipeline.busy, *behind, ended, in_memory, pipeline.sends)
+        used_up = memory is not None and pipeline.is_used_up
+        standing = Standing(pipeline.busy, *behind, ended, in_memory, pipeline.sends, used_up)
         applied = self._agreement.send(step, tokens, standing, self.meter.measured())
         total, self._awaited = self._awaited or Future(), None
         applied.add_done_callback(lambda found: _add(total, before, found))
@@ -144,13 +146,17 @@ class Bookkeeper:
             if tokens.owed is not None:
                 self.run_ledger.owed = tokens.owed
             if pipeline.memory is not None:
-                for settled in pipeline.memory.settle(received.consensus.in_memory):
-                    self.run_ledger.in_memory(settled.sequence, complete=settled.complete, copied=settled.copied)
-                    if not settled.complete or (self._logs_for_peers and not settled.copied):
-                        self._broken(settled.sequence)
+                self.settle(pipeline.memory, received.consensus.in_memory)
             self._resolve(received.consensus, pipeline)
             self._consensus = replace(received.consensus, resolved=(), lost=frozenset(), in_memory=())
         return self._consensus
+
+    def settle(self, memory: MemoryTier, reduced: Sequence[int]) -> None:
+        """Book what the ranks agreed on of ``memory.reports()``; no other agreement on that may be under way."""
+        for settled in memory.settle(reduced):
+            self.run_ledger.in_memory(settled.sequence, complete=settled.complete, copied=settled.copied)
+            if not settled.complete or (self._logs_for_peers and not settled.copied):
+                self._broken(settled.sequence)
 
     def _broken(self, sequence: int) -> None:
         """Snapshot ``sequence`` lacks some rank's share, or, where that matters, its copy."""

@@ -84,13 +84,20 @@ class HostBufferPool:
         self._retired = False
         self._lock = threading.Lock()
 
-    def acquire_all(self, needs: Sequence[tuple[str, int]]) -> list[HostBuffer] | None:
+    def acquire_all(
+        self, needs: Sequence[tuple[str, int]], require: Callable[[int], None] | None = None
+    ) -> list[HostBuffer] | None:
         """Buffers of at least these (kind, bytes), or None if the budget has no room for all of them.
 
         Those of the kinds beside ``WHOLE`` are kept, when they are given back, as long as one of their kind is of use.
 
+        Args:
+            needs: See above.
+            require: As of ``acquire``.
+
         Raises:
             HostMemoryError: They can never fit into the budget.
+            OSError: As ``acquire``; then none is lent.
         """
         for kind in (GRADIENTS, MIRRORED):
             if sizes := tuple(nbytes for each, nbytes in needs if each == kind):
@@ -98,20 +105,30 @@ class HostBufferPool:
         if not self.fits(sum(nbytes for _, nbytes in needs)):
             return None
         found: list[HostBuffer] = []
-        for kind, nbytes in needs:
-            buffer = self.acquire(max(1, nbytes), kind)
-            if buffer is None:
+        try:
+            for kind, nbytes in needs:
+                buffer = self.acquire(max(1, nbytes), kind, require)
+                if buffer is None:
+                    break
+                found.append(buffer)
+        finally:
+            if len(found) < len(needs):
                 for each in found:
                     self.give_back(each)
-                return None
-            found.append(buffer)
-        return found
+        return found if len(found) == len(needs) else None
 
-    def acquire(self, nbytes: int, kind: str = WHOLE) -> HostBuffer | None:
+    def acquire(
+        self, nbytes: int, kind: str = WHOLE, require: Callable[[int], None] | None = None
+    ) -> HostBuffer | None:
         """A buffer of at least ``nbytes``, or None if the budget is used up by buffers still lent out.
+
+        Args:
+            nbytes: See above.
+            require: Called before memory for so many bytes is made, which outlives the process or is of no use.
 
         Raises:
             HostMemoryError: ``nbytes`` can never fit into the budget.
+            OSError: ``require`` raised it, or memory of that kind cannot be made.
         """
         if nbytes > self.budget_bytes:
             raise HostMemoryError(nbytes, self.budget_bytes)
@@ -133,28 +150,30 @@ class HostBufferPool:
             left = self.budget_bytes - self._held()
             if nbytes > left:
                 return None
-            size = min(roomy(nbytes), left)
+            size = min(self._size(nbytes), left)
             self._making_bytes += size
-        buffer = self._make(size)
+        buffer = self._make(size, require)
         buffer.kind = kind
         with self._lock:
             self._making_bytes -= size
             self._lent.add(buffer)
         return buffer
 
-    def _make(self, size: int) -> HostBuffer:
+    def _make(self, size: int, require: Callable[[int], None] | None = None) -> HostBuffer:
         """New memory for bytes that are already counted as being made; the caller counts the buffer instead."""
         try:
-            slot = None if self._make_slot is None else self._slot(size, self._make_slot)
+            if require is not None:
+                require(size)
+            slot = None if self._make_slot is None else self._slot(size, self._make_slot, or_none=require is None)
             if slot is not None:
                 return HostBuffer(slot.memory, slot, registered=self._pinned)
             return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
-        except RuntimeError:
+        except (OSError, RuntimeError):
             with self._lock:
                 self._making_bytes -= size
             raise
 
-    def _slot(self, size: int, make: Callable[[int], Slot]) -> Slot | None:
+    def _slot(self, size: int, make: Callable[[int], Slot], *, or_none: bool) -> Slot | None:
         """None where private memory must serve: whatever is wrong with the slot's file system, training continues."""
         slot = None
         try:
@@ -165,6 +184,8 @@ class HostBufferPool:
         except (OSError, RuntimeError) as error:
             if slot is not None:
                 slot.remove()
+            if not or_none:
+                raise
             if not self._said_private and not self._retired:
                 log.warning("a snapshot is kept in private memory, which does not outlive this process: %s", error)
                 self._said_private = True
@@ -229,7 +250,7 @@ class HostBufferPool:
         with self._lock:
             if nbytes <= self._usual_bytes:
                 return False
-            self._usual_bytes = roomy(nbytes)
+            self._usual_bytes = self._size(nbytes)
             wrong = [b for b in self._free if b.kind == WHOLE and not _serves(b, self._usual_bytes)]
             for buffer in wrong:
                 self._free.remove(buffer)
@@ -263,6 +284,11 @@ class HostBufferPool:
         with self._lock:
             lent = self._held() - sum(buffer.nbytes for buffer in self._free)
             return lent - spare + nbytes <= self.budget_bytes
+
+    def _size(self, nbytes: int) -> int:
+        """Of a buffer for so many bytes: ``roomy``, unless the budget then held fewer of them."""
+        count = self.budget_bytes // nbytes
+        return min(roomy(nbytes), self.budget_bytes // count) if count else roomy(nbytes)
 
     @property
     def is_making(self) -> bool:

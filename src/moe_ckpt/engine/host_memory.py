@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import secrets
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
@@ -221,8 +222,16 @@ def _tried(memory: Memory, action: Callable[[], T]) -> tuple[T | None, Exception
         return None, error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = f". `moe-ckpt memory` lists what earlier runs left there. {LARGER_FILE_SYSTEM}" if full else ""
+        mend = f". {_clearing(memory.root)} {LARGER_FILE_SYSTEM}" if full else ""
         return None, StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {error}{mend}")
+
+
+def _clearing(root: str) -> str:
+    where = f"--directory {shlex.quote(root)}"
+    return (
+        f"`moe-ckpt memory {where}` lists what your runs left there, and `moe-ckpt memory clear --run ID {where}` "
+        "frees what one of them would go on from at its next start."
+    )
 
 
 def _raise_together(trouble: Exception | None, failed: int) -> None:

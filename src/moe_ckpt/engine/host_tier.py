@@ -203,11 +203,12 @@ class HostTier:
             for each in free:
                 self._pool.give_back(each)
 
-    def drop(self, *, chain: bool = True) -> bool:
+    def drop(self, *, chain: bool = True, last: bool = False) -> bool:
         """Give the recovery buffer up early, because there is no other; True if there was one.
 
         Args:
             chain: Means nothing.
+            last: Likewise.
         """
         with self._lock:
             kept, self._kept = self._kept, ()

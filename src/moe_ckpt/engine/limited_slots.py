@@ -1,9 +1,11 @@
-"""Slots that come on top of a rank's budget: only while the machine, and the cgroup of the job, have room for them."""
+"""Slots beyond what a rank usually takes: only while the machine, and the cgroup of the job, have room for them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 from moe_ckpt.engine import cgroups
 from moe_ckpt.engine.buffers import HostBufferPool
@@ -14,6 +16,8 @@ from moe_ckpt.memory.slot import Slot
 
 log = logging.getLogger("moe_ckpt")
 
+_BESIDE_NBYTES = 16 << 20
+"""That sealing takes for headers and plain states, roughly."""
 _COPIES = 2
 """Of one rank on its holder: the newest that is complete, and the one that comes in."""
 
@@ -61,9 +65,9 @@ class LimitedSlots:
         log.warning(
             "no copy of another rank's snapshot (%s bytes) is kept here: %s leaves %s bytes, and each rank of this "
             "node (%d) may still take %s bytes of its budget (%s) for its own snapshots, and %s bytes as at its "
-            "largest. %sower Memory(budget_bytes=...) or replicas",
+            "largest. %s, or replicas",
             *(f"{nbytes:,}", limit, f"{free:,}", self._ranks, f"{own:,}", f"{self._pool.budget_bytes:,}"),
-            *(f"{again:,}", f"{RAISE_LIMIT}, or l" if limit == CGROUP else "L"),
+            *(f"{again:,}", _mend(limit)),
         )
 
 
@@ -71,6 +75,36 @@ def _least_free() -> tuple[int | None, str]:
     """(bytes left, what leaves no more than these); None where nothing says."""
     found = (cgroups.free_bytes(any_cache=True), CGROUP), (cgroups.available_bytes(), MACHINE)
     return min(((free, name) for free, name in found if free is not None), default=(None, ""))
+
+
+def requires_room(path: Path, local_ranks: int) -> Callable[[int], None]:
+    """Returns what to call before a slot is made for what a rank seals when training stops at a failure.
+
+    All ranks of the node make theirs at the same time, one after the other, and those that do not know of the failure
+    yet may take as much as at their largest.
+
+    Args:
+        path: Where slots are made.
+        local_ranks: Of the node.
+    """
+    counts = lies_in_memory(str(path))
+
+    def require(nbytes: int) -> None:
+        """Raises ``MemoryFullError`` if the job's cgroup, or the machine, may have no room for so many bytes."""
+        free, limit = _least_free() if counts else (None, "")
+        if free is None:
+            return
+        left = free - (local_ranks - 1) * (nbytes + _once_more_bytes()) - _BESIDE_NBYTES
+        if left < nbytes:
+            beside = f"That is what {limit} leaves beside {local_ranks - 1} other ranks. {_mend(limit)}"
+            raise MemoryFullError(str(path), nbytes, max(0, left), beside)
+
+    return require
+
+
+def _mend(limit: str) -> str:
+    """What to do where ``limit`` leaves too little."""
+    return f"{RAISE_LIMIT}, or lower Memory(budget_bytes=...)" if limit == CGROUP else "Lower Memory(budget_bytes=...)"
 
 
 def _once_more_bytes() -> int:

@@ -194,7 +194,7 @@ class MemoryTier:
     def _discard_oldest(self) -> bool:
         """Remove the oldest slot that only holds older experts; False if there is none."""
         with self._lock:
-            for entry in self._superseded()[:1]:
+            for entry in _superseded(self._entries.values())[:1]:
                 for buffer in entry.let_go_of_all():
                     self._pool.discard(buffer)
                 return True
@@ -332,7 +332,12 @@ class MemoryTier:
         for buffer in entry.let_go_of_all():
             self._pool.give_back(buffer)
 
-    def drop(self, *, chain: bool = True) -> bool:
+    @property
+    def is_settled(self) -> bool:
+        """Of every snapshot that began, it is known whether all ranks have it; equal on all ranks."""
+        return not self._open
+
+    def drop(self, *, chain: bool = True, last: bool = False) -> bool:
         """Give up what a failure could do without, because there is no other room; True if there was any.
 
         First this rank's own of the oldest checkpoint whose copies stay, or that holds older experts only; then what
@@ -340,17 +345,20 @@ class MemoryTier:
 
         Args:
             chain: Give up the newest step of a gradient log, too, and all that it needs. False for the next step of it.
+            last: No snapshot comes after the one that needs the room: give up a window under way, too.
         """
         with self._lock:
-            for entry in self._superseded()[:1]:
+            for entry in _superseded(self._entries.values())[:1]:
                 self._give_up(entry)
                 return True
             idle = [entry for entry in self._entries.values() if not entry.readers and entry.state in _SAFE]
-            logged = self._logged()
+            logged = _logged(self._entries.values())
+            newest = {step.sequence for step in newest_checkpoint(entry.step for entry in self._entries.values())}
             for going in (
                 [entry for entry in idle if entry.step.complete is None and not entry.reported and entry not in logged],
                 [entry for entry in idle if entry.step.complete and entry.step.on_storage and entry not in logged],
                 [entry for entry in idle if entry in logged] if chain else [],
+                [entry for entry in idle if entry.step.sequence not in newest and entry not in logged] if last else [],
             ):
                 for entry in going:
                     entry.state, entry.step = FAILED, replace(entry.step, complete=False)
@@ -359,25 +367,11 @@ class MemoryTier:
                     return True
             return False
 
-    def _logged(self) -> set[_Entry]:
-        """Those of a gradient log that the newest step of it, complete or not, needs."""
-        steps = [entry.step for entry in self._entries.values() if entry.step.since is not None]
-        since = max(steps, key=lambda step: step.sequence).since if steps else None
-        return set() if since is None else {e for e in self._entries.values() if e.step.sequence >= since}
-
-    def _superseded(self) -> list[_Entry]:
-        """Those with memory that stay for their copies or for experts only, the oldest first: a newer checkpoint is
-        complete, but not at all peers, or without those experts."""
-        newest = newest_checkpoint(entry.step for entry in self._entries.values())
-        older = [entry for entry in self._entries.values() if newest and entry.step.sequence < newest[0].sequence]
-        there = [each for each in older if each.step.complete and not each.readers and each.buffer is not None]
-        return sorted(there, key=lambda each: each.step.sequence)
-
     @property
     def kept(self) -> int:
         """Snapshots that stay for their copies or for older experts only."""
         with self._lock:
-            return len(self._superseded())
+            return len(_superseded(self._entries.values()))
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -388,9 +382,10 @@ class MemoryTier:
     def droppable_bytes(self) -> int:
         """Host memory that ``drop`` would free, and that is not needed."""
         with self._lock:
-            stored = [entry for entry in self._entries.values() if entry.step.complete and entry.step.on_storage]
-            logged = [entry for entry in self._logged() if entry.step.complete and not entry.readers]
-            going = {*stored, *self._superseded(), *logged}
+            entries = self._entries.values()
+            stored = [entry for entry in entries if entry.step.complete and entry.step.on_storage]
+            logged = [entry for entry in _logged(entries) if entry.step.complete and not entry.readers]
+            going = {*stored, *_superseded(entries), *logged}
             return sum(entry.nbytes for entry in going if entry.buffer is not None)
 
     @property
@@ -426,6 +421,22 @@ def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
         for place, groups in enumerate(entry.groups)
         if not is_live(entry.step, groups, live)
     }
+
+
+def _logged(entries: Collection[_Entry]) -> set[_Entry]:
+    """Those of a gradient log that the newest step of it, complete or not, needs."""
+    steps = [entry.step for entry in entries if entry.step.since is not None]
+    since = max(steps, key=lambda step: step.sequence).since if steps else None
+    return set() if since is None else {entry for entry in entries if entry.step.sequence >= since}
+
+
+def _superseded(entries: Collection[_Entry]) -> list[_Entry]:
+    """Those with memory that stay for their copies or for experts only, the oldest first: a newer checkpoint is
+    complete, but not at all peers, or without those experts."""
+    newest = newest_checkpoint(entry.step for entry in entries)
+    older = [entry for entry in entries if newest and entry.step.sequence < newest[0].sequence]
+    there = [each for each in older if each.step.complete and not each.readers and each.buffer is not None]
+    return sorted(there, key=lambda each: each.step.sequence)
 
 
 def _judged(state: int, freshness: int) -> int:

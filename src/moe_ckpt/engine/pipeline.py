@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_memory import HostMemory
 from moe_ckpt.engine.keeping import StoreKeeper
+from moe_ckpt.engine.limited_slots import requires_room
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.persisting import Persister
@@ -83,7 +85,8 @@ class Pipeline:
             self._copier.close()
             host_tier.leave(self.tier, keep=True)
             raise
-        self._room = Room(self._pool, self.tier, self.stages, settings, rank, len(run.catalog.operators))
+        require = None if self.memory is None else requires_room(self.memory.files.path, settings.local_ranks)
+        self._room = Room(self._pool, self.tier, self.stages, settings, rank, len(run.catalog.operators), require)
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
         self._sequence = self.next_memory_sequence = 0
@@ -120,9 +123,9 @@ class Pipeline:
         return self._pool.budget_bytes // self._settings.max_in_flight
 
     @property
-    def in_flight(self) -> int:
-        """See ``Stages.in_flight``."""
-        return self.stages.in_flight
+    def is_used_up(self) -> bool:
+        """See ``Room.is_used_up``."""
+        return self._room.is_used_up
 
     def begin(
         self,
@@ -133,6 +136,8 @@ class Pipeline:
         patience_secs: float,
         gradients: StepGradients | None = None,
         dense: SnapshotRequest | None = None,
+        *,
+        last: bool = False,
     ) -> Snapshot:
         """Start a snapshot; returns at once unless the pipeline is full.
 
@@ -147,20 +152,19 @@ class Pipeline:
                 every rank, because peers may have begun it already: see ``Snapshot.refused``.
             gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
             dense: The same step in full, if storage gets it from the log (``Snapshot.dense``).
+            last: Of the run: see ``BufferTier.drop``.
 
         Raises:
             HostMemoryError: The snapshot can never fit the budget.
             UnencodableStateError: The plain state holds what only pickle could write.
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
-        logged = {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
-        encoded, side = plain(**logged)
+        encoded, side = plain(**_told_of_updates(request, gradients))
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
         plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
-        began = time.monotonic()
-        needs, refused = needs_of(plan), None
-        buffers, waited = self._room.find(request, needs, patience_secs)
+        needs, refused, began = needs_of(plan), None, time.monotonic()
+        buffers, waited = self._room.find(request, needs, patience_secs, last=last)
         if buffers is None:
             budget = self._pool.budget_bytes, self._settings.budget_setting
             refused = _no_room(request, plan.total_nbytes, budget, patience_secs, time.monotonic() - began)
@@ -190,8 +194,7 @@ class Pipeline:
         self._sequence += request.stored or dense is not None
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
-        partial = len(request.operators) < len(self._catalog.operators) and request.window is None
-        if self._room.used(needs, partial=partial):
+        if self._room.used(request, needs):
             self._copier.later(self._top_up)
         return snapshot
 
@@ -303,6 +306,10 @@ def _from_log(
     span = LogSpan(number if since is None else since, number)
     nothing = [HostBuffer(torch.empty(0, dtype=torch.uint8))]
     return replace(logged, request=request, plan=plan, buffers=nothing, state=None, from_log=span)
+
+
+def _told_of_updates(request: SnapshotRequest, gradients: StepGradients | None) -> dict[str, Any]:
+    return {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
 
 
 def _overwritten(names: Sequence[str]) -> str:

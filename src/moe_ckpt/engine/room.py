@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moe_ckpt.core.peer_copies import are_behind
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
@@ -29,6 +29,7 @@ class Room:
         settings: The user's.
         rank: For messages.
         operators: Of the model: how many.
+        require: Called before memory is made for what survivors of a failure seal; see ``HostBufferPool.acquire``.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Room:
         settings: Settings,
         rank: int,
         operators: int,
+        require: Callable[[int], None] | None = None,
     ) -> None:
         self._pool, self._tier, self._stages, self._settings = pool, tier, stages, settings
-        self._rank, self._operators = rank, operators
-        self._last_nbytes = self._partial_nbytes = 0
+        self._rank, self._operators, self._require = rank, operators, require
+        self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
         self._window_size = 1
         self._snapshots = 0
         self._gave_up = False
@@ -55,6 +57,11 @@ class Room:
         )
 
     @property
+    def is_used_up(self) -> bool:
+        """True if another snapshot as large as any so far would find no buffer, though none were under way."""
+        return not self._pool.fits(self._most_nbytes, self._tier.droppable_bytes)
+
+    @property
     def copies_behind(self) -> bool:
         """True if peers still have so many copies to take that those of another checkpoint would only wait."""
         replicator = self._tier.replicator
@@ -62,7 +69,7 @@ class Room:
         return replicator is not None and are_behind(replicator.in_flight, most, self._window_size)
 
     def find(
-        self, request: SnapshotRequest, needs: Sequence[tuple[str, int]], patience_secs: float
+        self, request: SnapshotRequest, needs: Sequence[tuple[str, int]], patience_secs: float, *, last: bool = False
     ) -> tuple[list[HostBuffer] | None, bool]:
         """(buffers, or None if they did not become free in time; True if snapshots under way had to be waited for).
 
@@ -72,9 +79,11 @@ class Room:
             request: Of the snapshot.
             needs: As of ``HostBufferPool.acquire_all``.
             patience_secs: Longest wait.
+            last: See ``BufferTier.drop``.
 
         Raises:
             HostMemoryError: There can never be room.
+            OSError: There is none for what survivors seal.
         """
         nbytes = sum(each for _, each in needs)
         if nbytes > self._pool.budget_bytes:
@@ -87,9 +96,9 @@ class Room:
             waited = waited or self._stages.in_flight > left
             if not self._stages.wait(left, max(0.0, until - time.monotonic())):
                 return None, waited
-            buffers = self._acquire(needs)
-            while buffers is None and self._give_up_recovery(nbytes, chain=not request.gradients):
-                buffers = self._acquire(needs)
+            buffers = self._acquire(request, needs)
+            while buffers is None and self._give_up_recovery(nbytes, chain=not request.gradients, last=last):
+                buffers = self._acquire(request, needs)
             if buffers is not None:
                 return buffers, waited
             if self._tier.outlives_process and not self._stages.in_flight:
@@ -98,10 +107,11 @@ class Room:
                     return None, waited
             left = max(0, min(left, self._stages.in_flight) - 1)
 
-    def _acquire(self, needs: Sequence[tuple[str, int]]) -> list[HostBuffer] | None:
+    def _acquire(self, request: SnapshotRequest, needs: Sequence[tuple[str, int]]) -> list[HostBuffer] | None:
         """Buffers of the pool; None if there are none to be had before something is given up."""
         try:
-            return self._pool.acquire_all(needs)
+            require = self._require if request.survivors_of is not None else None
+            return self._pool.acquire_all(needs, require)
         except RuntimeError:  # the budget has room, but the machine no memory: what is only kept must go first
             if not self._tier.droppable_bytes:
                 raise
@@ -123,10 +133,11 @@ class Room:
                 return False
         return True
 
-    def used(self, needs: Sequence[tuple[str, int]], *, partial: bool) -> bool:
+    def used(self, request: SnapshotRequest, needs: Sequence[tuple[str, int]]) -> bool:
         """A snapshot began that needed this. Returns True if more buffers should be made ahead of time (``top_up``)."""
         (_, nbytes), total = needs[0], sum(each for _, each in needs)
-        self._last_nbytes = total
+        partial = len(request.operators) < self._operators and request.window is None
+        self._last_nbytes, self._most_nbytes = total, max(self._most_nbytes, total)
         self._partial_nbytes = max(self._partial_nbytes, total if partial else 0)
         # The first one is full, whatever the policy; one that is full again shows that they all are. Private memory
         # keeps one of them as long as nothing else needs the room: a third is not made ahead of time for that.
@@ -184,10 +195,10 @@ class Room:
             advice += " A policy that saves fewer experts at once also needs less."
         return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._rank)
 
-    def _give_up_recovery(self, nbytes: int, *, chain: bool) -> bool:
-        """Make room by what only a fault would need; True if there was something to give up. chain: see ``drop``."""
+    def _give_up_recovery(self, nbytes: int, *, chain: bool, last: bool) -> bool:
+        """Make room by what only a fault would need; True if there was something. chain, last: see ``drop``."""
         costs_tokens = self._tier.has_more
-        dropped = self._tier.drop(chain=chain)
+        dropped = self._tier.drop(chain=chain, last=last)
         if dropped and costs_tokens and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
             self._gave_up = True
             log.warning(

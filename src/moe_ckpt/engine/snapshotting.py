@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import StepConsensus
@@ -41,6 +42,8 @@ class _Ways(NamedTuple):
 
 
 _EVERYWHERE = _Ways(stored=True, copied=True)
+_TELLING_SECS = 0.005
+"""From one question for what ranks have in memory to the next."""
 
 
 class Snapshotter:
@@ -152,6 +155,8 @@ class Snapshotter:
             if plan.window is not None:  # the first slot too: one under way was to end, since its tensors changed
                 self.booking.run_ledger.give_up_window()
             return StepRecord(plan.step, skipped=True)
+        if plan.halt is not None or (consensus.used_up and (plan.wait or self._run.settings.when_busy == "wait")):
+            self._settle_memory()
         stored = self.flush.goes(plan, consensus, self.booking.run_ledger)
         from_log = self.flush.goes_from_log(plan, consensus, self.booking.run_ledger)
         if from_log and self.flush.is_making(self.booking.run_ledger):
@@ -181,6 +186,7 @@ class Snapshotter:
             self._resources.generation += 1  # a partial checkpoint of this step has taken the name
             if self._resources.memory is not None:
                 self._resources.memory.files.note_generation(self._resources.generation)
+        self._settle_memory()
         plain = plain_of(capture, self._run.comm.rank)
         self._begin(save_full(step, everything), plain, last=True, step_is_agreed=True)
 
@@ -192,6 +198,22 @@ class Snapshotter:
         timeout_secs = self._run.settings.timeout_secs
         if not self._resources.pipeline.stages.wait_until_stored(timeout_secs):
             raise self._not_in_time(step, timeout_secs)
+
+    def _settle_memory(self) -> None:
+        """Where some rank's budget is used up, the ranks tell each other what memory has before the step ends: older
+        snapshots make room then. A collective, while no step is being agreed on."""
+        pipeline, memory = self._resources.pipeline, self._resources.memory
+        until = time.monotonic() + self._end_secs
+        while memory is not None:
+            lacking = pipeline.is_used_up and not memory.is_settled
+            if lacking:
+                pipeline.stages.wait(0, max(0.0, until - time.monotonic()))
+            numbers = int(lacking), int(time.monotonic() >= until), *memory.reports()
+            lacks, late, *reduced = largest(self._run.comm, numbers)
+            self.booking.settle(memory, reduced)
+            if late or not lacks:
+                return
+            time.sleep(_TELLING_SECS)
 
     def begin_survivor(
         self, plan: SnapshotPlan, plain: Encode, tokens: tuple[Counts, Counts | None], of: int, patience_secs: float
@@ -255,14 +277,15 @@ class Snapshotter:
         live.forget()
         began = time.perf_counter()
         dense = _in_full(request, self._run.catalog.everything) if ways.from_log else None
-        snapshot = self.newest = self._resources.pipeline.begin(
-            request, tensors, specs, plain, patience_secs, consumed, dense
-        )
+        parts = request, tensors, specs, plain, patience_secs, consumed, dense
+        snapshot = self.newest = self._resources.pipeline.begin(*parts, last=last)
         self._note_anchors(request, pending, snapshot.memory_sequence, plan.together)
         if last:
             self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
         self.backlog.waits += snapshot.waited
         if snapshot.refused and request.since is None and not last and settings.when_busy == "wait":
+            if time.perf_counter() - began < patience_secs:  # a longer wait would be of no use
+                raise SaveFailedError(plan.step, (snapshot.refused,))
             raise self._not_in_time(plan.step, patience_secs)
         in_memory = None if self._resources.pipeline.memory is None else snapshot.memory_sequence
         self.booking.run_ledger.begun(snapshot.sequence, pending, in_memory)

@@ -24,6 +24,7 @@ from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.fingerprint import Fingerprint
+from moe_ckpt.engine.limited_slots import requires_room
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Plain, Snapshot, side_tensors
 from moe_ckpt.engine.snapshotting import Snapshotter
@@ -38,6 +39,8 @@ AGREEMENT_SECS = 5.0
 """So long ranks that are still there have to agree on the tokens of the newest step."""
 _SEALING_PORTION = 0.05
 """Of an iteration: the longest that an update waits for a snapshot that is being sealed."""
+_PLANNING_NBYTES = 20 << 10
+"""Of an operator of this rank's share that was never planned before, roughly."""
 _Counted = tuple[Counts, Counts | None]
 
 
@@ -248,6 +251,8 @@ class Survivor:
         tokens = self._counted(step, until)
         whole = newest is not None and newest.step == step and newest.request.is_whole(catalog)
         whole = whole and tokens[1] is None  # else it waits for tokens that no rank will tell any more
+        if not whole:
+            self._require_room()
         found = [] if newest is None or not whole else [newest]
         begin = functools.partial(self._begin, tokens, until)
         if not whole:
@@ -257,9 +262,18 @@ class Survivor:
             # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
             every = catalog.everything if self._is_lent_whole or logs else tuple(op.id for op in catalog.experts)
             told = self._lesson(step, plain, until, lent)
-            found.append(begin(save_full(step, every), lambda **_: told, lent))
+            try:
+                found.append(begin(save_full(step, every), lambda **_: told, lent))
+            except (MoECheckpointError, OSError) as error:  # its own goes on
+                log.warning("rank %d does not keep what rank %d writes of step %d: %s", rank, lent, step, error)
         self._wait(found[0], until)
         return sum(each.nbytes for each in found if each is not newest)
+
+    def _require_room(self) -> None:
+        """Raises ``MemoryFullError`` if not even planning, of this rank's share and the other's, may find room."""
+        memory, shares = self._resources.memory, 2 * len(self._run.catalog.operators) // self._run.comm.world_size
+        if memory is not None:
+            requires_room(memory.files.path, self._run.settings.local_ranks)(shares * _PLANNING_NBYTES)
 
     def _lesson(self, step: int, plain: Encode, until: float, of: int) -> Plain:
         """What this rank's update changed of its plain state: the rank that it lends for may have died in its own."""

@@ -45,11 +45,12 @@ class BufferTier(Protocol):
         """The outcome on storage was announced: storage needs the snapshot's buffer no longer."""
         ...
 
-    def drop(self, *, chain: bool = True) -> bool:
+    def drop(self, *, chain: bool = True, last: bool = False) -> bool:
         """Give up what only a fault would need, because there is no other room.
 
         Args:
             chain: Also the newest step of a gradient log, with all that it needs.
+            last: Also what only later snapshots would make a checkpoint of.
 
         Returns:
             True if there was any.

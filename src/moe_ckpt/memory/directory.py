@@ -37,6 +37,7 @@ _NAMED = re.compile(r"names_(\d{6,})")
 DIVERGED = "diverged"
 """An empty file in a rank's directory: what its life computed again from upstream logs was not what it was the first
 time, and no life has ended a step since."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
 _MOST_OWNER_NBYTES = 4096
 _TRIES = 64
@@ -72,10 +73,12 @@ class RankDirectory:
 
     Attributes:
         path: ``<root>/moe_ckpt-<uid>/<run>/<generation>/rank_<rank>``.
+        is_described: This process has written down whose it is.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
+        self.is_described = False
         self._descriptor = descriptor
         self._identity = _identity(os.fstat(descriptor))
 
@@ -114,6 +117,7 @@ class RankDirectory:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(PRIVATE.create(str(self.path / OWNER), flags), "w") as file:
             json.dump(vars(owner), file)
+        self.is_described = True
 
     @property
     def slots(self) -> list[Path]:
@@ -260,7 +264,8 @@ def user_directory(root: str) -> Path:
 
 
 def make_rank_directory(root: str, run_id: str, generation: int, rank: int, store: str) -> RankDirectory:
-    """A new directory for this life of a run.
+    """A new directory for this life of a run. On a file system without a free page it ``is_described`` later: there may
+    be room once the run has taken over what it left there, and nothing can lie in it before.
 
     Raises:
         ConfigError: As ``user_directory``; or it exists and is in use.
@@ -277,9 +282,11 @@ def make_rank_directory(root: str, run_id: str, generation: int, rank: int, stor
     try:
         made.clear()  # of a life that ended before it said so anywhere
         made.describe(store)
-    except OSError:
-        made.remove()
-        raise
+    except OSError as error:
+        if error.errno not in FULL:
+            made.remove()
+            raise
+        log.info("%s: whose slots these will be is written down when there is room: %s", path, error)
     return made
 
 

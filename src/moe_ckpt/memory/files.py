@@ -14,6 +14,7 @@ from pathlib import Path
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.directory import (
+    FULL,
     RankDirectory,
     boot_id,
     entries,
@@ -83,11 +84,21 @@ class MemoryFiles:
         """A new slot. Raises ``MemoryFullError``, ``OSError``. On any thread, one at a time."""
         path = self.path / f"slot_{next(self._numbers):03d}"
         try:
-            return Slot.create(path, nbytes)
+            return self._make(path, nbytes)
         except MemoryFullError:
             if not self._remover.wait():
                 raise
-            return Slot.create(path, nbytes)
+            return self._make(path, nbytes)
+
+    def _make(self, path: Path, nbytes: int) -> Slot:
+        if not self._own.is_described:
+            try:
+                self._own.describe(self._store)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                raise MemoryFullError(str(self.path), nbytes, 0) from error
+        return Slot.create(path, nbytes)
 
     def note_generation(self, generation: int) -> None:
         """See ``RankDirectory``. A warning tells of trouble."""

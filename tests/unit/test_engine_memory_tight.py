@@ -1,0 +1,73 @@
+"""A budget of just two checkpoints, on several ranks: memory gets on, and the last step gets to storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ckpt import Memory
+from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.room import Room
+from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.slices.request import SnapshotRequest
+from moe_ckpt.storage import LocalStorage
+from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, manifests, run_threads
+
+STEPS = 22
+POLICIES = {"dense": Dense(), "moc": MoC(k=1, snapshot_k=2), "windows": MoEvement(window=4)}
+BEHIND = {"dense": 3, "moc": 3, "windows": 9}
+"""Steps at most, where each snapshot waits for its room."""
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests():
+    host_tier.release_host_memory()
+    yield
+    host_tier.release_host_memory()
+
+
+def trained(root: Path, name: str, steps: int, replicas: int = 0, **settings: Any) -> list[Life]:
+    """The lives of two ranks, each a node, whose agreements arrive a step later. They end well."""
+
+    def body(comm: ThreadCommunicator) -> Life:
+        comm.agrees_late = True
+        node = root / f"node_{comm.rank}"
+        node.mkdir(parents=True)
+        memory = Memory(directory=node, storage_every_n_steps=1000, replicas=replicas)
+        with Life(LocalStorage(root / "store"), policy=POLICIES[name], memory=memory, comm=comm, **settings) as each:
+            each.go(steps)
+            each.finish()
+        return each
+
+    return run_threads(ThreadRanks(2), body)
+
+
+def least_nbytes(root: Path, name: str, replicas: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of two of the largest checkpoints that a rank makes without a limit; and one snapshot more beside windows."""
+    found, find = list[tuple[int, int]](), Room.find
+
+    def finding(room: Room, request: SnapshotRequest, nbytes: int, *more: Any, **how: Any) -> Any:
+        found.append((request.window.size if request.window else 1, nbytes))
+        return find(room, request, nbytes, *more, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Room, "find", finding)
+        trained(root, name, STEPS, replicas)
+    return max((2 * size + (size > 1)) * nbytes for size, nbytes in found)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_last_step_gets_to_storage_and_memory_gets_on_before(name, when_busy, replicas, tmp_path, monkeypatch):
+    nbytes = least_nbytes(tmp_path / "free", name, replicas, monkeypatch)
+    ranks = trained(tmp_path / "run", name, STEPS, replicas, host_memory_bytes=nbytes, when_busy=when_busy)
+    assert manifests(tmp_path / "run" / "store")[-1].step == STEPS
+    for each in ranks:
+        newest = [record.memory_step for record in each.records]
+        if when_busy == "wait":
+            assert newest[-1] >= STEPS - BEHIND[name], newest
+        else:
+            assert newest[-1] > 1, newest

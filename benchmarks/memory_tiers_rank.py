@@ -125,8 +125,10 @@ class Life:
         """Until nothing is copied, written or sent any more."""
         self.session.drain(self.step)
         replicator = self.session.tier.replicator if isinstance(self.session.tier, MemoryTier) else None
-        while replicator is not None and replicator.lag_steps:
+        while replicator is not None and replicator.in_flight:
             time.sleep(0.001)
+        if replicator is not None and replicator.lag_steps:
+            raise RuntimeError("peers refused copies: this machine has no memory for them; choose a smaller --mib")
 
     def end(self) -> None:
         """Leave nothing behind."""

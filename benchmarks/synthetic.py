@@ -19,7 +19,7 @@ from moe_ckpt.core.operators import (
     non_expert_id,
 )
 from moe_ckpt.modeling.training_state import specs_of
-from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
+from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StillState:
         self.catalog, self._tensors = catalog, tensors
         self._specs = specs_of(tensors)
 
-    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
+    def tensors(self, of: Reading | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         return self._tensors
 
     def specs(self) -> Sequence[TensorSpec]:

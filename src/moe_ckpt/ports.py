@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from moe_ckpt.core.tokens import Counts
@@ -79,6 +81,19 @@ class StateTensor:
     stored: str | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Which tensors are read next.
+
+    Attributes:
+        tensors: What ``TrainingState.tensors`` gave.
+        places: Of those in it.
+    """
+
+    tensors: Sequence[StateTensor]
+    places: npt.NDArray[np.int64]
+
+
 class TrainingState(Protocol):
     """Hands out training state as live tensors, and takes it back.
 
@@ -86,7 +101,7 @@ class TrainingState(Protocol):
     copies them in the background. ``plain()`` may change at any time, so it is copied at once.
     """
 
-    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
+    def tensors(self, of: Reading | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         """This rank's parameters and optimizer state that exists now. Called at the start of every snapshot.
 
         The very same object as before, as long as the tensors exist, belong together and lie in memory as they did. So
@@ -94,8 +109,9 @@ class TrainingState(Protocol):
         the speed of built-in functions, but not describe.
 
         Args:
-            of: Parameters that are read next: the others exist all the same, but where they lie may not have been
-                looked at. None if all are.
+            of: Those that are read next: the others exist all the same, but where they lie may not have been looked at,
+                unless they are of the same parameters. None if all are read, as they are where ``of`` is about other
+                tensors than there are now.
             listed: The last call was of this very moment, so that which tensors there are need not be looked at again.
         """
         ...

@@ -61,7 +61,7 @@ def _persist_thread(comm: GlooCommunicator) -> list[str]:
         columns = [b"".join(_payload(r, of) for r in range(RANKS)) for of in (at, at + 1)]
         if joined != (None if comm.rank else [columns[0], b"", columns[1]]):
             wrong.append(f"round {at}: combine")
-        # Another content than the broadcast of the same round: the groups must not mix.
+        # Another content than the broadcast of the same round: the lanes must not mix.
         if comm.announce(_payload(comm.rank, at + 3)) != _payload(0, at + 3):
             wrong.append(f"round {at}: announce")
     return wrong

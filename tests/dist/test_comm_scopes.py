@@ -26,7 +26,7 @@ def _numbers(*values: int) -> np.ndarray:
 
 
 def _everything(comm) -> dict:
-    """One of each call, on both threads' groups; what tells the ranks apart is their number in the default group."""
+    """One of each call, on both threads' lanes; what tells the ranks apart is their number in the default group."""
     me = dist.get_rank()
     summed, largest = comm.agree(_numbers(me), _numbers(me))
     return {

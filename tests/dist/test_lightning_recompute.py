@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.core.interference import BLOCK, COMPARED
+from moe_ckpt.policies.moetion import PROBED_CHECKPOINTS
 from tests.dist.test_memory import lose
 from tests.support.processes import run_ranks, start_ranks
 from tests.support.recompute import factor_of, newest, plans, refuse, steady
@@ -34,9 +36,10 @@ def fit(
     trainer: dict[str, Any],
     stop: int | None,
     refused: int | None = None,
+    probe: bool | None = False,
 ) -> Any:
     """stop: the step at which all are killed; None: returns what came back, before the first step. refused: rank 0 has
-    no room for copies of this step, and the same experts are sent at each."""
+    no room for copies of this step, and the same experts are sent at each. probe: as MoEtion's."""
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -102,7 +105,7 @@ def fit(
     node.mkdir(exist_ok=True)
     watch = Watch()
     checkpoint = MoECheckpoint(
-        Steady(told=f"{root}/plans_{rank}.jsonl", every=3 if refused is None else 1000),
+        Steady(told=f"{root}/plans_{rank}.jsonl", every=3 if refused is None else 1000, probe=probe),
         f"{root}/store",
         memory=Memory(directory=node, replicas=1, storage_every_n_steps=100_000),
         when_busy="wait",
@@ -135,6 +138,7 @@ CASES = {
     "forloop": (2, (), {"optimizer": "forloop"}, {}, 11),
     "bf16": (2, (1,), {}, {"precision": "bf16-true", "gradient_clip_val": 0.3}, 12),
     "four": (4, (2,), {}, {"gradient_clip_val": 0.3}, 14),
+    "probed": (2, (1,), {}, {"gradient_clip_val": 0.3}, PROBED_CHECKPOINTS + 7),
     "long": (2, (1,), {"optimizer": "fused"}, {"gradient_clip_val": 0.3}, 200),
     "long-foreach": (2, (0,), {"optimizer": "foreach"}, {"gradient_clip_val": 0.3}, 200),
     "long-bf16": (2, (1,), {"optimizer": "foreach"}, {"precision": "bf16-true", "gradient_clip_val": 0.3}, 200),
@@ -144,11 +148,15 @@ CASES = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "clipped")) for name in CASES])
 def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path):
     ranks, lost, model, trainer, stop = CASES[name]
-    ended = start_ranks(fit, ranks, str(tmp_path), model, trainer, stop)
+    probe = None if name == "probed" else False
+    ended = start_ranks(fit, ranks, str(tmp_path), model, trainer, stop, None, probe)
     assert [each.exitcode for each in ended] == [-signal.SIGKILL] * ranks, [each.error for each in ended]
     planned = plans(tmp_path / "plans_0.jsonl")
     lose(tmp_path, *lost)
-    told = run_ranks(fit, ranks, str(tmp_path), model, trainer, None)
+    told = run_ranks(fit, ranks, str(tmp_path), model, trainer, None, None, probe)
+    if probe is None:
+        first = min(at for at, plan in planned.items() if plan["gradients"])
+        assert BLOCK * COMPARED < first <= PROBED_CHECKPOINTS + 1, "when it is known what saving costs, or given up"
     [step] = {rank["step"] for rank in told}
     assert step >= stop - 1
     assert planned[step]["gradients"], "else nothing is shown"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import run_ranks
+from tests.support.tensor_reads import tensor_bytes_read
 
 
 def _fit(
@@ -97,7 +98,8 @@ def _fit(
         step_dir = max((p for p in Path(root, "store").glob("step_*") if (p / "MANIFEST.json").exists()), key=str)
     try:
         sampler = StatefulDistributedSampler(Tokens(64), world_size, rank, shuffle=True, seed=3)
-        trainer.fit(model, StatefulDataLoader(Tokens(64), 4, sampler=sampler), ckpt_path=step_dir)
+        with tensor_bytes_read() as noted:
+            trainer.fit(model, StatefulDataLoader(Tokens(64), 4, sampler=sampler), ckpt_path=step_dir)
     except (KeyboardInterrupt, SystemExit):
         pass
     if how == "ckpt_path" and strategy == "fsdp2":
@@ -111,6 +113,7 @@ def _fit(
         "routed": checkpoint.last.routed_tokens if checkpoint.last else None,
         "resumed": [message for message in said if message.startswith("resumed at step")],
         "looked": looked,
+        "read": sum(nbytes for _, nbytes in noted),
         "remade": checkpoint.recovery_plan and checkpoint.recovery_plan.updates,
         "warned": [message for message in said if "resume from it" in message],
     }
@@ -152,6 +155,9 @@ def test_two_ranks_resume_exactly(tmp_path, strategy):
             # Also under ModelParallelStrategy, which loads what ckpt_path names after on_fit_start.
             assert len(run[rank]["resumed"]) == (1 if rank == 0 else 0)
             assert run[rank]["looked"] == (["for the newest"] if how == "auto" else [])
+    # What is named is read once, too: where the ranks load into live tensors after it was verified, else as it comes.
+    found, named = (sum(rank["read"] for rank in run) for run in after)
+    assert named <= found * (0.6 if strategy == "ddp" else 1.05)
 
     # One process takes over from two: whole tensors from shards, equal to what the two ranks held at step 6.
     (alone,) = run_ranks(_fit, 1, str(tmp_path / "alone"), "single", None, "auto", 6)

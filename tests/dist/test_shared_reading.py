@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,15 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.comm.communicator import GlooCommunicator, SoloCommunicator, make_communicator
-from moe_ckpt.errors import PeerLostError
+from moe_ckpt.errors import PeerLostError, StoreError
+from moe_ckpt.interop.weights import load_weights
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.recovery import shared_reading
+from moe_ckpt.recovery.named import load_step, whole_tensors
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.recovery.sources import StorageSource
+from moe_ckpt.recovery.together import NotUsableError
 from moe_ckpt.storage import LocalStorage
 from tests.dist.test_sharding_bytes import made, state_of, train
 from tests.support import run_ranks, start_ranks
@@ -104,6 +108,40 @@ def test_together_they_read_as_much_as_one_alone_evenly_and_get_every_bit(store,
     once = alone / 2  # verified first, then loaded
     crossed = sum(nbytes for _, _, nbytes in results)
     assert (crossed == 0) if nodes == 1 else once <= crossed < 1.05 * once, "to another machine once, not to each rank"
+
+
+def ahead(rank: int, world_size: int, root: str) -> tuple[dict[str, torch.Tensor], list[str], int, int]:
+    """(state, threads that read while bytes are handed over, rounds, buffers)"""
+    handing, read, swap = shared_reading._Handing.hand_over, LocalStorage.read, GlooCommunicator.swap
+    readers: list[str] = []
+    rounds: list[int] = []
+    buffers: list[int] = []
+
+    def reading(self, *args):
+        readers.append(threading.current_thread().name)
+        return read(self, *args)
+
+    def swapping(self, given, expected):
+        rounds.append(len(readers))
+        swap(self, given, expected)
+
+    def handed(self, *args):
+        readers.clear()
+        handing(self, *args)
+        buffers.append(len(self._spare))
+
+    shared_reading._Handing.hand_over, LocalStorage.read, GlooCommunicator.swap = handed, reading, swapping
+    with as_ranks_do(rank) as comm:
+        found, _ = resume(root, comm)
+    return found, sorted(set(readers)), len(rounds), max(buffers)
+
+
+def test_one_round_is_read_ahead_of_its_turn(store):
+    root, last, _ = store
+    for found, readers, rounds, buffers in run_ranks(ahead, 2, str(root)):
+        require_equal(found, last)
+        assert readers == ["MainThread", "moe_ckpt-read_0"]
+        assert (rounds > 5, buffers) == (True, 2), "memory for two rounds, however many there are"
 
 
 def damaged(rank: int, world_size: int, root: str, when: str) -> tuple[dict[str, torch.Tensor], str, list[str]]:
@@ -244,3 +282,80 @@ def test_kill_9_of_a_rank_while_bytes_are_handed_over_ends_the_others_and_the_ne
         assert "timed out waiting for the other ranks to send what they hold" in said
         assert secs < 45
     require_equal(run_ranks(shared, 2, str(root), 1)[1][0], last)
+
+
+def named(
+    rank: int, world_size: int, root: str, what: str, fault: str = ""
+) -> tuple[dict[str, torch.Tensor], int, str]:
+    """(state, bytes of tensors read, error) of a step that is named, or of its weights."""
+    read, directory = LocalStorage.read, newest_of(root)
+    model, optimizer = made()
+    state = TorchTrainingState(model, [optimizer])
+
+    def refusing(self, path, offset=0, nbytes=None):
+        if path.endswith(".safetensors") and offset > 0:  # a header is read from the beginning
+            raise OSError(5, "Input/output error")
+        return read(self, path, offset, nbytes)
+
+    def dying(self, given, expected):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    StoreReader.__init__.__defaults__ = (0.0,)  # tries nothing again
+    if rank == 1 and fault == "unreadable":
+        LocalStorage.read = refusing
+    if rank == 1 and fault == "killed":
+        GlooCommunicator.swap = dying
+
+    def opens():
+        reader = StoreReader(LocalStorage(root))
+        manifest = reader.manifest(directory)
+        reader.prove(manifest)
+        return reader, manifest
+
+    found, said = {}, ""
+    with tensor_bytes_read() as noted, as_ranks_do(rank) as comm:
+        try:
+            if what == "whole":
+                found = whole_tensors(comm, *opens())
+            elif what == "weights":
+                load_weights(f"{root}/{directory}", state, comm, {})
+            else:
+                load_step(comm, opens, state)
+            found = found or state_of(state)
+        except NotUsableError as error:
+            said = f"rank {error.rank}: {error.problem}"
+        except StoreError as error:
+            said = f"{type(error).__name__}: {error}"
+    return found, sum(nbytes for _, nbytes in noted), said
+
+
+@pytest.mark.parametrize("what", ["whole", "step", "weights"])
+def test_a_step_that_is_named_is_read_once(store, what):
+    root, last, alone = store
+    results = run_ranks(named, 2, str(root), what)
+    once = alone / 2  # verified first, then loaded
+    if what == "weights":
+        last = {key: values for key, values in last.items() if key.startswith("model/")}
+        once = sum(values.nbytes for values in last.values())
+    for found, _, _ in results:
+        require_equal(found, last)
+    passes = 1 if what == "whole" else 2
+    read = [nbytes for _, nbytes, _ in results]
+    assert sum(read) == pytest.approx(passes * once, abs=1000), "beside that, buffers and generators"
+    assert max(read) < 0.75 * passes * once
+
+
+@pytest.mark.parametrize("what", ["whole", "step", "weights"])
+def test_a_rank_that_cannot_read_its_part_of_a_named_step_fails_all(store, what):
+    (_, _, one), (_, _, other) = run_ranks(named, 2, str(store[0]), what, "unreadable")
+    assert "Input/output error" in other
+    assert one.startswith(("rank 1: ", "StoreError: another rank cannot load weights"))
+
+
+@pytest.mark.parametrize("what", ["whole", "weights"])
+def test_kill_9_of_a_rank_that_reads_a_named_step_ends_the_others(store, what):
+    one, other = start_ranks(named, 2, str(store[0]), what, "killed", grace=60.0)
+    assert other.exitcode == -signal.SIGKILL
+    assert one.ok, one.error
+    assert one.value[2].startswith("PeerLostError: ")
+    assert "to send what they hold" in one.value[2]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moe_ckpt.gradients.replayed_share import RankShare
 from moe_ckpt.memory import removing
 from moe_ckpt.memory.directory import RankDirectory
 from moe_ckpt.memory.files import MemoryFiles
@@ -62,6 +63,7 @@ PHASES: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "verified": (ReplicaStore, "keep", _before),
     "acknowledge": (ReplicaStore, "keep", _after),
     "sweep": (RankDirectory, "clear_unsealed", _before),
+    "remade": (RankShare, "read", _before),
     "end": (MemoryFiles, "close", _before),
 }
 """Phase -> whose function it is, and what is done of it before the process dies."""

@@ -47,11 +47,12 @@ def densify(run: Run, *arguments: str, nodes: tuple[str, ...] = ("",)) -> int:
 def truth(run: Run, directory: Path) -> StoreReader:
     """A store with a dense checkpoint of each step of the same run, which nobody killed."""
     dense = replace(placed(run, directory, "truth"), policy=("dense", 1), memory=None, replicas=0, to_storage=1)
-    run_ranks(_train, run.ranks, dense.to_json(), timeout=300.0, preload=PRELOAD)
+    run_ranks(keep_all, run.ranks, dense.to_json(), timeout=300.0, preload=PRELOAD)
     return StoreReader(open_storage(dense.store))
 
 
-def _train(rank: int, world_size: int, words: str) -> None:
+def keep_all(rank: int, world_size: int, words: str) -> None:
+    """A run of which every checkpoint on storage stays."""
     run = Run.from_json(words)
     trainer, module, _ = build(run, rank, retention=RetentionPolicy(keep_last=1000))
     trainer.fit(module, *loaders(run))

@@ -17,7 +17,7 @@ from moe_ckpt.policies.base import Measured, PolicyContext
 from tests.support.tiny_moe import TinyMoE, loader
 
 
-def fitted(root: Path, every: int, steps: int, *, probe: bool = False, experts: int = 4) -> list[Measured]:
+def fitted(root: Path, every: int, steps: int, *, probe: bool | None = None, experts: int = 4) -> list[Measured]:
     """What the policy was told at each step."""
     told: list[Measured] = []
 
@@ -43,7 +43,7 @@ def fitted(root: Path, every: int, steps: int, *, probe: bool = False, experts: 
 
 @pytest.mark.parametrize("every", [1, 5])
 def test_it_takes_iterations_without_a_checkpoint_beside_them(every: int, tmp_path: Path):
-    told = fitted(tmp_path, every, 30)
+    told = fitted(tmp_path, every, 30, probe=False)
     assert len(told) == 30
     assert told[-1].recent_iteration_secs, "what there is, saving or not"
     assert told[-1].copy_interference_secs is None, "nothing was compared"
@@ -55,7 +55,7 @@ def test_it_takes_iterations_without_a_checkpoint_beside_them(every: int, tmp_pa
 
 
 def test_small_checkpoints_at_the_beginning_tell_it_where_each_iteration_has_one(tmp_path: Path):
-    told = fitted(tmp_path, 1, 90, probe=True, experts=16)
+    told = fitted(tmp_path, 1, 90, experts=16)
     assert told[-1].iteration_secs is None, "no iteration was without a checkpoint"
     known = [each.copy_interference_secs for each in told]
     assert known[0] is None

@@ -5,22 +5,27 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.upstream import SEND, Channel, Message, decode_log, encode_log
 from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX
+from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.verify import verify_store
-from moe_ckpt.storage import open_storage
+from moe_ckpt.storage import LocalStorage, open_storage
 from tests.megatron.exactness import (
     Case,
+    Ended,
     finish,
     kill,
     life_of,
@@ -33,6 +38,7 @@ from tests.megatron.exactness import (
 from tests.megatron.test_exact import PIPELINE_EXPERTS, SHARDED
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal
+from tests.support.tensor_reads import tensor_bytes_read
 
 RARELY = {"storage_every_n_steps": 1000, "upstream_bytes": 1 << 24}
 WINDOWS = ("MoEvement", {"window": 3})
@@ -106,6 +112,50 @@ def test_several_stages(setup, policy, dead, steps, tmp_path):
     assert again(tmp_path) == [steps if rank in dead else [] for rank in range(4)]
 
 
+_NOTING: list[Any] = []
+
+
+def note_reads(place: Path) -> None:
+    """In each rank of the last life: writes down the shards, and bytes of tensors in them, that it reads of a store."""
+    _NOTING.append(tensor_bytes_read())
+    noted, read = _NOTING[-1].__enter__(), LocalStorage.read
+
+    def reading(self, *args):
+        raw = read(self, *args)
+        (place / f"reads.{dist.get_rank()}").write_text(json.dumps(noted))
+        return raw
+
+    LocalStorage.read = reading
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "directory", "states"),
+    [(DENSE, "step_00000004", 1), (WINDOWS, "step_00000006", 5)],
+    ids=["dense", "windows"],
+)
+def test_ranks_that_go_back_read_once_what_they_hold_alike(policy, directory, states, tmp_path):
+    """Their node is lost with its memory, so that what they load is on storage. The other stage reads no tensor."""
+    run = case(Setup(**PIPELINE_EXPERTS), (0, 8, "forward"), policy, together=(1,), steps=9)
+    run = replace(run, copies={**RARELY, "storage_every_n_steps": 1})
+    kill(run, tmp_path)
+    shutil.rmtree(tmp_path / "memory" / "node_0")
+    shutil.copytree(tmp_path / "store", tmp_path / "before")
+    ended = finish(run, tmp_path, partial(note_reads, tmp_path))
+    require_exact(run, tmp_path, ended)
+    assert again(tmp_path) == [[5, 6, 7], [5, 6, 7], [], []], ended.said
+    reader = StoreReader(open_storage(str(tmp_path / "before")))
+    index = reader.index(reader.manifest(directory))
+    stage = sum(each.nbytes for each in index.live if re.search(r"embedding\.|layers\.[0-1]\.", each.entry.key))
+    own = sum(each.nbytes for key, each in index.side.items() if key.startswith(("side/0/", "side/1/")))
+    noted = [json.loads((tmp_path / f"reads.{rank}").read_text()) for rank in range(4)]
+    read = [sum(nbytes for _, nbytes in reads) for reads in noted]
+    # Verified first, then loaded; each rank's own generators when a step is opened, and again when it is repeated.
+    assert sum(read) == 2 * stage + states * own
+    assert max(read) < 0.6 * sum(read)
+    assert read[2:] == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("second", "dead", "steps"),
@@ -143,17 +193,61 @@ def test_a_node_is_lost_beside_a_recovery(tmp_path):
     assert again(tmp_path) == [[]] + [[5, 6, 7]] * 3
 
 
+UNCOUNTED = (1, 7, "updated")
+"""Rank 1 dies after its update, before ranks agree on tokens: nobody knows those of iteration 7 that it had routed."""
+
+
+def require_every_token(run: Case, ended: Ended) -> None:
+    """Each expert's tokens are those of the run that nobody killed; none are lost, nor taken for lost."""
+    expected = uninterrupted(run.setup, run.ranks, run.steps)
+    for mine, one in zip(ended.results, expected, strict=True):
+        assert mine["saved"]["applied"] == one["saved"]["applied"]
+        assert sum(map(sum, mine["saved"]["applied"])) > 0
+        assert [(fault[1], fault[2]) for fault in mine["saved"]["faults"]] == [(0, 0)] * len(mine["saved"]["faults"])
+
+
 @pytest.mark.slow
-def test_a_rank_dies_between_its_update_and_the_agreement_on_tokens(tmp_path):
-    """The other ranks keep a step whose tokens nobody knows whole."""
-    run = case(PIPELINE, (1, 7, "updated"), steps=9)
+@pytest.mark.parametrize(
+    ("setup", "policy", "dead", "more", "steps"),
+    [
+        (PIPELINE, WINDOWS, (), (), {1: [5, 6, 7]}),
+        (PIPELINE, WINDOWS, (), ((1, 3, "replay"),), {1: [5, 6, 7]}),
+        (PIPELINE, WINDOWS, (), ((2, 0, "resume"),), {1: [5, 6, 7]}),
+        (PIPELINE, WINDOWS, (), ((1, 3, "replay"),) * 2, {0: [5, 6], 1: [5, 6], 2: [5, 6], 3: [5, 6]}),
+        (PIPELINE, WINDOWS, (), ((3, 8, "updated"),), {3: [5, 6, 7, 8]}),
+        (INTERLEAVED, WINDOWS, (2,), (), {1: [5, 6, 7], 2: [5, 6, 7]}),
+        (PIPELINE, DENSE, (3,), (), {1: [5, 6, 7], 3: [5, 6, 7]}),
+    ],
+    ids=["one", "in the replay", "a neighbour", "three times", "the next iteration", "neighbours", "apart"],
+)
+def test_a_rank_dies_between_its_update_and_the_agreement_on_tokens(setup, policy, dead, more, steps, tmp_path):
+    """Ranks that compute the iteration again count its tokens again."""
+    run = replace(case(setup, UNCOUNTED, policy, together=dead, steps=10), kills=(UNCOUNTED, *more))
     kill(run, tmp_path)
     ended = finish(run, tmp_path)
     require_exact(run, tmp_path, ended)
-    assert again(tmp_path) == [[5, 6]] * 4
-    assert (
-        "3 ranks kept step 7, but all go back: a rank was lost after that update and before ranks agreed" in ended.said
-    )
+    require_every_token(run, ended)
+    assert again(tmp_path) == [steps.get(rank, []) for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setup", "at", "steps"),
+    [
+        (PIPELINE, (1, 6, "updated"), [2, 3, 4, 5, 6]),
+        (Setup(**PIPELINE_EXPERTS, **SHARDED), (3, 7, "updated"), [5, 6, 7]),
+        (Setup(layers=4, pp=2, tp=2, ep=2, num_microbatches=4, experts=4), (0, 7, "updated"), [5, 6, 7]),
+    ],
+    ids=["a window's last", "experts and shards", "tensors"],
+)
+def test_a_rank_dies_before_the_agreement_on_tokens_of_a_stage(setup, at, steps, tmp_path):
+    """All that ranks of a stage share is within it: experts, tensors, shards of the optimizer."""
+    run = case(setup, at, steps=10)
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    require_every_token(run, ended)
+    assert again(tmp_path) == [steps if rank * setup.pp // 4 == at[0] * setup.pp // 4 else [] for rank in range(4)]
 
 
 def test_a_damaged_log_lets_all_go_back(tmp_path):
@@ -345,6 +439,20 @@ def test_one_of_eight_ranks_dies_during_the_recovery_or_just_after_it(layout, se
     kill(run, tmp_path)
     require_exact(run, tmp_path, finish(run, tmp_path))
     assert again(tmp_path, 8) == [steps if rank in of_stage(setup, dead) else [] for rank in range(8)]
+
+
+@pytest.mark.slow
+@on_eight
+@pytest.mark.parametrize("more", [(), ((3, 3, "replay"),)], ids=["once", "its peer in the replay"])
+def test_one_of_eight_ranks_dies_before_the_agreement_on_tokens(layout, more, tmp_path):
+    """Others of its stage have sealed what they counted, and count it once more: it counts once."""
+    setup = EIGHTS[layout]
+    run = replace(case(setup, (2, 7, "updated"), steps=10, ranks=8), kills=((2, 7, "updated"), *more))
+    kill(run, tmp_path)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    require_every_token(run, ended)
+    assert again(tmp_path, 8) == [[5, 6, 7] if rank in of_stage(setup, 2) else [] for rank in range(8)]
 
 
 @pytest.mark.slow

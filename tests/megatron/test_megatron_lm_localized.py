@@ -25,9 +25,12 @@ from tests.megatron.test_megatron_lm import (
 from tests.megatron.test_megatron_lm import Case as Script
 from tests.megatron.test_megatron_lm import line as alone_line
 from tests.support.megatron_lm import MODEL
+from tests.support.plain_store import read_body
 
 LOGGED = "--log-interval 2 --log-params-norm --log-throughput --timing-log-level 2 --exit-duration-in-mins 600"
 NO_VALIDATION = "--eval-interval 1000"
+TOKENS = 4 * 16 * 2
+"""Of each MoE layer in one iteration: sequences, their length, experts of each token."""
 
 
 def line(policy: str, directory: Path) -> str:
@@ -121,3 +124,23 @@ def test_behind_a_skipped_iteration_all_go_back(tmp_path: Path) -> None:
     script = f"{arguments(Script(WINDOWS, (), steps=10))} {LOGGED} {NO_VALIDATION} {skipped}"
     check(script, WINDOWS, ((2, 8, "update"),), tmp_path)
     assert went_back(tmp_path, 7) == {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("where", "stage"), [("logged", {2, 3}), ("end", {0, 1, 2, 3})])
+def test_a_rank_dies_between_its_update_and_the_agreement_on_tokens(
+    where: str, stage: set[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron-LM logs in between, over all stages: where the others miss the rank there, they have no log of the
+    iteration."""
+    script = f"{arguments(Script(WINDOWS, (), steps=10))} {LOGGED} {NO_VALIDATION}"
+    check(script, WINDOWS, ((2, 7, where),), tmp_path)
+    assert went_back(tmp_path, 6) == stage
+    [last] = (tmp_path / "store").glob("step_00000010*/MANIFEST.json")
+    book = read_body(last)["tokens"]
+    assert [sum(layer) for layer in book["applied"]] == [10 * TOKENS] * 4
+    assert [lost for _, lost, *_ in book["faults"]] == [0]
+    said = capfd.readouterr()
+    why = "2 ranks kept step 7, but all go back: rank 0 has no upstream log of step 7, which it may not have ended"
+    assert (why in said.out + said.err) == (where == "end")

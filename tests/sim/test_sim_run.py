@@ -115,6 +115,14 @@ def test_rounds_moved_ahead_are_rounds_stepped_through(name):
     assert sum(few for few, _ in worked) <= sum(many for _, many in worked)
 
 
+def test_moetion_probes_nothing_where_it_is_told_what_an_iteration_takes():
+    by_default, never = (
+        predicted(simulate(scenario(policy, failures=Poisson(150.0), seed=1, duration_secs=600.0, load=SKEWED)))
+        for policy in (MoEtion(), MoEtion(probe=False))
+    )
+    assert by_default == never
+
+
 def test_a_quiet_run_is_not_stepped_through():
     assert simulate(scenario(Dense(1), duration_secs=1e6)).plans < 20
 

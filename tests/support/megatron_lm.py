@@ -59,8 +59,9 @@ class Life:
     where) of a SIGKILL between backward pass and update ("update") or right after the update ("end"), or of a SIGTERM
     right after the update ("term"); or of an error between the update and what the ranks tell each other of it
     ("fails"), when the iteration is logged ("log"), at a validation's end ("validates") or after it ("validated"), or
-    when weights are gathered ("gathers"); or of a SIGKILL at a validation's end ("validating"). draws: validations draw
-    a random number, as a router with jitter does.
+    when weights are gathered ("gathers"); or of a SIGKILL at a validation's end ("validating"), or when the
+    iteration is logged and not counted yet ("logged"). draws: validations draw a random number, as a router with jitter
+    does.
     """
 
     arguments: str
@@ -109,6 +110,10 @@ class Journal:
                 found.append([])
             found[-1].append(line)
         return found
+
+
+KILLS = ("logged",)
+"""Of what ``_watch`` puts before Megatron's functions: a SIGKILL, and no error."""
 
 
 def _watch(journal: Journal, kill: tuple[int, int, str] | None, draws: bool) -> None:
@@ -174,7 +179,10 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None, draws: bool) -> 
 
         @functools.wraps(real)
         def fails(*args: Any, **kwargs: Any) -> Any:
-            fail(where)
+            if where in KILLS:
+                die(getattr(get_args(), "curr_iteration", -1) + 1, where)
+            else:
+                fail(where)
             return real(*args, **kwargs)
 
         setattr(owner, name, fails)
@@ -182,8 +190,8 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None, draws: bool) -> 
     failing(training, "logical_and_across_model_parallel_group", "fails")
     if kill is not None and kill[2] == "log":
         failing(training, "training_log", "log")
-    if kill is not None and kill[2] == "validated":
-        failing(training, "post_training_step_callbacks", "validated")
+    if kill is not None and kill[2] in ("validated", "logged"):
+        failing(training, "post_training_step_callbacks", kill[2])
     if kill is not None and kill[2] == "gathers":
         failing(DistributedDataParallel, "start_param_sync", "gathers")
     training.train, training.train_step, training.evaluate = watched_train, watched_step, watched_evaluation

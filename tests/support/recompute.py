@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_ckpt.core.interference import is_small
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.format.slot import SlotHeader
@@ -28,9 +29,13 @@ def steady(step: int, layers: int, experts: int, every: int = 3) -> set[Expert]:
 
 @dataclass(frozen=True)
 class Steady(MoEtion):
-    """Writes down what it plans, on rank 0's side of ``told``: a line per step."""
+    """Sends gradients from the first step on, or with ``probe=None`` after small checkpoints.
+
+    Writes down what it plans, on rank 0's side of ``told``: a line per step.
+    """
 
     recompute: bool = True
+    probe: bool | None = False
     told: str = ""
     every: int = 3
 
@@ -40,6 +45,8 @@ class Steady(MoEtion):
         forced = np.asarray(tier.forced, dtype=np.int64)
         chosen[forced] = True
         wanted = steady(context.step, len(catalog.layers), catalog.layers[0].experts, self.every)
+        if self._is_probing(context) and is_small(context.step):
+            wanted = {place for place in wanted if place[1] % 2}
         for name, place in catalog.expert_at.items():
             chosen[catalog.place[name]] |= place in wanted
         return chosen

@@ -42,7 +42,7 @@ from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.modeling.training_state import specs_of
-from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
+from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from tests.support.old_manifests import encode_old
 
 LAYER = LayerRecord("blocks.0.moe", 4, 2)
@@ -409,7 +409,7 @@ class LiveState:
         offsets[dim], local[dim] = start, min(share, shape[dim] - start)
         return Box(tuple(offsets), tuple(local))
 
-    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
+    def tensors(self, of: Reading | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         return list(self.held.values())
 
     def specs(self) -> Sequence[TensorSpec]:

@@ -10,7 +10,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from moe_ckpt.engine.settings import Settings
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies import MoC, Policy
-from moe_ckpt.ports import Communicator, StateTensor, TensorSpec
+from moe_ckpt.ports import Communicator, Reading, StateTensor, TensorSpec
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.base import Chunk, Storage
@@ -85,7 +85,7 @@ class TinyState:
         for key, tensor in self.held.items():
             tensor.local.copy_(values_at(step, key, tensor.global_shape, torch.float32))
 
-    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
+    def tensors(self, of: Reading | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
         return self.change(list(self.held.values()))
 
     def specs(self) -> Sequence[TensorSpec]:

@@ -22,6 +22,7 @@ from benchmarks import (
     agreement_stall,
     contestants,
     copy_speed,
+    dense_from_log,
     failure_trace,
     lost_tokens,
     megatron_prepare,
@@ -505,3 +506,11 @@ def test_a_job_comes_back_with_the_command_line_of_the_docs(tmp_path, capfd):
     assert (row["restarts"], row["failed"], row["gave_up"], row["hung"]) == (2, 0, 0, 0)
     assert len(row["secs"]) == 2
     assert "--standalone" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_dense_from_log_counts_what_training_no_longer_copies(capfd):
+    assert dense_from_log.main(["--size", "tiny"]) == 0
+    [training, log] = [line.split("|")[2:4] for line in capfd.readouterr().out.splitlines()[2:4]]
+    assert float(training[0]) == 12.0
+    assert float(log[0]) < 7.0

@@ -144,8 +144,8 @@ SMALLER = 0.6
 
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_the_budget_shrinks_by_what_copying_makes_iterations_longer(noise: float):
-    plain = MoEtion(budget_fraction=SMALLER)
-    probing = MoEtion(budget_fraction=SMALLER, probe=True)
+    plain = MoEtion(budget_fraction=SMALLER, probe=False)
+    probing = MoEtion(budget_fraction=SMALLER)
     without, found = run(plain, SLOPES, noise)[-1], run(probing, SLOPES, noise)[-1]
     longer = SLOPES[1] * 108
     assert without.copy_bytes() == pytest.approx(BUDGET + RATE * longer, rel=0.01), "it counts as time to copy in"
@@ -154,10 +154,10 @@ def test_the_budget_shrinks_by_what_copying_makes_iterations_longer(noise: float
 
 
 def test_checkpoints_are_small_until_it_is_known_and_no_longer():
-    told = run(MoEtion(budget_fraction=SMALLER, probe=True), SLOPES)
+    told = run(MoEtion(budget_fraction=SMALLER), SLOPES)
     first = next(step for step, each in enumerate(told, 1) if each.copy_interference_secs is not None)
     assert BLOCK * COMPARED < first <= BLOCK * (COMPARED + 2) + 10
-    policy = MoEtion(budget_fraction=SMALLER, probe=True)
+    policy = MoEtion(budget_fraction=SMALLER)
     for step in range(9, 17):
         for measured in (told[first - 2], told[first - 1], Measured()):
             fits = 6 if measured.copy_bytes() else 2
@@ -171,7 +171,7 @@ def test_checkpoints_are_small_until_it_is_known_and_no_longer():
 
 
 def test_a_restart_remembers_it():
-    told = run(MoEtion(budget_fraction=SMALLER, probe=True), SLOPES, restart_at=80)
+    told = run(MoEtion(budget_fraction=SMALLER), SLOPES, restart_at=80)
     assert told[79].copy_interference_secs == pytest.approx(told[78].copy_interference_secs, abs=1e-3)
     assert told[-1].copy_bytes() == pytest.approx(BUDGET, rel=0.02)
 
@@ -190,11 +190,32 @@ def test_manifests_have_what_the_ranks_agreed_on(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("policy", "probes"),
+    [
+        (MoEtion(), True),
+        (MoEtion(recompute=True), True),
+        (MoEtion(budget_fraction=0.5, selection="round_robin"), True),
+        (MoEtion(probe=False), False),
+        (MoEtion(experts=2), False),
+        (MoEtion(every_n_steps=2), False),
+        (MoEtion(every_n_steps=2, probe=True), True),
+    ],
+)
+def test_a_run_probes_where_nothing_else_tells_it(policy: MoEtion, probes: bool):
+    assert policy.probes == probes
+    measured = Measured(recent_iteration_secs=1.0, copy_bytes_per_sec=RATE, persist_bytes_per_sec=1e6)
+    step = 14 * policy.every_n_steps
+    assert is_small(14)
+    known = facts(step=step, last_step=step - policy.every_n_steps, index=13, measured=measured)
+    saved = experts_in(policy.plan(known).operators())
+    assert (len(saved) < 4) == probes
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"probe": 1}, r"MoEtion\(probe=1\): choose True or False"),
-        ({"probe": True, "experts": 2}, r"probe=True, experts=2\).*does not follow a budget.*experts=None, or probe="),
-        ({"probe": True, "recompute": True}, r"probe=True, recompute=True\).*gradients.*recompute=False, or probe=Fal"),
+        ({"probe": 1}, r"MoEtion\(probe=1\): choose True, False, or None"),
+        ({"probe": True, "experts": 2}, r"probe=True, experts=2\).*does not follow a budget.*experts=None, or probe=N"),
     ],
 )
 def test_what_cannot_be_probed_is_refused(given, said):

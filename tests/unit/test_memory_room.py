@@ -19,7 +19,7 @@ from moe_ckpt.engine.limited_slots import LimitedSlots
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory import preflight
 from moe_ckpt.memory.files import MemoryFiles
-from moe_ckpt.memory.preflight import RoomNeeded, say_room
+from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, say_room
 from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.expected import ExpectedShare
@@ -38,10 +38,11 @@ def nothing_said(monkeypatch):
 @pytest.mark.parametrize(
     ("needed", "nbytes"),
     [
-        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=0, ranks=1), 300),
-        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=0, ranks=8), 2400),
-        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=2, ranks=8), 7200),
-        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=250, replicas=1, ranks=2), 1000),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=0, ranks=1), 300),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=0, ranks=8), 2400),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=16, ranks=8), 7200),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=250, copies=2, ranks=2), 1000),
+        (RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=4, ranks=1), 1500),
     ],
 )
 def test_what_the_slots_of_a_node_come_to(needed, nbytes):
@@ -49,7 +50,7 @@ def test_what_the_slots_of_a_node_come_to(needed, nbytes):
     assert needed.nbytes == nbytes
 
 
-NEEDED = RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, replicas=1, ranks=2)
+NEEDED = RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=2, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -68,21 +69,29 @@ def test_what_is_short_is_said_with_both_numbers_and_what_to_raise(caplog, monke
     """Pages of a tmpfs count against a cgroup's limit, those of a disk do not."""
     monkeypatch.setattr(preflight, "file_system", lambda path: kind)
     for _ in range(2):
-        say_room("/memory", NEEDED, free, limit)
+        say_room("/memory", NEEDED, free, {CGROUP: limit, MACHINE: None})
     assert len(caplog.messages) == (said is not None), "once"
     if said is not None:
         [found] = caplog.messages
         assert found.startswith("Memory(directory='/memory') has ")
         assert "3 snapshots of 100 bytes on each rank" in found
-        assert "(replicas=1)" in found
+        assert "as many of each rank whose copies lie on this node (2)" in found
         caplog.clear()
         preflight._said.clear()
         assert re.search(said, found), found
 
 
+def test_a_tmpfs_as_large_as_the_memory_of_the_machine_promises_more_than_there_is(caplog, monkeypatch):
+    monkeypatch.setattr(preflight, "file_system", lambda path: "tmpfs")
+    say_room("/memory", NEEDED, 5000, {CGROUP: 1500, MACHINE: 1199})
+    [found] = caplog.messages
+    assert "has 5,000 bytes free, but the memory of this machine leaves 1,199" in found
+    assert "Use more nodes, or set Memory(budget_bytes=...) to 299" in found
+
+
 @pytest.mark.parametrize(("free", "advised"), [(1199, "set Memory(budget_bytes=...) to 299"), (399, None)])
 def test_a_smaller_budget_is_advised_where_a_snapshot_fits_in_it(caplog, free, advised):
-    say_room("/memory", NEEDED, free, None)
+    say_room("/memory", NEEDED, free, {})
     assert ("budget_bytes" in caplog.text) == (advised is not None)
     assert advised is None or advised in caplog.text
 
@@ -109,14 +118,34 @@ def test_a_node_whose_file_system_is_too_small_is_told_of_once_before_training(t
     """Less than three times what snapshots of both ranks really take."""
     snapshots = start(tmp_path / "large", 10**9, monkeypatch)
     assert "will need" not in caplog.text
-    free = int(2.8 * sum(snapshots))
+    free = int(3.8 * sum(snapshots))
     start(tmp_path / "small", free, monkeypatch)
     [said] = [text for text in caplog.messages if "will need" in text]
     assert f"has {free:,} bytes free, and the slots of this node's ranks (2) will need about " in said
     caplog.clear()
     preflight._said.clear()
-    start(tmp_path / "enough", int(3.2 * sum(snapshots)), monkeypatch)
+    start(tmp_path / "enough", int(4.2 * sum(snapshots)), monkeypatch)
     assert "will need" not in caplog.text
+
+
+def test_a_node_that_holds_copies_of_more_ranks_than_others_needs_room_for_each(tmp_path, caplog, monkeypatch):
+    """A rack of three nodes, and one of a single node that holds copies of all three."""
+    nbytes = start(tmp_path / "alone", 10**9, monkeypatch, ranks=4)[0]
+    monkeypatch.setattr(os, "statvfs", lambda root: SimpleNamespace(f_bavail=9 * nbytes, f_frsize=1))
+
+    def begin(comm):
+        here = tmp_path / f"memory{comm.rank}"
+        here.mkdir()
+        rack = "one" if comm.rank == 3 else "other"
+        chosen = Memory(replicas=1, directory=here, failure_domain=rack, budget_bytes=10**9)
+        given = {"memory": chosen, "comm": comm, "local_ranks": 1}
+        with Life(LocalStorage(tmp_path / "store"), catalog(30, 4), policy=Dense(), **given):
+            pass
+
+    run_threads(ThreadRanks(4), begin)
+    [said] = [text for text in caplog.messages if "will need" in text]
+    assert said.startswith(f"Memory(directory={str(tmp_path / 'memory3')!r})")
+    assert "as many of each rank whose copies lie on this node (3)" in said
 
 
 def tensor(key: str, parameter: str, *, replicated: bool = True, updated: bool = True) -> StateTensor:
@@ -171,9 +200,11 @@ def test_peers_divide_what_they_hold_alike_and_keep_what_is_their_own():
         ("tmpfs", None, True),
     ],
 )
-def test_copies_take_what_a_memory_limit_leaves_beside_budgets(tmp_path, caplog, monkeypatch, kind, limit, fits):
+@pytest.mark.parametrize("whose", ["cgroup", "machine"])
+def test_copies_take_what_memory_leaves_beside_budgets(tmp_path, caplog, monkeypatch, kind, limit, fits, whose):
     monkeypatch.setattr(preflight, "file_system", lambda path: kind)
-    monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: limit)
+    monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: limit if whose == "cgroup" else 10**9)
+    monkeypatch.setattr(cgroups, "available_bytes", lambda: limit if whose == "machine" else 10**9)
     monkeypatch.setattr(limited_slots, "_once_more_bytes", lambda: 50)
     files = MemoryFiles(str(tmp_path), "a" * 32, 0, "life", 0, "/a/store")
     pool = HostBufferPool(300)
@@ -188,11 +219,19 @@ def test_copies_take_what_a_memory_limit_leaves_beside_budgets(tmp_path, caplog,
                 limited.make(1000)
             assert (refused.value.needed_bytes, refused.value.free_bytes) == (1000, 999)
         [said] = [record.getMessage() for record in caplog.records]
-        assert "leaves 4,499 bytes, and each rank of this node (2) may still take 200 bytes of its budget (300)" in said
+        assert f"{whose} leaves 4,499 bytes, and each rank of this node (2) may still take 200 bytes of its " in said
+        assert "budget (300) for its own snapshots" in said
         assert "and 50 bytes as at its largest" in said
         assert list(files.path.glob("*.data")) == []
     finally:
         files.close(keep=False)
+
+
+def test_what_the_machine_has_left(tmp_path):
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal:       24684204 kB\nMemFree:          170000 kB\nMemAvailable:      26624 kB\n")
+    assert cgroups.available_bytes(str(told)) == 26624 * 1024
+    assert cgroups.available_bytes(str(tmp_path / "none")) is None
 
 
 def test_what_a_process_once_took_more_than_now_is_known():

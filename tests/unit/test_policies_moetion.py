@@ -25,7 +25,7 @@ from moe_ckpt.errors import ConfigError, NoMoELayerError
 from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, Policy, needs_of
 from moe_ckpt.policies.base import Measured, MemoryFacts, Sends, require_served
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
-from moe_ckpt.policies.moetion import MOST_GRADIENTS, why_no_gradients
+from moe_ckpt.policies.moetion import MOST_GRADIENTS, PROBED_CHECKPOINTS, why_no_gradients
 from tests.unit.builders import catalog, context, experts_in
 
 MODEL = catalog(2, 4)
@@ -439,7 +439,7 @@ def test_the_comparison_that_the_documentation_shows_runs(tmp_path, capfd):
 def test_it_is_a_policy_that_is_told_sizes_where_it_goes_by_them():
     assert isinstance(MoEtion(), Policy)
     said = {"every_n_steps": 1, "experts": 2, "selection": "popular", "budget_fraction": 1.0}
-    said |= {"capacity_boost": 0.1, "recompute": False, "probe": False}
+    said |= {"capacity_boost": 0.1, "recompute": False, "probe": None}
     assert MoEtion(experts=2).describe() == {"name": "moetion", **said}
     assert needs_of(MoEtion()).sizes
     assert needs_of(Guarded(MoEtion())).sizes
@@ -589,7 +589,7 @@ def held(model=MODEL, **steps):
     return found
 
 
-def recomputed(policy=MoEtion(recompute=True), **known):  # noqa: B008 - it is frozen
+def recomputed(policy=MoEtion(recompute=True, probe=False), **known):  # noqa: B008 - it is frozen
     """(in full, by gradients)"""
     plan = policy.plan(facts(**known))
     assert not set(plan.operators()) & set(plan.gradients)
@@ -609,7 +609,10 @@ def wanting(*wanted, copied=10**6, sent=36 + 2 * 12.0, **more):
 def test_an_expert_that_peers_got_at_the_step_before_is_sent_as_a_gradient():
     assert recomputed(**wanting((0, 0), (1, 1)), anchored_at=held(e00=8)) == ({(1, 1)}, {(0, 0)})
     assert recomputed(**wanting((0, 0), (1, 1)), anchored_at=held(e00=3, e11=8)) == (set(), {(0, 0), (1, 1)})
-    assert recomputed(MoEtion(), **wanting((0, 0), (1, 1)), anchored_at=held(e00=8)) == ({(0, 0), (1, 1)}, set())
+    assert recomputed(MoEtion(probe=False), **wanting((0, 0), (1, 1)), anchored_at=held(e00=8)) == (
+        {(0, 0), (1, 1)},
+        set(),
+    )
 
 
 def test_an_expert_that_is_left_out_from_now_on_is_sent_in_full_before():
@@ -625,6 +628,22 @@ def test_after_so_many_gradients_an_expert_is_sent_in_full():
     for anchor, gradient in ((9 - MOST_GRADIENTS, True), (8 - MOST_GRADIENTS, False)):
         full, gradients = recomputed(**wanting((0, 0), (1, 1)), anchored_at=held(e00=anchor))
         assert ((0, 0) in gradients, (0, 0) in full) == (gradient, not gradient)
+
+
+def test_gradients_begin_when_probing_has_ended():
+    """What they lead to, if anything, is sent in full at once, also in the place of what is wanted most."""
+    known = wanting((0, 0), (1, 1), anchored_at=held(e00=8))
+    slower = replace(known["measured"], copy_interference_secs=0.0)
+    late = {"step": PROBED_CHECKPOINTS, "last_step": PROBED_CHECKPOINTS - 1, "index": PROBED_CHECKPOINTS - 1}
+    late["anchored_at"] = held(e00=PROBED_CHECKPOINTS - 1)
+    for policy in (MoEtion(recompute=True), MoEtion(recompute=True, probe=True)):
+        assert recomputed(policy, **known) == ({(0, 0), (1, 1)}, set())
+        assert recomputed(policy, **{**known, "measured": slower}) == ({(1, 1)}, {(0, 0)})
+        assert recomputed(policy, **{**known, **late})[1] == {(0, 0)}, "it is given up"
+        behind = {**known, "anchored_at": held(e02=5, e13=6)}
+        assert recomputed(policy, **behind) == ({(0, 2), (1, 3)}, set())
+        small = {**behind, "step": 7, "last_step": 6, "index": 6, "anchored_at": held(e02=4, e13=5, e00=3)}
+        assert recomputed(policy, **small) == ({(0, 2), (1, 3), (0, 0)}, set()), "more than the two of a small one"
 
 
 @pytest.mark.parametrize(

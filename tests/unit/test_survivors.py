@@ -15,6 +15,7 @@ from moe_ckpt.core.memory_shares import (
     Share,
     beneath_of,
     checkpoints_of,
+    is_agreed,
     newer_than,
     sealed_beside,
     snapshots_of,
@@ -193,6 +194,8 @@ def test_who_knows_the_tokens_of_all_tells_them():
     early, late = replace(own(0), unagreed=True), own(1)
     assert teller_of({0: (early,), 1: (late,)}) == 1
     assert teller_of({0: (early,), 1: (replace(late, unagreed=True),)}) == 0
+    assert is_agreed({0: (early,), 1: (late,)})
+    assert not is_agreed({0: (early,), 1: (replace(late, unagreed=True),)})
 
 
 def test_ranks_that_sealed_a_newer_step_than_the_log_has():

@@ -11,6 +11,7 @@ import sys
 from collections import OrderedDict
 from operator import is_
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.modeling import walk, watching, words
 from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.ports import Reading
 from tests.unit.test_training_state import OPTIMIZERS, make, train
 
 LARGE = 1400
@@ -514,16 +516,25 @@ def test_a_repeated_description_runs_no_code_per_expert():
     [the_memory_of_a_parameter_moves, the_memory_of_one_tensor_of_the_state_moves, the_memory_of_all_state_moves],
     ids=lambda f: f.__name__,
 )
-def test_where_parameters_that_are_read_lie_is_looked_at_and_where_others_do_is_not(change):
+@pytest.mark.parametrize("over", [False, True], ids=["of these", "of tensors of before"])
+def test_where_parameters_that_are_read_lie_is_looked_at_and_where_others_do_is_not(change, over):
     model, opt, state = build()
     before = state.tensors()
     change(model, opt)
-    others = [name for name, p in model.named_parameters() if p is not first(model)]
+    name = "experts.0.gate.weight"
+    others = reading(before, lambda tensor: tensor.parameter != name)
     if change is not the_memory_of_all_state_moves:
         assert state.tensors(of=others) is before
-    assert state.tensors(of=(), listed=True) is before
-    found = state.tensors(of=["experts.0.gate.weight"], listed=True)
+    assert state.tensors(of=reading((), lambda tensor: True), listed=True) is before
+    of_other_tensors = reading(list(before), lambda tensor: tensor.parameter != name)
+    key = "model/experts.0.gate.weight"
+    one = of_other_tensors if over else reading(before, lambda tensor: tensor.key == key)
+    found = state.tensors(of=one, listed=True)
     assert facts(found) == facts(TorchTrainingState(model, [opt]).tensors()), "then all are described anew"
+
+
+def reading(tensors, chosen) -> Reading:
+    return Reading(tensors, np.array([at for at, tensor in enumerate(tensors) if chosen(tensor)], dtype=np.int64))
 
 
 @pytest.mark.parametrize("place", ["_TYPE_AT", "_VERSION_AT", "_MANAGED_AT"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,15 +16,19 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 from moe_ckpt.callbacks.lightning_state import check_state
-from moe_ckpt.callbacks.named_steps import is_step_path, is_store_path, load_named
+from moe_ckpt.callbacks.named_steps import is_step_path, is_store_path, load_named, load_named_together
 from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, state_path
-from moe_ckpt.interop.lightning_dict import lightning_checkpoint
+from moe_ckpt.interop.lightning_dict import lightning_dict, of_lightning
+from moe_ckpt.interop.whole import WholeCheckpoint
 from moe_ckpt.modeling.optimizer_class import require_same_class
 from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.named import Opens, load_step, whole_tensors
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.resume import load_step, rank_of_state
+from moe_ckpt.recovery.resume import rank_of_state
+from moe_ckpt.recovery.together import together
 
 RESUME_KEY = "moe_ckpt"
 """Key of the loaded dict under which ``MoECheckpoint`` finds the store, the step directory and the RNG."""
@@ -43,18 +48,22 @@ class MoECheckpointIO(CheckpointIO):
         self.inner = inner or TorchCheckpointIO()
         self.fitting: Callable[[], bool] = lambda: False
         """Returns whether training will go on from what is loaded; set by ``MoECheckpoint``."""
+        self.of_all_ranks = False
+        """Whether all ranks load together, and divide the reading of a step, too; set by ``MoECheckpoint``."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
         self.inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
-        """Returns the Lightning checkpoint dict at ``path``. For a store all ranks must call it.
+        """Returns the Lightning checkpoint dict at ``path``. For a store, and under ``MoECheckpoint``, by all ranks.
 
         Raises:
             NoCheckpointError: The step or store is not there, or nothing in it can be used.
             DamagedError: The bytes of the step are not intact.
         """
         if is_step_path(path) or is_store_path(path):
+            if self.of_all_ranks:
+                return load_named_together(path, _load_together, fitting=self.fitting())
             return load_named(path, _load, fitting=self.fitting())
         if type(self.inner) is TorchCheckpointIO and os.path.isdir(path):
             raise NoCheckpointError(
@@ -73,14 +82,27 @@ class MoECheckpointIO(CheckpointIO):
 
 def _load(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    taken = rank_of_state(manifest, rank)
-    checkpoint = lightning_checkpoint(reader, manifest, taken)
-    plain = reader.state(manifest, taken)
-    stored = zip(checkpoint["optimizer_states"], plain["plain"]["optimizers"], strict=True)
+    return _as_lightning_loads(of_lightning(reader, manifest, rank_of_state(manifest, rank)))
+
+
+def _load_together(comm: Communicator, opens: Opens) -> dict[str, Any]:
+    """The same on all ranks, each of which reads its part of the tensors."""
+
+    def opened() -> WholeCheckpoint:
+        reader, manifest = opens()
+        return of_lightning(reader, manifest, rank_of_state(manifest, comm.rank))
+
+    found = together(comm, opened)
+    return _as_lightning_loads(replace(found, loaded=whole_tensors(comm, found.reader, found.manifest)))
+
+
+def _as_lightning_loads(found: WholeCheckpoint) -> dict[str, Any]:
+    checkpoint = lightning_dict(found)
+    stored = zip(checkpoint["optimizer_states"], found.state["plain"]["optimizers"], strict=True)
     checkpoint["optimizer_states"] = [
         StoredOptimizer(index, described.get("class"), state) for index, (state, described) in enumerate(stored)
     ]
-    return checkpoint | _resumed(reader, manifest, plain)
+    return checkpoint | _resumed(found.reader, found.manifest, found.state)
 
 
 def _resumed(reader: StoreReader, manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,19 +141,18 @@ def load_steps_into_shards(trainer: pl.Trainer, strategy: Strategy) -> None:
     def load_checkpoint(path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         if not (is_step_path(path) or is_store_path(path)):
             return lightnings_own(path, weights_only)
-        return load_named(path, load, fitting=trainer.state.fn == "fit")
+        return load_named_together(path, load, fitting=trainer.state.fn == "fit")
 
-    def load(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
+    def load(comm: Communicator, opens: Opens) -> dict[str, Any]:
         fitting = trainer.state.fn == "fit"
         state = TorchTrainingState(trainer.lightning_module, trainer.optimizers if fitting else ())
-        path_of_state = state_path(manifest.directory, rank_of_state(manifest, trainer.global_rank))
 
         def admits(manifest: Manifest, plain: Mapping[str, Any]) -> None:
-            check_state(trainer, plain, path_of_state)
+            check_state(trainer, plain, state_path(manifest.directory, rank_of_state(manifest, comm.rank)))
 
-        restored = load_step(reader, manifest, trainer.global_rank, state, admits, model_only=not fitting)
+        reader, manifest, restored = load_step(comm, opens, state, admits, model_only=not fitting)
         plain = restored.plain["plain"]
-        with handing_back("the model and its optimizers", path_of_state):
+        with handing_back("the model and its optimizers", restored.path):
             state.load_plain(plain if fitting else {**plain, "optimizers": []})
         checkpoint = dict(restored.plain["checkpoint"])
         checkpoint.update(state_dict={}, optimizer_states=[])

@@ -197,6 +197,7 @@ class MoECheckpoint(_Unranked):
         if not isinstance(trainer.strategy.checkpoint_io, MoECheckpointIO):
             trainer.strategy.checkpoint_io = MoECheckpointIO(trainer.strategy.checkpoint_io)
         trainer.strategy.checkpoint_io.fitting = lambda: trainer.state.fn == TrainerFn.FITTING
+        trainer.strategy.checkpoint_io.of_all_ranks = True
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         previous, self._fit, self._first.fit = self._fit, None, None

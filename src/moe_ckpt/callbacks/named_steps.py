@@ -9,13 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from moe_ckpt.comm.communicator import largest, make_communicator
-from moe_ckpt.errors import CoverageError, DamagedError, NoCheckpointError
+from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, parse_step_dir
 from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.named import Opens
 from moe_ckpt.recovery.newest import dense_checkpoints, require_dense
 from moe_ckpt.recovery.reader import StoreReader, locate, open_step
-from moe_ckpt.recovery.together import by_rank_zero
+from moe_ckpt.recovery.together import DAMAGED, NotUsableError, by_rank_zero, leave_together, together
 from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")
@@ -67,28 +68,52 @@ def load_named(
     """
     if is_step_path(path):
         return load(*open_step(path))
+    return load_named_together(path, lambda comm, opens: together(comm, lambda: load(*opens())), fitting=fitting)
+
+
+def load_named_together(
+    path: str | os.PathLike[str], load: Callable[[Communicator, Opens], Loaded], *, fitting: bool
+) -> Loaded:
+    """As ``load_named``, but a collective of all ranks for a step, too.
+
+    Args:
+        path: As of ``load_named``.
+        load: Loads what ``Opens`` opens, on all ranks, which may divide the reading. Raises ``NotUsableError`` on every
+            rank, if it failed on any.
+        fitting: As of ``load_named``.
+
+    Raises:
+        StoreError: Another rank could not load it, with its message; else as ``load_named``.
+        PeerLostError: A peer is gone.
+    """
     comm = make_communicator(_TIMEOUT_SECS)
     try:
+        if is_step_path(path):
+            return _load_one(os.fspath(path), load, comm)
         return _load_newest(os.fspath(path), load, comm, fitting)
     finally:
         comm.close()
 
 
-def _load_newest(
-    path: str, load: Callable[[StoreReader, Manifest], Loaded], comm: Communicator, fitting: bool
-) -> Loaded:
+def _load_one(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Communicator) -> Loaded:
+    try:
+        return load(comm, lambda: open_step(path))
+    except NotUsableError as error:
+        leave_together(comm, error, path)
+
+
+def _load_newest(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Communicator, fitting: bool) -> Loaded:
     reader = StoreReader(locate(path)[0])
     problems: list[str] = []
     for directory in by_rank_zero(comm, lambda: _dense(reader, fitting), f"choose a checkpoint of {path}"):
-        found: list[Loaded] = []
         try:
-            found.append(load(reader, reader.manifest(directory)))
-        except (DamagedError, CoverageError) as error:
-            log.warning("checkpoint %s of %s cannot be used: %s", directory, path, error)
-            problems.append(f"{directory}: {error}")
-        [failed] = largest(comm, [not found])
-        if not failed:
-            return found[0]
+            return load(comm, lambda directory=directory: (reader, reader.manifest(directory)))  # type: ignore[misc]
+        except NotUsableError as error:
+            if error.kind != DAMAGED:
+                leave_together(comm, error, f"{path}/{directory}")
+            if error.problem is not None:
+                log.warning("checkpoint %s of %s cannot be used: %s", directory, path, error.problem)
+                problems.append(f"{directory}: {error.problem}")
     raise NoCheckpointError(f"no checkpoint in {path} can be used: {'; '.join(problems[:4]) or 'see the other ranks'}")
 
 

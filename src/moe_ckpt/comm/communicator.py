@@ -1,7 +1,7 @@
-"""Communicators: none for one process, gloo groups of our own for several.
+"""Communicators: none for one process, a gloo group of our own for several.
 
-The groups are separate from training's, so that a checkpoint message can never be taken for a gradient;
-they are gloo because the messages are a few bytes of host memory. Messages are bytes and integers: no
+The group is separate from training's, so that a checkpoint message can never be taken for a gradient;
+it is gloo because the messages are a few bytes of host memory. Messages are bytes and integers: no
 object collective, hence no pickle.
 """
 
@@ -14,17 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.comm.lane import Lane
+from moe_ckpt.comm.lane import Lane, Links
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import PeerLostError, StoreError
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 
+T = TypeVar("T")
 _SHARED_STORE = (
     "torchrun shares one rendezvous store among all restarts of this job, so ranks that are started again may wait for "
     "the addresses of dead processes: use --standalone or --rdzv-backend=c10d, and set "
@@ -38,6 +40,8 @@ goes on without checkpoints meanwhile. A peer that is gone is noticed by its con
 
 _AGREEING = "moe_ckpt-agree"
 """Name of the thread that agrees."""
+_AGREED, _PERSISTED = 1, 2
+"""Tags of the two lanes' messages."""
 
 
 class SoloCommunicator:
@@ -101,13 +105,13 @@ class SoloCommunicator:
 
 
 class GlooCommunicator:
-    """Ranks of the default process group, on two gloo groups of our own, each with its thread (``comm.lane``).
+    """Ranks of the default process group, on two lanes of one gloo group, each with its thread (``comm.lane``).
 
     One lane is for what the training thread asks and for agreements, one for the persist threads. What is combined over
     ranks goes along a tree (``core.tree``): a rank sends and receives O(log R) messages, however many ranks there are.
 
     Must be created on all of its ranks at the same point, after ``init_process_group``. No call of the training thread
-    waits longer for a peer than ``timeout_secs`` and, while the groups are made, the ten seconds by which torch looks
+    waits longer for a peer than ``timeout_secs`` and, while the group is made, the ten seconds by which torch looks
     again. ``combine`` and ``announce``, which are for the persist threads, wait for other ranks' storage
     (``_WRITE_TIMEOUT``).
 
@@ -128,8 +132,9 @@ class GlooCommunicator:
         self._ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
         self.rank, self.world_size = self._ranks.index(dist.get_rank()), len(self._ranks)
         with self._waiting_for("all ranks to start checkpointing", _SHARED_STORE if shares_store() else ""):
-            self._agreeing = Lane(_AGREEING, self._ranks, timeout, timeout)
-            self._persisting = Lane("moe_ckpt-messages", self._ranks, _WRITE_TIMEOUT, timeout)
+            links = Links(self._ranks, timeout)
+        self._agreeing = Lane(_AGREEING, links, _AGREED, timeout)  # this one broadcasts
+        self._persisting = Lane("moe_ckpt-messages", links, _PERSISTED, _WRITE_TIMEOUT)
         self._node = self._agreeing.node
 
     def scope(self, ranks: Sequence[int]) -> Communicator:
@@ -207,8 +212,20 @@ class GlooCommunicator:
 
         return self._agreeing.submit(gather).result()
 
+    def _persist(self, job: Callable[[], T]) -> T:
+        """What ``job`` gives on the persist threads' lane."""
+
+        def done() -> T:
+            try:
+                return job()
+            except PeerLostError as error:
+                self._persisting.await_cause(error)  # raised instead, since it says whom training missed
+                raise
+
+        return self._persisting.submit(done).result()
+
     def announce(self, payload: bytes) -> bytes:
-        return self._persisting.submit(lambda: self._announce(self._persisting, payload)).result()
+        return self._persist(lambda: self._announce(self._persisting, payload))
 
     def _announce(self, lane: Lane, payload: bytes, what: str = "whether a checkpoint is committed") -> bytes:
         if self._node.parent is not None:
@@ -220,7 +237,7 @@ class GlooCommunicator:
         return payload
 
     def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
-        return self._persisting.submit(lambda: self._combine(self._persisting, columns)).result()
+        return self._persist(lambda: self._combine(self._persisting, columns))
 
     def _combine(self, lane: Lane, columns: Sequence[bytes], what: str = "written") -> list[bytes] | None:
         found = [columns]

@@ -1,4 +1,7 @@
-"""One gloo group of our own and the one thread that uses it: messages in order, and nobody stuck behind a lost peer.
+"""Message lanes on a gloo group of our own: messages in order, and nobody stuck behind a lost peer.
+
+Every lane has one thread, which alone sends and receives on it. Lanes of the same ranks share one group, since making a
+group takes as long as hundreds of messages, and tell their messages apart by gloo's tags.
 
 Whoever wants something of the peers submits a job and waits for its future, so that ``abort`` sets everybody free at
 once, though gloo's own wait goes on, on a daemon thread, until its timeout: torch has no way to end it.
@@ -25,41 +28,65 @@ _CHUNK_NBYTES = 64 << 20
 _IDLE_SECS = 1.0
 """Longest wait, at the end, for a thread that has nothing to do unless a peer is gone."""
 
+_CLOSED_BY_A_TIMEOUT = "Application timeout caused pair closure"
+"""What gloo says to every wait but the one that timed out."""
+
 T = TypeVar("T")
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
-class Lane:
-    """Point-to-point messages and broadcasts between some ranks, each with the generation that it belongs to.
+class Links:
+    """The connections of some ranks to one another: one gloo group. Made on all of these ranks at the same point.
 
-    Made on all of these ranks at the same point. ``submit`` may be called on any thread; everything else only by jobs.
+    Args:
+        ranks: Of the default process group.
+        timeout: As given to torch, for making the group.
+
+    Attributes:
+        ranks: As given; lanes name their places in this list.
+        group: Of these ranks. A wait on it that times out closes its connections, for all of its lanes.
+
+    Raises:
+        RuntimeError: Not all of the ranks came.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+        self.ranks = tuple(ranks)
+        everybody = len(self.ranks) == dist.get_world_size()
+        self.group = dist.new_group(
+            None if everybody else list(self.ranks),
+            backend="gloo",
+            timeout=timeout,
+            use_local_synchronization=not everybody,
+        )
+
+
+class Lane:
+    """Point-to-point messages between some ranks, each with the generation that it belongs to.
+
+    Made on all of these ranks alike. ``submit`` may be called on any thread; everything else only by jobs. On one lane
+    of the same links at most may there be broadcasts, which have no tags.
 
     Args:
         name: Of the thread.
-        ranks: Of the default process group; messages name their places in this list.
-        wait_timeout: Longest wait for a peer.
-        group_timeout: As given to torch, for making the group.
+        links: Of the ranks.
+        tag: Of the lane's messages; another one than those of the other lanes of the same links.
+        timeout: Longest wait for a peer.
 
     Attributes:
         node: This rank's place in the tree of the ranks.
         generation: Life of the run that messages belong to.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], wait_timeout: timedelta, group_timeout: timedelta) -> None:
-        self._ranks = tuple(ranks)
-        everybody = len(self._ranks) == dist.get_world_size()
-        self._group = dist.new_group(
-            None if everybody else list(self._ranks),
-            backend="gloo",
-            timeout=group_timeout,
-            use_local_synchronization=not everybody,
-        )
+    def __init__(self, name: str, links: Links, tag: int, timeout: timedelta) -> None:
+        self._ranks, self._group, self._tag = links.ranks, links.group, tag
         self.node = TreeNode(self._ranks.index(dist.get_rank()), len(self._ranks))
         self.generation = 0
-        self._timeout = wait_timeout
+        self._timeout = timeout
         self._lock = threading.Lock()
         self._waited_for: set[Future[Any]] = set()
         self._aborted: PeerLostError | None = None
+        self._is_aborted = threading.Event()
         self._jobs: _Jobs = queue.SimpleQueue()
         # A daemon: a peer that is gone must not keep the process from ending.
         self._thread = threading.Thread(target=_in_order, args=(self._jobs,), name=name, daemon=True)
@@ -104,6 +131,12 @@ class Lane:
             stuck, self._waited_for = self._waited_for, set()
         for found in stuck:
             found.set_exception(self._aborted)
+        self._is_aborted.set()
+
+    def await_cause(self, error: BaseException) -> None:
+        """A job failed: if that is because a wait on another lane of these links timed out, waits for its ``abort``."""
+        if _CLOSED_BY_A_TIMEOUT in str(error):
+            self._is_aborted.wait(_IDLE_SECS)
 
     def close(self) -> None:
         """Ends the thread, unless it waits for a peer. The group ends with the default group: destroying it alone would
@@ -116,14 +149,14 @@ class Lane:
     def send(self, payload: bytes, target: int) -> None:
         """By point-to-point calls, because only they take a timeout of their own."""
         for part in (self._head(payload), _tensor(payload)):
-            self._wait(dist.isend(part, dst=self._ranks[target], group=self._group))
+            self._wait(self._send(part, target))
 
     def receive(self, source: int) -> bytes:
         """Raises ``StaleGenerationError`` for a message of another life of the run."""
         head = torch.zeros(2, dtype=torch.int64)
-        self._wait(dist.irecv(head, src=self._ranks[source], group=self._group))
+        self._wait(self._receive(head, source))
         body = torch.empty(int(head[0]), dtype=torch.uint8)
-        self._wait(dist.irecv(body, src=self._ranks[source], group=self._group))
+        self._wait(self._receive(body, source))
         self._require_own(int(head[1]), int(head[1]))
         return body.numpy().tobytes()
 
@@ -151,14 +184,8 @@ class Lane:
         me, ranks = self.node.rank, len(self._ranks)
         for distance in range(1, ranks):
             target, source = (me + distance) % ranks, (me - distance) % ranks
-            works = [
-                dist.isend(part, dst=self._ranks[target], group=self._group)
-                for tensor in given.get(target, ())
-                for part in _chunks(tensor)
-            ] + [
-                dist.irecv(part, src=self._ranks[source], group=self._group)
-                for tensor in expected.get(source, ())
-                for part in _chunks(tensor)
+            works = [self._send(part, target) for tensor in given.get(target, ()) for part in _chunks(tensor)] + [
+                self._receive(part, source) for tensor in expected.get(source, ()) for part in _chunks(tensor)
             ]
             for work in works:
                 self._wait(work)
@@ -168,14 +195,14 @@ class Lane:
         mine = torch.cat([numbers, torch.tensor([self.generation, -self.generation])])
         theirs = torch.empty_like(mine)
         for child in self.node.children:
-            self._wait(dist.irecv(theirs, src=self._ranks[child], group=self._group))
+            self._wait(self._receive(theirs, child))
             mine[:summed] += theirs[:summed]
             torch.maximum(mine[summed:], theirs[summed:], out=mine[summed:])
         if self.node.parent is not None:
-            self._wait(dist.isend(mine, dst=self._ranks[self.node.parent], group=self._group))
-            self._wait(dist.irecv(mine, src=self._ranks[self.node.parent], group=self._group))
+            self._wait(self._send(mine, self.node.parent))
+            self._wait(self._receive(mine, self.node.parent))
         for child in reversed(self.node.children):
-            self._wait(dist.isend(mine, dst=self._ranks[child], group=self._group))
+            self._wait(self._send(mine, child))
         self._require_own(-int(mine[-1]), int(mine[-2]))
         return mine[:-2]
 
@@ -185,6 +212,12 @@ class Lane:
 
     def _head(self, payload: bytes) -> torch.Tensor:
         return torch.tensor([len(payload), self.generation])
+
+    def _send(self, data: torch.Tensor, target: int) -> dist.Work | None:
+        return dist.isend(data, dst=self._ranks[target], group=self._group, tag=self._tag)
+
+    def _receive(self, data: torch.Tensor, source: int) -> dist.Work | None:
+        return dist.irecv(data, src=self._ranks[source], group=self._group, tag=self._tag)
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is not None:  # None: this rank is not of the group

@@ -56,7 +56,7 @@ class MoEtionConfig:
     selection: str = "popular"
     budget_fraction: float = 1.0
     capacity_boost: Optional[float] = 0.1  # noqa: UP045
-    probe: bool = False
+    probe: Optional[bool] = None  # noqa: UP045
 
 
 @dataclass
@@ -79,6 +79,7 @@ class GradientLogConfig:
     most_window: int = 16
     budget_fraction: float = 1.0
     grad_dtype: str = "as_consumed"
+    dense_from: str = "training"
 
 
 @dataclass

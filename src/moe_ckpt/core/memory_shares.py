@@ -388,6 +388,11 @@ def teller_of(snapshot: Snapshot) -> int:
     return min(snapshot, key=lambda writer: (fullest(snapshot[writer]).unagreed, writer))
 
 
+def is_agreed(snapshot: Snapshot) -> bool:
+    """Returns whether a rank that sealed something of the snapshot knew the tokens of all ranks."""
+    return not fullest(snapshot[teller_of(snapshot)]).unagreed
+
+
 def fullest(shares: Sequence[Share]) -> Share:
     """The share that has everything that any of these shares of one writer has."""
     return min(shares, key=lambda share: share.sent)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.events import Observer, SessionEvent, StepReplayed
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.session import CheckpointSession
@@ -57,7 +62,7 @@ class Rejoining:
         for _ in self.part.steps:
             self._session.comm.everyone(b"")  # so that no wait is longer than one step
             note_replayed(self._session, equal=True)
-        self._go_on()
+        self._go_on(None)
 
     def diverged(self) -> None:
         """A step that this rank computed again is not what it was: at the next start all ranks go back."""
@@ -65,17 +70,30 @@ class Rejoining:
         if isinstance(tier, MemoryTier):
             tier.files.note_divergence()
 
-    def step_replayed(self, *, last: bool) -> None:
+    def step_replayed(self, tokens: Deferred[StepTokens], *, last: bool) -> None:
         """A rank that goes back has computed a step again.
 
         Args:
+            tokens: Of this rank in that step.
             last: It was the last one.
+
+        Raises:
+            PeerLostError: Another rank is gone.
         """
         self._session.comm.everyone(b"")
         if last:
-            self._go_on()
+            self._go_on(tokens)
 
-    def _go_on(self) -> None:
+    def _go_on(self, tokens: Deferred[StepTokens] | None) -> None:
+        """All ranks are together. tokens: Of the last step, on a rank that has computed it again."""
         self.is_over = True
-        joined = self.part.joined
+        part = self.part
+        joined = part.joined_with(self._recounted(tokens)) if part.recounts else part.joined
         self._session.resume_from(joined.manifest, **joined.going_on)
+
+    def _recounted(self, tokens: Deferred[StepTokens] | None) -> Counts:
+        """``[L, E]`` tokens of the ranks that go back, in the step on which all meet. A collective."""
+        none = np.zeros_like(self._session.run_ledger.tokens.applied)
+        mine = (lambda: none) if tokens is None else (lambda: tokens.result().applied)
+        agreed = self._session.comm.start_agreement(mine, np.zeros(1, dtype=np.int64))
+        return agreed.result()[0]

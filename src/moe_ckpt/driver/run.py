@@ -33,6 +33,7 @@ from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.gradients.densifying import Densifier
+from moe_ckpt.gradients.own_log import OwnLog
 from moe_ckpt.interop.weights import Loaded as LoadedWeights
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
@@ -187,6 +188,7 @@ class Driver:
             observers=[self._tell],
             gate=gate,
             gradients=gradients,
+            open_log=OwnLog,
         )
         session.open()
         self.session, self._storage = session, storage
@@ -342,7 +344,7 @@ class Driver:
         if self.restored is not None and self.restored.plain:
             self.restored = replace(self.restored, plain={})
         if self.replaying is not None:
-            return self._replayed(self.replaying, step)
+            return self._replayed(self.replaying, step, tokens)
         self.session.add_stall(time.perf_counter() - began)
         capture = lambda: self._host.capture(described=True)  # noqa: E731
         with self.surviving.booking():
@@ -355,7 +357,7 @@ class Driver:
         plain = plain_of(self._host.capture, self.comm.rank)
         self.session.survivor.counted(self._host.step, plain, tokens, updated=updated)
 
-    def _replayed(self, replaying: Replaying, step: int) -> StepRecord:
+    def _replayed(self, replaying: Replaying, step: int, tokens: Deferred[StepTokens]) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
         equal = False
         try:
@@ -370,7 +372,7 @@ class Driver:
             self.replaying = None
             self.lifecycle.move(Event.REPLAYED, "replay")
         if local is not None and not local.is_over:
-            local.step_replayed(last=replaying.done)
+            local.step_replayed(tokens, last=replaying.done)
         elif replaying.done:
             self.session.resume_from(replaying.manifest, **replaying.going_on)
         self.last = StepRecord(step, replayed=True, committed_step=replaying.manifest.step)

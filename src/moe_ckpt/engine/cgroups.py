@@ -1,4 +1,4 @@
-"""How much memory a container, or a scheduler's job, still leaves this process."""
+"""How much memory a container, a scheduler's job, or the machine still leaves this process."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ def free_bytes(
     names = ("inactive_file", "active_file") if any_cache else ("inactive_file",)
     found = [_left_below(place, left_bytes, names) for place in _cgroups(root, own)]
     return min((free for free in found if free is not None), default=None)
+
+
+def available_bytes(meminfo: str = "/proc/meminfo") -> int | None:
+    """Bytes of the machine's memory that can still be taken without taking any from a process; None if unknown.
+
+    A tmpfs may be as large as the machine's memory, or larger, so its own room is no limit.
+    """
+    with contextlib.suppress(OSError, ValueError), open(meminfo) as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    return None
 
 
 def _cgroups(root: str, own: str) -> list[Path]:

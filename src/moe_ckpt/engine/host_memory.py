@@ -6,7 +6,7 @@ import errno
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -23,14 +23,16 @@ from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.memory.preflight import RoomNeeded, free_bytes, say_file_system, say_room
-from moe_ckpt.replicas.opening import open_replication
+from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, free_bytes, say_file_system, say_room
+from moe_ckpt.replicas.opening import CANNOT_OPEN, open_replication
+from moe_ckpt.replicas.replication import Replicator
 from moe_ckpt.slices.expected import ExpectedShare
 
 _NUMBER_BITS = 62
 """Of what ranks agree on as a whole number."""
 
 T = TypeVar("T")
+_Free = tuple[int, Mapping[str, int | None]]
 
 
 class HostMemory(NamedTuple):
@@ -63,28 +65,26 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         pool = HostBufferPool(budget, pinned=settings.pinned)
         return HostMemory(pool, host_tier.claim(run.storage.root, run_id, run.comm.rank, pool), generation)
     generation = max(generation, begun.newest + 1)
-    files = _together(run, memory, lambda: _directory(run, memory, run_id, generation, begun.life), _let_go)
-    slots: LeftSlots | None = None
+    files, slots = _together(run, memory, lambda: _taken_over(run, memory, run_id, generation, begun.life), _let_go)
     try:
         # Each rank has what it left itself; now what no rank has taken.
-        left = _together(run, memory, lambda: files.take_left(own=False))
-        slots = LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
+        others, trouble = _tried(memory, lambda: files.take_left(own=False))
+        slots.add(others or ())
         pool = HostBufferPool(begun.budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
         limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
-        replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate)
+        replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate, trouble)
+        _say_room(run, memory, begun, replicator)
         tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, slots, replicator)
     except BaseException:
-        if slots is not None:
-            slots.checker.close()
-        files.close(keep=True)
+        _let_go((files, slots))
         raise
     host_tier.register(run.storage.root, run_id, tier)
     return HostMemory(pool, tier, generation)
 
 
-def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int]:
-    """(newest life of which memory has something, -1 for none; budget of this rank's buffers in bytes).
+def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _Free]:
+    """(newest life of which memory has something, -1 for none; budget of this rank's buffers in bytes; what is free).
 
     Before any rank takes anything over: the ranks of a node find the same there.
     """
@@ -94,21 +94,25 @@ def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int]:
     left = left_bytes(memory.root, run_id, run.storage.root)
     given = memory.budget_bytes or run.settings.host_memory_bytes
     budget = default_budget_bytes(run.settings.local_ranks, left) if given is None else int(given)
-    if run.comm.rank % run.settings.local_ranks == 0:  # one of the node
-        _say_room(run, memory, budget, left)
-    return newest, budget
+    available = cgroups.available_bytes()
+    machine = None if available is None else available + left
+    limits = {CGROUP: cgroups.free_bytes(left_bytes=left), MACHINE: machine}
+    return newest, budget, (free_bytes(memory.root) + left, limits)
 
 
-def _say_room(run: RunContext, memory: Memory, budget: int, left: int) -> None:
-    """Warns before training if slots will find no room. left: bytes that earlier lives left on this node."""
-    settings, free = run.settings, free_bytes(memory.root) + left
-    limit = cgroups.free_bytes(left_bytes=left)
+def _say_room(run: RunContext, memory: Memory, begun: _Begun, replicator: Replicator | None) -> None:
+    """Warns before training if slots will find no room. One rank of the node knows of all whose copies lie there."""
+    settings, rank, (free, limits) = run.settings, run.comm.rank, begun.free
+    if rank % settings.local_ranks:
+        return
+    held = () if replicator is None else replicator.roster.placement.sources_of[rank : rank + settings.local_ranks]
     share = ExpectedShare(run.state.tensors(), run.state.specs())
-    of_node = settings.max_in_flight + 1, budget, memory.replicas, settings.local_ranks, share.is_estimated
+    of_node = settings.max_in_flight + 2, begun.budget, sum(map(len, held)), settings.local_ranks, share.is_estimated
     needed = RoomNeeded(share.most_nbytes, *of_node)
-    if needed.nbytes > min(free, free if limit is None else limit):  # else there is no need to weigh what peers share
+    known = (limit for limit in limits.values() if limit is not None)
+    if needed.nbytes > min(free, *known):  # else there is no need to weigh what peers share
         exact = share.nbytes(run.catalog, run.placement, settings.sharding, run.comm.rank)
-        say_room(memory.root, replace(needed, share_bytes=exact), free, limit)
+        say_room(memory.root, replace(needed, share_bytes=exact), free, limits)
 
 
 class _Begun(NamedTuple):
@@ -118,11 +122,14 @@ class _Begun(NamedTuple):
         life: A token that names this life of the run, equal on every rank.
         newest: Life of which any rank's memory has something; -1 for none.
         budget: Of this rank's buffers, in bytes.
+        free: Bytes of the memory directory, and what ``CGROUP`` and ``MACHINE`` leave (None where nothing says), for
+            this life's slots: with what earlier lives left there.
     """
 
     life: str
     newest: int
     budget: int
+    free: _Free
 
 
 def _begun(run: RunContext, memory: Memory | None, run_id: str) -> _Begun:
@@ -136,11 +143,11 @@ def _begun(run: RunContext, memory: Memory | None, run_id: str) -> _Begun:
     """
     rank, is_on, alike = run.comm.rank, memory is not None, _alike_everywhere(memory)
     number, life = _number_of(alike), secrets.randbits(_NUMBER_BITS) if rank == 0 else 0
-    found: tuple[int, int] | None = (-1, 0)
+    found: tuple[int, int, _Free] | None = None
     trouble: Exception | None = None
     if memory is not None:
         found, trouble = _tried(memory, lambda: _prepared(run, memory, run_id))
-    newest, budget = found or (-1, 0)
+    newest, budget, free = found or (-1, 0, (0, {}))
     failed = 0 if trouble is None else rank + 1
     mine = [(rank + 1) * is_on, (rank + 1) * (not is_on), number, -number, life, failed, newest]
     on, off, most, least, life, failed, newest = largest(run.comm, mine)
@@ -151,7 +158,7 @@ def _begun(run: RunContext, memory: Memory | None, run_id: str) -> _Begun:
         settings = [json.loads(raw) for raw in run.comm.everyone(json.dumps(alike).encode())]
         raise ConfigError(_disagreement(rank, settings))
     _raise_together(trouble, failed)
-    return _Begun(f"{life:016x}", newest, budget)
+    return _Begun(f"{life:016x}", newest, budget, free)
 
 
 def _alike_everywhere(memory: Memory | None) -> list[str]:
@@ -187,18 +194,22 @@ def _disagreement(rank: int, settings: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _directory(run: RunContext, memory: Memory, run_id: str, generation: int, life: str) -> MemoryFiles:
-    """This life's directory, with what this rank itself left taken over."""
+def _taken_over(
+    run: RunContext, memory: Memory, run_id: str, generation: int, life: str
+) -> tuple[MemoryFiles, LeftSlots]:
+    """This life's directory, with what this rank itself left taken over; that is verified from here on."""
     files = MemoryFiles(memory.root, run_id, generation, life, run.comm.rank, run.storage.root)
     try:
-        files.take_left(own=True)
+        left = files.take_left(own=True)
+        return files, LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
     except BaseException:
         files.close(keep=True)
         raise
-    return files
 
 
-def _let_go(files: MemoryFiles) -> None:
+def _let_go(taken_over: tuple[MemoryFiles, LeftSlots]) -> None:
+    files, slots = taken_over
+    slots.checker.close()
     files.close(keep=True)
 
 
@@ -219,7 +230,7 @@ def _raise_together(trouble: Exception | None, failed: int) -> None:
     if trouble is not None:
         raise trouble
     if failed:
-        raise StoreError(f"rank {failed - 1} could not open its memory directory; see its log")
+        raise StoreError(CANNOT_OPEN.format(failed - 1))
 
 
 def _together(run: RunContext, memory: Memory, action: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:

@@ -1,4 +1,4 @@
-"""Slots that come on top of a rank's budget: only while the memory limit of the job's cgroup has room for them."""
+"""Slots that come on top of a rank's budget: only while the machine, and the cgroup of the job, have room for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_ckpt.engine import cgroups
 from moe_ckpt.engine.buffers import HostBufferPool
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory.files import MemoryFiles
-from moe_ckpt.memory.preflight import lies_in_memory
+from moe_ckpt.memory.preflight import CGROUP, MACHINE, RAISE_LIMIT, lies_in_memory
 from moe_ckpt.memory.slot import Slot
 
 log = logging.getLogger("moe_ckpt")
@@ -19,9 +19,10 @@ _COPIES = 2
 
 
 class LimitedSlots:
-    """Makes slots for copies of other ranks. A tmpfs counts in a cgroup, whose limit ends processes without an error.
+    """Makes slots for copies of other ranks. A tmpfs takes the machine's memory, and counts in a cgroup; where either
+    has none left, processes end without an error.
 
-    So a copy is refused unless the limit then still leaves what the ranks of this node may take by their budgets, what
+    So a copy is refused unless there is still left what the ranks of this node may take by their budgets, what
     they had at their largest in a step and will have again, and two slots of that size for each of them: they make
     theirs at the same time, and a holder keeps two copies of a rank.
 
@@ -43,27 +44,33 @@ class LimitedSlots:
             MemoryFullError: There is no room for it, on the file system or under the limit.
             OSError: It cannot be made.
         """
-        free = cgroups.free_bytes(any_cache=True) if self._counts else None
+        free, limit = _least_free() if self._counts else (None, "")
         if free is not None:
             own = max(0, self._pool.budget_bytes - self._pool.held_bytes)
             again = _once_more_bytes()
             left = free - self._ranks * (own + again) - (_COPIES * self._ranks - 1) * nbytes
             if left < nbytes:
-                self._say(nbytes, free, own, again)
+                self._say(nbytes, limit, free, own, again)
                 raise MemoryFullError(str(self._files.path), nbytes, max(0, left))
         return self._files.make(nbytes)
 
-    def _say(self, nbytes: int, free: int, own: int, again: int) -> None:
+    def _say(self, nbytes: int, limit: str, free: int, own: int, again: int) -> None:
         if self._said:
             return
         self._said = True
         log.warning(
-            "no copy of another rank's snapshot (%s bytes) is kept here: the memory limit of this job's cgroup leaves "
-            "%s bytes, and each rank of this node (%d) may still take %s bytes of its budget (%s) for its own "
-            "snapshots, and %s bytes as at its largest. Raise the limit (Docker: --memory; Kubernetes: "
-            "resources.limits.memory; SLURM: --mem), or lower Memory(budget_bytes=...)",
-            *(f"{nbytes:,}", f"{free:,}", self._ranks, f"{own:,}", f"{self._pool.budget_bytes:,}", f"{again:,}"),
+            "no copy of another rank's snapshot (%s bytes) is kept here: %s leaves %s bytes, and each rank of this "
+            "node (%d) may still take %s bytes of its budget (%s) for its own snapshots, and %s bytes as at its "
+            "largest. %sower Memory(budget_bytes=...) or replicas",
+            *(f"{nbytes:,}", limit, f"{free:,}", self._ranks, f"{own:,}", f"{self._pool.budget_bytes:,}"),
+            *(f"{again:,}", f"{RAISE_LIMIT}, or l" if limit == CGROUP else "L"),
         )
+
+
+def _least_free() -> tuple[int | None, str]:
+    """(bytes left, what leaves no more than these); None where nothing says."""
+    found = (cgroups.free_bytes(any_cache=True), CGROUP), (cgroups.available_bytes(), MACHINE)
+    return min(((free, name) for free, name in found if free is not None), default=(None, ""))
 
 
 def _once_more_bytes() -> int:

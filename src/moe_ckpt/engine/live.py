@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -14,13 +14,13 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.engine.layout import Layout
-from moe_ckpt.format.gathering import Numbers
-from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
+from moe_ckpt.format.gathering import Numbers, ranges
+from moe_ckpt.ports import Reading, StateTensor, TensorSpec, TrainingState
 from moe_ckpt.slices.assignment import ComputeTypes, coupled_operators, operator_bytes, places_of
 
 _MANY = 4
-"""If a plan has at least one in this many operators, looking at all parameters is quicker than naming those of the
-plan."""
+"""If a plan has at least one in this many operators, looking at all tensors is quicker than looking for the plan's."""
+_NOTHING = Reading((), np.zeros(0, dtype=np.int64))
 
 
 class LiveState:
@@ -59,26 +59,26 @@ class LiveState:
     def describe(self) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
         """Returns this rank's tensors and those of all; listed once per step. Where they lie ``describe_for`` tells."""
         if self._described is None:
-            tensors = self._state.tensors(of=())
+            tensors = self._state.tensors(of=_NOTHING)
             self._described = tensors, self._state.specs()
         return self._described
 
     def describe_for(self, plan: SnapshotPlan) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
         """As ``describe``, with the current addresses of what the plan saves or the ledger requires."""
         listed = self._described is not None
-        tensors = self._state.tensors(of=self._parameters_of(plan), listed=listed)
+        tensors = self._state.tensors(of=self._read_by(plan), listed=listed)
         if self._here is None or self._here.tensors is not tensors:
             self._here = _Here(self._catalog, tensors)
         self._described = tensors, self._state.specs()
         return self._described
 
-    def _parameters_of(self, plan: SnapshotPlan) -> Collection[str] | None:
-        """Those of which the plan's operators have a part, and this rank some tensor; None for all."""
+    def _read_by(self, plan: SnapshotPlan) -> Reading | None:
+        """This rank's tensors of which the plan's operators have a part; None for all."""
         saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, self.layout.owed
         if self._here is None or sum(map(len, saved)) * _MANY >= len(self._catalog.everything):
             return None
         chosen = np.concatenate([places_of(self._catalog, operators) for operators in saved if operators])
-        return self._here.parameters_of(chosen)
+        return self._here.of(chosen)
 
     def forget(self) -> None:
         """The tensors that ``describe`` listed may be others from now on."""
@@ -111,7 +111,7 @@ class LiveState:
 
 
 class _Here:
-    """Which operators this rank has a part of: those of most experts lie elsewhere, and nothing need be asked of them.
+    """Which of this rank's tensors each operator has a part of; none, of most experts that lie elsewhere.
 
     Args:
         catalog: Of the model.
@@ -120,13 +120,18 @@ class _Here:
 
     def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
         self.tensors = tensors
-        here = {tensor.parameter for tensor in tensors}
-        self._parameters: list[set[str]] = [{span.parameter for span in op.spans} & here for op in catalog.operators]
-        for parameter in here:
-            self._parameters[catalog.place[catalog.home[parameter]]].add(parameter)
-        self._any = np.array(list(map(bool, self._parameters)), dtype=bool)
+        found: dict[str, list[int]] = {}
+        for at, tensor in enumerate(tensors):
+            found.setdefault(tensor.parameter, []).append(at)
+        sharing: list[list[int]] = [[] for _ in catalog.operators]
+        for parameter, those in found.items():
+            operators = {op.id for op, _ in catalog.spans_of[parameter]} | {catalog.home[parameter]}
+            for operator in operators:
+                sharing[catalog.place[operator]] += those
+        self._counts = np.array(list(map(len, sharing)), dtype=np.int64)
+        self._firsts = np.cumsum(self._counts) - self._counts
+        self._tensors_of = np.fromiter(chain.from_iterable(sharing), np.int64, int(self._counts.sum()))
 
-    def parameters_of(self, places: Numbers) -> Collection[str]:
-        """Of the operators at ``places``."""
-        here = places[self._any[places]].tolist()
-        return set(chain.from_iterable(map(self._parameters.__getitem__, here)))
+    def of(self, operators: Numbers) -> Reading:
+        """Of the operators at these places of the catalog."""
+        return Reading(self.tensors, self._tensors_of[ranges(self._firsts[operators], self._counts[operators])])

@@ -28,7 +28,7 @@ from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedShare
-from moe_ckpt.errors import MemoryFullError
+from moe_ckpt.errors import CoverageError, MemoryFullError
 from moe_ckpt.format.manifest import ModelRecord
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
@@ -72,7 +72,7 @@ class _Entry:
         step: Which.
         training_step: Of its state.
         buffer: Its bytes; None once it was given up.
-        to_storage: It is to be written from the buffer still.
+        readers: Snapshots that are to be written to storage from the buffer still: it stays.
         state: Of this rank's share.
         freshness: What its checksums show.
         reported: The other ranks know that it is sealed.
@@ -84,7 +84,7 @@ class _Entry:
     step: MemoryStep
     training_step: int
     buffer: HostBuffer | None
-    to_storage: bool
+    readers: int
     state: int = NOT_YET
     freshness: int = UNKNOWN
     reported: bool = False
@@ -160,10 +160,12 @@ class MemoryTier:
     def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
         """Storage needs the buffer no longer, whether it has the snapshot now or not."""
         with self._lock:
+            for sequence in snapshot.reads:
+                if sequence in self._entries:
+                    self._entries[sequence].readers -= 1
             entry = self._entries.get(snapshot.memory_sequence)
             if entry is None:  # the session has ended
                 return
-            entry.to_storage = False
             if committed and entry.step.slot + 1 == entry.step.size:
                 for each in self._entries.values():
                     if each is entry or (entry.step.window is not None and each.step.window == entry.step.window):
@@ -199,7 +201,7 @@ class MemoryTier:
             return False
 
     def begin(self, snapshot: Snapshot) -> None:
-        """A snapshot's buffer is being copied into."""
+        """A snapshot's buffer is being copied into. What a dense one is made from stays until that has ``ended``."""
         request = snapshot.request
         window = request.window
         step = MemoryStep(
@@ -213,7 +215,7 @@ class MemoryTier:
             since=request.since,
             groups=frozenset() if request.groups is None else frozenset(chain.from_iterable(request.groups.groups)),
         )
-        entry = _Entry(step, request.step, snapshot.buffer, request.stored, mirrored=snapshot.mirrored)
+        entry = _Entry(step, request.step, snapshot.buffer, int(request.stored), mirrored=snapshot.mirrored)
         entry.groups = () if request.groups is None else request.groups.groups
         places = (place for place, _ in snapshot.plan.pieces)
         entry.pieces = dict(zip(places, snapshot.pieces, strict=True))
@@ -221,6 +223,9 @@ class MemoryTier:
             self._open.append(step.sequence)
             self._next = step.sequence + 1
             self._entries[step.sequence] = entry
+            for sequence in () if snapshot.dense is None else snapshot.dense.reads:
+                if sequence in self._entries:
+                    self._entries[sequence].readers += 1
 
     def sealed(self, snapshot: Snapshot, headers: Sequence[bytes]) -> None:
         """This rank's share is sealed, and goes to peers; or, without headers, it never will be.
@@ -310,7 +315,7 @@ class MemoryTier:
         steps = [entry.step for entry in self._entries.values()]
         kept = needed(steps) | frozenset(with_newest_experts(steps))
         for sequence, entry in list(self._entries.items()):
-            if sequence in kept or entry.to_storage or entry.state == NOT_YET or entry.step.complete is None:
+            if sequence in kept or entry.readers or entry.state == NOT_YET or entry.step.complete is None:
                 continue
             if sequence in self._open:  # given up here, of which the others are still to hear
                 continue
@@ -318,7 +323,8 @@ class MemoryTier:
             self._give_up(entry)
         over = _over(self._entries.values())
         for sequence, entry in self._entries.items():
-            if entry.state != NOT_YET and entry.step.complete is not None and sequence not in self._open:
+            settled = entry.state != NOT_YET and entry.step.complete is not None and sequence not in self._open
+            if settled and not entry.readers:
                 for buffer in entry.let_go({place for place in entry.pieces if (sequence, place) in over}):
                     self._pool.give_back(buffer)
 
@@ -339,7 +345,7 @@ class MemoryTier:
             for entry in self._superseded()[:1]:
                 self._give_up(entry)
                 return True
-            idle = [entry for entry in self._entries.values() if not entry.to_storage and entry.state in _SAFE]
+            idle = [entry for entry in self._entries.values() if not entry.readers and entry.state in _SAFE]
             logged = self._logged()
             for going in (
                 [entry for entry in idle if entry.step.complete is None and not entry.reported and entry not in logged],
@@ -364,7 +370,7 @@ class MemoryTier:
         complete, but not at all peers, or without those experts."""
         newest = newest_checkpoint(entry.step for entry in self._entries.values())
         older = [entry for entry in self._entries.values() if newest and entry.step.sequence < newest[0].sequence]
-        there = [each for each in older if each.step.complete and not each.to_storage and each.buffer is not None]
+        there = [each for each in older if each.step.complete and not each.readers and each.buffer is not None]
         return sorted(there, key=lambda each: each.step.sequence)
 
     @property
@@ -383,7 +389,7 @@ class MemoryTier:
         """Host memory that ``drop`` would free, and that is not needed."""
         with self._lock:
             stored = [entry for entry in self._entries.values() if entry.step.complete and entry.step.on_storage]
-            logged = [entry for entry in self._logged() if entry.step.complete and not entry.to_storage]
+            logged = [entry for entry in self._logged() if entry.step.complete and not entry.readers]
             going = {*stored, *self._superseded(), *logged}
             return sum(entry.nbytes for entry in going if entry.buffer is not None)
 
@@ -425,3 +431,21 @@ def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
 def _judged(state: int, freshness: int) -> int:
     """Returns the state of a snapshot, which is ``FAILED`` if it is stale."""
     return FAILED if freshness == STALE else state
+
+
+def slots_of(tier: MemoryTier, snapshot: Snapshot) -> list[Slot]:
+    """Returns the slots that a snapshot is made from, in the order of their steps; a step's own one comes last. On any
+    thread, until it has ``ended``.
+
+    Raises:
+        CoverageError: One of them is gone, or was never sealed.
+    """
+    with tier._lock:
+        entries = [tier._entries.get(sequence) for sequence in snapshot.reads]
+        there = [each for each in entries if each is not None and each.buffer is not None]
+        buffers = [buffer for each in there for buffer in (*each.pieces.values(), each.buffer)]
+    slots = [each.slot for each in buffers if each is not None and each.slot is not None and each.slot.is_sealed]
+    if len(there) < len(entries) or len(slots) < len(buffers):
+        said = f"of its {len(entries)} snapshots this rank's memory holds {len(there)}, and {len(slots)} slots"
+        raise CoverageError("the gradient log", (said,))
+    return slots

@@ -18,7 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.buffers import HostBuffer
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_memory import HostMemory
@@ -29,7 +32,7 @@ from moe_ckpt.engine.persisting import Persister
 from moe_ckpt.engine.resolving import SnapshotResolver
 from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
-from moe_ckpt.engine.snapshot import Encode, Snapshot, copy_at_once, needs_of, placed
+from moe_ckpt.engine.snapshot import Encode, LogSpan, Snapshot, copy_at_once, needs_of, placed
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
@@ -129,6 +132,7 @@ class Pipeline:
         plain: Encode,
         patience_secs: float,
         gradients: StepGradients | None = None,
+        dense: SnapshotRequest | None = None,
     ) -> Snapshot:
         """Start a snapshot; returns at once unless the pipeline is full.
 
@@ -142,6 +146,7 @@ class Pipeline:
             patience_secs: Longest wait for host memory that earlier snapshots use. A snapshot that gets none fails on
                 every rank, because peers may have begun it already: see ``Snapshot.refused``.
             gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
+            dense: The same step in full, if storage gets it from the log (``Snapshot.dense``).
 
         Raises:
             HostMemoryError: The snapshot can never fit the budget.
@@ -150,10 +155,9 @@ class Pipeline:
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
         logged = {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
         encoded, side = plain(**logged)
-        entries = [entry for entry, _ in side]
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
-        plan = self._compiler.compile(request, tensors, specs, entries, consumed, writer)
+        plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
         began = time.monotonic()
         needs, refused = needs_of(plan), None
         buffers, waited = self._room.find(request, needs, patience_secs)
@@ -168,7 +172,6 @@ class Pipeline:
         on_device = copy_at_once(parts, side)
         self.step_begins()
         self._copy = self._copier.start([(part.copies, memory) for part, memory in parts], on_device=on_device)
-        partial = len(request.operators) < len(self._catalog.operators) and request.window is None
         snapshot = Snapshot(
             sequence=self._sequence,
             request=request,
@@ -185,9 +188,11 @@ class Pipeline:
             pieces=tuple(buffers[1 : 1 + len(plan.pieces)]),
             mirrored=buffers[-1] if plan.mirrored else None,
         )
-        self._sequence += request.stored
+        snapshot.dense = None if dense is None else _from_log(snapshot, dense, self._compiler, tensors, specs)
+        self._sequence += request.stored or dense is not None
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
+        partial = len(request.operators) < len(self._catalog.operators) and request.window is None
         if self._room.used(needs, partial=partial):
             self._copier.later(self._top_up)
         return snapshot
@@ -285,6 +290,23 @@ class Pipeline:
                 self._copier.close()
                 host_tier.leave(self.tier, keep=keep)
         return ended
+
+
+def _from_log(
+    logged: Snapshot,
+    request: SnapshotRequest,
+    compiler: PlanCompiler,
+    tensors: Sequence[StateTensor],
+    specs: Sequence[TensorSpec],
+) -> Snapshot:
+    """What is to be made from ``logged`` and those before it: its plan says what this rank writes. Copies nothing."""
+    plan = compiler.compile(request, tensors, specs, ())
+    number, since = logged.memory_sequence, logged.request.since
+    span = LogSpan(number if since is None else since, number)
+    buffer = HostBuffer(torch.empty(0, dtype=torch.uint8))
+    return replace(
+        logged, request=request, plan=plan, buffer=buffer, pieces=(), mirrored=None, state=None, from_log=span
+    )
 
 
 def _overwritten(names: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ class MemorySealer:
     Args:
         run: The session's.
         tier: Keeps the slots.
-        to_storage: Takes each snapshot that also goes to storage, in order.
+        to_storage: Takes each snapshot that also goes to storage, or that is made from one for storage, in order.
     """
 
     def __init__(self, run: RunContext, tier: MemoryTier, to_storage: Callable[[Snapshot], None]) -> None:
@@ -64,6 +64,9 @@ class MemorySealer:
             self._said.add(snapshot.refused)
             log.warning("step %d of the gradient log is not kept: %s", snapshot.step, snapshot.refused)
         self._tier.sealed(snapshot, header)
+        if snapshot.dense is not None:
+            snapshot.dense.refused = snapshot.refused or trouble
+            self._to_storage(snapshot.dense)
         if snapshot.request.stored:
             if snapshot.share is not None:  # more is sealed before it is written
                 snapshot.share = snapshot.share.detached()

@@ -25,6 +25,7 @@ from moe_ckpt.engine.agreement import StepConsensus, StepTokens
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.events import Joined, Observer, Resumed, StepEnded, TrainingBegins, TrainingEnded, all_of
+from moe_ckpt.engine.from_log import OpenLog, require_whole_units
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
@@ -73,6 +74,7 @@ class CheckpointSession:
         observers: Sequence[Observer] = (),
         gate: BubbleGate | None = None,
         gradients: GradientRecord | None = None,
+        open_log: OpenLog | None = None,
     ) -> None:
         policy.check(catalog)
         self.catalog = catalog
@@ -91,6 +93,7 @@ class CheckpointSession:
             all_of(observers),
             gate,
             gradients,
+            open_log,
         )
         self._resources = SessionResources(self._run)
         self._snapshots = Snapshotter(self._run, self._resources)
@@ -113,6 +116,8 @@ class CheckpointSession:
         try:
             pipeline = self._resources.open()
             needs = needs_of(self._run.policy)
+            if needs.dense_from_log:
+                require_whole_units(self._run.state.tensors(), self._run.placement, self.comm)
             if needs.windows or needs.gradients:  # minimum over ranks
                 [least] = largest(self.comm, [-pipeline.snapshot_bytes])
                 self._planner.room = -least

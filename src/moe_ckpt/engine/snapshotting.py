@@ -33,10 +33,11 @@ Capture = Callable[[], Mapping[str, Any]]
 
 
 class _Ways(NamedTuple):
-    """Where a snapshot goes from memory: to storage, to peers."""
+    """Where a snapshot goes from memory: to storage, to peers; and whether storage gets its step from the log."""
 
     stored: bool
     copied: bool
+    from_log: bool = False
 
 
 _EVERYWHERE = _Ways(stored=True, copied=True)
@@ -68,7 +69,9 @@ class Snapshotter:
             SnapshotLimit(run.settings.budget_setting, run.settings.max_in_flight),
         )
         self.backlog = Backlog(run.settings, run.comm)
-        self.flush = StorageFlush(run.settings, windows=needs.windows, rank=run.comm.rank)
+        self.flush = StorageFlush(
+            run.settings, windows=needs.windows, rank=run.comm.rank, from_log=needs.dense_from_log
+        )
         self.copies = PeerCopies(run.settings, rank=run.comm.rank)
         self.updates = 0
         self.newest: Snapshot | None = None
@@ -106,6 +109,7 @@ class Snapshotter:
             storage_steps=self.flush.steps_since(context.step),
             replicas=memory.replicas if has_peers and memory is not None else 0,
             sends=consensus.sends,
+            log_serves=self.flush.log_serves,
         )
         return replace(context, memory=facts)
 
@@ -149,7 +153,10 @@ class Snapshotter:
                 self.booking.run_ledger.give_up_window()
             return StepRecord(plan.step, skipped=True)
         stored = self.flush.goes(plan, consensus, self.booking.run_ledger)
-        ways = _Ways(stored, self.copies.go(plan, consensus))
+        from_log = self.flush.goes_from_log(plan, consensus, self.booking.run_ledger)
+        if from_log and self.flush.is_making(self.booking.run_ledger):
+            self._wait_for_storage(plan.step)
+        ways = _Ways(stored, self.copies.go(plan, consensus), from_log)
         snapshot = self._begin(plan, plain, last=plan.halt is not None, step_is_agreed=step_is_agreed, ways=ways)
         self.booking.meter.copies(snapshot.plan.total_nbytes)
         return StepRecord(
@@ -161,7 +168,7 @@ class Snapshotter:
             frozen_nbytes=snapshot.frozen_nbytes,
             window=0 if plan.window is None else plan.window.size,
             slot=plan.slot,
-            to_storage=stored,
+            to_storage=stored or from_log,
             gradient_factor=gradient_factor(plan, self.live.sizes),
         )
 
@@ -169,13 +176,22 @@ class Snapshotter:
         """Begin a snapshot of everything, unless the newest one is just that."""
         newest, everything = self.booking.run_ledger.newest, self._run.catalog.everything
         if newest is not None and newest.step == step:
-            if newest.operators == everything:
+            if newest.operators == everything and not (newest.from_log and not self._is_made(step)):
                 return
             self._resources.generation += 1  # a partial checkpoint of this step has taken the name
             if self._resources.memory is not None:
                 self._resources.memory.files.note_generation(self._resources.generation)
         plain = plain_of(capture, self._run.comm.rank)
         self._begin(save_full(step, everything), plain, last=True, step_is_agreed=True)
+
+    def _is_made(self, step: int) -> bool:
+        """Wait for what is made from the log, as the state is still there; False if that failed."""
+        return self.drain(step, last=True)[-1].committed
+
+    def _wait_for_storage(self, step: int) -> None:
+        timeout_secs = self._run.settings.timeout_secs
+        if not self._resources.pipeline.stages.wait_until_stored(timeout_secs):
+            raise self._not_in_time(step, timeout_secs)
 
     def begin_survivor(
         self, plan: SnapshotPlan, plain: Encode, tokens: tuple[Counts, Counts | None], of: int, patience_secs: float
@@ -238,7 +254,10 @@ class Snapshotter:
         consumed = None if self._run.gradients is None else self._run.gradients.step(tensors)
         live.forget()
         began = time.perf_counter()
-        snapshot = self.newest = self._resources.pipeline.begin(request, tensors, specs, plain, patience_secs, consumed)
+        dense = _in_full(request, self._run.catalog.everything) if ways.from_log else None
+        snapshot = self.newest = self._resources.pipeline.begin(
+            request, tensors, specs, plain, patience_secs, consumed, dense
+        )
         self._note_anchors(request, pending, snapshot.memory_sequence, plan.together)
         if last:
             self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
@@ -247,6 +266,9 @@ class Snapshotter:
             raise self._not_in_time(plan.step, patience_secs)
         in_memory = None if self._resources.pipeline.memory is None else snapshot.memory_sequence
         self.booking.run_ledger.begun(snapshot.sequence, pending, in_memory)
+        if dense is not None:
+            whole = replace(pending, operators=dense.operators, gradients=(), stored=True, copied=False, from_log=True)
+            self.booking.run_ledger.begun(snapshot.sequence, whole)
         if ways.stored:
             self.planner.begun(pending)
         self._run.tell(SnapshotBegan(snapshot.nbytes, live.layout.changes, specs, request.compute_types))
@@ -343,14 +365,34 @@ class Snapshotter:
         """A snapshot was booked as ended."""
         self._run.tell(SnapshotEnded(committed))
         self.planner.ended(pending, committed=committed)
-        if not committed:
-            self.flush.failed(pending)
+        self.flush.ended(pending, committed=committed)
 
     def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
-        """What to raise when storage did not answer for so long."""
-        writing, newest = self._resources.pipeline.writing, self.booking.run_ledger.committed_step
-        cause = f"the storage of {self._run.storage.root} did not finish within {secs:g} s (timeout_secs)"
+        """What to raise when earlier snapshots were not out of the way after so long."""
+        pipeline, newest = self._resources.pipeline, self.booking.run_ledger.committed_step
+        writing, root = pipeline.writing, self._run.storage.root
+        kept = "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
+        if writing is None and pipeline.memory is not None:
+            cause = f"earlier snapshots were still being copied, or sent to peers, after {secs:g} s (timeout_secs)"
+            hint = "check whether this machine has memory left, and whether peers are slow"
+            return SaveFailedError(step, (cause, f"{kept} on storage; {hint}, or raise timeout_secs"))
+        cause = f"the storage of {root} did not finish within {secs:g} s (timeout_secs)"
         if writing is not None:
             cause += f", it has been writing the checkpoint of step {writing[0]} for {writing[1]:.0f} s"
-        kept = "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
         return SaveFailedError(step, (cause, f"{kept}; check whether that storage hangs, or raise timeout_secs"))
+
+
+def _in_full(request: SnapshotRequest, everything: tuple[str, ...]) -> SnapshotRequest:
+    """The same step, as storage gets it in full."""
+    return replace(
+        request,
+        operators=everything,
+        host_only=(),
+        gradients=(),
+        groups=None,
+        since=None,
+        stored=True,
+        copied=False,
+        experts=0,
+        sent=0,
+    )

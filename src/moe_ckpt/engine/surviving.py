@@ -294,6 +294,8 @@ class Survivor:
                 return sent.applied.result(min(AGREEMENT_SECS, _left(until))), None
         except Exception as error:  # whatever ended the agreement: it is made at the return, of what each rank counted
             log.info("the ranks had not agreed on the tokens of step %d when training stopped: %r", step, error)
+            # Else a snapshot of the step that waits for them is in the way of what is sealed now.
+            self._run.comm.abort(f"training stopped before the ranks agreed on the tokens of step {step}")
         before = booking.run_ledger.tokens.applied.copy() if sent is None else sent.before
         if self._tokens is None:
             raise RuntimeError("nothing was counted")

@@ -57,6 +57,20 @@ def by_size(sizes: Numbers) -> Iterator[tuple[int, Numbers]]:
             yield int(found[at]), order[at:stop]
 
 
+def ranges(firsts: Numbers, counts: Numbers) -> Numbers:
+    """Returns ``counts[i]`` numbers from each ``firsts[i]`` on, one range after the other."""
+    ends = np.cumsum(counts)
+    found: Numbers = np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
+    return found
+
+
+def ascending(numbers: Numbers, end: int) -> Numbers:
+    """Returns each of ``numbers`` once, in order. All are from 0 to below ``end``, which is not much larger."""
+    there = np.zeros(end, dtype=bool)
+    there[numbers] = True
+    return np.flatnonzero(there)
+
+
 class _Addressed:
     """Some of this process's memory, for numpy."""
 
@@ -96,7 +110,7 @@ class Words:
             places: Of those that are asked about; None for all.
         """
         if places is not None:
-            return np.array_equal(self._memory[self._places[places]], self._first[places])
+            return bool((self._memory.take(self._places.take(places)) == self._first.take(places)).all())
         return not len(self.others()[0])
 
     def others(self) -> tuple[Numbers, Values]:

@@ -43,7 +43,7 @@ class LogContent:
     def __init__(self, opened: OpenedMemory) -> None:
         self._opened, self._reader = opened, opened.reader
         self._index: TensorIndex = opened.reader.index(opened.manifest)
-        self.anchors = anchors_of(opened.manifest, opened.chained)
+        self.anchors: Mapping[str, int] = anchors_of(opened.manifest, opened.chained)
         _require_reached(opened)
         ranks = range(opened.manifest.world_size)
         self.layouts: list[UpdateLayout] = [self._layout(rank) for rank in ranks] if opened.logged else []
@@ -120,14 +120,23 @@ class LogContent:
     @cached_property
     def spans(self) -> Mapping[str, Sequence[Span]]:
         """Operator -> its rows of parameters."""
-        rows: dict[str, dict[str, set[tuple[int, int] | None]]] = defaultdict(lambda: defaultdict(set))
-        for key, group in self._index.tensors.items():
-            for stored in group if key.startswith(_MODEL) else ():
-                box = stored.entry.box
-                of = rows[stored.entry.operator][split_key(key).fqn]
-                if box.volume:
-                    of.add((box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else None)
-        return {op: [s for name, these in of.items() for s in _merged(name, these)] for op, of in rows.items()}
+        return merged_spans(self._index.tensors)
+
+
+def merged_spans(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, Sequence[Span]]:
+    """Returns operator -> its rows of parameters, of all slices of weights.
+
+    Args:
+        tensors: Key -> slices.
+    """
+    rows: dict[str, dict[str, set[tuple[int, int] | None]]] = defaultdict(lambda: defaultdict(set))
+    for key, group in tensors.items():
+        for stored in group if key.startswith(_MODEL) else ():
+            box = stored.entry.box
+            of = rows[stored.entry.operator][split_key(key).fqn]
+            if box.volume:
+                of.add((box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else None)
+    return {op: [s for name, these in of.items() for s in _merged(name, these)] for op, of in rows.items()}
 
 
 def _merged(parameter: str, rows: set[tuple[int, int] | None]) -> Iterator[Span]:

@@ -33,7 +33,12 @@ def lightning_checkpoint(reader: StoreReader, manifest: Manifest, rank: int = 0)
         NoCheckpointError: the checkpoint was not written under Lightning.
         DamagedError, CoverageError: it cannot be read whole.
     """
-    checkpoint = _whole(reader, manifest, rank)
+    return lightning_dict(of_lightning(reader, manifest, rank))
+
+
+def lightning_dict(checkpoint: WholeCheckpoint) -> dict[str, Any]:
+    """The same of a checkpoint that ``of_lightning`` has opened."""
+    manifest = checkpoint.manifest
     result = unmark({"state_dict": MODEL_MARK, **checkpoint.state["checkpoint"]}, checkpoint.state_dict())
     result["callbacks"] = {name: _with_tokens(state, manifest) for name, state in result.get("callbacks", {}).items()}
     result["optimizer_states"] = [optimizer_state_dict(checkpoint, i) for i in range(len(checkpoint.optimizers))]
@@ -55,12 +60,13 @@ def module_checkpoint(reader: StoreReader, manifest: Manifest) -> dict[str, Any]
         NoCheckpointError: The checkpoint was not written under Lightning.
         DamagedError: It cannot be read whole; or ``CoverageError``.
     """
-    checkpoint = _whole(reader, manifest, 0)
+    checkpoint = of_lightning(reader, manifest, 0)
     stored = {key: value for key, value in checkpoint.state["checkpoint"].items() if key not in _OF_TRAINER}
     return unmark({"state_dict": MODEL_MARK, **stored}, checkpoint.state_dict())
 
 
-def _whole(reader: StoreReader, manifest: Manifest, rank: int) -> WholeCheckpoint:
+def of_lightning(reader: StoreReader, manifest: Manifest, rank: int) -> WholeCheckpoint:
+    """Opens a checkpoint that was written under Lightning; reads no tensor. Raises as ``lightning_checkpoint``."""
     checkpoint = whole(reader, manifest, rank)
     if checkpoint.state.get("framework") != "lightning":
         raise NoCheckpointError(

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.errors import CoverageError, MoECheckpointError, NoCheckpointError, StoreError
+from moe_ckpt.errors import CoverageError, MoECheckpointError, NoCheckpointError, PeerLostError, StoreError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.renaming import aligned
@@ -25,7 +25,9 @@ from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
 from moe_ckpt.recovery.memory_source import stale_experts
 from moe_ckpt.recovery.newest import newest_dense, require_dense
 from moe_ckpt.recovery.reader import StoreReader, locate
-from moe_ckpt.recovery.restore import box_of, copy_slices, verify_needed, weight_specs
+from moe_ckpt.recovery.restore import box_of, needed_slices, verify_needed, weight_specs
+from moe_ckpt.recovery.shared_reading import SharedReading, divide, load_slices
+from moe_ckpt.recovery.sources import in_order
 from moe_ckpt.storage import Storage, open_storage
 
 _MODEL = "model/"
@@ -43,12 +45,16 @@ class Source(Protocol):
     title: str
     tensors: Mapping[str, TensorMeta]
 
+    def share(self, comm: Communicator, pairs: Sequence[tuple[str, StateTensor]]) -> None:
+        """Divides among the ranks the reading of what several of them need for ``pairs``. A collective."""
+        ...
+
     def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        """Raises ``DamagedError`` unless what will be read of ``pairs`` is as it was written."""
+        """Raises ``DamagedError`` unless what this rank will read of ``pairs`` is as it was written."""
         ...
 
     def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        """Writes (name here, where it goes) into live tensors."""
+        """Writes (name here, where it goes) into live tensors. A collective if reading is shared."""
         ...
 
 
@@ -67,16 +73,23 @@ class StoreSource:
         self._keys = {name: _MODEL + name for name in names} | {a: _MODEL + n for a, n in tied.items()}
         found = {name: self._index.meta(key) for name, key in self._keys.items()}
         self.tensors: Mapping[str, TensorMeta] = found | {n: _meta(value) for n, value in self._buffers.items()}
+        self._shared: SharedReading | None = None
 
     def _stored(self, pairs: Sequence[tuple[str, StateTensor]]) -> dict[str, Any]:
         return {tensor.key: self._index.tensors[self._keys[name]] for name, tensor in pairs if name in self._keys}
 
+    def share(self, comm: Communicator, pairs: Sequence[tuple[str, StateTensor]]) -> None:
+        live, stored_of = [tensor for _, tensor in pairs], self._stored(pairs)
+        every = in_order(each for key in self._keys.values() for each in self._index.tensors[key])
+        self._shared = divide(comm, every, lambda: set(needed_slices(stored_of, live)))
+
     def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        verify_needed(self._reader, self._stored(pairs), [tensor for _, tensor in pairs])
+        verify_needed(self._reader, self._stored(pairs), [tensor for _, tensor in pairs], self._shared)
 
     @torch.no_grad()
     def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        copy_slices(self._reader, self._stored(pairs), [tensor for name, tensor in pairs if name in self._keys])
+        live = [tensor for name, tensor in pairs if name in self._keys]
+        load_slices(self._reader, self._stored(pairs), lambda: live, self._shared)
         for name, tensor in pairs:
             if name not in self._keys:
                 tensor.local.copy_(self._buffers[name])
@@ -90,8 +103,11 @@ class FileSource:
         self._found: Mapping[str, FileTensor] = read_tables(storage, paths)
         self.tensors: Mapping[str, TensorMeta] = {n: TensorMeta(t.dtype, t.shape) for n, t in self._found.items()}
 
+    def share(self, comm: Communicator, pairs: Sequence[tuple[str, StateTensor]]) -> None:
+        """Such files have no checksums, by which a rank would know what it got from another: each rank reads."""
+
     def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        """Such files have no checksums."""
+        """For the same reason there is nothing to compare."""
 
     @torch.no_grad()
     def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
@@ -219,23 +235,27 @@ def load_weights(
     used = largest(comm, [name in plan.used for name in plan.names])
     unused = tuple(name for name, of_any in zip(plan.names, used, strict=True) if not of_any)
     _together(comm, text, lambda: plan.check(unused, strict))
-    plan.source.copy(plan.pairs)
+    plan.source.share(comm, plan.pairs)
+    _together(comm, text, lambda: plan.source.verify(plan.pairs))
+    _together(comm, text, lambda: plan.source.copy(plan.pairs), left="Some weights may be loaded, and others not")
     return Loaded(plan.source.title + passed, plan.tensors, plan.absent, unused)
 
 
-def _together(comm: Communicator, text: str, action: Callable[[], Result]) -> Result:
-    """The result of ``action``, if no rank failed in it."""
+def _together(comm: Communicator, text: str, action: Callable[[], Result], left: str = "Nothing was loaded") -> Result:
+    """The result of ``action``, if no rank failed in it. left: What then is true, for the message."""
     problem: Exception | None = None
     found: list[Result] = []
     try:
         found.append(action())
+    except PeerLostError:  # others may still wait in the same action, so that nothing can be agreed on
+        raise
     except (MoECheckpointError, OSError) as error:
         problem = error
     [failed] = largest(comm, [problem is not None])
     if problem is not None:
         raise problem
     if failed:
-        raise StoreError(f"another rank cannot load weights from {text}; see its message. Nothing was loaded")
+        raise StoreError(f"another rank cannot load weights from {text}; see its message. {left}")
     return found[0]
 
 
@@ -277,7 +297,7 @@ class _Plan:
         return sorted(self.source.tensors)
 
     def check(self, unused: Sequence[str], strict: bool) -> None:
-        """Raises unless all fits and what will be read is as it was written. unused: by no rank."""
+        """Raises unless all fits. unused: by no rank."""
         problems = [f"{name} of the model is not in it" for name in self.absent] if strict else []
         problems += [f"it has {name}, which is not in the model" for name in unused] if strict else []
         problems += self.misfits
@@ -287,7 +307,6 @@ class _Plan:
                 "directory whose experts are listed one by one is opened by from_pretrained)",
                 tuple(problems) or ("it has no tensor of this model",),
             )
-        self.source.verify(self.pairs)
 
 
 def _plan(

@@ -30,6 +30,7 @@ class WholeCheckpoint:
         optimizers: Per optimizer: param groups (with names for parameters), and per parameter the state that is no
             tensor.
         optimizer_keys: Per optimizer, parameter -> state name -> tensor key.
+        loaded: Tensors that need not be read any more, by key.
     """
 
     reader: StoreReader
@@ -40,10 +41,12 @@ class WholeCheckpoint:
     extras: Mapping[str, Any]
     optimizers: tuple[Mapping[str, Any], ...]
     optimizer_keys: tuple[Mapping[str, Mapping[str, str]], ...] = field(repr=False)
+    loaded: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def tensor(self, key: str) -> torch.Tensor:
         """The verified tensor of a key."""
-        return self.reader.tensor(self.manifest, key)
+        found = self.loaded.get(key)
+        return self.reader.tensor(self.manifest, key) if found is None else found
 
     def state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict()``. Tied names share one tensor, as they do in the model."""

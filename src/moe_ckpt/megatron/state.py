@@ -17,8 +17,8 @@ from moe_ckpt.megatron.blocks import Part, Placed, place
 from moe_ckpt.megatron.inventory import Inventory, LiveParameter
 from moe_ckpt.megatron.optimizers import MASTER, STEP, Slot, make_state, slots, state_tensors
 from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World
-from moe_ckpt.modeling.watching import Entries, Memory
-from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec
+from moe_ckpt.modeling.watching import Entries, Memory, places_among
+from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 
 
@@ -113,11 +113,11 @@ class MegatronTrainingState:
 
     # --- ports.TrainingState ---
 
-    def tensors(self, of: Collection[str] | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
+    def tensors(self, of: Reading | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
         views = self._views
         if views is None or not (listed or views.are_there()) or not views.lie_there(of):
             self._tensors = tuple(tensor for live in self._inventory.parameters for tensor in self._of(live))
-            self._views = _Views(self._inventory.parameters, self._slots)
+            self._views = _Views(self._inventory.parameters, self._slots, self._tensors)
             self._states = self._state_names()
         self._prepared = False
         return self._tensors
@@ -234,18 +234,22 @@ class MegatronTrainingState:
 class _Views:
     """What views were made of, to find changes quickly: once or twice per step."""
 
-    def __init__(self, parameters: Sequence[LiveParameter], slots: Mapping[nn.Parameter, Slot]) -> None:
+    def __init__(
+        self, parameters: Sequence[LiveParameter], slots: Mapping[nn.Parameter, Slot], tensors: Sequence[StateTensor]
+    ) -> None:
+        self._tensors = tensors
         used = [slot for live in parameters if (slot := slots.get(live.parameter)) and slot.updated is not None]
         inner = [leaf.optimizer for leaf in {id(slot.leaf): slot.leaf for slot in used}.values()]
         self._states = [(each, each.state) for each in inner]
         self._held = Entries([state for _, state in self._states])
         self._entries = Entries([slot.state for slot in used], torch.Tensor)
-        self._memory = Memory(
+        named = (
             (part.name, tensor)
             for live in parameters
             for tensor in _viewed(live.parameter, slots.get(live.parameter))
             for part in live.parts
         )
+        self._memory = Memory(named, tensors)
 
     def are_there(self) -> bool:
         """Returns False after optimizer state was added, removed or loaded."""
@@ -255,9 +259,9 @@ class _Views:
             and self._entries.same()
         )
 
-    def lie_there(self, names: Collection[str] | None) -> bool:
-        """Returns False after memory was moved. names: Of parameters, whose memory alone matters; None for all."""
-        return self._memory.same(names)
+    def lie_there(self, of: Reading | None) -> bool:
+        """Returns False after memory was moved. of: see ``ports.TrainingState.tensors``."""
+        return self._memory.same(places_among(self._tensors, of))
 
 
 def _viewed(parameter: nn.Parameter, slot: Slot | None) -> Iterator[torch.Tensor]:

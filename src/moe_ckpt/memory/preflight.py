@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_ckpt.errors import LARGER_FILE_SYSTEM
 from moe_ckpt.notices import announce
 
+CGROUP, MACHINE = "the memory limit of this job's cgroup", "the memory of this machine"
+"""What can leave less room than a tmpfs has."""
+RAISE_LIMIT = "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem)"
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -20,7 +24,7 @@ class RoomNeeded:
         share_bytes: Of one rank's share of a complete checkpoint.
         snapshots: That a rank holds at once.
         budget_bytes: The most that a rank's own may take.
-        replicas: Copies of each on other nodes: a rank holds as many of theirs.
+        copies: Of how many ranks of other nodes the node's ranks hold copies, all of them together.
         ranks: Of the node.
         is_estimated: Optimizer state that is not there yet is in ``share_bytes``.
     """
@@ -28,14 +32,14 @@ class RoomNeeded:
     share_bytes: int
     snapshots: int
     budget_bytes: int
-    replicas: int
+    copies: int
     ranks: int
     is_estimated: bool = False
 
     @property
     def nbytes(self) -> int:
         """Of the node."""
-        return min(self.snapshots * self.share_bytes, self.budget_bytes) * (1 + self.replicas) * self.ranks
+        return min(self.snapshots * self.share_bytes, self.budget_bytes) * (self.ranks + self.copies)
 
     def explained(self) -> str:
         """Says what the number is made of."""
@@ -44,8 +48,8 @@ class RoomNeeded:
             found += ", which counts two moments per weight that the optimizer has yet to make"
         if self.budget_bytes < self.snapshots * self.share_bytes:
             found += f", within a budget of {self.budget_bytes:,}"
-        if self.replicas:
-            found += f", and as many again for each of the copies of other ranks (replicas={self.replicas})"
+        if self.copies:
+            found += f", and as many of each rank whose copies lie on this node ({self.copies})"
         return found
 
 
@@ -59,25 +63,25 @@ def free_bytes(root: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def say_room(root: str, needed: RoomNeeded, free: int, limit: int | None) -> None:
+def say_room(root: str, needed: RoomNeeded, free: int, limits: Mapping[str, int | None]) -> None:
     """Warn, once per process and directory, if slots would find no room.
 
     Args:
         root: The memory directory.
         needed: By all slots of this node.
         free: Bytes of its file system, with those that earlier lives of the run left and this one takes over.
-        limit: Likewise what cgroups leave this process, in which a tmpfs counts; None if nothing limits it.
+        limits: Likewise what ``CGROUP`` and ``MACHINE`` leave this process, where a tmpfs counts; None where nothing
+            limits it.
     """
-    short = min(free, free if limit is None or not lies_in_memory(root) else limit)
+    there = [(left, name) for name, left in limits.items() if left is not None] if lies_in_memory(root) else []
+    short, name = min([(free, ""), *there])
     if needed.nbytes <= short or (root, "room") in _said:
         return
     _said.add((root, "room"))
-    if short == free:
-        where, mend = f"has {free:,} bytes free", LARGER_FILE_SYSTEM
-    else:
-        where = f"has {free:,} bytes free, but the memory limit of this job's cgroup leaves {short:,}"
-        mend = "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem)"
-    budget = short // ((1 + needed.replicas) * needed.ranks)
+    where, mend = f"has {free:,} bytes free", LARGER_FILE_SYSTEM
+    if name:
+        where, mend = f"{where}, but {name} leaves {short:,}", RAISE_LIMIT if name == CGROUP else "Use more nodes"
+    budget = short // (needed.ranks + needed.copies)
     announce(
         "Memory(directory=%r) %s, and the slots of this node's ranks (%d) will need about %s: %s. Snapshots that find "
         "no room there lie in private memory, and do not survive their process. %s%s",

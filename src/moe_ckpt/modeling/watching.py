@@ -21,9 +21,10 @@ import numpy.typing as npt
 import torch
 
 from moe_ckpt.format import tensor_words
-from moe_ckpt.format.gathering import Numbers
+from moe_ckpt.format.gathering import Numbers, ascending, ranges
 from moe_ckpt.modeling import words
 from moe_ckpt.modeling.blocks import is_dtensor
+from moe_ckpt.ports import Reading, StateTensor
 
 dict_version: Callable[[dict[Any, Any]], int] | None = None
 if sys.version_info < (3, 12):  # later ones have no such field, and a function that is called at each change instead
@@ -126,9 +127,10 @@ class Memory:
 
     Args:
         named: Tensors, each with the parameter that it belongs to, or once with each of several.
+        views: What was made of them.
     """
 
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]], views: Sequence[StateTensor]) -> None:
         names: dict[int, list[str]] = {}
         tensors: dict[int, torch.Tensor] = {}
         for name, tensor in named:
@@ -144,23 +146,24 @@ class Memory:
         self._addresses = _addresses(self._tensors)
         self._words = tensor_words.lying(self._tensors)
         pairs = [(name, place) for place, at in enumerate(order) for name in names[id(given[at])]]
-        self._numbers = {name: at for at, name in enumerate(dict.fromkeys(name for name, _ in pairs))}
-        owners = np.fromiter((self._numbers[name] for name, _ in pairs), np.int64, len(pairs))
-        self._counts = np.bincount(owners, minlength=len(self._numbers))
-        self._ends = np.cumsum(self._counts)
+        numbers = {name: at for at, name in enumerate(dict.fromkeys(name for name, _ in pairs))}
+        owners = np.fromiter((numbers[name] for name, _ in pairs), np.int64, len(pairs))
+        self._owners = np.fromiter((numbers[view.parameter] for view in views), np.int64, len(views))
+        self._counts = np.bincount(owners, minlength=len(numbers))
+        self._firsts = np.cumsum(self._counts) - self._counts
         self._places = np.fromiter(map(itemgetter(1), pairs), np.int64, len(pairs))[np.argsort(owners, kind="stable")]
 
-    def same(self, names: Iterable[str] | None = None) -> bool:
+    def same(self, of: Numbers | None = None) -> bool:
         """Whether it lies where it lay.
 
         Args:
-            names: Asked of the tensors of these alone, in time that grows with them.
+            of: Places of views. Asked of all tensors of their parameters alone.
         """
         if not all(map(is_, map(_BLOCK, self._sharded), self._blocks)):
             return False
         if not all(map(is_, map(_LAYOUT, self._sharded), self._layouts)):
             return False
-        places = None if names is None else self._places_of(names)
+        places = None if of is None else self._places_of(of)
         if self._words is not None:
             return self._words.same(places)
         if places is None:
@@ -168,14 +171,15 @@ class Memory:
         found = _addresses(list(map(self._tensors.__getitem__, places.tolist())))
         return np.array_equal(found, self._addresses[places])
 
-    def _places_of(self, names: Iterable[str]) -> Numbers:
-        """Of the tensors that belong to parameters of these names, in ascending order: so they lie in memory."""
-        found = np.fromiter(map(self._numbers.get, names, repeat(-1)), np.int64)
-        numbers = found[found >= 0]
-        ends, counts = self._ends[numbers], self._counts[numbers]
-        behind = np.cumsum(counts)
-        within = np.arange(behind[-1] if len(behind) else 0)
-        return np.sort(self._places[np.repeat(ends - behind, counts) + within])
+    def _places_of(self, views: Numbers) -> Numbers:
+        """Of the tensors that belong to the parameters of these views, in ascending order: so they lie in memory."""
+        numbers = ascending(self._owners[views], len(self._counts))
+        return ascending(self._places[ranges(self._firsts[numbers], self._counts[numbers])], len(self._tensors))
+
+
+def places_among(tensors: Sequence[StateTensor], of: Reading | None) -> Numbers | None:
+    """Returns the places of those that are read; None for all of ``tensors``, also where ``of`` is about others."""
+    return None if of is None or (len(of.places) and of.tensors is not tensors) else of.places
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:

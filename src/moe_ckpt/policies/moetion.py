@@ -42,7 +42,7 @@ MOST_GRADIENTS = 8
 makes so many updates once more."""
 
 PROBED_CHECKPOINTS = 128
-"""From the first one on, of a run with ``probe``; what is not told by then is taken for nothing."""
+"""From the first one on, of a run that probes; what is not told by then is taken for nothing."""
 
 _Room = tuple[Stage, int, int | None]
 """A stage, how many of its experts are saved, and how many of them any rank may own."""
@@ -85,8 +85,8 @@ class MoEtion:
     The budget is the number of bytes that a rank can copy during one forward and backward pass, and commit until the
     next checkpoint, at the measured rates: ``copy rate * (iteration - update)`` or ``commit rate * iteration *
     every_n_steps``, whichever is less, times ``budget_fraction``; the time that saving itself adds to an iteration
-    does not count, if there are iterations without a checkpoint to compare with, or, with ``every_n_steps=1``, if
-    ``probe`` has made small ones.
+    does not count, if there are iterations without a checkpoint to compare with, or, with ``every_n_steps=1``, once
+    small checkpoints at the beginning of the run have told it (``probe``).
     Non-experts come first. The rest is enough for ``S_total`` experts, on the rank that has most to save
     (``core.save_budget.Load.affordable``), in each pipeline stage separately. They are divided among its layers by
     unsaved tokens, and in each layer those with most unsaved tokens are saved, ties oldest first, then lowest index
@@ -128,8 +128,9 @@ class MoEtion:
         recompute: Send gradients instead of full state where possible. Needs memory with copies on peers, of which not
             each checkpoint goes to storage, and a checkpoint at each step.
         probe: At the beginning of a run save one expert per layer in two of four checkpoints, until it is known what
-            saving adds to an iteration (``core.interference``), for ``PROBED_CHECKPOINTS`` at most. Only where no
-            iteration is without a checkpoint.
+            saving adds to an iteration (``core.interference``), for ``PROBED_CHECKPOINTS`` at most. No gradients are
+            sent until then. None: where it is needed and possible, with a checkpoint at each step and a budget. In
+            any case only where no iteration was without a checkpoint.
 
     Raises:
         ConfigError: A value out of range, or no such selection.
@@ -141,7 +142,7 @@ class MoEtion:
     budget_fraction: float = 1.0
     capacity_boost: float | None = 0.1
     recompute: bool = False
-    probe: bool = False
+    probe: bool | None = None
 
     def __post_init__(self) -> None:
         require_positive("MoEtion", every_n_steps=self.every_n_steps)
@@ -169,18 +170,21 @@ class MoEtion:
             )
 
     def _check_probe(self) -> None:
-        if not isinstance(self.probe, bool):
-            raise ConfigError(f"MoEtion(probe={self.probe!r}): choose True or False")
+        if self.probe is not None and not isinstance(self.probe, bool):
+            raise ConfigError(
+                f"MoEtion(probe={self.probe!r}): choose True, False, or None, which probes where each step has a "
+                "checkpoint and experts=None"
+            )
         if self.probe and self.experts is not None:
             raise ConfigError(
                 f"MoEtion(probe=True, experts={self.experts}): probe measures what the budget leaves out, and a fixed "
-                "number of experts does not follow a budget: set experts=None, or probe=False"
+                "number of experts does not follow a budget: set experts=None, or probe=None"
             )
-        if self.probe and self.recompute:
-            raise ConfigError(
-                "MoEtion(probe=True, recompute=True): probe makes small checkpoints, which would end what "
-                "peers have gradients of: set recompute=False, or probe=False"
-            )
+
+    @property
+    def probes(self) -> bool:
+        """Whether a run probes at its beginning."""
+        return self.every_n_steps == 1 and self.experts is None if self.probe is None else self.probe
 
     @property
     def needs(self) -> Needs:
@@ -193,7 +197,7 @@ class MoEtion:
             boost=self.capacity_boost,
             replicas=1 if self.recompute else 0,
             bubbles=True,
-            period_steps=self.every_n_steps * (2 * BLOCK if self.probe else 1),
+            period_steps=self.every_n_steps * (2 * BLOCK if self.probes else 1),
             next_due=self.next_due,
             warning=why_no_gradients if self.recompute else None,
             asked_by="MoEtion(recompute=True)" if self.recompute else "",
@@ -295,12 +299,14 @@ class MoEtion:
         ending = behind & ~chosen
         if ending.any():  # what peers have gradients of stays, so that it takes the place of one that is new
             chosen = self._chosen(context, rooms, replace(tier, forced=np.flatnonzero(behind).tolist()))
+        if self._is_probing(context):  # whose small checkpoints would end what gradients lead to
+            return chosen, none
         return chosen, chosen & there & ~ending & (context.step - held <= MOST_GRADIENTS)
 
     def _rooms(self, context: PolicyContext, budgets: Sequence[_Budget | None]) -> list[_Room]:
         """What fits all of the budgets; of a small checkpoint that only probes, nothing but the least."""
         known = [each if self.experts is None else _Budget(None) for each in budgets if each is not None]
-        if self._probes(context):
+        if self._is_probing(context) and is_small(self._number(context)):
             known = [each if each.limit is None else each._replace(limit=0) for each in known]
         rooms = []
         for stage in stages_of(context, weighed=any(each.limit is not None for each in known)):
@@ -310,10 +316,14 @@ class MoEtion:
             rooms.append((stage, min(most for most, _ in found), min(capacities, default=None)))
         return rooms
 
-    def _probes(self, context: PolicyContext) -> bool:
-        measured, number = context.measured, context.step // self.every_n_steps  # those in memory have no index
+    def _is_probing(self, context: PolicyContext) -> bool:
+        measured = context.measured
         unknown = measured.copy_interference_secs is None and measured.iteration_secs is None
-        return self.probe and unknown and number < PROBED_CHECKPOINTS and is_small(number)
+        return self.probes and unknown and self._number(context) < PROBED_CHECKPOINTS
+
+    def _number(self, context: PolicyContext) -> int:
+        """Of the checkpoint that is due; those that stay in memory have no index."""
+        return context.step // self.every_n_steps
 
     def _chosen(self, context: PolicyContext, rooms: Sequence[_Room], tier: _Tier) -> _Mask:
         """Gates, non-experts, and the experts that a tier gets."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from moe_ckpt.core.freshness import STALE
-from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, is_agreed
 from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.part import pruned
@@ -36,33 +36,12 @@ class KeptState:
     def steps(self) -> list[int | None]:
         """Returns of each rank the newest step that it sealed; None where it sealed none.
 
-        Of the newest life that memory has anything of, if that had as many ranks. A step is left out if no rank knew
-        the tokens of all: those of a rank that is gone are nowhere.
+        Of the newest life that memory has anything of, if that had as many ranks.
         """
         found: list[int | None] = [None] * self._ranks
-        agreed = self._agreed()
         for share in self._sealed():
-            if share.step in agreed:
-                found[share.writer] = max(share.step, found[share.writer] or 0)
+            found[share.writer] = max(share.step, found[share.writer] or 0)
         return found
-
-    def uncounted(self, beyond: int) -> tuple[int, int] | None:
-        """Returns the newest step that ``steps`` leaves out, and how many ranks sealed it; None if there is none.
-
-        It is left out because the tokens of a lost rank are missing.
-
-        Args:
-            beyond: Only steps after this one.
-        """
-        known = max([beyond, *(step for step in self.steps() if step is not None)])
-        beyond_known = [share for share in self._sealed() if share.step > known]
-        newest = max((share.step for share in beyond_known), default=None)
-        return None if newest is None else (newest, sum(share.step == newest for share in beyond_known))
-
-    def _agreed(self) -> set[int]:
-        """Sealed steps of which some rank knew the tokens of all."""
-        known = (share for share in self._memory.shares if not (share.only or share.unagreed))
-        return {share.step for share in known if is_survivors(share.sequence)}
 
     def _sealed(self) -> list[Share]:
         """What ranks sealed of their own in the newest life, whole and fresh."""
@@ -81,6 +60,11 @@ class KeptState:
         known = (e for e in checkpoints_of(self._memory.shares) if e.generation == self.generation and e.step == step)
         return next(each for each in known if is_survivors(shared_sequence(each.shares[0].sequence)))
 
+    def is_agreed(self, kept: MemoryCheckpoint) -> bool:
+        """Whether the ranks had agreed on the step's tokens, and one that sealed it knew of that."""
+        [snapshot] = kept.snapshots
+        return is_agreed(snapshot)
+
     def stands(self, kept: MemoryCheckpoint) -> bool:
         """Whether storage has what it had then; a warning says if it has not."""
         return self._memory.standing.stands(kept)
@@ -90,12 +74,18 @@ class KeptState:
         self._memory.note_lasting_start(kept.shares)
 
     def ask(
-        self, kept: MemoryCheckpoint, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None
+        self,
+        kept: MemoryCheckpoint,
+        recounted: Collection[int],
+        reader: StoreReader,
+        manifest: Manifest,
+        opened: OpenedMemory | None,
     ) -> Callable[[], OpenedMemory]:
         """Hears from all ranks what they sealed of the newest step. A collective; reads no slice.
 
         Args:
             kept: See ``of_step``.
+            recounted: Ranks that compute that step again. Its tokens are then without theirs, unless ``is_agreed``.
             reader: Of the older checkpoint.
             manifest: Of the same. Of a sparse window, each operator is taken as of its anchor.
             opened: The same, if memory gives something of it.
@@ -103,7 +93,7 @@ class KeptState:
         Returns:
             Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot.
         """
-        [described] = self._memory.describe([kept])
+        [described] = self._memory.describe([kept], recounted)
         return lambda: self._laid_over(kept, described, reader, manifest, opened)
 
     def _laid_over(

@@ -9,19 +9,26 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.localized import LocalRecovery, LogGap, local_recoveries
+from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
+from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.kept_state import KeptState
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.opened_memory import OpenedMemory
+from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.restore import needed_slices, parameters_of
+from moe_ckpt.recovery.shared_reading import SharedReading, divide
 from moe_ckpt.recovery.slot_views import age_of
+from moe_ckpt.recovery.sources import in_order
 from moe_ckpt.recovery.together import NotUsableError, together
 from moe_ckpt.recovery.upstream_logs import KeptLogs, LogExchange
 from moe_ckpt.upstream.answering import Received
@@ -40,6 +47,8 @@ class LocalPart:
         history: Of the logs that it takes, which those to come continue.
         received: Of each step that it computes again, what came over its stage's boundaries.
         joined: What all ranks go on from when they are together again.
+        recounts: No rank knew all ranks' tokens of the last of these steps: ``joined`` is without those of the ranks
+            that go back, which count them again.
     """
 
     recovery: LocalRecovery
@@ -48,11 +57,27 @@ class LocalPart:
     history: int
     received: dict[int, Received]
     joined: Restored
+    recounts: bool = False
 
     @property
     def steps(self) -> range:
         """That are computed again."""
         return range(self.since + 1, self.recovery.step + 1)
+
+    def joined_with(self, recounted: Counts) -> Restored:
+        """``joined``, with tokens of the last step.
+
+        Args:
+            recounted: ``[L, E]``, of all ranks that go back.
+        """
+        joined, tokens = self.joined, self.joined.manifest.tokens
+        applied = recounted + np.asarray(tokens["applied"], dtype=np.int64).reshape(recounted.shape)
+        seen = joined.tokens_from_host  # every operator is as of the last step
+        return replace(
+            joined,
+            manifest=replace(joined.manifest, tokens={**tokens, "applied": applied.tolist()}),
+            tokens_from_host=None if seen is None else recounted + seen.reshape(recounted.shape),
+        )
 
 
 MOST_LOCAL_STARTS = 2
@@ -114,10 +139,8 @@ class LocalAttempt:
                 return None
         if lacking is not None:
             found, (rank, step) = lacking
-            self._say_global(found, f"rank {rank} has no upstream log of step {step}")
-        elif not tried and (uncounted := self._kept.uncounted(age_of(directory)[1])):
-            step, kept = uncounted
-            self._say_all_go_back(kept, step, "a rank was lost after that update and before ranks agreed on its tokens")
+            why = ", which it may not have ended" if step == found.step else ""
+            self._say_global(found, f"rank {rank} has no upstream log of step {step}{why}")
         return None
 
     def _made(self, found: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:
@@ -155,7 +178,7 @@ class LocalAttempt:
         if exchange.gap is not None:
             raise _NoLogError(exchange.gap)
         together(comm, lambda: reader.prove(manifest))
-        kept = together(comm, self._kept.ask(sealed, reader, manifest, opened))
+        kept = together(comm, self._kept.ask(sealed, found.ranks, reader, manifest, opened))
         together(comm, lambda: kept.reader.prove(kept.manifest))
         received = exchange.received()
         goes_back = comm.rank in found.ranks
@@ -172,13 +195,42 @@ class LocalAttempt:
             restored = replace(restored, replay=replay)
         if comm.rank == 0:
             self._say_local(found, since, manifest)
+        shared = self._divide(reader, manifest, opened, goes_back=goes_back)
+        if goes_back:
+            source.shared = shared
         operators = tuple(mine[1].operators)
         together(comm, lambda: source.verify(operators, state))
         together(comm, lambda: source.prepare_and_write(operators, state))
-        joined = _all_as_of(found.step, kept)
-        return replace(
-            restored, local=LocalPart(found, since, goes_back, exchange.history, received, joined), from_memory=True
+        part = LocalPart(
+            found,
+            since,
+            goes_back,
+            exchange.history,
+            received,
+            joined=_all_as_of(found.step, kept),
+            recounts=not self._kept.is_agreed(sealed),
         )
+        return replace(restored, local=part, from_memory=True)
+
+    def _divide(
+        self, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None, *, goes_back: bool
+    ) -> SharedReading | None:
+        """What ranks that go back read together of storage. A collective of all ranks.
+
+        The others tell that they need nothing, and have no part in it from then on: what ranks that go back send to one
+        another, also in a replay, is not waited for by others, and nothing of it passes through training's groups.
+        """
+        index, held = reader.index(manifest), frozenset(() if opened is None else opened.slots.files)
+        kinds = (index.tensors, *index.replay.values())
+        stored = in_order(each for kind in kinds for group in kind.values() for each in group if each.path not in held)
+        if not stored:  # alike on every rank
+            return None
+
+        def needed() -> set[StoredSlice]:
+            parameters = parameters_of(self._recovery.state) if goes_back else []
+            return {each for kind in kinds for each in needed_slices(kind, parameters)}
+
+        return divide(self._recovery.comm, stored, needed, agrees=False)
 
     def _say_local(self, found: LocalRecovery, since: int, manifest: Manifest) -> None:
         stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in found.segments]
@@ -190,11 +242,9 @@ class LocalAttempt:
         )
 
     def _say_global(self, found: LocalRecovery, why: str) -> None:
-        self._say_all_go_back(len(self._logs.stage_of) - len(found.ranks), found.step, why)
-
-    def _say_all_go_back(self, kept: int, step: int, why: str) -> None:
         if self._recovery.comm.rank == 0:
-            announce("%d ranks kept step %d, but all go back: %s", kept, step, why, level=logging.WARNING)
+            kept = len(self._logs.stage_of) - len(found.ranks)
+            announce("%d ranks kept step %d, but all go back: %s", kept, found.step, why, level=logging.WARNING)
 
 
 def require_all_kept(kept: OpenedMemory, state: TrainingState, step: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from moe_ckpt.core.coverage import Box, prove_cover
@@ -260,12 +260,16 @@ class MemoryCheckpoints:
         self._bad_bases |= {found} if found else set()
         return bool(found)
 
-    def describe(self, checkpoints: Sequence[MemoryCheckpoint]) -> list[SnapshotFacts]:
+    def describe(self, checkpoints: Sequence[MemoryCheckpoint], recounted: Collection[int] = ()) -> list[SnapshotFacts]:
         """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
-        manifest needs. A collective, unless all of it was told at first."""
+        manifest needs. A collective, unless all of it was told at first.
+
+        Args:
+            recounted: As of ``SnapshotFacts.settle``.
+        """
         snapshots = [(one, each.states, beside) for each in checkpoints for one, beside in each.with_gradients()]
         if all(not states and self._exchanged.tells(snapshot, beside) for snapshot, states, beside in snapshots):
-            return [self._exchanged.facts_of(snapshot, beside) for snapshot, _, beside in snapshots]
+            return [self._exchanged.facts_of(snapshot, beside, recounted) for snapshot, _, beside in snapshots]
         found = [SnapshotFacts() for _ in snapshots]
         mine: list[bytes] = []
         for place, (snapshot, states, beside) in enumerate(snapshots):
@@ -281,7 +285,7 @@ class MemoryCheckpoints:
             for place, writer, alone, described, facts in unpacked_headers(raw):
                 found[place].add(writer, described, facts, alone=alone)
         for each in found:
-            each.settle()
+            each.settle(recounted)
         return found
 
     def _opened(

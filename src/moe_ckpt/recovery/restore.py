@@ -37,43 +37,21 @@ class Divided(Protocol):
         ...
 
 
-def restore(
-    reader: StoreReader,
-    manifest: Manifest,
-    state: TrainingState,
-    *,
-    model_only: bool = False,
-    plain: Mapping[str, Any] | None = None,
+def require_fitting(
+    reader: StoreReader, manifest: Manifest, state: TrainingState, plain: Mapping[str, Any] | None
 ) -> None:
-    """Loads a checkpoint into ``state.tensors()``. Called on every rank, on the training thread.
+    """Raises unless the checkpoint is whole and ``state`` can take it; reads no slice.
 
     Args:
         reader: Of the store.
         manifest: The checkpoint.
-        state: Its tensors are written; the caller loads its plain state afterwards.
-        model_only: Load no optimizer state (evaluation).
-        plain: The plain state to be loaded; refused before anything is written if ``state`` cannot take it.
+        state: That is to take it.
+        plain: The plain state to be loaded; None if none is.
 
     Raises:
-        DamagedError: A slice is damaged. Nothing was written, unless it broke between the two passes.
         CoverageError: The checkpoint is not whole, or its tensors are not those of the model.
         ConfigError: A tensor has another dtype than the checkpoint's, or ``state.require_loadable`` refuses.
     """
-    require_fitting(reader, manifest, state, plain)
-    index, parameters = reader.index(manifest), parameters_of(state)
-    if not model_only:
-        verify_needed(reader, index.tensors, parameters)
-        prepare(manifest, index, state)
-        copy_slices(reader, index.tensors, state.tensors())
-        return
-    verify_needed(reader, {key: group for key, group in index.tensors.items() if key.startswith(_MODEL)}, parameters)
-    copy_slices(reader, index.tensors, parameters)
-
-
-def require_fitting(
-    reader: StoreReader, manifest: Manifest, state: TrainingState, plain: Mapping[str, Any] | None
-) -> None:
-    """Raises unless the checkpoint is whole and ``state`` can take it; reads no slice. Arguments: see ``restore``."""
     reader.prove(manifest)
     index = reader.index(manifest)
     weights = [key for key in index.tensors if key.startswith(_MODEL)]

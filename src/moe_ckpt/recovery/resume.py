@@ -22,20 +22,18 @@ from moe_ckpt.errors import NoCheckpointError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
-from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored, open_dense, rank_of_state
+from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored, rank_of_state
 from moe_ckpt.recovery.localized import LocalAttempt
 from moe_ckpt.recovery.log_of_others import MakeDense
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
-from moe_ckpt.recovery.newest import require_dense
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.restore import restore
 from moe_ckpt.recovery.slot_views import age_of
 from moe_ckpt.recovery.together import STOPS, UNREAD, NotUsableError, by_rank_zero, leave_together
 from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS
 
-__all__ = ["Restored", "load_step", "other_ranks", "rank_of_state", "resume_newest"]
+__all__ = ["Restored", "other_ranks", "rank_of_state", "resume_newest"]
 log = logging.getLogger("moe_ckpt")
 
 
@@ -200,25 +198,6 @@ def _say_passed_over(window: Manifest, reason: str, taken: Manifest) -> None:
         routed[0] - routed[1],
         level=logging.WARNING,
     )
-
-
-def load_step(
-    reader: StoreReader,
-    manifest: Manifest,
-    rank: int,
-    state: TrainingState,
-    admits: Admits | None = None,
-    *,
-    model_only: bool = False,
-) -> Restored:
-    """Loads a given dense checkpoint from storage into ``state``, without a fallback.
-
-    Raises ``SparseWindowError`` for a window, from which only ``resume_newest`` resumes, and as ``restore``.
-    """
-    require_dense(manifest)
-    restored = open_dense(reader, manifest, rank, admits)
-    restore(reader, manifest, state, model_only=model_only, plain=None if model_only else restored.plain.get("plain"))
-    return restored
 
 
 def other_ranks(manifest: Manifest, world_size: int) -> str | None:

@@ -3,6 +3,7 @@
 Each slice is read, and verified, by one of the ranks that need it: first by itself, before training state is touched,
 and then once more, when its bytes also go to the others. These compare its checksum before they use it. What does not
 arrive as it was written they read from storage. Storage thus gives all ranks together what it would give to one.
+They go in rounds; while one is sent, compared and written, a thread reads this rank's part of the next.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import logging
 import socket
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from typing import NoReturn
+from itertools import accumulate, pairwise
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -37,6 +40,9 @@ _ALIGNED = 64
 _NOT_READ = torch.frombuffer(bytearray(b"not read"), dtype=torch.uint8)
 """End of a chunk whose reader failed. Only this word says so: all else is judged by the checksums of the slices."""
 
+ROUNDS_AHEAD = 1
+"""So many rounds are read before their turn comes, each into memory of its own (``RUN_NBYTES``, or one slice)."""
+
 Tensors = Callable[[], Sequence[StateTensor]]
 
 
@@ -49,7 +55,8 @@ def divide(
     comm: Communicator,
     slices: Sequence[StoredSlice],
     needed: Callable[[], Collection[StoredSlice]],
-    node: str | None = None,
+    *,
+    agrees: bool = True,
 ) -> SharedReading | None:
     """Agree on who reads what. A collective.
 
@@ -57,7 +64,7 @@ def divide(
         comm: The ranks.
         slices: Of the checkpoint on storage, in the same order on every rank.
         needed: Those that this rank will read, and maybe others. If it raises, all ranks read by themselves.
-        node: This rank's; None for the machine.
+        agrees: As of ``SharedReading``.
 
     Returns:
         None, on every rank, if no two ranks need the same slice, or it is not known what some need.
@@ -70,7 +77,7 @@ def divide(
     try:
         mine = frozenset(needed())
         flags = np.fromiter((each in mine and each.nbytes > 0 for each in slices), dtype=np.bool_, count=len(slices))
-        payload = _told(slices, flags, node or this_machine())
+        payload = _told(slices, flags)
     except Exception as error:  # whoever reads what is needed says it to all ranks
         log.warning("rank %d cannot tell what it needs of storage: %s", comm.rank, error)
         payload = b""
@@ -87,15 +94,16 @@ def divide(
         chosen = [slices[number] for number in numbers]
         readers = readers_of([each.nbytes for each in chosen], ranks, RUN_NBYTES)
         groups.append(_Group(dict(zip(chosen, readers, strict=True)), Paths(ranks, nodes)))
-    return SharedReading(comm, groups)
+    return SharedReading(comm, groups, agrees=agrees)
 
 
-def _told(slices: Sequence[StoredSlice], flags: Flags, node: str) -> bytes:
-    """8 bytes that differ if ranks have other lists of slices, 16 of the node, and what is needed."""
+def _told(slices: Sequence[StoredSlice], flags: Flags) -> bytes:
+    """8 bytes that differ if ranks have other lists of slices, 16 of the machine, and what is needed."""
     listed = xxhash.xxh3_64()
     for each in slices:
         listed.update(f"{each.path} {each.offset} {each.entry.checksum}\n".encode())
-    return listed.digest() + xxhash.xxh3_128_digest(node.encode()) + zlib.compress(np.packbits(flags).tobytes(), 1)
+    machine = xxhash.xxh3_128_digest(this_machine().encode())
+    return listed.digest() + machine + zlib.compress(np.packbits(flags).tobytes(), 1)
 
 
 def _flags(packed: bytes, count: int) -> Flags:
@@ -119,6 +127,22 @@ class _Group:
     readers: Mapping[StoredSlice, int]
     paths: Paths
 
+    def rounds(self, chosen: Collection[StoredSlice]) -> list[_Round]:
+        """What is handed over of the chosen slices, round by round."""
+        slices = [stored for stored in self.readers if stored in chosen]
+        sizes, readers = [each.nbytes for each in slices], [self.readers[each] for each in slices]
+        return [
+            _Round(self.paths, [(chunk, slices[chunk.first : chunk.end]) for chunk in chunks])
+            for chunks in rounds_of(sizes, readers, RUN_NBYTES)
+        ]
+
+
+class _Round(NamedTuple):
+    """What is handed over at once: chunks with their slices, and how they get to the others."""
+
+    paths: Paths
+    chunks: Sequence[tuple[Chunk, Sequence[StoredSlice]]]
+
 
 class SharedReading:
     """Slices that this rank and others need, each with its reader.
@@ -126,10 +150,11 @@ class SharedReading:
     Args:
         comm: The ranks.
         groups: That this rank is in, in the same order on all ranks.
+        agrees: All ranks load each time, so that they can tell each other of errors. False where some go back alone.
     """
 
-    def __init__(self, comm: Communicator, groups: Sequence[_Group]) -> None:
-        self._comm, self._groups = comm, groups
+    def __init__(self, comm: Communicator, groups: Sequence[_Group], *, agrees: bool = True) -> None:
+        self._comm, self._groups, self._agrees = comm, groups, agrees
         self._reader_of = {stored: reader for group in groups for stored, reader in group.readers.items()}
 
     def is_read_here(self, stored: StoredSlice) -> bool:
@@ -139,10 +164,15 @@ class SharedReading:
     def agreed(self, directory: str, action: Callable[[], None]) -> None:
         """Does what every rank does, which may load; if it fails on one, all raise. A collective.
 
+        If only some load, each raises its own: whoever needed what another could not read, too.
+
         Args:
             directory: Of the checkpoint, for messages.
             action: What.
         """
+        if not self._agrees:
+            action()
+            return
         try:
             together(self._comm, action)
         except NotUsableError as error:
@@ -164,12 +194,15 @@ class SharedReading:
         handing = _Handing(self._comm, reader)
         handing.attempt(lambda: handing.targets.update(targets_of(stored_of, tensors())))
         chosen = frozenset(stored for group in stored_of.values() for stored in group)
-        for group in self._groups:
-            handing.hand_over(group, [stored for stored in group.readers if stored in chosen])
+        handing.hand_over([each for group in self._groups for each in group.rounds(chosen)])
         if handing.problem is not None:
             raise handing.problem
         for stored, values in reader.read_many(handing.targets.keys() - handing.done):
             write_slice(stored, values, handing.targets[stored])
+
+
+_Begun = tuple[Sequence["_Part"], Future[None] | None]
+"""The parts of a round that is read, and when this rank's are there; None if they are."""
 
 
 class _Handing:
@@ -177,7 +210,7 @@ class _Handing:
 
     Attributes:
         targets: Where each slice goes that this rank needs.
-        problem: The first thing that went wrong. What this rank was to read since is said to be unread.
+        problem: The first thing that went wrong. What this rank begins to read after that is said to be unread.
         done: Slices that were written, and need not be read by this rank.
     """
 
@@ -185,7 +218,7 @@ class _Handing:
         self.targets: Targets = {}
         self.problem: Exception | None = None
         self.done: set[StoredSlice] = set()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._spare: deque[torch.Tensor] = deque()
         self._comm, self._reader = comm, reader
 
     def attempt(self, action: Callable[[], object]) -> bool:
@@ -197,31 +230,62 @@ class _Handing:
             self.problem = error
         return self.problem is None
 
-    def hand_over(self, group: _Group, slices: Sequence[StoredSlice]) -> None:
-        """Read this rank's part of some slices of a group, and get the others."""
-        sizes, readers = [each.nbytes for each in slices], [group.readers[each] for each in slices]
-        for chunks in rounds_of(sizes, readers, RUN_NBYTES):
-            parts = self._parts([(chunk, slices[chunk.first : chunk.end]) for chunk in chunks])
-            for part in parts:
-                if part.chunk.reader == self._comm.rank:
-                    self._read(part)
-            self._exchange(group.paths, parts)
-            for part in parts:
-                self._take(part)
+    def hand_over(self, rounds: Sequence[_Round]) -> None:
+        """Read this rank's part of every round, the next ones ahead of time, and get the others' parts."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="moe_ckpt-read")  # its thread begins with the first round ahead
+        begun: deque[_Begun] = deque()
+        try:
+            for number, (paths, _) in enumerate(rounds):
+                for coming in rounds[number + len(begun) : number + ROUNDS_AHEAD + 1]:
+                    begun.append(self._begin(coming, pool if begun else None))
+                parts = self._finished(begun.popleft())
+                self._exchange(paths, parts)
+                for part in parts:
+                    self._take(part)
+                self._spare.append(parts[0].memory)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _parts(self, chunks: Sequence[tuple[Chunk, Sequence[StoredSlice]]]) -> list[_Part]:
-        """Chunks, with memory that the next ones get again: new memory costs as much as reading."""
-        ends = [0, *accumulate(_Part.nbytes(slices) for _, slices in chunks)]
-        if self._memory.numel() < ends[-1]:
-            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
-        return [_Part(*each, self._memory[begin:end]) for each, begin, end in zip(chunks, ends, ends[1:], strict=False)]
+    def _begin(self, coming: _Round, pool: ThreadPoolExecutor | None) -> _Begun:
+        """Read this rank's part of a round, into memory that a later one gets: new memory costs as much as reading.
 
-    def _read(self, part: _Part) -> None:
-        def read() -> None:
-            for stored, values in self._reader.read_many(part.slices):
-                part.bytes_of(stored).copy_(values.reshape(-1).view(torch.uint8))
+        Args:
+            coming: The round.
+            pool: Reads it in the background; None if it is due.
+        """
+        ends = [0, *accumulate(_Part.nbytes(slices) for _, slices in coming.chunks)]
+        memory = self._spare.popleft() if self._spare else torch.empty(0, dtype=torch.uint8)
+        if memory.numel() < ends[-1]:
+            memory = torch.empty(ends[-1], dtype=torch.uint8)
+        parts = [_Part(*each, memory, *span) for each, span in zip(coming.chunks, pairwise(ends), strict=True)]
+        mine = [part for part in parts if part.chunk.reader == self._comm.rank]
+        if pool is not None and mine:
+            try:
+                return parts, pool.submit(self._read, mine)
+            except RuntimeError:  # no thread to be had
+                log.debug("no thread to read the next round ahead of time")
+        self._read(mine)
+        return parts, None
 
-        part.end.copy_(torch.zeros_like(_NOT_READ) if self.attempt(read) else _NOT_READ)
+    def _read(self, parts: Sequence[_Part]) -> None:
+        """Reads the slices of these parts, or says at their end that it could not. Raises nothing. On either thread."""
+        failed = self.problem
+        for part in parts:
+            try:
+                for stored, values in self._reader.read_many(part.slices) if failed is None else ():
+                    part.bytes_of(stored).copy_(values.reshape(-1).view(torch.uint8))
+            except Exception as error:  # the other ranks still wait for this one
+                failed = part.problem = error
+            part.end.copy_(torch.zeros_like(_NOT_READ) if failed is None else _NOT_READ)
+
+    def _finished(self, begun: _Begun) -> Sequence[_Part]:
+        """The parts of a round whose turn has come, once this rank has read its own."""
+        parts, reading = begun
+        if reading is not None:
+            reading.result()
+        problems = (part.problem for part in parts if part.problem is not None)
+        self.problem = self.problem or next(problems, None)
+        return parts
 
     def _exchange(self, paths: Paths, parts: Sequence[_Part]) -> None:
         """Every part goes from its reader to the other ranks."""
@@ -267,12 +331,17 @@ class _Part:
     Args:
         chunk: Which.
         slices: Of it.
-        data: ``nbytes(slices)`` bytes of memory.
+        memory: Of its round.
+        begin, end: Of its ``nbytes(slices)`` bytes there.
+
+    Attributes:
+        problem: Why this rank could not read it.
     """
 
-    def __init__(self, chunk: Chunk, slices: Sequence[StoredSlice], data: torch.Tensor) -> None:
-        self.chunk, self.slices, self.data = chunk, slices, data
-        self.end = data[-len(_NOT_READ) :]
+    def __init__(self, chunk: Chunk, slices: Sequence[StoredSlice], memory: torch.Tensor, begin: int, end: int) -> None:
+        self.chunk, self.slices, self.memory, self.data = chunk, slices, memory, memory[begin:end]
+        self.end = self.data[-len(_NOT_READ) :]
+        self.problem: Exception | None = None
         self._begins = dict(zip(slices, accumulate(map(_padded, slices), initial=0), strict=False))
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -115,11 +115,16 @@ class SnapshotFacts:
             raise DamagedError(f"memory slots of step {step}", "no rank has facts of the step", step=step)
         return self.facts
 
-    def settle(self) -> None:
-        """All have told: tokens of a step on which they had not agreed when one of them died are summed now."""
+    def settle(self, recounted: Collection[int] = ()) -> None:
+        """All have told: tokens of a step on which they had not agreed when one of them died are summed now.
+
+        Args:
+            recounted: Writers whose tokens are counted again, so that what they sealed of them does not count.
+        """
         if self.facts is None or self.facts.own is None:
             return
-        counts = (each.own for each in (*self.writers.values(), *self.states.values()))
+        every = (*self.writers.items(), *self.states.items())
+        counts = (each.own for writer, each in every if writer not in recounted)
         summed = sum((own for own in counts if own is not None), start=self.facts.applied)
         self.facts = replace(self.facts, applied=summed, own=None)
 
@@ -192,8 +197,12 @@ class ExchangedHeaders:
             return False
         return all(self._of(shares) is not None for shares in beside.values() if shares)
 
-    def facts_of(self, snapshot: Snapshot, beside: Beside) -> SnapshotFacts:
-        """Of a snapshot of which all is told."""
+    def facts_of(self, snapshot: Snapshot, beside: Beside, recounted: Collection[int] = ()) -> SnapshotFacts:
+        """Of a snapshot of which all is told.
+
+        Args:
+            recounted: As of ``SnapshotFacts.settle``.
+        """
         found, teller = SnapshotFacts(), teller_of(snapshot)
         for writer, shares in snapshot.items():
             header = self._of(shares)
@@ -204,7 +213,7 @@ class ExchangedHeaders:
             header = self._of(shares) if shares else None
             if header is not None:
                 found.add(writer, header[0], None)
-        found.settle()
+        found.settle(recounted)
         return found
 
     def _of(self, shares: Sequence[Share]) -> tuple[Described, Mapping[str, Any] | None] | None:

@@ -5,7 +5,7 @@ Each gives its inventory, ``core.recovery_plan`` decides, and every rank verifie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.recovery_plan import ABSENT, Inventory
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
-from moe_ckpt.recovery.index import StoredSlice, TensorIndex
+from moe_ckpt.recovery.index import StoredSlice, TensorIndex, split_key
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
@@ -41,13 +41,19 @@ class Source(Protocol):
 class StorageSource:
     """A dense checkpoint on storage.
 
+    Args:
+        reader: Of the store.
+        manifest: The checkpoint.
+        weights_only: No optimizer state is loaded.
+
     Attributes:
         shared: What this rank and others read together; None until ``share``, and if there is nothing.
     """
 
-    def __init__(self, reader: StoreReader, manifest: Manifest) -> None:
+    def __init__(self, reader: StoreReader, manifest: Manifest, *, weights_only: bool = False) -> None:
         self._reader = reader
         self._manifest = manifest
+        self._weights_only = weights_only
         self.shared: SharedReading | None = None
 
     @property
@@ -80,8 +86,7 @@ class StorageSource:
             is_stored: Whether the file at a path lies on storage; the same on every rank.
         """
         kinds = self._kinds(operators)
-        every = {each for kind in kinds for group in kind.values() for each in group if is_stored(each.path)}
-        slices = sorted(every, key=lambda each: (each.path, each.offset))
+        slices = in_order(each for kind in kinds for group in kind.values() for each in group if is_stored(each.path))
 
         def needed() -> set[StoredSlice]:
             parameters = parameters_of(state)
@@ -107,6 +112,8 @@ class StorageSource:
         """Does both at once if no other source writes in between. A collective if reading is shared."""
 
         def prepared() -> Sequence[StateTensor]:
+            if self._weights_only:
+                return parameters_of(state)
             self.prepare(state)
             return state.tensors()
 
@@ -118,12 +125,19 @@ class StorageSource:
 
     def _of(self, operators: Collection[str]) -> Mapping[str, Sequence[StoredSlice]]:
         """Returns the slices of these operators."""
-        tensors = self._index.tensors
+        tensors: Mapping[str, Sequence[StoredSlice]] = self._index.tensors
+        if self._weights_only:
+            tensors = {key: group for key, group in tensors.items() if split_key(key).optimizer is None}
         if len(operators) == len(self._manifest.operators):
             return tensors
         chosen = frozenset(operators)
         found = {key: [stored for stored in group if stored.entry.operator in chosen] for key, group in tensors.items()}
         return {key: group for key, group in found.items() if group}
+
+
+def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
+    """Returns slices of a checkpoint, each once, in an order that is the same on every rank."""
+    return sorted(set(slices), key=lambda each: (each.path, each.offset))
 
 
 class WindowSource(StorageSource):

@@ -20,6 +20,8 @@ from moe_ckpt.replicas.replication import Replicator, Roster
 from moe_ckpt.replicas.wire import SECRET_NBYTES, Listener
 from moe_ckpt.slices.gating import BubbleGate
 
+CANNOT_OPEN = "rank {} could not open its memory directory; see its log"
+
 
 def open_replication(
     comm: Communicator,
@@ -30,8 +32,11 @@ def open_replication(
     timeout_secs: float,
     groups: Sequence[Sequence[int]] = (),
     gate: BubbleGate | None = None,
+    problem: Exception | None = None,
 ) -> Replicator | None:
     """Returns this rank's replicator; None without replicas. A collective of the training thread.
+
+    The last one of a start's: what went wrong on a rank before is told here, and needs no message of its own.
 
     Args:
         comm: The ranks, all of which have memory on.
@@ -42,25 +47,28 @@ def open_replication(
         timeout_secs: Longest time in which a peer takes or gives no byte.
         groups: Kinds of data parallelism, from the one whose ranks share most state: the ranks of this rank's group.
         gate: Holds sends back for the bubbles of a pipeline; None: they go at once.
+        problem: Why this rank cannot use its memory directory; it raises that, once the others know.
 
     Raises:
         ConfigError: On every rank alike: settings differ, or there are no nodes for so many copies.
-        StoreError: A rank cannot listen; it says why.
+        StoreError: A rank cannot listen, and says why; or cannot use its memory directory.
         PeerLostError: A peer did not come.
     """
-    listener, trouble = None, ""
+    listener, trouble = None, "" if problem is None else CANNOT_OPEN.format(comm.rank)
     announced: dict[str, Any] = {"replicas": memory.replicas, "domain": memory.failure_domain}
     announced["groups"] = [min(group) for group in groups]  # whose members all say so
     announced["secret"] = secrets.token_hex(SECRET_NBYTES)  # rank 0's counts
     try:
         announced["node"] = node_of(memory.root)
-        if memory.replicas and comm.world_size > 1:
+        if memory.replicas and comm.world_size > 1 and problem is None:
             listener = Listener(timeout_secs)
             announced["address"] = list(listener.address)
     except OSError as error:
-        trouble = f"rank {comm.rank} cannot take copies of peers: {error}"
+        trouble = trouble or f"rank {comm.rank} cannot take copies of peers: {error}"
     try:
         ranks = [json.loads(raw) for raw in comm.everyone(json.dumps({**announced, "trouble": trouble}).encode())]
+        if problem is not None:
+            raise problem
         placement = _placement(ranks)
     except BaseException:
         if listener is not None:

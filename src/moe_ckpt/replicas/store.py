@@ -126,7 +126,7 @@ class ReplicaStore:
     def __init__(self, make: Callable[[int], Slot], sources: int) -> None:
         self.expects_mirrors = False
         self._make = make
-        self._most_free = sources + 1
+        self._most_free = sources
         self._places = 0
         self._kept: dict[Key, Slot] = {}
         self._free: tuple[list[Slot], list[Slot]] = ([], [])  # of gradients, and of snapshots

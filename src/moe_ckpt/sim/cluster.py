@@ -169,6 +169,11 @@ class Layout:
         """Where the copies of each rank lie. Raises ``ConfigError`` where there are no nodes for them."""
         return place_replicas(self.domains, replicas, self.groups)
 
+    def served(self, replicas: int) -> int:
+        """Of how many ranks the node that holds most copies has them. Raises as ``placed`` does."""
+        ranks, held = self.ranks_per_node, [len(sources) for sources in self.placed(replicas).sources_of]
+        return max(sum(held[first : first + ranks]) for first in range(0, len(held), ranks))
+
     def sends(self, replicas: int) -> Sends:
         """What of a rank's share is sent to peers that hold ``replicas`` copies: what they have not in their own
         training state.

@@ -93,6 +93,7 @@ def host_bytes(costs: Costs, outcome: Outcome) -> float:
     so does the node itself.
     """
     system, ranks = costs.system, costs.layout.ranks_per_node
+    served = costs.layout.served(system.replicas) if system.durable == "peers" else 0
     own: float = (system.max_in_flight + 1) * outcome.heaviest_bytes
     if system.sparse and system.durable != "storage":  # two windows stay, as in ``engine.room``
         slots = system.max_in_flight + 1 + 2 * ((outcome.window or 1) - 1)
@@ -104,10 +105,6 @@ def host_bytes(costs: Costs, outcome: Outcome) -> float:
             window, full = outcome.window or 1, costs.bytes_of.dense.rank
             gradient = (window * outcome.rank_bytes_per_step - full) / max(1, window - 1)
             held = held_bytes_per_parameter(window, gradient, full) + outcome.rank_bytes_per_step
-        copies = 1 + (system.replicas if system.durable == "peers" else 0)
-        return ranks * (own + copies * held)
-    kept = 0.0
-    if system.durable == "peers":
-        whole = outcome.rank_bytes_per_step * (outcome.window or 1) if system.sparse else costs.bytes_of.dense.rank
-        kept = 2.0 * system.replicas * whole
-    return ranks * (own + kept)
+        return ranks * own + (ranks + served) * held
+    whole = outcome.rank_bytes_per_step * (outcome.window or 1) if system.sparse else costs.bytes_of.dense.rank
+    return ranks * own + served * 2.0 * whole

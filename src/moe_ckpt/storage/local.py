@@ -90,6 +90,21 @@ class LocalStorage:
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> int:
         """See ``Storage.write``. A directory made for the file stays after an error: other ranks may use it."""
+        return self._write(path, lambda descriptor: sum(_write_all(descriptor, chunk) for chunk in chunks))
+
+    def write_placed(self, path: str, nbytes: int, pieces: Iterable[tuple[int, Chunk]]) -> None:
+        """See ``Placing.write_placed``."""
+
+        def fill(descriptor: int) -> int:
+            for begin, piece in pieces:
+                os.lseek(descriptor, begin, os.SEEK_SET)
+                _write_all(descriptor, piece)
+            return nbytes
+
+        self._write(path, fill)
+
+    def _write(self, path: str, fill: Callable[[int], int]) -> int:
+        """Create a file of what ``fill`` writes to a descriptor; it returns how many bytes."""
         target = self._locate(path)
         directory, name = os.path.split(target)
         if name == MANIFEST_NAME:
@@ -99,7 +114,7 @@ class LocalStorage:
             raise FileExistsError(errno.EEXIST, "a checkpoint file is never overwritten", target)
         temporary = os.path.join(directory, _temporary_name(name))
         try:
-            nbytes = _write_new(temporary, chunks, self._on_phase, self._access)
+            nbytes = _create(temporary, fill, self._on_phase, self._access)
             self._on_phase("rename")
             _publish(temporary, target)
         finally:
@@ -302,12 +317,17 @@ def make_directories(directory: str, access: Access = PRIVATE) -> list[str]:
 
 
 def _write_new(path: str, chunks: Iterable[Chunk], on_phase: Callable[[str], None], access: Access) -> int:
-    """Create the file, write the chunks, sync and close it; returns its size in bytes. The caller cleans up."""
+    """Create the file of these chunks; see ``_create``."""
+    return _create(path, lambda descriptor: sum(_write_all(descriptor, chunk) for chunk in chunks), on_phase, access)
+
+
+def _create(path: str, fill: Callable[[int], int], on_phase: Callable[[str], None], access: Access) -> int:
+    """Create the file, fill, sync and close it; returns its size in bytes. The caller cleans up."""
     on_phase("write")
     descriptor = access.create(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
     # Leaving the block closes the file, which is where network filesystems report late write errors.
     with os.fdopen(descriptor, "wb", buffering=0):
-        nbytes = sum(_write_all(descriptor, chunk) for chunk in chunks)
+        nbytes = fill(descriptor)
         on_phase("fsync")
         os.fsync(descriptor)
     return nbytes

@@ -107,9 +107,7 @@ class MemoryCheckpoints:
     def __init__(self, comm: Communicator, tier: RankMemory, reader: StoreReader) -> None:
         self._comm, self._tier, self._reader = comm, tier, reader
         self.used: Mapping[str, Share] = {}
-        self._given_up: set[str] = set()
-        self._bad_bases: set[str] = set()
-        self._bad_base = ""
+        self._given_up, self._bad_bases, self._bad_base = set[str](), set[str](), ""
         self._noted: set[int] = set()
         self._of_other_layout: set[Share] = set()
         self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from moe_ckpt.core.operators import (
     Catalog,
@@ -14,6 +15,7 @@ from moe_ckpt.core.operators import (
     gate_id,
     non_expert_id,
 )
+from moe_ckpt.policies import PolicyContext
 from moe_ckpt.slices.assignment import WriteAssignment
 from moe_ckpt.slices.cuts import BLOCK, SliceSource
 from moe_ckpt.slices.local_state import LocalState, collect_slices
@@ -55,3 +57,13 @@ def pieces_of(local: LocalState, operators: Collection[str], dealt: WriteAssignm
     shelf, numbers = found.shelf, found.slices
     blocks = [shelf.blocks[at] for at in shelf.table(numbers)[:, BLOCK].tolist()]
     return [SliceSource(shelf.entries[n], shelf.source(n), b) for n, b in zip(numbers.tolist(), blocks, strict=True)]
+
+
+def context(model: Catalog, step: int = 1, **facts: Any) -> PolicyContext:
+    return PolicyContext(step=step, catalog=model, **facts)
+
+
+def experts_in(operators: tuple[str, ...]) -> set[tuple[int, int]]:
+    """The ``(layer, expert)`` pairs among operator ids."""
+    parts = [op.split("/") for op in operators if op.startswith("expert/")]
+    return {(int(layer), int(expert)) for _, layer, expert in parts}

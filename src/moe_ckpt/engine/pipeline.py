@@ -176,7 +176,7 @@ class Pipeline:
             sequence=self._sequence,
             request=request,
             plan=plan,
-            buffer=buffers[0],
+            buffers=buffers,
             copy=self._copy,
             state=encoded,
             began_at=time.perf_counter(),
@@ -185,8 +185,6 @@ class Pipeline:
             refused=refused,
             memory_sequence=number,
             writer=writer,
-            pieces=tuple(buffers[1 : 1 + len(plan.pieces)]),
-            mirrored=buffers[-1] if plan.mirrored else None,
         )
         snapshot.dense = None if dense is None else _from_log(snapshot, dense, self._compiler, tensors, specs)
         self._sequence += request.stored or dense is not None
@@ -303,10 +301,8 @@ def _from_log(
     plan = compiler.compile(request, tensors, specs, ())
     number, since = logged.memory_sequence, logged.request.since
     span = LogSpan(number if since is None else since, number)
-    buffer = HostBuffer(torch.empty(0, dtype=torch.uint8))
-    return replace(
-        logged, request=request, plan=plan, buffer=buffer, pieces=(), mirrored=None, state=None, from_log=span
-    )
+    nothing = [HostBuffer(torch.empty(0, dtype=torch.uint8))]
+    return replace(logged, request=request, plan=plan, buffers=nothing, state=None, from_log=span)
 
 
 def _overwritten(names: Sequence[str]) -> str:

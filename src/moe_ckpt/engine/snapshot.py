@@ -51,9 +51,7 @@ class Snapshot:
         sequence: How many snapshots for storage this process began before it.
         request: What to save.
         plan: What this rank copies and writes for it.
-        buffer: Host memory that the plan's parts lie in.
-        pieces: Of ``plan.pieces``, each by itself.
-        mirrored: Of ``plan.mirrored``; None if it has none.
+        buffers: Host memory, as ``needs_of`` lists it.
         copy: The copy under way.
         state: JSON-ready trainer state (side tensors are among the slices).
         began_at: ``time.perf_counter`` of its beginning.
@@ -70,7 +68,7 @@ class Snapshot:
     sequence: int
     request: SnapshotRequest
     plan: CompiledPlan
-    buffer: HostBuffer
+    buffers: Sequence[HostBuffer]
     copy: Copy
     state: Any
     began_at: float
@@ -80,10 +78,23 @@ class Snapshot:
     memory_sequence: int = 0
     writer: int = 0
     share: SealedShare | None = None
-    pieces: tuple[HostBuffer, ...] = ()
-    mirrored: HostBuffer | None = None
     from_log: LogSpan | None = None
     dense: Snapshot | None = None
+
+    @property
+    def buffer(self) -> HostBuffer:
+        """Memory that ``plan.parts`` lie in."""
+        return self.buffers[0]
+
+    @property
+    def pieces(self) -> Sequence[HostBuffer]:
+        """Of ``plan.pieces``, each by itself."""
+        return self.buffers[1 : 1 + len(self.plan.pieces)]
+
+    @property
+    def mirrored(self) -> HostBuffer | None:
+        """Of ``plan.mirrored``; None if it has none."""
+        return self.buffers[-1] if self.plan.mirrored else None
 
     @property
     def reads(self) -> range:
@@ -118,19 +129,14 @@ class Snapshot:
     def mirrors(self) -> dict[int, Mirror]:
         """Rank -> the part of that rank's share of the same snapshot that this rank's state also holds."""
         found: dict[int, Mirror] = {}
-        for part, memory in self._placed:
+        for part, memory in placed(self.plan, self.buffers):
             if part.source is not None:
                 found[part.source] = Mirror(part, memory, found.get(part.source))
         return found
 
     def bytes_of(self, part: CompiledPart) -> torch.Tensor:
         """One part's bytes inside its buffer, as a uint8 tensor view."""
-        return next(memory for each, memory in self._placed if each is part)
-
-    @property
-    def _placed(self) -> Iterator[tuple[CompiledPart, torch.Tensor]]:
-        more = () if self.mirrored is None else (self.mirrored,)
-        return placed(self.plan, [self.buffer, *self.pieces, *more])
+        return next(memory for each, memory in placed(self.plan, self.buffers) if each is part)
 
 
 def needs_of(plan: CompiledPlan) -> list[tuple[str, int]]:

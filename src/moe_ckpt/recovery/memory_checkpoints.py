@@ -271,14 +271,12 @@ class MemoryCheckpoints:
         found = [SnapshotFacts() for _ in snapshots]
         mine: list[bytes] = []
         for place, (snapshot, states, beside) in enumerate(snapshots):
-            for (writer, _), shares in beside.items():
-                if shares and fullest(shares).holder == self._comm.rank:
-                    mine += packed_header(place, writer, self._own[fullest(shares).number].header, tells=False)
-            for writer, shares in (*snapshot.items(), *states.items()):
+            told = snapshot[teller_of(snapshot)]
+            of_gradients = ((writer, shares) for (writer, _), shares in beside.items() if shares)
+            for writer, shares in (*of_gradients, *snapshot.items(), *states.items()):
                 if fullest(shares).holder == self._comm.rank:
                     header = self._own[fullest(shares).number].header
-                    tells = shares is snapshot[teller_of(snapshot)]
-                    mine += packed_header(place, writer, header, tells=tells)
+                    mine += packed_header(place, writer, header, tells=shares is told)
         for raw in self._comm.everyone(b"".join(mine)):
             for place, writer, alone, described, facts in unpacked_headers(raw):
                 found[place].add(writer, described, facts, alone=alone)

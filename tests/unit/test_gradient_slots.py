@@ -9,7 +9,7 @@ import pytest
 
 from moe_ckpt.core.anchors import MOST_SLOTS, NONE, Anchors
 from moe_ckpt.core.memory_retention import MemoryStep, is_live, live_groups, needed, newest_checkpoint
-from moe_ckpt.core.memory_shares import Share, checkpoints_of
+from moe_ckpt.core.memory_shares import Share, checkpoints_of, without
 from moe_ckpt.core.rolling import held_bytes_per_parameter, most_held_bytes_per_parameter
 from tests.unit.builders import catalog
 
@@ -145,15 +145,24 @@ def share(sequence: int, writer: int = 0, **more) -> Share:
 
 def test_a_checkpoint_is_complete_with_the_gradients_that_lead_to_it_and_no_others():
     """Step 2 anchors group 1 anew; before it step 1 had gradients of groups 1 and 2, and of group 1 they are gone."""
-    dense, first = share(0), share(1, since=0, groups=((1,), (2,)), beside=(0, 1))
-    second = share(2, since=0, groups=((2,), (3,)), beside=(0,))  # of group 3 this rank has nothing
-    alone = [share(1, only="gradients", place=1, since=0), share(2, only="gradients", place=0, since=0)]
-    newest, older, oldest = checkpoints_of([dense, first, second, *alone])
+    dense, first = share(0), share(1, since=0, groups=((1,), (2,)), beside=(0, 1), held=(-1, 7))
+    second = share(2, since=0, groups=((2,), (3,)), beside=(0,), held=(8,))  # of group 3 this rank has nothing
+    newest, older, oldest = checkpoints_of([dense, first, second])
     assert newest.is_complete
     assert [sorted(beside) for _, beside in newest.with_gradients()] == [[], [(0, 1)], [(0, 0)]]
     assert newest.there == {0}
     assert not older.is_complete, "it needs what is gone"
     assert older.there == frozenset()
     assert oldest.is_complete
-    lacking, *_ = checkpoints_of([dense, first, second, alone[0]])
-    assert not lacking.is_complete
+    numbers = [one.number for _, beside in newest.with_gradients() for those in beside.values() for one in those]
+    assert numbers == [7, 8]
+    for bad in (7, 8):
+        lacking, *_ = checkpoints_of(without([dense, first, second], {(0, bad)}))
+        assert not lacking.is_complete
+        copy = replace(second if bad == 8 else first, holder=1, number=3, held=(4,) if bad == 8 else (-1, 4))
+        found, *_ = checkpoints_of(without([dense, first, second, copy], {(0, bad)}))
+        assert found.is_complete, "somebody else has a copy"
+        assert {one.number for _, those in found.with_gradients() for each in those.values() for one in each} == {
+            15 - bad,
+            4,
+        }

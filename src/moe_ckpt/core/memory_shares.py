@@ -6,7 +6,7 @@ or, as a replica, a peer's. Ranks of the life that wrote it are called writers h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -38,7 +38,8 @@ class Share:
         unagreed: The ranks had not agreed on its step's tokens, so that those of all ranks are needed to know them.
         groups: As of ``format.slot.StepFacts``.
         beside: As of ``format.slot.SlotHeader``.
-        place: Likewise.
+        held: For each of ``beside``, the number that this slot has among the holder's; -1 if the holder lacks it.
+        place: Of a slot of gradients (``gradients_of``), as of ``format.slot.SlotHeader``.
     """
 
     holder: int
@@ -60,7 +61,17 @@ class Share:
     unagreed: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
     beside: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
     place: int = 0
+
+    def has(self, place: int) -> bool:
+        """Whether the holder has the slot of gradients with ``place``."""
+        return place in self.beside and self.held[self.beside.index(place)] >= 0
+
+    def gradients_of(self, place: int) -> Share:
+        """The slot of gradients with ``place``, which the holder has."""
+        number = self.held[self.beside.index(place)]
+        return replace(self, number=number, only=GRADIENTS, place=place, sent=False, groups=(), beside=(), held=())
 
 
 Snapshot = Mapping[int, tuple[Share, ...]]
@@ -73,11 +84,11 @@ class Place(NamedTuple):
     """Slots of gradients of one snapshot, those of all writers with one place.
 
     Attributes:
-        held: Who has them.
+        number: The place.
         lacking: Writers whose slot nobody has.
     """
 
-    held: Beside
+    number: int
     lacking: frozenset[int]
 
 
@@ -111,8 +122,12 @@ class MemoryCheckpoint:
 
     def with_gradients(self) -> list[tuple[Snapshot, Beside]]:
         """Returns each snapshot with its slots of gradients, if it has such."""
-        beside = [dict(each for place in places for each in place.held.items()) for places in self.gradients]
-        return list(zip(self.snapshots, beside or [{}] * len(self.snapshots), strict=True))
+        if not self.gradients:
+            return [(snapshot, {}) for snapshot in self.snapshots]
+        return [
+            (snapshot, {key: those for place in places for key, those in _gradients_of(snapshot, place.number)})
+            for snapshot, places in zip(self.snapshots, self.gradients, strict=True)
+        ]
 
     @property
     def there(self) -> frozenset[int]:
@@ -144,9 +159,9 @@ class MemoryCheckpoint:
 
 
 def _by_snapshot(shares: Iterable[Share]) -> dict[tuple[str, int], list[Share]]:
-    """By life and sequence. Plain state by itself is no snapshot; it stands behind what is. Nor are gradients alone."""
+    """By life and sequence. Plain state by itself is no snapshot; it stands behind what is."""
     found: dict[tuple[str, int], list[Share]] = {}
-    for share in sorted((each for each in shares if each.only != GRADIENTS), key=lambda each: each.only in PLAIN):
+    for share in sorted(shares, key=lambda each: each.only in PLAIN):
         key = share.life, shared_sequence(share.sequence)
         if share.only not in PLAIN or key in found:
             found.setdefault(key, []).append(share)
@@ -163,9 +178,8 @@ def snapshots_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
 def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     """Checkpoints, newest first, of which memory has every step, or a part of their only step. Stale snapshots are left
     out."""
-    shares = tuple(shares)
-    by_snapshot, beside = _by_snapshot(shares), _beside(shares)
-    places: dict[tuple[str, int], dict[int, Place]] = {}
+    by_snapshot = _by_snapshot(shares)
+    places: dict[tuple[str, int], list[Place]] = {}
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
     found: list[tuple[int, MemoryCheckpoint]] = []
     for (life, sequence), group in by_snapshot.items():
@@ -175,7 +189,7 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
         if since is not None:
             groups = [by_snapshot.get((life, each), []) for each in range(since, sequence + 1)]
             if all(_may_be_built_upon(each) for each in groups):
-                found.append((sequence, _with_gradients(_checkpoint(groups), beside, places)))
+                found.append((sequence, _with_gradients(_checkpoint(groups), places)))
         elif window is None:
             found.append((sequence, _checkpoint([group])))
         else:
@@ -187,27 +201,11 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     return [made for _, made in sorted(found, key=lambda e: (e[1].generation, e[1].step, e[0]), reverse=True)]
 
 
-def _beside(shares: Iterable[Share]) -> dict[tuple[str, int, int, int], tuple[Share, ...]]:
-    """(life, sequence, writer, place) -> who holds that slot of gradients."""
-    found: dict[tuple[str, int, int, int], tuple[Share, ...]] = {}
-    for share in sorted(
-        (each for each in shares if each.only == GRADIENTS), key=lambda each: (each.holder, each.number)
-    ):
-        key = share.life, share.sequence, share.writer, share.place
-        found[key] = (*found.get(key, ()), share)
-    return found
-
-
-def _with_gradients(
-    checkpoint: MemoryCheckpoint,
-    known: Mapping[tuple[str, int, int, int], tuple[Share, ...]],
-    places: dict[tuple[str, int], dict[int, Place]],
-) -> MemoryCheckpoint:
+def _with_gradients(checkpoint: MemoryCheckpoint, places: dict[tuple[str, int], list[Place]]) -> MemoryCheckpoint:
     """The checkpoint with the slots of gradients that lead to it: those of operators that it has no newer anchor of.
 
     Args:
         checkpoint: A step of a log.
-        known: Of ``_beside``.
         places: Those of each snapshot, which other checkpoints have, too; filled here.
     """
     last = next(iter(checkpoint.snapshots[-1].values()))[0]
@@ -217,15 +215,43 @@ def _with_gradients(
         one = next(iter(snapshot.values()))[0]
         key = one.life, one.sequence
         if key not in places:
-            places[key] = {place: _place(snapshot, place, known) for place in range(len(one.groups))}
-        found.append(tuple(places[key][at] for at, groups in enumerate(one.groups) if live.intersection(groups)))
+            places[key] = [Place(at, _lacking(snapshot, at)) for at in range(len(one.groups))]
+        pairs = zip(places[key], one.groups, strict=True)
+        found.append(tuple(place for place, groups in pairs if live.intersection(groups)))
     return replace(checkpoint, gradients=tuple(found))
 
 
-def _place(snapshot: Snapshot, place: int, known: Mapping[tuple[str, int, int, int], tuple[Share, ...]]) -> Place:
-    shares = (one for one, *_ in snapshot.values() if place in one.beside)
-    held = {(one.writer, place): known.get((one.life, one.sequence, one.writer, place), ()) for one in shares}
-    return Place(held, frozenset(writer for (writer, _), those in held.items() if not those))
+def _lacking(snapshot: Snapshot, place: int) -> frozenset[int]:
+    """Writers that sealed a slot of gradients which nobody has."""
+    return frozenset(
+        writer
+        for writer, shares in snapshot.items()
+        if place in shares[0].beside and not any(share.has(place) for share in shares)
+    )
+
+
+def _gradients_of(snapshot: Snapshot, place: int) -> Iterator[tuple[tuple[int, int], tuple[Share, ...]]]:
+    """Yields ((writer, place), those who hold that slot of gradients)."""
+    for writer, shares in snapshot.items():
+        if place in shares[0].beside:
+            yield (writer, place), tuple(share.gradients_of(place) for share in shares if share.has(place))
+
+
+def without(shares: Iterable[Share], bad: Collection[tuple[int, int]]) -> list[Share]:
+    """Returns the shares without damaged slots.
+
+    Args:
+        shares: Those that are known.
+        bad: (holder, number) of slots in which damage was found.
+    """
+    found = []
+    for share in shares:
+        if any((share.holder, number) in bad for number in share.held):
+            held = (-1 if (share.holder, number) in bad else number for number in share.held)
+            share = replace(share, held=tuple(held))
+        if (share.holder, share.number) not in bad:
+            found.append(share)
+    return found
 
 
 def _may_be_built_upon(group: Sequence[Share]) -> bool:

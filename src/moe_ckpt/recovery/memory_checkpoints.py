@@ -29,6 +29,7 @@ from moe_ckpt.core.memory_shares import (
     sealed_beside,
     snapshots_of,
     teller_of,
+    without,
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
@@ -60,13 +61,15 @@ from moe_ckpt.recovery.slot_views import (
     ExchangedHeaders,
     Layer,
     SlotFiles,
+    SlotPaths,
     SnapshotFacts,
     View,
     age_of,
-    fields_of,
     packed_header,
+    packed_paths,
     packed_with_headers,
     share_of,
+    told_of,
     unpacked_headers,
     unpacked_with_headers,
 )
@@ -104,16 +107,13 @@ class MemoryCheckpoints:
     def __init__(self, comm: Communicator, tier: RankMemory, reader: StoreReader) -> None:
         self._comm, self._tier, self._reader = comm, tier, reader
         self.used: Mapping[str, Share] = {}
-        self._given_up: set[str] = set()
-        self._bad_bases: set[str] = set()
-        self._bad_base = ""
+        self._given_up, self._bad_bases, self._bad_base = set[str](), set[str](), ""
         self._noted: set[int] = set()
         self._of_other_layout: set[Share] = set()
         self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
         self._own = tier.left.found
-        mine = [fields_of(each, number) for number, each in enumerate(self._own)]
         answer = Answer.of(reader.directories if comm.rank == 0 else None)
-        here = [answer.payload, tier.node, [str(each.slot.path) for each in self._own], mine]
+        here = [answer.payload, tier.node, packed_paths(self._own), told_of(self._own)]
         self._exchanged = ExchangedHeaders()
         ranks = []
         payload = b"".join(packed_with_headers(here, _newest_headers(self._own, comm.rank)))
@@ -123,12 +123,10 @@ class MemoryCheckpoints:
             self._exchanged.note(holder, headers)
         self.standing = Standing(comm, answer.taken(ranks[0][0], f"list the store {reader.storage.root}"))
         self.shares: list[Share] = []
-        self.paths: dict[Share, str] = {}
+        self.paths = SlotPaths()
         for holder, (_, node, paths, slots) in enumerate(ranks):
-            for path, fields in zip(paths, slots, strict=True):
-                share = share_of(holder, node, fields)
-                self.shares.append(share)
-                self.paths[share] = path
+            self.paths.note(holder, paths)
+            self.shares += [share_of(holder, node, fields) for fields in slots]
 
     def offered(self) -> list[str]:
         """Directories of what memory has whole, or has a part of beside storage, newest first."""
@@ -201,7 +199,7 @@ class MemoryCheckpoints:
                 slot = self._own[number].slot
                 slot.quarantine()
                 log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
-        self.shares = [share for share in self.shares if (share.holder, share.number) not in bad]
+        self.shares = without(self.shares, bad)
         if bad or bases:
             return
         there = len(self.shares)  # without what stands in for a rank's own share there may be another of the step

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.gradient_chain import LoggedStep, chain
-from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, snapshots_of
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, checkpoints_of, snapshots_of, without
 from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.errors import DamagedError, GradientGapError, MoECheckpointError, NoCheckpointError, StoreError
 from moe_ckpt.format.fragment import Fragment
@@ -86,7 +86,7 @@ class MemoryOutside:
     def __init__(self, reader: StoreReader, roots: Sequence[str]) -> None:
         self._reader = reader
         self._exit = contextlib.ExitStack()
-        self._bad: set[Share] = set()
+        self._bad: set[tuple[int, int]] = set()
         try:
             self._open(roots)
         except BaseException:
@@ -131,7 +131,7 @@ class MemoryOutside:
 
     def _complete(self) -> list[MemoryCheckpoint]:
         """Newest first. A sparse window is none: it takes forward and backward passes."""
-        found = checkpoints_of([share for share in self.memory.shares if share not in self._bad])
+        found = checkpoints_of(without(self.memory.shares, self._bad))
         return [each for each in found if each.is_complete and not each.is_window and self.memory.standing.stands(each)]
 
     def opened(self, step: int | None, verify: Callable[[OpenedMemory], None]) -> OpenedMemory:
@@ -166,7 +166,7 @@ class MemoryOutside:
                 share = self.memory.used.get(error.path)
                 if share is None:
                     raise
-                self._bad.add(share)
+                self._bad.add((share.holder, share.number))
                 damages.append(f"{self.memory.paths[share]} is damaged ({error})")
                 log.warning("%s; it is left out", damages[-1])
                 continue
@@ -183,7 +183,7 @@ class MemoryOutside:
 
     def _lacking(self, step: int) -> str:
         """Which operators lack which steps."""
-        shares = [share for share in self.memory.shares if share not in self._bad]
+        shares = without(self.memory.shares, self._bad)
         snapshots = {each.step: each for each in snapshots_of(shares)}
         if step not in snapshots:
             known = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"

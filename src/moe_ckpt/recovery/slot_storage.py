@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -74,6 +75,14 @@ def _exchange() -> defaultdict[int, list[torch.Tensor]]:
     return defaultdict(list)
 
 
+class Paths(Protocol):
+    """Where slots lie."""
+
+    def __getitem__(self, share: Share) -> str:
+        """Of one slot."""
+        ...
+
+
 class ReadOnly:
     """The verbs of ``Storage`` that change something, refused."""
 
@@ -116,7 +125,7 @@ class SlotStorage(ReadOnly):
     comm: Communicator
     node: str
     own: Sequence[FoundSlot]
-    paths: Mapping[Share, str]
+    paths: Paths
     files: Mapping[str, SlotFile]
     checker: SlotChecker | None = None
     _opened: dict[Share, FoundSlot] = field(default_factory=dict)

@@ -384,12 +384,29 @@ class View:
         return {path: file for path, file in self.slots.items() if path in named}
 
 
-def fields_of(found: FoundSlot, number: int) -> list[Any]:
-    """What ranks tell each other of a slot, for ``share_of``.
+def told_of(own: Sequence[FoundSlot]) -> list[list[Any]]:
+    """What a rank tells the others of its slots, for ``share_of``: of slots of gradients, whose they are beside.
 
     Args:
-        number: Among the holder's.
+        own: All that it has.
     """
+    beside: dict[tuple[str, int, int], dict[int, int]] = {}
+    for number, found in enumerate(own):
+        if found.header.only == GRADIENTS_ALONE:
+            beside.setdefault(_key(found.header), {})[found.header.place] = number
+    return [
+        [*_fields_of(found, number), [beside.get(_key(found.header), {}).get(at, -1) for at in found.header.beside]]
+        for number, found in enumerate(own)
+        if found.header.only != GRADIENTS_ALONE
+    ]
+
+
+def _key(header: SlotHeader) -> tuple[str, int, int]:
+    return header.life, header.sequence, header.rank
+
+
+def _fields_of(found: FoundSlot, number: int) -> list[Any]:
+    """number: among the holder's."""
     header = found.header
     window = header.facts.window
     place = None if window is None else [window.start, window.size, window.slot]
@@ -411,7 +428,6 @@ def fields_of(found: FoundSlot, number: int) -> list[Any]:
         header.facts.own is not None and header.only not in PLAIN,
         header.facts.groups,
         header.beside,
-        header.place,
     ]
 
 
@@ -422,8 +438,33 @@ def share_of(holder: int, node: str, fields: Sequence[Any]) -> Share:
         holder: That rank.
         node: Its node.
     """
-    number, life, generation, sequence, step, writer, writers, in_window, *rest, groups, beside, place = fields
+    number, life, generation, sequence, step, writer, writers, in_window, *rest, groups, beside, held = fields
     window = None if in_window is None else (in_window[0], in_window[1], in_window[2])
     of = number, life, generation, sequence, step, writer, writers, window, *rest
     share = Share(holder, node, *of)
-    return replace(share, groups=tuple(map(tuple, groups)), beside=tuple(beside), place=place)
+    if not groups:
+        return share
+    return replace(share, groups=tuple(map(tuple, groups)), beside=tuple(beside), held=tuple(held))
+
+
+def packed_paths(own: Sequence[FoundSlot]) -> list[Any]:
+    """Where slots lie, for ``SlotPaths``; names of directories once."""
+    directories = list(dict.fromkeys(str(found.slot.path.parent) for found in own))
+    at = {directory: number for number, directory in enumerate(directories)}
+    return [directories, [[at[str(found.slot.path.parent)], found.slot.path.name] for found in own]]
+
+
+class SlotPaths:
+    """Where the slots of all ranks lie."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[Any]] = {}
+
+    def note(self, holder: int, packed: list[Any]) -> None:
+        """What a rank's ``packed_paths`` gave."""
+        self._of[holder] = packed
+
+    def __getitem__(self, share: Share) -> str:
+        directories, names = self._of[share.holder]
+        directory, name = names[share.number]
+        return f"{directories[directory]}/{name}"

@@ -54,8 +54,8 @@ from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import Reading, StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import Sharder
 from moe_ckpt.slices.compiling import CompiledPart
-from moe_ckpt.slices.cuts import Cut
-from moe_ckpt.slices.local_state import LocalState, shard_kind, wanted_boxes, wanted_replay
+from moe_ckpt.slices.cuts import Cuts
+from moe_ckpt.slices.local_state import LocalState, wanted_boxes, wanted_replay
 
 PERSIST_THREAD = "moe_ckpt-persist"
 _WIDTH = 4
@@ -173,16 +173,15 @@ class Others:
                 for rank in writers[op]:
                     by_rank[rank].append(op)
         found = [
-            self._local.cuts(full[rank], dealt, rank) + self._local.cuts(light[rank], dealt, rank, self._compute)
+            self._local.cuts(full[rank], dealt, rank).joined(self._local.cuts(light[rank], dealt, rank, self._compute))
             for rank in range(self._ranks)
         ]
         claims = self._claims(frozenset(operators), frozenset(frozen), in_window)
         return [self._share(rank, cuts, claims[rank]) for rank, cuts in enumerate(found)]
 
-    def _share(self, rank: int, cuts: Sequence[Cut], claim: int) -> Share:
-        by_kind: dict[str, list[Cut]] = {"expert": [], "non_expert": []}
-        for cut in cuts:
-            by_kind[shard_kind(self._state.catalog, cut.operator)].append(cut)
+    def _share(self, rank: int, cuts: Cuts, claim: int) -> Share:
+        is_expert = self._state.catalog.is_expert[cuts.places]
+        by_kind = {"expert": cuts.those(is_expert), "non_expert": cuts.those(~is_expert)}
         side = [entry for entry, _ in side_tensors(self._state.plain(), rank)[1]]
         made = [CompiledPart(kind, each, side if kind == "non_expert" else (), ()) for kind, each in by_kind.items()]
         parts = tuple(part for part in made if len(part.slices))

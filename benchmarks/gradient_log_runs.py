@@ -2,7 +2,8 @@
 
 Each contestant trains the same model in a process that is killed (SIGKILL) at the same iterations and started again, in
 processes forked from a server that has imported torch already. All keep their checkpoints in memory that outlives the
-process. What a step weighs is counted in the slots that each kill leaves, and compared with the formula.
+process. What a step weighs is counted in the slots that each kill leaves, and compared with the formula; of the log,
+whose older gradients are gone by then, as each step is saved.
 """
 
 from __future__ import annotations
@@ -106,7 +107,10 @@ def facts(
         reached = max([reached, *steps])
     restarts = restarts_in(lives)
     kind, number = policy
-    steady = [per_step(kind, number, each) for each in weights]
+    if kind.startswith("log"):
+        steady = [of_a_round(number, life) for life in lives]
+    else:
+        steady = [per_step(kind, number, each) for each in weights]
     return {
         "again": [each.recomputed for each in restarts],
         "back_secs": [each.secs for each in restarts],
@@ -119,17 +123,21 @@ def facts(
     }
 
 
+def of_a_round(number: int, life: Events) -> float | None:
+    """Bytes per iteration of the newest round of a log, of so many steps; None if the life was shorter."""
+    saved = [line["saved"] for line in life if "saved" in line][1:]  # everything is saved first
+    return mean(saved[-number:]) if len(saved) >= number else None
+
+
 def per_step(kind: str, number: int, left: Left) -> float | None:
-    """Bytes per iteration of what a kill left: of a round, a whole window, or a dense checkpoint; None without one."""
+    """Bytes per iteration of what a kill left: of a whole window, or a dense checkpoint; None without one."""
     if not left:
         return None
     if kind == "dense":
         return left[max(left)][0] / number
-    steps = sorted(left)[-number:]
-    if kind == "windows":
-        starts = {start for _, start in left.values()}
-        whole = [those for start in starts if len(those := [s for s in left if left[s][1] == start]) == number]
-        steps = max(whole, default=[])
+    starts = {start for _, start in left.values()}
+    whole = [those for start in starts if len(those := [s for s in left if left[s][1] == start]) == number]
+    steps = max(whole, default=[])
     return mean(left[step][0] for step in steps) if len(steps) == number else None
 
 

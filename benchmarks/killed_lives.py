@@ -97,6 +97,8 @@ class _EventLog(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         last = None if self.ours is None else self.ours.last
         facts = {} if last is None else {"stall": last.stall_secs, "held": float(last.memory_nbytes)}
+        if last is not None and last.begun:
+            facts["saved"] = float(last.nbytes)
         self.note("step", trainer.global_step, **facts)
 
 

@@ -171,4 +171,4 @@ def _step(ours: checkpoint.MegatronCheckpoint, iteration: int) -> tuple[float, f
 def _slices(ours: checkpoint.MegatronCheckpoint) -> int:
     """Of the snapshot that was begun just now, small plain state included."""
     copy = ours.session._resources.pipeline._copy
-    return 0 if copy is None else sum(len(program.blocks) for program in copy._watch._programs)
+    return 0 if copy is None else sum(len(program.versions()) for program in copy._watch._programs)

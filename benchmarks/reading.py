@@ -37,11 +37,12 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.memory_tiers import turned
-from benchmarks.memory_tiers_rank import Life, Shard
+from benchmarks.memory_tiers_rank import Life, Shard, spent_in
 from benchmarks.ranks import end, gathered
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.recovery import shared_reading, sources
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.recovery.sources import StorageSource
 from moe_ckpt.storage import LocalStorage
 
 _EXAMPLE = "example: python benchmarks/reading.py --mib 512 --ranks 2 4 --delay-ms 50 --rounds 5 --write"
@@ -86,6 +87,7 @@ def second_life(order: Mapping[str, Any], rank: int) -> dict[str, float]:
         tensor.local.zero_()
     storage = Counted(Path(order["place"]) / "store", order["delay_secs"])
     comm = make_communicator(_PATIENCE_SECS)
+    loading = spent_in(StorageSource, "prepare_and_write")
     dist.barrier()
     began, cpu = time.monotonic(), time.process_time()
     restored = resume_newest(storage, comm, state)
@@ -94,7 +96,13 @@ def second_life(order: Mapping[str, Any], rank: int) -> dict[str, float]:
         raise RuntimeError("nothing was found")
     state.require(restored.manifest.step)
     comm.close()
-    return {"secs": secs, "cpu_secs": cpu_secs, "nbytes": storage.nbytes, "calls": storage.calls}
+    return {
+        "secs": secs,
+        "load_secs": sum(loading),
+        "cpu_secs": cpu_secs,
+        "nbytes": storage.nbytes,
+        "calls": storage.calls,
+    }
 
 
 def measured(args: argparse.Namespace, scratch: Path) -> dict[str, dict[str, list[list[dict[str, float]]]]]:
@@ -117,7 +125,15 @@ def table(found: Mapping[str, Mapping[str, list[list[dict[str, float]]]]], title
     made = Table(title=title, title_justify="left")
     made.add_column("ranks", justify="right")
     made.add_column("", no_wrap=True)
-    for name in ("read MiB, all", "most of a rank", "reads of a rank", "CPU s, all", "most of a rank", "seconds"):
+    for name in (
+        "read MiB, all",
+        "most of a rank",
+        "reads of a rank",
+        "CPU s, all",
+        "most of a rank",
+        "seconds",
+        "of it load",
+    ):
         made.add_column(name, justify="right")
     for ranks, of_ways in found.items():
         for way, rounds in of_ways.items():
@@ -134,6 +150,7 @@ def table(found: Mapping[str, Mapping[str, list[list[dict[str, float]]]]], title
                 f"{over('cpu_secs', sum):.2f}",
                 f"{over('cpu_secs', max):.2f}",
                 f"{over('secs', max):.2f}",
+                f"{over('load_secs', max):.2f}",
             )
     return made
 

@@ -84,12 +84,12 @@ class Clock:
 
     @contextmanager
     def hook(self) -> Iterator[None]:
-        """One of our hooks runs, on the training thread."""
-        began = time.thread_time()
+        """One of our hooks runs, on the training thread; within another one it is counted with that."""
+        began, before = time.thread_time(), self._in_hooks
         try:
             yield
         finally:
-            self._in_hooks += time.thread_time() - began
+            self._in_hooks = before + time.thread_time() - began
 
     def tick(self, nbytes: int) -> bool:
         """nbytes: of the checkpoint of the iteration that has just ended."""
@@ -112,7 +112,7 @@ class Clock:
         return time.perf_counter(), time.process_time(), time.thread_time(), self._in_hooks
 
 
-_HOOKS = ("join", "before_callbacks", "after_batch")
+_HOOKS = ("join", "before_backward", "before_optimizer", "before_callbacks", "after_batch")
 """Of ``Fit``: all that it does at a step."""
 
 

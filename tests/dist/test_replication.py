@@ -12,6 +12,7 @@ import time
 import weakref
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.errors import PeerLostError
+from moe_ckpt.format.slot import decode_slot, encode_slot
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.memory.survey import survey
@@ -78,11 +80,34 @@ def _well(_: int, __: int, root: str) -> dict:
     rank.replicator.release_except([6])
     found["except"] = sorted(sequence for _, sequence in rank.replicator.held)
     dist.barrier()
+    found |= _several_slots(rank)
     found |= _many_rounds(rank)
     found["sources"], found["lag"] = list(sources), rank.replicator.lag_steps
     found["sent"] = rank.replicator.sent_bytes
     dist.barrier()
     found["closed"] = rank.close()
+    return found
+
+
+def _several_slots(rank: Rank) -> dict:
+    """A step of a gradient log: of its two slots of gradients rank 1's second one is damaged at first."""
+    found = {}
+    for sequence in (8, 9):
+        slots = [rank.seal(sequence, SIZE) for _ in range(3)]
+        shares = []
+        for place, (slot, share) in enumerate(slots[:2]):
+            alone = replace(decode_slot(share.header, "a"), only="gradients", place=place)
+            slot.seal(encode_slot(alone))
+            shares.append(SealedSlot(sequence, share.memory, encode_slot(alone)))
+        if (rank.rank, sequence) == (1, 8):
+            slots[1][0].memory[SIZE // 3] ^= 1
+        acknowledged = rank.replicator.submit(sequence, *shares, slots[2][1]).result(PATIENCE_SECS)
+        dist.barrier()
+        there = sorted((key[0], key[2]) for key in rank.replicator.store._kept if key[1] == sequence)
+        found[sequence] = acknowledged, there
+    rank.replicator.release_except([9], over={(9, 0)})
+    found["over"] = sorted((key[1], key[2]) for key in rank.replicator.store._kept)
+    dist.barrier()
     return found
 
 
@@ -130,6 +155,17 @@ def test_what_is_not_as_its_header_says_is_refused_and_the_rest_goes_on(well, se
         acknowledged, held = rank[sequence]
         assert acknowledged == (0 if at == FLAWED[sequence] else 2)
         assert held == [source for source in rank["sources"] if source != FLAWED[sequence]]
+
+
+def test_a_step_of_several_slots_is_held_when_all_of_them_are(well):
+    for at, rank in enumerate(well):
+        acknowledged, there = rank[9]
+        assert acknowledged == 2
+        assert there == [(source, place) for source in sorted(rank["sources"]) for place in (-1, 0, 1)]
+        assert rank["over"] == sorted((9, place) for place in (-1, 1) for _ in rank["sources"])
+        acknowledged, there = rank[8]
+        assert acknowledged == (0 if at == 1 else 2)
+        assert [place for source, place in there if source == 1] == [0] * (1 in rank["sources"]), "the rest is not sent"
 
 
 def test_refusals_are_explained(well):

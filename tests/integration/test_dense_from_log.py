@@ -103,7 +103,7 @@ class Spoiled(OwnLog):
 
     def __init__(self, slots) -> None:
         if not Spoiled.opened:
-            slots[0].memory[::97] ^= 1
+            slots[-1].memory[::97] ^= 1
         Spoiled.opened += 1
         super().__init__(slots)
 

@@ -195,7 +195,7 @@ def test_a_step_that_is_not_there(place, capsys):  # noqa: F811
 def test_a_damaged_gradient_is_said_and_an_older_step_can_be_made(place, capsys):  # noqa: F811
     run = killed(logged(LOG, place))
     sealed = [path.with_suffix(".data") for path in Path(run.memory).rglob("*.head")]
-    newest = max(sealed, key=lambda path: header_of(path).sequence)
+    newest = max((path for path in sealed if header_of(path).only), key=lambda path: header_of(path).sequence)
     step = header_of(newest).step
     spoil(newest, "gradient")
     before = _directories(run)

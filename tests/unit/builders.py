@@ -17,7 +17,7 @@ from moe_ckpt.core.operators import (
 )
 from moe_ckpt.policies import PolicyContext
 from moe_ckpt.slices.assignment import WriteAssignment
-from moe_ckpt.slices.cuts import SliceSource
+from moe_ckpt.slices.cuts import BLOCK, SliceSource
 from moe_ckpt.slices.local_state import LocalState, collect_slices
 
 
@@ -54,8 +54,9 @@ def mixed(*sizes: int) -> Catalog:
 def pieces_of(local: LocalState, operators: Collection[str], dealt: WriteAssignment, rank: int) -> list[SliceSource]:
     """What ``rank`` writes of ``operators``, slice by slice."""
     found = collect_slices(local, operators, dealt, rank)
-    numbers = [(each, each.first + at) for each in found for at in range(each.count)]
-    return [SliceSource(each.shelf.entries[n], each.shelf.source(n), each.shelf.blocks[n]) for each, n in numbers]
+    shelf, numbers = found.shelf, found.slices
+    blocks = [shelf.blocks[at] for at in shelf.table(numbers)[:, BLOCK].tolist()]
+    return [SliceSource(shelf.entries[n], shelf.source(n), b) for n, b in zip(numbers.tolist(), blocks, strict=True)]
 
 
 def context(model: Catalog, step: int = 1, **facts: Any) -> PolicyContext:

@@ -141,20 +141,6 @@ def test_an_empty_or_uncommitted_store_is_left_alone(storage):
     assert tree(storage)["step_00000001"] == WHOLE[1:]
 
 
-def test_directories_being_written_are_left_alone(storage):
-    for step in (1, 2):
-        commit(storage, step)
-    commit(storage, 3, write_manifest=False)
-    storage.write("step_00000003/.x", [b""])
-    (LocalStorage(storage.root)).write("step_00000003/.f.1.0123abcd.tmp", [b""])
-    commit(storage, 4)
-    collect(storage, LAST, NOW, keep_directories={"step_00000003"})
-    assert tree(storage) == {
-        "step_00000003": [".f.1.0123abcd.tmp", ".x", *WHOLE[1:]],
-        "step_00000004": WHOLE,
-    }
-
-
 def test_a_faster_ranks_next_step_is_left_alone_unless_abandoned(storage):
     """Rank 0 collects after step 2 while another rank already writes step 3."""
     for step in (1, 2):

@@ -16,6 +16,7 @@ from moe_ckpt.errors import HostMemoryError
 
 BUDGET = 10_000
 PAGE = 4096
+MB = 1 << 20
 
 
 @given(st.lists(st.tuples(st.integers(1, BUDGET), st.integers(0, 3)), max_size=40))
@@ -36,6 +37,55 @@ def test_the_budget_is_never_exceeded_and_fits_tells_the_truth(asked):
             lent.append(buffer)
         assert sum(b.nbytes for b in lent) <= pool.held_bytes <= BUDGET
         assert pool.fits(BUDGET - sum(b.nbytes for b in lent)), "what is not lent out can be had"
+
+
+KINDS = (buffers.WHOLE, buffers.GRADIENTS, buffers.MIRRORED)
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 4000)), max_size=5), st.integers(0, 2))
+    )
+)
+def test_several_buffers_are_lent_together_or_none(asked):
+    """Each step gives back what some of the snapshots had, then asks for one more."""
+    pool = HostBufferPool(BUDGET)
+    lent = []
+    for needs, give_back in asked:
+        for buffer in [buffer for each in lent[:give_back] for buffer in each]:
+            pool.give_back(buffer)
+        del lent[:give_back]
+        before = sum(buffer.nbytes for each in lent for buffer in each)
+        found = pool.acquire_all(needs)
+        if found is None:
+            assert pool.fits(BUDGET - before), "what was had of it is back"
+        else:
+            assert [buffer.kind for buffer in found] == [kind for kind, _ in needs]
+            assert all(buffer.nbytes >= nbytes for buffer, (_, nbytes) in zip(found, needs, strict=True))
+            lent.append(found)
+        every = [buffer for each in lent for buffer in each]
+        assert len({*every}) == len(every), "one buffer is lent out twice"
+        assert sum(buffer.nbytes for buffer in every) <= pool.held_bytes <= BUDGET
+
+
+def test_buffers_of_gradients_go_round():
+    """As in a log of 5 groups of operators: each step needs 4, and gives back what is older than its group's anchor."""
+    pool, made = HostBufferPool(100 * MB), set()
+    there: dict[tuple[int, int], HostBuffer] = {}
+    for step in range(40):
+        needs = [
+            (buffers.WHOLE, 6 * MB),
+            *[(buffers.GRADIENTS, 2 * MB + 1 + group) for group in range(5) if group != step % 5],
+        ]
+        whole, *found = pool.acquire_all(needs)
+        places = (group for group in range(5) if group != step % 5)
+        there |= {(step, group): buffer for group, buffer in zip(places, found, strict=True)}
+        made |= {whole, *found}
+        for key in [key for key in there if key[1] == step % 5]:
+            pool.give_back(there.pop(key))
+        pool.give_back(whole)
+    assert len(there) == 10, "4 + 3 + 2 + 1"
+    assert len(made) == 1 + 14, "and 4 that come in: none was made anew for want of one of its size"
 
 
 def test_a_returned_buffer_is_lent_again():
@@ -92,9 +142,6 @@ def test_a_buffer_given_back_twice_is_an_error():
         pool.give_back(buffer)
     assert pool.acquire(1000) is buffer
     assert pool.acquire(1000) is not buffer
-
-
-MB = 1 << 20
 
 
 def test_three_buffers_of_the_usual_size_are_made_ahead_and_no_more():

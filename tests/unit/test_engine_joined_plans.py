@@ -26,10 +26,10 @@ from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices import local_state
 from moe_ckpt.slices.assignment import Sharder
-from moe_ckpt.slices.compiling import CompiledPart, CompiledPlan, PlanCompiler, cover_difference
+from moe_ckpt.slices.compiling import HOST_ONLY, CompiledPart, CompiledPlan, PlanCompiler, cover_difference
 from moe_ckpt.slices.copier import carry_out
 from moe_ckpt.slices.copying import target
-from moe_ckpt.slices.cuts import Shelf, SliceSource, sorted_rows
+from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource, sorted_rows
 from moe_ckpt.slices.local_state import LocalState, collect_replay_slices
 from moe_ckpt.slices.request import SnapshotRequest
 from tests.unit.builders import catalog, pieces_of
@@ -246,9 +246,24 @@ def test_a_slice_that_is_given_twice_is_refused_when_its_header_is_made(other):
     for source in (torch.zeros(2, 3), torch.ones(2, 3, dtype=other)):
         entry = SliceEntry("model/w", "gate/0", dtype_name(source.dtype), (1, 0), (2, 3), (4, 3))
         twice.append(SliceSource(entry, source, source))
-    part = CompiledPart("expert", [Shelf().add("gate/0", twice, {"model/w": 0})], (), ())
+    shelf = Shelf()
+    part = CompiledPart("expert", Cuts(shelf, np.array([shelf.add("gate/0", twice, {"model/w": 0})])), (), ())
     with pytest.raises(CoverageError, match="what rank 1 writes at step 7: model/w@1,0 is written twice"):
         part.header("run", 1, 7)
+
+
+def test_experts_the_rest_and_what_stays_in_memory_go_to_different_parts():
+    model = catalog(1, 4)
+    tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
+    stored, held = model.everything[:-2], model.everything[-2:]
+    request = SnapshotRequest(1, 0, 0, stored, held, (), {}, None, 0, Future(), (), {}, {})
+    compiler = PlanCompiler(model, everywhere(model.layers, 1), "none", 0, 1)
+    plan = compiler.compile(request, tensors, specs_of(tensors), sides(2))
+    assert {part.kind: (part.operators, len(part.side)) for _, part in plan.parts} == {
+        "expert": (("expert/0/0", "expert/0/1"), 0),
+        "non_expert": (("gate/0", "non_expert/embed"), 2),
+        HOST_ONLY: (("expert/0/2", "expert/0/3"), 0),
+    }
 
 
 def test_state_without_rows_is_repeated_once_per_slot():
@@ -257,7 +272,7 @@ def test_state_without_rows_is_repeated_once_per_slot():
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
     local = LocalState(model, tensors)
     dealt = Sharder(model, everywhere(model.layers, 1), "none").assign({"expert/0/1"}, tensors, {"expert/0/2"}, {})
-    found = [collect_replay_slices(local, {"expert/0/1"}, {"expert/0/2"}, dealt, 0, {}) for _ in range(2)]
+    found = [collect_replay_slices(local, {"expert/0/1"}, {"expert/0/2"}, dealt, 0, {}).listed() for _ in range(2)]
     keys = [sorted(entry.key for cut in cuts for entry in cut.entries) for cuts in found]
     assert keys[0] == keys[1] == ["replay/model/layers.0.moe.w", "replay/optim/0/layers.0.moe.w/step"]
     assert found[0][1] is found[1][1]

@@ -25,6 +25,7 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.memory import preflight
 from moe_ckpt.memory import slot as slot_module
+from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.directory import RankDirectory, make_rank_directory, rank_directories, user_directory
 from moe_ckpt.memory.files import MemoryFiles, remove_run, sweep
 from moe_ckpt.memory.slot import Slot
@@ -304,6 +305,27 @@ def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path):
     assert f"mkdir -p {tmp_path / 'nowhere'}" in str(raised[1])
     assert "rank 1 could not open its memory directory" in str(raised[0])
     assert files(memory) == []
+
+
+def test_what_a_rank_left_is_verified_while_it_waits_for_the_others(where, monkeypatch):
+    """The check of its newest snapshots has begun before the ranks tell that they have what they left."""
+    train_and_fail(where)
+    checked, begun, agreed = SlotChecker.__init__, [], host_memory.largest
+
+    def noting(self, slots):
+        begun.append([found.header.step for found in slots])
+        checked(self, slots)
+
+    def telling(comm, numbers):
+        begun.append("told")
+        return agreed(comm, numbers)
+
+    monkeypatch.setattr(SlotChecker, "__init__", noting)
+    monkeypatch.setattr(host_memory, "largest", telling)
+    with life(where) as second:
+        restored, _ = come_back(second)
+        assert (restored.manifest.step, restored.place) == (6, "memory")
+    assert begun == ["told", [6, 5], "told"]
 
 
 @pytest.mark.parametrize("replicas", [0, 1])

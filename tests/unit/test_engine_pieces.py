@@ -18,7 +18,7 @@ from moe_ckpt.format.shard import lay_out
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import Sharder, expert_owners
-from moe_ckpt.slices.local_state import LocalState, shard_kind, wanted_boxes
+from moe_ckpt.slices.local_state import LocalState, wanted_boxes
 from tests.unit.builders import catalog, pieces_of
 
 
@@ -209,15 +209,3 @@ def test_empty_parameters_are_neither_wanted_nor_written():
     tensor = StateTensor("optim/0/embed.weight/none", "embed.weight", torch.empty(7, 0), (0, 0), (7, 0))
     assert shares(model, 1, [[tensor]], frozenset(model.by_id)) == [[]]
     assert wanted_boxes(model, frozenset(model.by_id), specs_of([tensor])) == {}
-
-
-def test_experts_and_the_rest_go_to_different_shards():
-    model = catalog(1, 2)
-    kinds = {op: shard_kind(model, op) for op in model.by_id}
-    assert kinds == {
-        "non_expert/embed": "non_expert",
-        "gate/0": "non_expert",
-        "expert/0/0": "expert",
-        "expert/0/1": "expert",
-    }
-    assert shard_kind(model, "") == "non_expert"

@@ -135,7 +135,8 @@ def test_side_tensors_of_each_time_are_copied():
     for value in (1.0, 2.0):
         plan = made.compile(request(MODEL.everything), tensors, specs, [SIDE])
         memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
-        copy_at_once(plan, memory, [(SIDE, torch.tensor([value]))])
+        parts = [(part, memory[base : base + part.nbytes]) for base, part in plan.parts]
+        copy_at_once(parts, [(SIDE, torch.tensor([value]))])
         [(base, part)] = [(base, part) for base, part in plan.parts if part.side]
         assert target(part.entries[part.side[0]], memory[base : base + part.nbytes]).tolist() == [value]
 

@@ -73,13 +73,23 @@ def test_what_gradients_lead_to_is_told_where_that_is_not_everything():
     assert decode_slot(encode_slot(HEADER), "a").facts.gradients == ()
 
 
+def test_gradients_in_slots_of_their_own_are_named_by_the_step_and_by_themselves():
+    facts = replace(HEADER.facts, since=7, groups=((3, 4), (6,)))
+    step = decode_slot(encode_slot(replace(HEADER, facts=facts, beside=(0, 1))), "a")
+    assert (step.facts.groups, step.beside) == (((3, 4), (6,)), (0, 1))
+    alone = decode_slot(encode_slot(replace(HEADER, only="gradients", place=1)), "a")
+    assert (alone.only, alone.place, alone.facts.groups) == ("gradients", 1, ())
+    before = decode_slot(other_version(HEADER, 9), "a")
+    assert (before.facts.groups, before.beside) == ((), ())
+
+
 def test_tokens_that_ranks_had_not_agreed_on_come_back_beside_those_that_they_had():
     header = replace(HEADER, facts=replace(HEADER.facts, own=np.array([[3, 0, 41]])))
     assert decode_slot(encode_slot(header), "a").facts.own.tolist() == [[3, 0, 41]]
     assert decode_slot(other_version(HEADER, 7), "a").facts.own is None
 
 
-@pytest.mark.parametrize("version", [1, 2, 10])
+@pytest.mark.parametrize("version", [1, 2, 11])
 def test_another_version_is_named_and_refused(version: int):
     with pytest.raises(DamagedError, match=rf"format_version.*{version}"):
         decode_slot(other_version(HEADER, version), "a")

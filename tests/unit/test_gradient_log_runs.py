@@ -17,25 +17,23 @@ def life(begin, loaded, *steps, held=100.0):
     at = begin + 1.0
     lines = [{"event": "begin", "step": 0, "at": begin}, {"event": "loaded", "step": loaded, "at": at}]
     return lines + [
-        {"event": "step", "step": step, "at": at + number, "stall": 0.5, "held": held}
+        {"event": "step", "step": step, "at": at + number, "stall": 0.5, "held": held, "saved": 10.0 * step}
         for number, step in enumerate(steps, start=1)
     ]
 
 
 def test_facts_count_what_is_computed_again():
     lives = [life(0.0, 0, 1, 2, 3, 4, 5), life(100.0, 3, 4, 5, 6), life(200.0, 6, 7)]
-    found = runs.facts(lives, [{5: (10, None), 4: (20, None)}, {}], ("log", 2), [0.5, 1.0])
+    found = runs.facts(lives, [], ("log", 2), [0.5, 1.0])
     assert found["again"] == [2, 0]
     assert found["back_secs"] == [3.0, 1.0]
     assert found["loading_secs"] == [1.0, 1.0]
     assert found["slower"] == [2.0, 1.0]
-    assert found["step_bytes"] == [15]
+    assert found["step_bytes"] == [45, 55], "of steps 4 and 5, and 5 and 6"
     assert found["held_bytes"] == 100.0
 
 
-def test_a_step_weighs_a_round_a_whole_window_or_a_share_of_a_dense_checkpoint():
-    assert runs.per_step("log", 2, {1: (100, None), 2: (10, None), 3: (20, None)}) == 15
-    assert runs.per_step("log", 4, {1: (100, None)}) is None
+def test_a_step_weighs_a_whole_window_or_a_share_of_a_dense_checkpoint():
     assert runs.per_step("windows", 2, {1: (8, 1), 2: (4, 1), 3: (7, 3)}) == 6
     assert runs.per_step("dense", 10, {10: (50, None), 20: (60, None)}) == 6
     assert runs.per_step("dense", 10, {}) is None

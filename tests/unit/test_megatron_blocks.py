@@ -60,7 +60,7 @@ def test_halves_of_a_gated_unit_and_a_transposed_expert(data, tp, rank, f, h):
 
 
 def test_a_block_of_columns_keeps_its_place():
-    part = Part("w", (2, 6), 0, straight((2, 3), (0, 3)))
+    part = Part("w", (2, 6), 0, (Axis(0, (Segment(0, 2, 0),)), Axis(1, (Segment(0, 3, 3),))))
     assert gathered(part, 0, 6).tolist() == [[-1, -1, -1, 0, 1, 2], [-1, -1, -1, 3, 4, 5]]
 
 

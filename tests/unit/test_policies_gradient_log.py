@@ -324,6 +324,20 @@ def test_behind_a_gap_everything_is_anchored_and_what_alone_is_lost_at_once():
     assert len(found) <= len(usual) + 2
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_dense_step_foretells_who_will_be_anchored_together(again):
+    """Also the first one after a restart, when no operator has an anchor."""
+    run = Run(GradientLog(window=4))
+    dense = run.save()
+    if again:
+        run.save()
+        run.anchored_at = np.full(len(MODEL.operators), -1)
+        dense = run.save()
+    assert not dense.gradients
+    anchored = [set(run.save().operators()) for _ in range(4)]
+    assert sorted(map(sorted, anchored)) == sorted(map(sorted, dense.together))
+
+
 def test_coupled_operators_are_anchored_together():
     groups = tuple(frozenset(op.id for op in MODEL.experts if op.layer == layer) for layer in range(2))
     run = Run(GradientLog(window=4), coupled_operators=groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,10 +63,12 @@ def filled(seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (sum(SIZES.values()),), dtype=torch.uint8, generator=generator)
 
 
-def take(store: ReplicaStore, sequence: int) -> None:
+def take(store: ReplicaStore, sequence: int, place: int | None = None) -> None:
     memory = filled(sequence)
     extents = extents_of(memory)
     header = slot_header("run", sequence, 0, 1, 2, extents.nbytes, ())
+    if place is not None:
+        header = replace(header, only="gradients", place=place)
     incoming = store.reserve(header, b"", extents, extents.nbytes)
     assert incoming.wanted == [(0, extents.nbytes)]
     store.keep(1, sequence, incoming)
@@ -83,6 +86,20 @@ def test_copies_of_older_experts_go_before_the_newest_is_refused():
     with pytest.raises(MemoryFullError):
         take(store, 5)
     assert len(made) == 3
+
+
+def test_gradients_go_and_are_used_again_by_themselves():
+    store, made = store_of(room=100)
+    for sequence in range(20):
+        for place in (0, 1, None):
+            take(store, sequence, place)
+        store.release_except({sequence, sequence - 1}, over={(sequence - 1, 0)})
+    assert sorted(key[1:] for key in store._kept) == [(18, -1), (18, 1), (19, -1), (19, 0), (19, 1)]
+    assert store.held().keys() == {(1, 18), (1, 19)}
+    assert len(made) == 8, "five that are held, and of the rest as many as the next step takes"
+    store.release_except(())
+    assert store.held() == {}
+    assert len(made) == 2 * 2 + 2, "of each kind no more are kept free than copies of two snapshots take"
 
 
 def mirror_of(memory: torch.Tensor, names: list[str]) -> Mirror:

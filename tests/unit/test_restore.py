@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from moe_ckpt.ports import TensorMeta
 from moe_ckpt.recovery.named import load_tensors
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import require_fitting
+from moe_ckpt.recovery.slices import find_damage
 from moe_ckpt.recovery.together import NotUsableError
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import PARAMETERS, STACK, LiveState, TinyRun, example
@@ -59,6 +61,30 @@ def test_any_sharding_from_any_sharding(stores, data):
     reader = StoreReader(LocalStorage(run.root))
     restore(reader, reader.manifest(directory), state)
     assert_restored(state, run.views[directory])
+
+
+def test_neighbours_in_a_file_are_verified_by_one_read_and_damage_is_named(tmp_path, monkeypatch):
+    example(tmp_path, world_size=1)
+    reader = StoreReader(LocalStorage(tmp_path))
+    manifest = reader.manifest("step_00000003")
+    slices = sorted(
+        {stored for group in reader.index(manifest).tensors.values() for stored in group},
+        key=lambda stored: (stored.path, stored.offset),
+    )
+    gaps = sum(
+        (one.path, one.offset + one.nbytes) != (other.path, other.offset) for one, other in itertools.pairwise(slices)
+    )
+    plain, reads = LocalStorage.read, []
+    monkeypatch.setattr(LocalStorage, "read", lambda self, *args: reads.append(args) or plain(self, *args))
+    assert [error for _, error in find_damage(reader.storage, slices)] == [None] * len(slices)
+    assert len(reads) == gaps + 1 < len(slices) / 2
+    bad = slices[len(slices) // 2]
+    raw = bytearray((tmp_path / bad.path).read_bytes())
+    raw[bad.offset] ^= 1
+    (tmp_path / bad.path).write_bytes(raw)
+    found = dict(find_damage(reader.storage, slices))
+    assert [stored for stored, error in found.items() if error is not None] == [bad]
+    assert "checksum mismatch" in str(found[bad])
 
 
 def test_damage_in_any_slice_leaves_the_model_untouched(tmp_path):

@@ -110,18 +110,14 @@ class LightningHost(Host):
     def capture(self, *, described: bool = False) -> _Plain:
         if self._kept is not None and self._kept[0] == self.step:
             return self._kept[1]
-        recorded = {} if self.windows is None else {"replay": self.windows.recorded()}
-        return (
-            recorded
-            | self.boosting.captured()
-            | {
-                "framework": "lightning",
-                "checkpoint": capture_checkpoint(self.trainer),
-                "plain": self.state.plain(described=described),
-                "rng": self.generators.state,
-                "configured": self._configured,
-            }
-        )
+        found = self.boosting.captured() | {
+            "framework": "lightning",
+            "checkpoint": capture_checkpoint(self.trainer),
+            "plain": self.state.plain(described=described),
+            "rng": self.generators.state,
+            "configured": self._configured,
+        }
+        return found if self.windows is None else found | {"replay": self.windows.recorded()}
 
     def own(self) -> dict[tuple[str, ...], Any]:
         """What may have changed of ``capture()`` since the step before, when the forward pass of another is done, but

@@ -48,6 +48,7 @@ class Windows:
         self._state = state
         self._catalog = catalog
         self._norms = ClipNorms(trainer)
+        self._parameters: Mapping[str, torch.nn.Parameter] = {}
         self._without: list[str] = []
         self._reentrant = None if catalog.layers else ReentrantCheckpoints()
         self._probe = ComputeTypeProbe(module) if _casts(trainer, module) else None
@@ -135,15 +136,17 @@ class Windows:
         if self._agreed is not None:
             session.set_compute_types(self._agreed())
             self._agreed = None
-        parameters = self._state.parameters()
+        # Those of the step before: to look for others takes long in a large model, and is done after the update.
+        self._parameters = parameters = self._state.parameters(described=True)
         # Of a thousand experts' parameters, only those without a gradient are looked at in bytecode.
         bare = compress(parameters.items(), map(is_, map(_GRADIENT, parameters.values()), repeat(None)))
         self._without = [name for name, parameter in bare if parameter.requires_grad]
 
     def recorded(self) -> Mapping[str, Any]:
-        """Returns what a replay needs of this step besides, for its plain state."""
-        found: dict[str, Any] = {"norms": list(self._norms.taken), "without_gradient": list(self._without)}
-        found["compiled"] = has_compiled()
+        """Returns what a replay needs of this step besides, for its plain state, whose parameters were looked for."""
+        found: dict[str, Any] = {"norms": list(self._norms.taken), "compiled": has_compiled()}
+        if self._state.parameters(described=True) is self._parameters:  # else nobody looked at some of them
+            found["without_gradient"] = list(self._without)
         return found if self._reentrant is None else found | {"reentrant": self._reentrant.seen}
 
     def step_ends(self, session: CheckpointSession) -> None:

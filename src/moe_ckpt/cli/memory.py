@@ -82,7 +82,7 @@ def _list(found: Sequence[RankFacts]) -> None:
 
 def _explain(found: Sequence[RankFacts]) -> None:
     from moe_ckpt.core.quantities import human_bytes
-    from moe_ckpt.core.survivors import BEFORE, STATE
+    from moe_ckpt.core.survivors import BEFORE, GRADIENTS, STATE
     from moe_ckpt.memory.directory import said_holder
     from moe_ckpt.tables import wrapped
 
@@ -95,7 +95,8 @@ def _explain(found: Sequence[RankFacts]) -> None:
         )
         for slot in each.slots:
             copy = "" if slot.writer in (None, each.rank) else f" (copy of rank {slot.writer})"
-            what = {STATE: "plain state of ", BEFORE: "plain state before the update of "}.get(slot.only, "")
+            alone = {STATE: "plain state of ", BEFORE: "plain state before the update of ", GRADIENTS: "gradients of "}
+            what = alone.get(slot.only, "")
             said = {
                 "sealed": f"{what}step {slot.step}{copy}, {slot.slices} slices, all bytes intact",
                 "open": "being written, or its process died while writing: not read",

@@ -5,7 +5,8 @@ An operator's anchor is that snapshot. From there on its gradients are logged, u
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
@@ -16,6 +17,24 @@ from moe_ckpt.core.tokens import Counts
 
 NONE = -1
 """Step and sequence of an operator that has no anchor."""
+MOST_SLOTS = 16
+"""Slots that the gradients of one step lie in, at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class GradientGroups:
+    """Operators whose gradients a step logs, by what they were anchored with.
+
+    Operators that were anchored together are anchored together again, if the policy keeps to its rounds: from then on
+    none of their older gradients is needed. So the gradients of each group lie in a slot of their own.
+
+    Attributes:
+        groups: For each slot, the numbers of its groups; those that were anchored first come first.
+        slot_of: ``[operators]`` the slot of each operator, ``NONE`` of those whose gradients are not logged.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    slot_of: Counts
 
 
 class Anchors:
@@ -40,6 +59,8 @@ class Anchors:
         self._catalog = catalog
         self.steps: Counts = np.full(len(catalog.operators), NONE, dtype=np.int64)
         self._sequences = self.steps
+        self._groups = self.steps
+        self._next_group = 0
         self._is_owed = np.zeros(len(catalog.operators), dtype=bool)
         self._repaid = np.full(len(catalog.operators), NONE, dtype=np.int64)
         """Snapshot that saved again in full what was owed."""
@@ -72,8 +93,27 @@ class Anchors:
         oldest = int(self._sequences[needed].min(initial=sequence))
         return None if oldest == NONE else oldest
 
+    def grouped(self, gradients: tuple[str, ...]) -> GradientGroups:
+        """Returns operators by the groups that they were anchored in.
+
+        Args:
+            gradients: Those whose gradients the next snapshot has; each has an anchor.
+        """
+        places = self._catalog.places_of(gradients)
+        numbers, group_at = np.unique(self._groups[places], return_inverse=True)
+        slots = np.arange(len(numbers)) * min(MOST_SLOTS, len(numbers)) // max(1, len(numbers))
+        slot_of = np.full(len(self.steps), NONE, dtype=np.int64)
+        slot_of[places] = slots[group_at]
+        groups = tuple(tuple(numbers[slots == at].tolist()) for at in range(int(slots.max(initial=-1)) + 1))
+        return GradientGroups(groups, slot_of)
+
     def begun(
-        self, sequence: int, step: int, anchored: tuple[str, ...], gradients: tuple[str, ...] | None = None
+        self,
+        sequence: int,
+        step: int,
+        anchored: tuple[str, ...],
+        gradients: tuple[str, ...] | None = None,
+        together: Sequence[tuple[str, ...]] = (),
     ) -> None:
         """A snapshot of ``step`` began that follows on the one before.
 
@@ -82,8 +122,15 @@ class Anchors:
             step: Of its state.
             anchored: What it has in full.
             gradients: Of what it has gradients; None for all others.
+            together: Of ``anchored``, those that will be anchored together next; the rest is one group.
         """
         full = self._catalog.places_of(anchored)
+        group = np.full(len(self.steps), self._next_group, dtype=np.int64)
+        for number, those in enumerate(together, self._next_group + 1):
+            group[self._catalog.places_of(those)] = number
+        self._groups = self._groups.copy()
+        self._groups[full] = group[full]
+        self._next_group += 1 + len(together)
         logged = None if gradients is None else self._catalog.places_of(gradients)
         self.steps = anchored_after(self.steps, step, full, logged)
         self._sequences = anchored_after(self._sequences, sequence, full, logged)

@@ -73,14 +73,17 @@ class LeftoverCopies:
         domain = None
         if self._holders.has_room_outside(taken):
             domain = self._holders.emptiest(lambda each: each not in taken and self._holders.room[each] > 0)
-        domain = domain or self._emptied(rank)
-        if domain:
+        if domain is None:
+            domain = self._emptied(rank)
+        if domain is not None:
             self._give_in(rank, domain)
-        return bool(domain)
+        return domain is not None
 
     def _across(self, rank: int) -> int | None:
-        """A rank that holds fewer copies than it has, on the other side of the world, and so for all ranks of a node:
-        then fewer sets of nodes have all copies of some rank."""
+        """A rank on the other side of the world that holds fewer copies than it has.
+
+        Ranks of a node find ranks of a node there, so that fewer sets of nodes have all copies of some rank.
+        """
         names, holders = self._holders.domains, self._holders
         own, place, size = holders.place_of(rank)
         for step in range(min(len(names), _LOOKED_AT)):

@@ -12,7 +12,7 @@ room for it (``with_newest_experts``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -31,6 +31,7 @@ class MemoryStep:
         sent: Of those, the ones that peers get.
         on_storage: A checkpoint on storage holds it.
         since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it stands by itself.
+        groups: Of the same, the groups of operators that gradients lead to it (``core.anchors.GradientGroups``).
     """
 
     sequence: int
@@ -43,6 +44,7 @@ class MemoryStep:
     sent: int = 0
     on_storage: bool = False
     since: int | None = None
+    groups: frozenset[int] = frozenset()
 
 
 def with_newest_experts(in_memory: Iterable[MemoryStep]) -> tuple[int, ...]:
@@ -81,6 +83,38 @@ def _newest_and_after(steps: Sequence[MemoryStep]) -> frozenset[int]:
     # A window of which a step is missing, and that is not the one under way, was given up.
     kept = [step for step in after if step.window in (None, under_way) or slots[step.window] == step.size]
     return frozenset(step.sequence for step in (*newest, *kept))
+
+
+Live = tuple[tuple[int, frozenset[int]], tuple[int, frozenset[int]]]
+"""(sequence, groups) of the newest checkpoint, and of the newest that peers have; -1 and no groups without any."""
+
+
+def live_groups(in_memory: Iterable[MemoryStep]) -> Live:
+    """Returns which groups' gradients are needed, and up to which snapshot.
+
+    Gradients before a group's newest anchor are not, since the steps to come have newer anchors only.
+    """
+    steps = [step for step in in_memory if step.complete is not False]
+    return _head(steps), _head([step for step in steps if step.copied])
+
+
+def _head(steps: Sequence[MemoryStep]) -> tuple[int, frozenset[int]]:
+    newest = newest_checkpoint(steps)
+    return (newest[-1].sequence, newest[-1].groups) if newest else (-1, frozenset())
+
+
+def is_live(step: MemoryStep, groups: Collection[int], live: Live) -> bool:
+    """Returns whether gradients of ``groups`` that ``step`` has are needed still.
+
+    Args:
+        step: One that stays.
+        groups: Of the operators whose gradients they are.
+        live: Of ``live_groups``.
+    """
+    (newest, _), (newest_copied, _) = live
+    if not step.complete or step.sequence > (newest_copied if step.copied else newest):
+        return True  # it may become a part of the next one
+    return any(step.sequence <= sequence and not alive.isdisjoint(groups) for sequence, alive in live)
 
 
 def newest_checkpoint(in_memory: Iterable[MemoryStep]) -> list[MemoryStep]:

@@ -7,10 +7,11 @@ or, as a replica, a peer's. Ranks of the life that wrote it are called writers h
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from moe_ckpt.core.freshness import STALE, UNKNOWN, of_all
-from moe_ckpt.core.survivors import PLAIN, STATE, TENSORS, is_lent, is_survivors, shared_sequence
+from moe_ckpt.core.survivors import GRADIENTS, PLAIN, STATE, TENSORS, is_lent, is_survivors, shared_sequence
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Share:
         since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it is none.
         only: As of ``format.slot.SlotHeader``.
         unagreed: The ranks had not agreed on its step's tokens, so that those of all ranks are needed to know them.
+        groups: As of ``format.slot.StepFacts``.
+        beside: As of ``format.slot.SlotHeader``.
+        place: Likewise.
     """
 
     holder: int
@@ -54,10 +58,27 @@ class Share:
     since: int | None = None
     only: str = ""
     unagreed: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
+    beside: tuple[int, ...] = ()
+    place: int = 0
 
 
 Snapshot = Mapping[int, tuple[Share, ...]]
 """Writer -> those who hold its share."""
+Beside = Mapping[tuple[int, int], tuple[Share, ...]]
+"""(writer, place) -> those who hold this slot of gradients, if anybody does."""
+
+
+class Place(NamedTuple):
+    """Slots of gradients of one snapshot, those of all writers with one place.
+
+    Attributes:
+        held: Who has them.
+        lacking: Writers whose slot nobody has.
+    """
+
+    held: Beside
+    lacking: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -71,6 +92,7 @@ class MemoryCheckpoint:
         base: As of ``Share``.
         snapshots: One, or those of a sparse window, or of a gradient log up to a step of it, in order.
         states: Of writers whose share another rank sealed: who holds their plain state.
+        gradients: For each snapshot, the slots of gradients beside it that are needed; none where there are no such.
     """
 
     generation: int
@@ -79,11 +101,24 @@ class MemoryCheckpoint:
     base: str
     snapshots: tuple[Snapshot, ...]
     states: Snapshot = field(default_factory=dict)
+    gradients: tuple[tuple[Place, ...], ...] = ()
 
     @property
     def is_complete(self) -> bool:
-        """Every writer's share of every snapshot is there, with its plain state."""
-        return all(len(each) == self.writers and _lent(each) <= self.states.keys() for each in self.snapshots)
+        """Every writer's share of every snapshot is there, with its plain state and the gradients that are needed."""
+        whole = (len(each) == self.writers and _lent(each) <= self.states.keys() for each in self.snapshots)
+        return all(whole) and not any(place.lacking for places in self.gradients for place in places)
+
+    def with_gradients(self) -> list[tuple[Snapshot, Beside]]:
+        """Returns each snapshot with its slots of gradients, if it has such."""
+        beside = [dict(each for place in places for each in place.held.items()) for places in self.gradients]
+        return list(zip(self.snapshots, beside or [{}] * len(self.snapshots), strict=True))
+
+    @property
+    def there(self) -> frozenset[int]:
+        """Writers whose share of every snapshot is there."""
+        lacking = {writer for places in self.gradients for place in places for writer in place.lacking}
+        return frozenset(set.intersection(*(set(snapshot) for snapshot in self.snapshots)) - lacking)
 
     @property
     def is_whole(self) -> bool:
@@ -109,9 +144,9 @@ class MemoryCheckpoint:
 
 
 def _by_snapshot(shares: Iterable[Share]) -> dict[tuple[str, int], list[Share]]:
-    """By life and sequence. Plain state by itself is no snapshot; it stands behind what is."""
+    """By life and sequence. Plain state by itself is no snapshot; it stands behind what is. Nor are gradients alone."""
     found: dict[tuple[str, int], list[Share]] = {}
-    for share in sorted(shares, key=lambda each: each.only in PLAIN):
+    for share in sorted((each for each in shares if each.only != GRADIENTS), key=lambda each: each.only in PLAIN):
         key = share.life, shared_sequence(share.sequence)
         if share.only not in PLAIN or key in found:
             found.setdefault(key, []).append(share)
@@ -128,7 +163,9 @@ def snapshots_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
 def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     """Checkpoints, newest first, of which memory has every step, or a part of their only step. Stale snapshots are left
     out."""
-    by_snapshot = _by_snapshot(shares)
+    shares = tuple(shares)
+    by_snapshot, beside = _by_snapshot(shares), _beside(shares)
+    places: dict[tuple[str, int], dict[int, Place]] = {}
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
     found: list[tuple[int, MemoryCheckpoint]] = []
     for (life, sequence), group in by_snapshot.items():
@@ -138,7 +175,7 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
         if since is not None:
             groups = [by_snapshot.get((life, each), []) for each in range(since, sequence + 1)]
             if all(_may_be_built_upon(each) for each in groups):
-                found.append((sequence, _checkpoint(groups)))
+                found.append((sequence, _with_gradients(_checkpoint(groups), beside, places)))
         elif window is None:
             found.append((sequence, _checkpoint([group])))
         else:
@@ -148,6 +185,47 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
         if len(groups) == next(iter(groups[0])).window[1]:  # type: ignore[index]  # it is a window's
             found.append((groups[-1][0].sequence, _checkpoint(groups)))
     return [made for _, made in sorted(found, key=lambda e: (e[1].generation, e[1].step, e[0]), reverse=True)]
+
+
+def _beside(shares: Iterable[Share]) -> dict[tuple[str, int, int, int], tuple[Share, ...]]:
+    """(life, sequence, writer, place) -> who holds that slot of gradients."""
+    found: dict[tuple[str, int, int, int], tuple[Share, ...]] = {}
+    for share in sorted(
+        (each for each in shares if each.only == GRADIENTS), key=lambda each: (each.holder, each.number)
+    ):
+        key = share.life, share.sequence, share.writer, share.place
+        found[key] = (*found.get(key, ()), share)
+    return found
+
+
+def _with_gradients(
+    checkpoint: MemoryCheckpoint,
+    known: Mapping[tuple[str, int, int, int], tuple[Share, ...]],
+    places: dict[tuple[str, int], dict[int, Place]],
+) -> MemoryCheckpoint:
+    """The checkpoint with the slots of gradients that lead to it: those of operators that it has no newer anchor of.
+
+    Args:
+        checkpoint: A step of a log.
+        known: Of ``_beside``.
+        places: Those of each snapshot, which other checkpoints have, too; filled here.
+    """
+    last = next(iter(checkpoint.snapshots[-1].values()))[0]
+    live = {group for groups in last.groups for group in groups}
+    found = []
+    for snapshot in checkpoint.snapshots:
+        one = next(iter(snapshot.values()))[0]
+        key = one.life, one.sequence
+        if key not in places:
+            places[key] = {place: _place(snapshot, place, known) for place in range(len(one.groups))}
+        found.append(tuple(places[key][at] for at, groups in enumerate(one.groups) if live.intersection(groups)))
+    return replace(checkpoint, gradients=tuple(found))
+
+
+def _place(snapshot: Snapshot, place: int, known: Mapping[tuple[str, int, int, int], tuple[Share, ...]]) -> Place:
+    shares = (one for one, *_ in snapshot.values() if place in one.beside)
+    held = {(one.writer, place): known.get((one.life, one.sequence, one.writer, place), ()) for one in shares}
+    return Place(held, frozenset(writer for (writer, _), those in held.items() if not those))
 
 
 def _may_be_built_upon(group: Sequence[Share]) -> bool:
@@ -219,8 +297,7 @@ def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: 
     newest = max(parts, key=lambda each: (each.generation, each.step))
     if len(parts) < len(newer):  # a lost part is not why the run cannot continue from memory
         return LeftBehind(newest.step)
-    there = set.intersection(*(set(snapshot) for snapshot in newest.snapshots))
-    return LeftBehind(newest.step, tuple(writer for writer in range(newest.writers) if writer not in there))
+    return LeftBehind(newest.step, tuple(writer for writer in range(newest.writers) if writer not in newest.there))
 
 
 def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:

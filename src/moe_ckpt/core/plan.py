@@ -68,6 +68,8 @@ class SnapshotPlan:
             itself: that exists when the window's last one is committed.
         slot: The step's place in ``window``.
         sends_host_only: Items of the HOST tier go to peers, too, where there are any; what goes to storage always does.
+        together: Operators that are saved in full here and will be anchored together in the gradient log that begins
+            with this step, one group after the other. A forecast: it only spares memory.
     """
 
     step: int
@@ -79,6 +81,7 @@ class SnapshotPlan:
     window: Window | None = None
     slot: int = 0
     sends_host_only: bool = True
+    together: tuple[tuple[str, ...], ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         """``items``, where the plan was made without them: callers rarely need thousands of items."""
@@ -130,6 +133,7 @@ def save_full(
     k: int | None = None,
     plt_budget: float | None = None,
     sends_host_only: bool = True,
+    together: tuple[tuple[str, ...], ...] = (),
 ) -> SnapshotPlan:
     """Returns a plan that saves operators at full fidelity.
 
@@ -141,8 +145,9 @@ def save_full(
         k: See ``SnapshotPlan``.
         plt_budget: See ``SnapshotPlan``.
         sends_host_only: See ``SnapshotPlan``.
+        together: See ``SnapshotPlan``.
     """
-    plan = SnapshotPlan(step, (), wait, k, plt_budget, sends_host_only=sends_host_only)
+    plan = SnapshotPlan(step, (), wait, k, plt_budget, sends_host_only=sends_host_only, together=together)
     return _answering(plan, {Tier.STORAGE: operators, Tier.HOST: host_only}, ())
 
 

@@ -15,6 +15,7 @@ from itertools import compress
 
 import numpy as np
 
+from moe_ckpt.core.anchors import MOST_SLOTS
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.tokens import Counts
@@ -48,6 +49,43 @@ def bytes_per_parameter(window: int, gradient: float, full: float = 12.0) -> flo
     if window < 1:
         raise ValueError(f"a round of {window} steps")
     return full / window + gradient * (window - 1) / window
+
+
+def held_bytes_per_parameter(window: int, gradient: float, full: float = 12.0, slots: int = MOST_SLOTS) -> float:
+    """Returns the bytes per parameter that the newest step of a log needs: anchors, and the gradients since.
+
+    An operator's gradients go when it is anchored again: of W - 1 steps half are there on average. Where operators of
+    several steps share a slot, they stay until the last of these is anchored.
+
+    Args:
+        window: Steps of a round.
+        gradient: Bytes of a gradient per parameter.
+        full: Bytes in full.
+        slots: Most slots of gradients of one step.
+
+    Raises:
+        ValueError: ``window`` is below 1.
+    """
+    if window < 1:
+        raise ValueError(f"a round of {window} steps")
+    together = max(1.0, window / slots)
+    return full + gradient * (window + together - 2) / 2
+
+
+def most_held_bytes_per_parameter(window: int, gradient: float, full: float = 12.0, slots: int = MOST_SLOTS) -> float:
+    """Returns the most that the newest step needs: at the end of the first round after a dense step, which stays whole
+    until every operator has a newer anchor.
+
+    Args:
+        window: See ``held_bytes_per_parameter``.
+        gradient: Likewise.
+        full: Likewise.
+        slots: Likewise.
+
+    Raises:
+        ValueError: ``window`` is below 1.
+    """
+    return held_bytes_per_parameter(window, gradient, full, slots) + full * (window - 1) / window
 
 
 def saved_factor(gradient: float, full: float = 12.0) -> float:

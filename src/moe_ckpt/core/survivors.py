@@ -21,6 +21,9 @@ from collections.abc import Sequence
 STATE, BEFORE, TENSORS = "state", "before", "tensors"
 """What a share may be instead of all of a rank's: its plain state, that before the step's update, or all but that."""
 PLAIN = (STATE, BEFORE)
+GRADIENTS = "gradients"
+"""What a slot has of a step of a gradient log, if it has consumed gradients of some operators only: each of these slots
+goes as soon as no newer step needs it (``core.anchors``)."""
 _LENT = 1 << 48
 _OWN = 1 << 49
 

@@ -15,7 +15,7 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,9 @@ _SMALL_BYTES = 1 << 20
 """Up to here a buffer of any size may serve: what it wastes is not worth another allocation."""
 _STEPS_PER_DOUBLING = 16
 """Buffers come in so many sizes between one power of two and the next."""
+WHOLE, GRADIENTS, MIRRORED = "whole", "gradients", "mirrored"
+"""What a buffer is for: a snapshot, or all of it but gradients that lie in others; such gradients; duplicates of other
+ranks' shares. One that was of one kind never serves another, for they differ in size and in how long they stay."""
 
 
 @dataclass(eq=False)
@@ -43,11 +46,13 @@ class HostBuffer:
         memory: ``[nbytes]`` uint8.
         slot: Whose bytes these are, if they outlive the process; None for private memory.
         registered: CUDA was told to page-lock the slot's bytes.
+        kind: What it is for.
     """
 
     memory: torch.Tensor
     slot: Slot | None = None
     registered: bool = False
+    kind: str = WHOLE
 
     @property
     def nbytes(self) -> int:
@@ -75,10 +80,34 @@ class HostBufferPool:
         self._lent: set[HostBuffer] = set()
         self._making_bytes = 0
         self._usual_bytes = 0
+        self._sizes: dict[str, tuple[int, ...]] = {}
         self._retired = False
         self._lock = threading.Lock()
 
-    def acquire(self, nbytes: int) -> HostBuffer | None:
+    def acquire_all(self, needs: Sequence[tuple[str, int]]) -> list[HostBuffer] | None:
+        """Buffers of at least these (kind, bytes), or None if the budget has no room for all of them.
+
+        Those of the kinds beside ``WHOLE`` are kept, when they are given back, as long as one of their kind is of use.
+
+        Raises:
+            HostMemoryError: They can never fit into the budget.
+        """
+        for kind in (GRADIENTS, MIRRORED):
+            if sizes := tuple(nbytes for each, nbytes in needs if each == kind):
+                self._sizes[kind] = sizes
+        if not self.fits(sum(nbytes for _, nbytes in needs)):
+            return None
+        found: list[HostBuffer] = []
+        for kind, nbytes in needs:
+            buffer = self.acquire(max(1, nbytes), kind)
+            if buffer is None:
+                for each in found:
+                    self.give_back(each)
+                return None
+            found.append(buffer)
+        return found
+
+    def acquire(self, nbytes: int, kind: str = WHOLE) -> HostBuffer | None:
         """A buffer of at least ``nbytes``, or None if the budget is used up by buffers still lent out.
 
         Raises:
@@ -88,8 +117,9 @@ class HostBufferPool:
             raise HostMemoryError(nbytes, self.budget_bytes)
         with self._lock:
             # Where snapshots differ in size, as with ranks that own an expert of only some, all use the largest's.
-            fitting = [b for b in self._free if b.nbytes >= nbytes and _serves(b, max(nbytes, self._usual_bytes))]
-            fitting = fitting or [b for b in self._free if _serves(b, nbytes)]
+            usual, free = self._usual_bytes if kind == WHOLE else 0, [b for b in self._free if b.kind == kind]
+            fitting = [b for b in free if b.nbytes >= nbytes and _serves(b, max(nbytes, usual))]
+            fitting = fitting or [b for b in free if _serves(b, nbytes)]
             if fitting:
                 best = min(fitting, key=lambda b: b.nbytes)
                 self._free.remove(best)
@@ -106,6 +136,7 @@ class HostBufferPool:
             size = min(roomy(nbytes), left)
             self._making_bytes += size
         buffer = self._make(size)
+        buffer.kind = kind
         with self._lock:
             self._making_bytes -= size
             self._lent.add(buffer)
@@ -162,12 +193,17 @@ class HostBufferPool:
             if buffer not in self._lent:
                 raise ValueError("a host buffer was returned twice, or to a pool that it does not belong to")
             self._lent.remove(buffer)
-            usual = not self._usual_bytes or _serves(buffer, self._usual_bytes)
+            usual = self._is_usual(buffer)
             usual = usual and (buffer.slot is None or buffer.registered or not self._pinned)
             if buffer.nbytes and usual and self._held() + buffer.nbytes <= self.budget_bytes:
                 self._free.append(buffer)
             else:
                 _let_go(buffer)
+
+    def _is_usual(self, buffer: HostBuffer) -> bool:
+        if buffer.kind == WHOLE:
+            return not self._usual_bytes or _serves(buffer, self._usual_bytes)
+        return any(_serves(buffer, nbytes) for nbytes in self._sizes.get(buffer.kind, ()))
 
     def discard(self, buffer: HostBuffer) -> None:
         """The lender no longer reads or writes ``buffer``, whose room is needed for something else."""
@@ -194,7 +230,8 @@ class HostBufferPool:
             if nbytes <= self._usual_bytes:
                 return False
             self._usual_bytes = roomy(nbytes)
-            for buffer in [each for each in self._free if not _serves(each, self._usual_bytes)]:
+            wrong = [b for b in self._free if b.kind == WHOLE and not _serves(b, self._usual_bytes)]
+            for buffer in wrong:
                 self._free.remove(buffer)
                 _let_go(buffer)
             return True
@@ -206,7 +243,7 @@ class HostBufferPool:
         """
         with self._lock:
             size = self._usual_bytes
-            there = sum(_serves(buffer, size) for buffer in (*self._free, *self._lent))
+            there = sum(b.kind == WHOLE and _serves(b, size) for b in (*self._free, *self._lent))
             if not size or there >= count or self._held() + size > self.budget_bytes:
                 return False
             self._making_bytes += size

@@ -65,7 +65,6 @@ def collect(
     storage: Storage,
     retention: RetentionPolicy,
     now_unix_secs: float,
-    keep_directories: Collection[str] = (),
     *,
     abandoned: Collection[str] = (),
     known: Known | None = None,
@@ -76,7 +75,6 @@ def collect(
     Called by rank 0 on its persist thread, after a commit and after a save that failed.
 
     Args:
-        keep_directories: Step directories being written now.
         abandoned: Directories of saves that failed and that no rank writes to any more. Other directories newer than
             the newest commit are left alone, for a faster rank may have begun the next step.
         others: Names of files that are not deleted here, because the ranks that wrote them will be told to (see
@@ -92,8 +90,7 @@ def collect(
     stay = retained(tuple(contents.records.values()), retention, now_unix_secs)
     kept = [contents.records[directory] for directory in contents.records if directory in stay]
     dropped = tuple(directory for directory in contents.records if directory not in stay)
-    dropped = tuple(directory for directory in dropped if directory not in keep_directories)
-    untouchable = {*keep_directories, *contents.damaged, *(contents.begun_after_newest() - set(abandoned))}
+    untouchable = {*contents.damaged, *(contents.begun_after_newest() - set(abandoned))}
     gone = groups_to_delete(contents.groups(), kept, untouchable)
     deleted, left = _delete(storage, contents, gone, others, known)
     for directory in contents.names:

@@ -65,13 +65,11 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         pool = HostBufferPool(budget, pinned=settings.pinned)
         return HostMemory(pool, host_tier.claim(run.storage.root, run_id, run.comm.rank, pool), generation)
     generation = max(generation, begun.newest + 1)
-    files = _together(run, memory, lambda: _directory(run, memory, run_id, generation, begun.life), _let_go)
-    slots: LeftSlots | None = None
+    files, slots = _together(run, memory, lambda: _taken_over(run, memory, run_id, generation, begun.life), _let_go)
     try:
         # Each rank has what it left itself; now what no rank has taken.
-        found, trouble = _tried(memory, lambda: files.take_left(own=False))
-        left = found or []
-        slots = LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
+        others, trouble = _tried(memory, lambda: files.take_left(own=False))
+        slots.add(others or ())
         pool = HostBufferPool(begun.budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
         limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
@@ -79,9 +77,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         _say_room(run, memory, begun, replicator)
         tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, slots, replicator)
     except BaseException:
-        if slots is not None:
-            slots.checker.close()
-        files.close(keep=True)
+        _let_go((files, slots))
         raise
     host_tier.register(run.storage.root, run_id, tier)
     return HostMemory(pool, tier, generation)
@@ -198,18 +194,22 @@ def _disagreement(rank: int, settings: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _directory(run: RunContext, memory: Memory, run_id: str, generation: int, life: str) -> MemoryFiles:
-    """This life's directory, with what this rank itself left taken over."""
+def _taken_over(
+    run: RunContext, memory: Memory, run_id: str, generation: int, life: str
+) -> tuple[MemoryFiles, LeftSlots]:
+    """This life's directory, with what this rank itself left taken over; that is verified from here on."""
     files = MemoryFiles(memory.root, run_id, generation, life, run.comm.rank, run.storage.root)
     try:
-        files.take_left(own=True)
+        left = files.take_left(own=True)
+        return files, LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
     except BaseException:
         files.close(keep=True)
         raise
-    return files
 
 
-def _let_go(files: MemoryFiles) -> None:
+def _let_go(taken_over: tuple[MemoryFiles, LeftSlots]) -> None:
+    files, slots = taken_over
+    slots.checker.close()
     files.close(keep=True)
 
 

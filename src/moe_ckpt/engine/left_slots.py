@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from moe_ckpt.memory.checking import SlotChecker
-from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.files import FoundSlot, newest_first
 
 
 class LeftSlots:
@@ -18,7 +18,7 @@ class LeftSlots:
     diverged is known to those that went back alone.
 
     Args:
-        found: The slots, which this process owns now.
+        found: The slots, which this process owns now, the newest first.
         delete: Deletes slots in the background, and empties the list (``MemoryFiles.remove``).
         likely: Those of them that the run most likely resumes from, which are verified ahead of time.
 
@@ -44,6 +44,11 @@ class LeftSlots:
         """Those that are still there."""
         with self._lock:
             return tuple(self._found)
+
+    def add(self, found: Iterable[FoundSlot]) -> None:
+        """More slots that this process owns now; nothing was decided yet."""
+        with self._lock:
+            self._found = newest_first((*self._found, *found))
 
     @property
     def nbytes(self) -> int:

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_ckpt.core.freshness import CAUSE, STALE, UNKNOWN
-from moe_ckpt.core.memory_retention import MemoryStep, needed, newest_checkpoint, with_newest_experts
+from moe_ckpt.core.memory_retention import (
+    MemoryStep,
+    is_live,
+    live_groups,
+    needed,
+    newest_checkpoint,
+    with_newest_experts,
+)
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
@@ -68,6 +76,9 @@ class _Entry:
         state: Of this rank's share.
         freshness: What its checksums show.
         reported: The other ranks know that it is sealed.
+        groups: As of ``core.anchors.GradientGroups``.
+        pieces: Place in ``groups`` -> gradients that lie by themselves, as far as they are needed.
+        mirrored: Duplicates of other ranks' shares, until those have been copied.
     """
 
     step: MemoryStep
@@ -77,6 +88,27 @@ class _Entry:
     state: int = NOT_YET
     freshness: int = UNKNOWN
     reported: bool = False
+    groups: Sequence[Sequence[int]] = ()
+    pieces: dict[int, HostBuffer] = field(default_factory=dict)
+    mirrored: HostBuffer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of its memory."""
+        buffers = (self.buffer, self.mirrored, *self.pieces.values())
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
+    def let_go(self, places: Collection[int]) -> list[HostBuffer]:
+        """Returns what is not needed once the ranks know what became of the snapshot: duplicates, and gradients."""
+        mirrored, self.mirrored = self.mirrored, None
+        found = [self.pieces.pop(place) for place in places]
+        return found if mirrored is None else [mirrored, *found]
+
+    def let_go_of_all(self) -> list[HostBuffer]:
+        """Returns all that it has."""
+        buffer, self.buffer = self.buffer, None
+        found = self.let_go(tuple(self.pieces))
+        return found if buffer is None else [buffer, *found]
 
 
 class MemoryTier:
@@ -163,8 +195,7 @@ class MemoryTier:
         """Remove the oldest slot that only holds older experts; False if there is none."""
         with self._lock:
             for entry in self._superseded()[:1]:
-                buffer, entry.buffer = entry.buffer, None
-                if buffer is not None:
+                for buffer in entry.let_go_of_all():
                     self._pool.discard(buffer)
                 return True
             return False
@@ -182,17 +213,26 @@ class MemoryTier:
             experts=request.experts,
             sent=request.sent,
             since=request.since,
+            groups=frozenset() if request.groups is None else frozenset(chain.from_iterable(request.groups.groups)),
         )
+        entry = _Entry(step, request.step, snapshot.buffer, int(request.stored), mirrored=snapshot.mirrored)
+        entry.groups = () if request.groups is None else request.groups.groups
+        places = (place for place, _ in snapshot.plan.pieces)
+        entry.pieces = dict(zip(places, snapshot.pieces, strict=True))
         with self._lock:
             self._open.append(step.sequence)
             self._next = step.sequence + 1
-            self._entries[step.sequence] = _Entry(step, request.step, snapshot.buffer, int(request.stored))
+            self._entries[step.sequence] = entry
             for sequence in () if snapshot.dense is None else snapshot.dense.reads:
                 if sequence in self._entries:
                     self._entries[sequence].readers += 1
 
-    def sealed(self, snapshot: Snapshot, header: bytes | None) -> None:
-        """This rank's share is sealed, and goes to peers; or, without a header, it never will be.
+    def sealed(self, snapshot: Snapshot, headers: Sequence[bytes]) -> None:
+        """This rank's share is sealed, and goes to peers; or, without headers, it never will be.
+
+        Args:
+            snapshot: Of the share.
+            headers: Of its slots; that of the snapshot's own is the last.
 
         With peers it counts as sealed when all of them have answered, or are given up: one without room has said so.
         """
@@ -200,7 +240,7 @@ class MemoryTier:
         freshness = UNKNOWN if snapshot.share is None else snapshot.share.freshness
         if replicator is not None and snapshot.request.copied:
             replicator.store.mirrored(sequence, {} if snapshot.share is None else snapshot.mirrors())
-        if header is None or slot is None:
+        if not headers or slot is None:
             self._sealed(sequence, FAILED)
         elif replicator is None:
             self._sealed(sequence, SEALED, freshness)
@@ -209,8 +249,9 @@ class MemoryTier:
             self._sealed(sequence, ALONE, freshness)
         else:
             end = snapshot.plan.own_nbytes(host_only=snapshot.request.sends_host_only)
-            share = SealedSlot(snapshot.step, slot.memory[:end], header)
-            copies = replicator.submit(sequence, share)
+            views = [*(snapshot.bytes_of(part) for _, part in snapshot.plan.pieces), slot.memory[:end]]
+            shares = [SealedSlot(snapshot.step, view, raw) for view, raw in zip(views, headers, strict=True)]
+            copies = replicator.submit(sequence, *shares)
             copies.add_done_callback(
                 lambda done: self._sealed(sequence, SEALED if replicator.all_hold(done) else ALONE, freshness)
             )
@@ -263,10 +304,11 @@ class MemoryTier:
             steps = [entry.step for entry in self._entries.values()]
             kept = {*needed(steps), *self._open, *range(self._next, self._next + _AHEAD)}
             spare = set(with_newest_experts(steps)) - kept
+            over = _over(self._entries.values())
         if newest:
             self.left.remove()
         if self.replicator is not None and ended:
-            self.replicator.release_except(kept | spare, spare)
+            self.replicator.release_except(kept | spare, spare, over)
         return [Settled(each, state != FAILED, state == SEALED) for each, state in sorted(ended.items())]
 
     def _release_unneeded(self) -> None:
@@ -279,10 +321,15 @@ class MemoryTier:
                 continue
             del self._entries[sequence]
             self._give_up(entry)
+        over = _over(self._entries.values())
+        for sequence, entry in self._entries.items():
+            settled = entry.state != NOT_YET and entry.step.complete is not None and sequence not in self._open
+            if settled and not entry.readers:
+                for buffer in entry.let_go({place for place in entry.pieces if (sequence, place) in over}):
+                    self._pool.give_back(buffer)
 
     def _give_up(self, entry: _Entry) -> None:
-        buffer, entry.buffer = entry.buffer, None
-        if buffer is not None:
+        for buffer in entry.let_go_of_all():
             self._pool.give_back(buffer)
 
     def drop(self, *, chain: bool = True) -> bool:
@@ -344,15 +391,14 @@ class MemoryTier:
             stored = [entry for entry in self._entries.values() if entry.step.complete and entry.step.on_storage]
             logged = [entry for entry in self._logged() if entry.step.complete and not entry.readers]
             going = {*stored, *self._superseded(), *logged}
-            return sum(entry.buffer.nbytes for entry in going if entry.buffer is not None)
+            return sum(entry.nbytes for entry in going if entry.buffer is not None)
 
     @property
     def nbytes(self) -> int:
         """Memory of what is kept."""
         with self._lock:
-            buffers = [entry.buffer for entry in self._entries.values()]
             copies = 0 if self.replicator is None else self.replicator.held_bytes
-            return self.left.nbytes + copies + sum(buffer.nbytes for buffer in buffers if buffer is not None)
+            return self.left.nbytes + copies + sum(entry.nbytes for entry in self._entries.values())
 
     def retire(self, *, keep: bool) -> None:
         """The session ended.
@@ -371,22 +417,35 @@ class MemoryTier:
             self.files.close(keep=keep)
 
 
+def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
+    """(sequence, place) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
+    live = live_groups(entry.step for entry in entries)
+    return {
+        (entry.step.sequence, place)
+        for entry in entries
+        for place, groups in enumerate(entry.groups)
+        if not is_live(entry.step, groups, live)
+    }
+
+
 def _judged(state: int, freshness: int) -> int:
     """Returns the state of a snapshot, which is ``FAILED`` if it is stale."""
     return FAILED if freshness == STALE else state
 
 
 def slots_of(tier: MemoryTier, snapshot: Snapshot) -> list[Slot]:
-    """Returns the slots that a snapshot is made from, in their order. On any thread, until it has ``ended``.
+    """Returns the slots that a snapshot is made from, in the order of their steps; a step's own one comes last. On any
+    thread, until it has ``ended``.
 
     Raises:
         CoverageError: One of them is gone, or was never sealed.
     """
     with tier._lock:
         entries = [tier._entries.get(sequence) for sequence in snapshot.reads]
-        buffers = [each.buffer for each in entries if each is not None and each.buffer is not None]
-    slots = [each.slot for each in buffers if each.slot is not None and each.slot.is_sealed]
-    if len(slots) < len(entries):
-        said = f"of its {len(entries)} snapshots this rank's memory holds {len(slots)}"
+        there = [each for each in entries if each is not None and each.buffer is not None]
+        buffers = [buffer for each in there for buffer in (*each.pieces.values(), each.buffer)]
+    slots = [each.slot for each in buffers if each is not None and each.slot is not None and each.slot.is_sealed]
+    if len(there) < len(entries) or len(slots) < len(buffers):
+        said = f"of its {len(entries)} snapshots this rank's memory holds {len(there)}, and {len(slots)} slots"
         raise CoverageError("the gradient log", (said,))
     return slots

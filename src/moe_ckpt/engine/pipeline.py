@@ -32,7 +32,7 @@ from moe_ckpt.engine.persisting import Persister
 from moe_ckpt.engine.resolving import SnapshotResolver
 from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
-from moe_ckpt.engine.snapshot import Encode, LogSpan, Snapshot, copy_at_once
+from moe_ckpt.engine.snapshot import Encode, LogSpan, Snapshot, copy_at_once, needs_of, placed
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
@@ -159,24 +159,24 @@ class Pipeline:
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
         plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
         began = time.monotonic()
-        buffer, waited = self._room.find(request, plan.nbytes, patience_secs)
-        refused = None
-        if buffer is None:
+        needs, refused = needs_of(plan), None
+        buffers, waited = self._room.find(request, needs, patience_secs)
+        if buffers is None:
             budget = self._pool.budget_bytes, self._settings.budget_setting
-            refused = _no_room(request, plan.nbytes, budget, patience_secs, time.monotonic() - began)
-            plan, buffer = replace(plan, parts=()), self._pool.lend_nothing()
+            refused = _no_room(request, plan.total_nbytes, budget, patience_secs, time.monotonic() - began)
+            plan, buffers = replace(plan, parts=(), pieces=(), mirrored=()), [self._pool.lend_nothing()]
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
-        self._consumed = tuple(part for _, part in plan.parts if part.is_consumed)
-        on_device = copy_at_once(plan, buffer.memory, side)
-        jobs = [(part.copies, buffer.memory[base : base + part.nbytes]) for base, part in plan.parts]
+        parts = list(placed(plan, buffers))
+        self._consumed = tuple(part for part, _ in parts if part.is_consumed)
+        on_device = copy_at_once(parts, side)
         self.step_begins()
-        self._copy = self._copier.start(jobs, on_device=on_device)
+        self._copy = self._copier.start([(part.copies, memory) for part, memory in parts], on_device=on_device)
         snapshot = Snapshot(
             sequence=self._sequence,
             request=request,
             plan=plan,
-            buffer=buffer,
+            buffer=buffers[0],
             copy=self._copy,
             state=encoded,
             began_at=time.perf_counter(),
@@ -185,13 +185,15 @@ class Pipeline:
             refused=refused,
             memory_sequence=number,
             writer=writer,
+            pieces=tuple(buffers[1 : 1 + len(plan.pieces)]),
+            mirrored=buffers[-1] if plan.mirrored else None,
         )
         snapshot.dense = None if dense is None else _from_log(snapshot, dense, self._compiler, tensors, specs)
         self._sequence += request.stored or dense is not None
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
         partial = len(request.operators) < len(self._catalog.operators) and request.window is None
-        if self._room.used(request, plan.nbytes, partial=partial):
+        if self._room.used(needs, partial=partial):
             self._copier.later(self._top_up)
         return snapshot
 
@@ -302,7 +304,9 @@ def _from_log(
     number, since = logged.memory_sequence, logged.request.since
     span = LogSpan(number if since is None else since, number)
     buffer = HostBuffer(torch.empty(0, dtype=torch.uint8))
-    return replace(logged, request=request, plan=plan, buffer=buffer, state=None, from_log=span)
+    return replace(
+        logged, request=request, plan=plan, buffer=buffer, pieces=(), mirrored=None, state=None, from_log=span
+    )
 
 
 def _overwritten(names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from moe_ckpt.core.peer_copies import are_behind
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
@@ -60,14 +61,22 @@ class Room:
         most = self._settings.max_in_flight
         return replicator is not None and are_behind(replicator.in_flight, most, self._window_size)
 
-    def find(self, request: SnapshotRequest, nbytes: int, patience_secs: float) -> tuple[HostBuffer | None, bool]:
-        """(a buffer, or None if none became free in time; True if snapshots under way had to be waited for).
+    def find(
+        self, request: SnapshotRequest, needs: Sequence[tuple[str, int]], patience_secs: float
+    ) -> tuple[list[HostBuffer] | None, bool]:
+        """(buffers, or None if they did not become free in time; True if snapshots under way had to be waited for).
 
         It waits where it must even if others are configured to be skipped: peers may have begun already.
+
+        Args:
+            request: Of the snapshot.
+            needs: As of ``HostBufferPool.acquire_all``.
+            patience_secs: Longest wait.
 
         Raises:
             HostMemoryError: There can never be room.
         """
+        nbytes = sum(each for _, each in needs)
         if nbytes > self._pool.budget_bytes:
             raise self._too_small(request, nbytes)
         self._require_two(request, nbytes)
@@ -78,21 +87,21 @@ class Room:
             waited = waited or self._stages.in_flight > left
             if not self._stages.wait(left, max(0.0, until - time.monotonic())):
                 return None, waited
-            buffer = self._acquire(nbytes)
-            while buffer is None and self._give_up_recovery(nbytes, chain=not request.gradients):
-                buffer = self._acquire(nbytes)
-            if buffer is not None:
-                return buffer, waited
+            buffers = self._acquire(needs)
+            while buffers is None and self._give_up_recovery(nbytes, chain=not request.gradients):
+                buffers = self._acquire(needs)
+            if buffers is not None:
+                return buffers, waited
             if self._tier.outlives_process and not self._stages.in_flight:
                 logged = request.since is not None and not self._pool.is_making  # a full snapshot takes its place
                 if logged or not self._comes_back(until):
                     return None, waited
             left = max(0, min(left, self._stages.in_flight) - 1)
 
-    def _acquire(self, nbytes: int) -> HostBuffer | None:
-        """A buffer of the pool; None if there is none to be had before something is given up."""
+    def _acquire(self, needs: Sequence[tuple[str, int]]) -> list[HostBuffer] | None:
+        """Buffers of the pool; None if there are none to be had before something is given up."""
         try:
-            return self._pool.acquire(max(nbytes, 1))
+            return self._pool.acquire_all(needs)
         except RuntimeError:  # the budget has room, but the machine no memory: what is only kept must go first
             if not self._tier.droppable_bytes:
                 raise
@@ -114,10 +123,11 @@ class Room:
                 return False
         return True
 
-    def used(self, request: SnapshotRequest, nbytes: int, *, partial: bool) -> bool:
-        """A snapshot of ``nbytes`` began. Returns True if more buffers should be made ahead of time (``top_up``)."""
-        self._last_nbytes = nbytes
-        self._partial_nbytes = max(self._partial_nbytes, nbytes if partial else 0)
+    def used(self, needs: Sequence[tuple[str, int]], *, partial: bool) -> bool:
+        """A snapshot began that needed this. Returns True if more buffers should be made ahead of time (``top_up``)."""
+        (_, nbytes), total = needs[0], sum(each for _, each in needs)
+        self._last_nbytes = total
+        self._partial_nbytes = max(self._partial_nbytes, total if partial else 0)
         # The first one is full, whatever the policy; one that is full again shows that they all are. Private memory
         # keeps one of them as long as nothing else needs the room: a third is not made ahead of time for that.
         again = self._tier.outlives_process and self._snapshots > 0 and not self._partial_nbytes

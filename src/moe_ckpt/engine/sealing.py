@@ -9,7 +9,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from moe_ckpt.core.survivors import TENSORS
+import numpy as np
+
+from moe_ckpt.core.survivors import GRADIENTS, TENSORS
 from moe_ckpt.engine.buffers import roomy
 from moe_ckpt.engine.commit import SavedOperators
 from moe_ckpt.engine.context import RunContext
@@ -17,11 +19,14 @@ from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
-from moe_ckpt.engine.writing import SealedShare, seal_share
+from moe_ckpt.engine.writing import SealedPart, SealedShare, seal_share
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, WindowPlace, encode_slot
+from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.compiling import HOST_ONLY
 
 log = logging.getLogger("moe_ckpt")
+
+_NO_TOKENS = np.zeros((0, 0), dtype=np.int64)
 
 
 class MemorySealer:
@@ -43,11 +48,12 @@ class MemorySealer:
 
     def resolve(self, snapshot: Snapshot) -> Resolution:
         """Seal this rank's share. After an error the other ranks are told, and the snapshot may still go to storage."""
-        trouble, header = snapshot.refused, None
+        trouble, header = snapshot.refused, list[bytes]()
         try:
             if trouble is None:
                 share = seal_share(snapshot, self._tier.files.run_id, snapshot.writer, self._comm.world_size)
-                snapshot.share = replace(share, freshness=self._watch.seen(snapshot, share.parts))
+                freshness = self._watch.seen(snapshot, (*share.parts, *share.pieces))
+                snapshot.share = replace(share, freshness=freshness)
                 header = self._seal(snapshot, snapshot.share)
         except Exception as error:  # whatever it is, the other ranks must learn that this one has nothing
             trouble = f"{type(error).__name__}: {error}"
@@ -67,11 +73,31 @@ class MemorySealer:
             self._to_storage(snapshot)
         return Resolution(snapshot.sequence, snapshot.step, snapshot.directory, False, trouble, 0.0)
 
-    def _seal(self, snapshot: Snapshot, share: SealedShare) -> bytes | None:
-        """The header of the slot, as peers get it; None if the snapshot lies in private memory, for want of room."""
-        slot = snapshot.buffer.slot
-        if slot is None:
-            return None
+    def _seal(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
+        """Headers of the slots, as peers get them, that of the snapshot's own after those of gradients beside it; none
+        if something lies in private memory, for want of room."""
+        own, found = snapshot.buffer.slot, list[bytes]()
+        beside = [buffer.slot for buffer in snapshot.pieces if buffer.slot is not None]
+        if own is None or len(beside) < len(snapshot.pieces):
+            return found
+        for (place, _), sealed, slot in zip(snapshot.plan.pieces, share.pieces, beside, strict=True):
+            found.append(encode_slot(self._header_beside(snapshot, share, place, sealed)))
+            slot.seal(found[-1])
+        # The one that says which others belong to it comes last: it is never there without them.
+        return [*found, self._seal_own(snapshot, share, own)]
+
+    def _header_beside(self, snapshot: Snapshot, share: SealedShare, place: int, sealed: SealedPart) -> SlotHeader:
+        """Of a slot of gradients. What the step's other slot tells is not said again."""
+        request = snapshot.request
+        facts = StepFacts(request.index, request.base, (), None, _NO_TOKENS, since=request.since)
+        part = SlotPart(sealed.part.kind, 0, b"".join(sealed.header))
+        nbytes = max(1, sealed.part.nbytes)
+        return replace(
+            self._header(snapshot, share, nbytes),
+            facts=facts, state=b"", parts=(part,), only=GRADIENTS, beside=(), place=place,
+        )  # fmt: skip
+
+    def _seal_own(self, snapshot: Snapshot, share: SealedShare, slot: Slot) -> bytes:
         nbytes = min(slot.memory.numel(), roomy(max(1, snapshot.plan.own_nbytes())))
         header = self._header(snapshot, share, nbytes)
         raw = encode_slot(header)
@@ -109,8 +135,10 @@ class MemorySealer:
                 measured=request.measured,
                 since=request.since,
                 gradients=request.gradients if request.is_partial_log else (),
+                groups=() if request.groups is None else request.groups.groups,
             ),
             state=share.state,
             only=TENSORS if snapshot.writer != self._comm.rank and request.is_whole(self._catalog) else "",
             parts=tuple(SlotPart(each.part.kind, each.begin, b"".join(each.header)) for each in share.parts),
+            beside=tuple(place for place, _ in snapshot.plan.pieces),
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_ckpt.engine.buffers import HostBuffer
+from moe_ckpt.engine.buffers import GRADIENTS as PIECES
+from moe_ckpt.engine.buffers import MIRRORED, WHOLE, HostBuffer
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.format.tree import encode_tree
@@ -51,6 +52,8 @@ class Snapshot:
         request: What to save.
         plan: What this rank copies and writes for it.
         buffer: Host memory that the plan's parts lie in.
+        pieces: Of ``plan.pieces``, each by itself.
+        mirrored: Of ``plan.mirrored``; None if it has none.
         copy: The copy under way.
         state: JSON-ready trainer state (side tensors are among the slices).
         began_at: ``time.perf_counter`` of its beginning.
@@ -77,6 +80,8 @@ class Snapshot:
     memory_sequence: int = 0
     writer: int = 0
     share: SealedShare | None = None
+    pieces: tuple[HostBuffer, ...] = ()
+    mirrored: HostBuffer | None = None
     from_log: LogSpan | None = None
     dense: Snapshot | None = None
 
@@ -97,7 +102,8 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Tensor bytes that this rank writes, or of gradients logs."""
-        return sum(part.nbytes for _, part in self.plan.parts if part.is_written or part.kind == GRADIENTS)
+        parts = (part for _, part in (*self.plan.parts, *self.plan.pieces))
+        return sum(part.nbytes for part in parts if part.is_written or part.kind == GRADIENTS)
 
     @property
     def frozen_nbytes(self) -> int:
@@ -112,15 +118,36 @@ class Snapshot:
     def mirrors(self) -> dict[int, Mirror]:
         """Rank -> the part of that rank's share of the same snapshot that this rank's state also holds."""
         found: dict[int, Mirror] = {}
-        for _, part in self.plan.parts:
+        for part, memory in self._placed:
             if part.source is not None:
-                found[part.source] = Mirror(part, self.bytes_of(part), found.get(part.source))
+                found[part.source] = Mirror(part, memory, found.get(part.source))
         return found
 
     def bytes_of(self, part: CompiledPart) -> torch.Tensor:
-        """One part's bytes inside the buffer, as a uint8 tensor view."""
-        base = next(base for base, each in self.plan.parts if each is part)
-        return self.buffer.memory[base : base + part.nbytes]
+        """One part's bytes inside its buffer, as a uint8 tensor view."""
+        return next(memory for each, memory in self._placed if each is part)
+
+    @property
+    def _placed(self) -> Iterator[tuple[CompiledPart, torch.Tensor]]:
+        more = () if self.mirrored is None else (self.mirrored,)
+        return placed(self.plan, [self.buffer, *self.pieces, *more])
+
+
+def needs_of(plan: CompiledPlan) -> list[tuple[str, int]]:
+    """Returns the buffers that a plan needs, for ``HostBufferPool.acquire_all``: that of its parts comes first."""
+    found = [(WHOLE, plan.nbytes), *((PIECES, part.nbytes) for _, part in plan.pieces)]
+    return [*found, (MIRRORED, plan.mirrored_nbytes)] if plan.mirrored else found
+
+
+def placed(plan: CompiledPlan, buffers: Sequence[HostBuffer]) -> Iterator[tuple[CompiledPart, torch.Tensor]]:
+    """Yields every part with its bytes (uint8, a view), of the buffers that ``needs_of`` lists."""
+    first, *others = (buffer.memory for buffer in buffers)
+    for base, part in plan.parts:
+        yield part, first[base : base + part.nbytes]
+    for (_, part), memory in zip(plan.pieces, others, strict=False):
+        yield part, memory[: part.nbytes]
+    for base, part in plan.mirrored:
+        yield part, others[-1][base : base + part.nbytes]
 
 
 def plain_of(capture: Callable[[], Mapping[str, Any]], rank: int) -> Encode:
@@ -153,16 +180,17 @@ def side_tensors(state: Any, rank: int, prefix: str = "") -> Plain:
     return encoded, found
 
 
-def copy_at_once(plan: CompiledPlan, memory: torch.Tensor, side: list[tuple[SliceEntry, torch.Tensor]]) -> bool:
-    """Copy into a plan's buffer, on the training thread, what may change before the next optimizer step.
+def copy_at_once(
+    parts: Sequence[tuple[CompiledPart, torch.Tensor]], side: list[tuple[SliceEntry, torch.Tensor]]
+) -> bool:
+    """Copy into a plan's buffers, on the training thread, what may change before the next optimizer step.
 
     Returns:
         As ``copy_here``.
     """
     given = {entry.name: source for entry, source in side}
     on_device = False
-    for base, part in plan.parts:
-        inside = memory[base : base + part.nbytes]
+    for part, inside in parts:
         beside = [(entry, given[entry.name]) for entry in part.side_entries()]
         on_device |= part.copies.copy_at_once(inside) | copy_here(beside, inside)
     return on_device

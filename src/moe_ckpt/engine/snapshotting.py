@@ -158,7 +158,7 @@ class Snapshotter:
             self._wait_for_storage(plan.step)
         ways = _Ways(stored, self.copies.go(plan, consensus), from_log)
         snapshot = self._begin(plan, plain, last=plan.halt is not None, step_is_agreed=step_is_agreed, ways=ways)
-        self.booking.meter.copies(snapshot.plan.nbytes)
+        self.booking.meter.copies(snapshot.plan.total_nbytes)
         return StepRecord(
             plan.step,
             begun=True,
@@ -258,7 +258,7 @@ class Snapshotter:
         snapshot = self.newest = self._resources.pipeline.begin(
             request, tensors, specs, plain, patience_secs, consumed, dense
         )
-        self._note_anchors(request, pending, snapshot.memory_sequence)
+        self._note_anchors(request, pending, snapshot.memory_sequence, plan.together)
         if last:
             self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
         self.backlog.waits += snapshot.waited
@@ -274,7 +274,9 @@ class Snapshotter:
         self._run.tell(SnapshotBegan(snapshot.nbytes, live.layout.changes, specs, request.compute_types))
         return snapshot
 
-    def _note_anchors(self, request: SnapshotRequest, pending: Pending, sequence: int) -> None:
+    def _note_anchors(
+        self, request: SnapshotRequest, pending: Pending, sequence: int, together: Sequence[tuple[str, ...]]
+    ) -> None:
         """A snapshot of a gradient log began, or another one, which is an anchor if it has everything."""
         if self._run.gradients is None:  # nobody asks for anchors
             return
@@ -287,7 +289,7 @@ class Snapshotter:
         elif request.since is None and not pending.is_complete:
             anchors.broken()
         else:
-            anchors.begun(sequence, request.step, request.operators)
+            anchors.begun(sequence, request.step, request.operators, together=together)
             self._anchored_as.update(pending.relaid)
 
     def _request(
@@ -354,6 +356,7 @@ class Snapshotter:
             sent=experts and experts & sets.of(pending.operators_in(Tier.PEER)),
             gradients=gradients,
             since=since,
+            groups=None if since is None or self._leaves_out else self.booking.anchors.grouped(gradients),
             is_partial_log=self._leaves_out,
         )
         return request, pending
@@ -386,6 +389,7 @@ def _in_full(request: SnapshotRequest, everything: tuple[str, ...]) -> SnapshotR
         operators=everything,
         host_only=(),
         gradients=(),
+        groups=None,
         since=None,
         stored=True,
         copied=False,

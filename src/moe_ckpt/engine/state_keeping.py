@@ -32,6 +32,7 @@ from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.copying import target
+from moe_ckpt.slices.cuts import no_cuts
 
 log = logging.getLogger("moe_ckpt")
 _NO_COUNTS = np.zeros((0, 0), dtype=np.int64)
@@ -206,7 +207,7 @@ class StateKeeper:
         """The part that these tensors make: that of the step before, where they are alike."""
         entries = tuple(entry for entry, _ in side)
         if self._part is None or self._part.given_side != entries:
-            self._part = CompiledPart(STATE, (), entries, ())
+            self._part = CompiledPart(STATE, no_cuts(), entries, ())
         return self._part
 
     def _header(self, step: _Step, only: str, part: CompiledPart, checksums: Any, slot: Slot, state: Any) -> SlotHeader:

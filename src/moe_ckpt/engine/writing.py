@@ -151,11 +151,13 @@ class SealedShare:
         parts: What it consists of.
         state: The bytes of the state file.
         freshness: What its checksums show beside those before (``core.freshness``).
+        pieces: Gradients in buffers of their own.
     """
 
     parts: tuple[SealedPart, ...]
     state: bytes
     freshness: int = UNKNOWN
+    pieces: tuple[SealedPart, ...] = ()
 
     def detached(self) -> SealedShare:
         """A copy with headers of its own. Rendered headers are valid only until the next ones of their plan."""
@@ -172,16 +174,19 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
     snapshot.copy.wait_on_host()
     if snapshot.copy.changed:
         raise TornSnapshotError(snapshot.step, snapshot.copy.changed)
-    found = []
-    for begin, part in snapshot.plan.own:
+
+    def sealed(begin: int, part: CompiledPart) -> SealedPart:
         checksums = checksums_of(part, snapshot.bytes_of(part))
         header: Sequence[Chunk] = ()
         if part.is_written or snapshot.buffer.slot is not None:
             template = part.header(run_id, rank, snapshot.step)
             header = template.render(snapshot.step, snapshot.request.generation, checksums)
-        found.append(SealedPart(begin, part, checksums, header))
+        return SealedPart(begin, part, checksums, header)
+
+    parts = tuple(sealed(begin, part) for begin, part in snapshot.plan.own)
+    pieces = tuple(sealed(0, part) for _, part in snapshot.plan.pieces)
     of = snapshot.step, snapshot.request.generation
-    return SealedShare(tuple(found), state_file(snapshot.state, *of, run_id, rank, world_size))
+    return SealedShare(parts, state_file(snapshot.state, *of, run_id, rank, world_size), pieces=pieces)
 
 
 def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, world_size: int) -> bytes:

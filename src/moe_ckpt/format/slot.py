@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN
-from moe_ckpt.core.survivors import BEFORE, STATE, TENSORS
+from moe_ckpt.core.survivors import BEFORE, GRADIENTS, STATE, TENSORS
 from moe_ckpt.core.tokens import Counts, FaultRecord, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment
@@ -23,8 +23,8 @@ from moe_ckpt.format.schema import anything, both, listing, mapping, maybe, numb
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, SliceEntry, decode_header
 
-SLOT_VERSION = 9
-_READ_VERSIONS = (3, 4, 5, 6, 7, 8, SLOT_VERSION)
+SLOT_VERSION = 10
+_READ_VERSIONS = (3, 4, 5, 6, 7, 8, 9, SLOT_VERSION)
 KIND = "moe_ckpt.slot"
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
@@ -49,7 +49,14 @@ _FACTS = record(
         "policy": mapping(anything),
         "measured": mapping(number()),
     },
-    {"mlt": MLT_OF_FAULTS, "since": maybe(whole()), "gradients": listing(OPERATOR_ID), "lost": _TABLE, "own": _TABLE},
+    {
+        "mlt": MLT_OF_FAULTS,
+        "since": maybe(whole()),
+        "gradients": listing(OPERATOR_ID),
+        "groups": listing(listing(whole())),
+        "lost": _TABLE,
+        "own": _TABLE,
+    },
 )
 _BODY = record(
     {
@@ -69,7 +76,12 @@ _BODY = record(
         "state": record(_PIECE),
         "parts": listing(_PART, most=16),
     },
-    {"sent": one_of(False, True), "only": one_of("", STATE, BEFORE, TENSORS)},
+    {
+        "sent": one_of(False, True),
+        "only": one_of("", STATE, BEFORE, TENSORS, GRADIENTS),
+        "beside": listing(whole()),
+        "place": whole(),
+    },
 )
 
 
@@ -131,6 +143,7 @@ class StepFacts:
         since: Of a step of a gradient log, sequence of the snapshot with the oldest anchor that is needed: with all
             snapshots from there on, this one is a checkpoint. None for one that stands by itself.
         gradients: What gradients bring to the step, where that is not all but ``operators``.
+        groups: As of ``core.anchors.GradientGroups``, where the step's gradients lie in slots of their own.
     """
 
     index: int
@@ -143,6 +156,7 @@ class StepFacts:
     measured: Mapping[str, float] = field(default_factory=dict)
     since: int | None = None
     gradients: tuple[str, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
     lost: Counts | None = field(default=None, compare=False)
     own: Counts | None = field(default=None, compare=False)
 
@@ -159,6 +173,7 @@ class StepFacts:
             "measured": dict(self.measured),
             "since": self.since,
             **({"gradients": list(self.gradients)} if self.gradients else {}),
+            **({"groups": [list(each) for each in self.groups]} if self.groups else {}),
             **({} if self.lost is None else {"lost": Fragment.of_counts(self.lost)}),
             **({} if self.own is None else {"own": Fragment.of_counts(self.own)}),
         }
@@ -178,6 +193,7 @@ class StepFacts:
             body["measured"],
             body.get("since"),
             tuple(body.get("gradients", ())),
+            tuple(map(tuple, body.get("groups", ()))),
             *(np.asarray(body[name], dtype=np.int64) if name in body else None for name in ("lost", "own")),
         )
 
@@ -201,7 +217,9 @@ class SlotHeader:
         state: The rank's state file.
         parts: What lies in the slot.
         sent: It is a copy of what its rank sent to peers, which is not all of the rank's share.
-        only: ``core.survivors.STATE``, ``BEFORE`` or ``TENSORS`` where it is not all; else empty.
+        only: ``core.survivors.STATE``, ``BEFORE``, ``TENSORS`` or ``GRADIENTS`` where it is not all; else empty.
+        beside: Places in ``facts.groups`` of the slots of ``GRADIENTS`` that were sealed with this one.
+        place: Of ``GRADIENTS``, which of these it is.
     """
 
     run_id: str
@@ -219,6 +237,8 @@ class SlotHeader:
     parts: tuple[SlotPart, ...]
     sent: bool = False
     only: str = ""
+    beside: tuple[int, ...] = ()
+    place: int = 0
 
     def slices(self, part: SlotPart, path: str) -> tuple[SliceEntry, ...]:
         """The slices of one part, with checksums.
@@ -253,6 +273,8 @@ def encode_slot(header: SlotHeader) -> bytes:
         "parts": parts,
         "sent": header.sent,
         "only": header.only,
+        **({"beside": list(header.beside)} if header.beside else {}),
+        **({"place": header.place} if header.only == GRADIENTS else {}),
     }
     document = seal(body)
     length = len(document).to_bytes(_LENGTH_NBYTES, "little")
@@ -295,4 +317,6 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
         ),
         sent=body.get("sent", False),
         only=body.get("only", ""),
+        beside=tuple(body.get("beside", ())),
+        place=body.get("place", 0),
     )

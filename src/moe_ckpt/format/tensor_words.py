@@ -157,16 +157,16 @@ def requiring(tensors: Sequence[torch.Tensor]) -> Requiring | None:
     return found if found.is_known else None
 
 
-def counters(tensors: Sequence[torch.Tensor | None]) -> Numbers:
-    """Addresses of the tensors' version counts, for ``counts``; 0 where one cannot be read, and for None.
+def counters(tensors: Sequence[torch.Tensor]) -> Numbers:
+    """Addresses of the tensors' version counts, for ``counts``; 0 where one cannot be read.
 
     An address holds for as long as the very tensor object lives.
     """
     found, layout = np.zeros(len(tensors), dtype=np.int64), _layout()
-    those = [at for at, tensor in enumerate(tensors) if tensor is not None and not tensor.is_inference()]
+    those = [at for at, tensor in enumerate(tensors) if not tensor.is_inference()]
     if layout is None or not those:
         return found
-    given: list[torch.Tensor] = [tensor for at in those if (tensor := tensors[at]) is not None]
+    given = [tensors[at] for at in those]
     pointers = words_at(_numbers(map(_CDATA, given), len(given)) + layout.counter).astype(np.int64)
     there = np.flatnonzero(pointers)
     addresses = pointers[there] + _COUNT_AT

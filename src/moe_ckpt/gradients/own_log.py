@@ -44,7 +44,8 @@ class OwnLog:
     """See ``engine.from_log.OwnLog``. On any thread, one at a time.
 
     Args:
-        slots: From the oldest anchor to the step that is made, in their order; of a step there may be several.
+        slots: From the oldest anchor to the step that is made, in the order of steps; a step's gradients that lie in
+            slots of their own come before its other one.
 
     Raises:
         DamagedError: What they tell is damaged.
@@ -52,8 +53,7 @@ class OwnLog:
     """
 
     def __init__(self, slots: Sequence[OwnSlot]) -> None:
-        telling = [slot for slot in slots if slot.header.state]  # not one that holds nothing but gradients
-        last = telling[-1]
+        last = slots[-1]
         self._last, self._rank = last, last.header.rank
         self._memory = {slot.path: slot.memory for slot in slots}
         self._anchors = {op: slot.header.step for slot in slots for op in _in_full(slot)}
@@ -62,7 +62,7 @@ class OwnLog:
         self._side: dict[int, dict[str, StoredSlice]] = defaultdict(dict)
         for slot in slots:
             self._sort(slot)
-        self._steps = {slot.header.step: self._recorded(slot) for slot in telling}
+        self._steps = {slot.header.step: self._recorded(slot) for slot in slots if not slot.header.only}
         told = self._steps[last.header.step].plain
         self._layout = UpdateLayout.decoded(told["layout"], last.path)
         self._groups = _groups(self._layout.units)

@@ -89,10 +89,9 @@ def whole(name: str, shape: Shape) -> Part:
     return Part(name, shape, 0, straight(shape))
 
 
-def straight(shape: Shape, offsets: Sequence[int] | None = None) -> tuple[Axis, ...]:
-    """Returns the axes of an untransposed block of ``shape`` at ``offsets`` of the whole tensor."""
-    at = offsets or (0,) * len(shape)
-    return tuple(Axis(dim, (Segment(0, size, at[dim]),)) for dim, size in enumerate(shape))
+def straight(shape: Shape) -> tuple[Axis, ...]:
+    """Returns the axes of an untransposed block of ``shape`` at the beginning of the whole tensor."""
+    return tuple(Axis(dim, (Segment(0, size, 0),)) for dim, size in enumerate(shape))
 
 
 def place(part: Part, start: int, stop: int) -> Iterator[Placed]:

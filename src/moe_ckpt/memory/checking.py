@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import xxhash
 
-from moe_ckpt.core.survivors import PLAIN
+from moe_ckpt.core.survivors import GRADIENTS, PLAIN
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.memory.files import FoundSlot
 
@@ -115,8 +115,9 @@ def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS
     """
     own = [found for found in slots if found.header.rank == rank and found.header.only not in PLAIN]  # which is small
     found: list[FoundSlot] = []
+    whole = [each for each in own if each.header.only != GRADIENTS]
     for _ in range(most):
-        newest = next((each for each in own if each not in found), None)
+        newest = next((each for each in whole if each not in found), None)
         if newest is None:
             break
         found += [each for each in own if each not in found and _goes_with(each, newest)]

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,15 +133,13 @@ class MemoryFiles:
                 and for the latter when all of them have.
 
         Returns:
-            Every slot that opens, of all that was taken, the newest step first; none for ``own``.
+            Every slot that opens, of what this call took, the newest step first (``newest_first``).
         """
+        before = len(self._left)
         for generation, rank, path in list(rank_directories(self._run)):
             if generation != self.generation and (rank == self.rank) == own:
                 self._take(path)
-        if own:
-            return []
-        found = [each for directory in self._left for each in _open_slots(directory)]
-        return sorted(found, key=lambda each: (-each.header.step, -each.header.generation))
+        return newest_first(each for directory in self._left[before:] for each in _open_slots(directory))
 
     def _take(self, path: Path) -> None:
         store = owner_of(path).store
@@ -196,6 +194,11 @@ class MemoryFiles:
     @property
     def _run(self) -> Path:
         return self.path.parent.parent
+
+
+def newest_first(slots: Iterable[FoundSlot]) -> list[FoundSlot]:
+    """Returns slots by step and life."""
+    return sorted(slots, key=lambda each: (-each.header.step, -each.header.generation))
 
 
 def _open_slots(directory: RankDirectory) -> Iterator[FoundSlot]:

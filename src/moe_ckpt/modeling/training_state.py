@@ -99,9 +99,13 @@ class TorchTrainingState:
         self._prepared = False
         return listing.tensors
 
-    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """The model's, by name, each once."""
-        return self._walked().parameters
+    def parameters(self, *, described: bool = False) -> Mapping[str, torch.nn.Parameter]:
+        """The model's, by name, each once; the very same object for as long as they are the same.
+
+        Args:
+            described: Those that were found last.
+        """
+        return self._known_walk(described).parameters
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Alike on every rank, since all hold every tensor, or a part of it."""
@@ -132,7 +136,7 @@ class TorchTrainingState:
 
     def module_plain(self) -> dict[str, Any]:
         """What a forward pass may change of ``plain()``, of the modules that that found last. Likewise live."""
-        return module_state.read(self._model, self._varying, self._walk or self._walked())
+        return module_state.read(self._model, self._varying, self._known_walk(described=True))
 
     def take_added_groups(self, plain: Mapping[str, Any], began: Sequence[int]) -> None:
         """Give the optimizers the param groups that training had added when ``plain`` was taken. Before a restore.
@@ -163,7 +167,7 @@ class TorchTrainingState:
         for index, optimizer in enumerate(self._optimizers):
             for name, parameter in views[index].parameters.items():
                 metas = missing.get((index, name), {})
-                self._prepare_one(optimizer, name, parameter, metas)
+                self._prepare_one(optimizer, parameter, metas)
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
         """Put back what ``plain()`` gave. Everything is checked before anything is changed.
@@ -234,6 +238,9 @@ class TorchTrainingState:
             )
             self._walk = walk
         return walk, self._optimizer_views
+
+    def _known_walk(self, described: bool) -> Walk:
+        return self._walk if described and self._walk is not None else self._walked()
 
     def _walked(self) -> Walk:
         walk = self._walk
@@ -309,9 +316,7 @@ class TorchTrainingState:
             by_parameter.setdefault((index, name), {})[state] = meta
         return by_parameter
 
-    def _prepare_one(
-        self, optimizer: Optimizer, name: str, parameter: torch.Tensor, metas: Mapping[str, TensorMeta]
-    ) -> None:
+    def _prepare_one(self, optimizer: Optimizer, parameter: torch.Tensor, metas: Mapping[str, TensorMeta]) -> None:
         """Bring the tensors in one parameter's state to ``metas``."""
         state = optimizer.state[parameter] if parameter in optimizer.state or metas else {}
         for key in [k for k, v in state.items() if isinstance(v, torch.Tensor) and str(k) not in metas]:

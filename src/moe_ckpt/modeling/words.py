@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,10 @@ def types_and_attributes(objects: Sequence[object]) -> Words | None:
     places = [_attributes_at(type(each)) for each in objects]
     if not all(places):
         return None
-    addresses = [id(each) + _TYPE_AT for each in objects]
-    addresses += [id(each) + at for each, at in zip(objects, places, strict=True)]
-    return _checked(objects, addresses, [*(id(type(each)) for each in objects), *(id(vars(each)) for each in objects)])
+    # Both words of an object after one another: the second is then in the processor's cache.
+    both = [(id(each) + _TYPE_AT, id(each) + at) for each, at in zip(objects, places, strict=True)]
+    expected = [(id(type(each)), id(vars(each))) for each in objects]
+    return _checked(objects, list(chain.from_iterable(both)), list(chain.from_iterable(expected)))
 
 
 def _attributes_at(kind: type) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
-from moe_ckpt.core.rolling import Rounds
+from moe_ckpt.core.rolling import Rounds, Slots
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import BF16, MemoryFacts, Needs, PolicyContext, require_positive
@@ -144,21 +144,21 @@ class GradientLog:
             )
         due = memory.storage_due and not (self.dense_from == LOG and memory.log_serves)
         if context.last_step is None or context.nothing_safe or context.missing or due:
-            return save_full(context.step, everything)
+            return self._everything(context, memory)
         anchored_at = self._anchored_at(context)
         rounds = self._rounds(context)
         window = self._window(context, rounds, memory)
         number = self._next(context, rounds, window, anchored_at)
         if (anchored_at >= 0).all():
             now, others = rounds.parted(window)[number]
-            return save_logged(context.step, now, others) if others else save_full(context.step, everything)
+            return save_logged(context.step, now, others) if others else self._everything(context, memory)
         anchored = anchored_at < 0
         anchored[rounds.places(window)[number]] = True
         for group in context.coupled_operators:
             places = context.catalog.places_of(tuple(sorted(group)))
             anchored[places] = anchored[places].any()
         if anchored.all():
-            return save_full(context.step, everything)
+            return self._everything(context, memory)
         return save_logged(context.step, _named(everything, anchored), _named(everything, ~anchored))
 
     def explain(self, context: PolicyContext) -> LogReport:
@@ -220,6 +220,15 @@ class GradientLog:
         return min(copied, int(sent / portion)) if portion else copied
 
     # --- who is anchored ---
+
+    def _everything(self, context: PolicyContext, memory: MemoryFacts) -> SnapshotPlan:
+        """A dense step, with those who will be anchored together in the round after it, as far as that is known now."""
+        everything = context.catalog.everything
+        together: Slots = ()
+        if all(map(context.sizes.__contains__, everything)):
+            rounds = self._rounds(context)
+            together = rounds.slots(self._window(context, rounds, memory))
+        return save_full(context.step, everything, together=together)
 
     def _next(self, context: PolicyContext, rounds: Rounds, window: int, anchored_at: Counts) -> int:
         """Whose turn it is: that of the slot with the oldest anchor; of several, of that with most tokens."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moe_ckpt.core.rolling import held_bytes_per_parameter, most_held_bytes_per_parameter
+
 
 @dataclass(frozen=True)
 class LogReport:
@@ -52,8 +54,13 @@ class LogReport:
 
     @property
     def held_bytes(self) -> float:
-        """What memory holds of the log: all steps of a round, and the one that comes in."""
-        return (self.window + 1) * self.mean_bytes
+        """What memory holds of the log: anchors, the gradients since, and the step that comes in."""
+        return held_bytes_per_parameter(self.window, self.gradient_bytes, self.dense_bytes) + self.mean_bytes
+
+    @property
+    def most_held_bytes(self) -> float:
+        """The most, when the first round after a dense step ends."""
+        return most_held_bytes_per_parameter(self.window, self.gradient_bytes, self.dense_bytes) + self.mean_bytes
 
     @property
     def warning(self) -> str | None:
@@ -81,8 +88,8 @@ class LogReport:
         if self.fits is not None:
             yield self.warning or f"each step fits ({self.limit_bytes:,} bytes)"
         yield (
-            f"memory holds {self.held_bytes:,.0f} bytes per rank; a failure costs the step under way, and up to "
-            f"{self.window - 1} optimizer steps"
+            f"memory holds {self.held_bytes:,.0f} bytes per rank, up to {self.most_held_bytes:,.0f} in the round after "
+            f"a dense step; a failure costs the step under way, and up to {self.window - 1} optimizer steps"
         )
 
     def __str__(self) -> str:
@@ -90,5 +97,5 @@ class LogReport:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data, ready for JSON."""
-        derived = ("fits", "gradients_fit", "stall_secs", "held_bytes")
+        derived = ("fits", "gradients_fit", "stall_secs", "held_bytes", "most_held_bytes")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}

@@ -267,12 +267,15 @@ class MemoryCheckpoints:
         Args:
             recounted: As of ``SnapshotFacts.settle``.
         """
-        snapshots = [(snapshot, each.states) for each in checkpoints for snapshot in each.snapshots]
-        if all(not states and self._exchanged.tells(snapshot) for snapshot, states in snapshots):
-            return [self._exchanged.facts_of(snapshot, recounted) for snapshot, _ in snapshots]
+        snapshots = [(one, each.states, beside) for each in checkpoints for one, beside in each.with_gradients()]
+        if all(not states and self._exchanged.tells(snapshot, beside) for snapshot, states, beside in snapshots):
+            return [self._exchanged.facts_of(snapshot, beside, recounted) for snapshot, _, beside in snapshots]
         found = [SnapshotFacts() for _ in snapshots]
         mine: list[bytes] = []
-        for place, (snapshot, states) in enumerate(snapshots):
+        for place, (snapshot, states, beside) in enumerate(snapshots):
+            for (writer, _), shares in beside.items():
+                if shares and fullest(shares).holder == self._comm.rank:
+                    mine += packed_header(place, writer, self._own[fullest(shares).number].header, tells=False)
             for writer, shares in (*snapshot.items(), *states.items()):
                 if fullest(shares).holder == self._comm.rank:
                     header = self._own[fullest(shares).number].header
@@ -365,7 +368,7 @@ class MemoryCheckpoints:
             ending: Of the names of their directories.
         """
         parts = []
-        for snapshot, facts in zip(checkpoint.snapshots, described, strict=True):
+        for (snapshot, beside), facts in zip(checkpoint.with_gradients(), described, strict=True):
             step = next(iter(snapshot.values()))[0].step
             part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step)
             for writer, shares in sorted(snapshot.items()):
@@ -373,6 +376,10 @@ class MemoryCheckpoints:
                 near, own = (nearest(those, self._comm.rank, self._tier.node) for those in (shares, full))
                 here = self._own[own.number].header.parts if own.holder == self._comm.rank else ()
                 part.add(writer, near, own, facts.writers[writer], state=writer not in checkpoint.states, here=here)
+            for (writer, slot), shares in beside.items():
+                near = nearest(shares, self._comm.rank, self._tier.node)
+                here = self._own[near.number].header.parts if near.holder == self._comm.rank else ()
+                part.add(writer, near, near, facts.gradients[writer, slot], state=False, here=here)
             for writer, shares in checkpoint.states.items():
                 near = nearest(shares, self._comm.rank, self._tier.node)
                 made = None if shares[0].only == STATE else state_after(part, writer, near, facts)

@@ -16,6 +16,7 @@ from pathlib import Path
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.gradient_chain import LoggedStep, chain
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, snapshots_of
+from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.errors import DamagedError, GradientGapError, MoECheckpointError, NoCheckpointError, StoreError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import Manifest, ModelRecord, step_dir
@@ -188,15 +189,15 @@ class MemoryOutside:
             known = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"
             return f"no slot holds a part of it ({known})"
         logged = self._logged_steps(snapshots)
-        gaps: dict[int, list[str]] = defaultdict(list)
+        gaps: dict[tuple[int, str], list[str]] = defaultdict(list)
         for operator in sorted(frozenset().union(*(each.updated for each in logged.values()))):
             try:
                 chain(logged, operator, step)
             except GradientGapError as gap:
-                gaps[gap.missing].append(operator)
+                gaps[gap.missing, gap.found].append(operator)
         if not gaps:
             return "it is a step of a sparse window, or the snapshots of its ranks do not fit together"
-        return "; ".join(_gap(missing, those, snapshots) for missing, those in sorted(gaps.items()))
+        return "; ".join(_gap(*gap, those, snapshots) for gap, those in sorted(gaps.items()))
 
     def _logged_steps(self, snapshots: Mapping[int, MemoryCheckpoint]) -> dict[int, LoggedStep]:
         """The log, with nothing of the steps of which a rank's share is gone."""
@@ -208,10 +209,19 @@ class MemoryOutside:
                 found[at] = LoggedStep(updated=everything)
                 continue
             full = frozenset(anchored.get(at, ()))
-            found[at] = LoggedStep(everything, everything - full, full)
+            gradients = everything - full
+            if any(each.step == at and each.facts.groups for each in self._headers):
+                gradients &= self._alone(at)
+            found[at] = LoggedStep(everything, gradients, full)
         for at in range(min(found), max(found)):
             found.setdefault(at, LoggedStep(updated=everything))
         return found
+
+    def _alone(self, step: int) -> frozenset[str]:
+        """Operators of whose gradients some slot is there that holds nothing else."""
+        slots = (each for each in self._headers if (each.step, each.only) == (step, GRADIENTS))
+        parts = (header.slices(part, f"memory slots of step {step}") for header in slots for part in header.parts)
+        return frozenset(entry.operator for slices in parts for entry in slices)
 
 
 def _full(header: SlotHeader) -> Collection[str]:
@@ -219,11 +229,13 @@ def _full(header: SlotHeader) -> Collection[str]:
     return () if isinstance(operators, Fragment) else operators
 
 
-def _gap(missing: int, operators: Sequence[str], snapshots: Mapping[int, MemoryCheckpoint]) -> str:
+def _gap(missing: int, why: str, operators: Sequence[str], snapshots: Mapping[int, MemoryCheckpoint]) -> str:
     shown = ", ".join(operators[:_SHOWN]) + (f" and {len(operators) - _SHOWN} more" if len(operators) > _SHOWN else "")
     snapshot = snapshots.get(missing)
     if snapshot is None:
         return f"{shown} lack step {missing}, of which no slot holds a part"
+    if snapshot.is_complete and "gradient" in why:
+        return f"{shown} lack the gradient of step {missing}: no newer step needs it, or its slot is damaged"
     if snapshot.is_complete:
         return f"{shown} lack an anchor of step {missing} or before"
     gone = [str(rank) for rank in range(snapshot.writers) if rank not in snapshot.snapshots[0]]

@@ -55,7 +55,6 @@ def divide(
     comm: Communicator,
     slices: Sequence[StoredSlice],
     needed: Callable[[], Collection[StoredSlice]],
-    node: str | None = None,
     *,
     agrees: bool = True,
 ) -> SharedReading | None:
@@ -65,7 +64,6 @@ def divide(
         comm: The ranks.
         slices: Of the checkpoint on storage, in the same order on every rank.
         needed: Those that this rank will read, and maybe others. If it raises, all ranks read by themselves.
-        node: This rank's; None for the machine.
         agrees: As of ``SharedReading``.
 
     Returns:
@@ -79,7 +77,7 @@ def divide(
     try:
         mine = frozenset(needed())
         flags = np.fromiter((each in mine and each.nbytes > 0 for each in slices), dtype=np.bool_, count=len(slices))
-        payload = _told(slices, flags, node or this_machine())
+        payload = _told(slices, flags)
     except Exception as error:  # whoever reads what is needed says it to all ranks
         log.warning("rank %d cannot tell what it needs of storage: %s", comm.rank, error)
         payload = b""
@@ -99,12 +97,13 @@ def divide(
     return SharedReading(comm, groups, agrees=agrees)
 
 
-def _told(slices: Sequence[StoredSlice], flags: Flags, node: str) -> bytes:
-    """8 bytes that differ if ranks have other lists of slices, 16 of the node, and what is needed."""
+def _told(slices: Sequence[StoredSlice], flags: Flags) -> bytes:
+    """8 bytes that differ if ranks have other lists of slices, 16 of the machine, and what is needed."""
     listed = xxhash.xxh3_64()
     for each in slices:
         listed.update(f"{each.path} {each.offset} {each.entry.checksum}\n".encode())
-    return listed.digest() + xxhash.xxh3_128_digest(node.encode()) + zlib.compress(np.packbits(flags).tobytes(), 1)
+    machine = xxhash.xxh3_128_digest(this_machine().encode())
+    return listed.digest() + machine + zlib.compress(np.packbits(flags).tobytes(), 1)
 
 
 def _flags(packed: bytes, count: int) -> Flags:

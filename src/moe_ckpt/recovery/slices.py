@@ -17,6 +17,9 @@ from moe_ckpt.storage.base import Storage
 BadSlice = DamagedError | StoreUnreadableError
 RUN_NBYTES = 64 << 20
 """Neighbours are joined up to this size, which bounds the memory of a read beside the largest slice."""
+_CHECKED_NBYTES = 16 << 20
+"""The same where bytes are only verified: a read of so many is worth its wait for a far storage, and the allocator has
+memory for it from the one before, which the kernel need not clear again."""
 
 
 def read_slices(
@@ -34,7 +37,7 @@ def read_slices(
     Raises:
         DamagedError: At the first slice whose bytes are missing or differ from what was written.
     """
-    for run in _runs(wanted):
+    for run in _runs(wanted, RUN_NBYTES):
         first = run[0]
         raw = _read(storage, first, first.offset, sum(stored.nbytes for stored in run))
         for stored in run:
@@ -49,15 +52,35 @@ def read_slices(
 
 def find_damage(storage: Storage, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, BadSlice | None]]:
     """Yields each slice with its error, or None for a good one, in bounded memory. Raises ``StoreForbiddenError``."""
-    for stored in sorted(set(wanted), key=_place):
-        try:
-            _check(storage, stored)
-        except StoreForbiddenError:
-            raise
-        except (DamagedError, StoreUnreadableError) as error:
-            yield stored, error
-        else:
-            yield stored, None
+    for run in _runs(wanted, _CHECKED_NBYTES):
+        alone = len(run) == 1 or not _are_sound(storage, run)  # whose error says which, and why
+        for stored in run:
+            try:
+                if alone:
+                    _check(storage, stored)
+            except StoreForbiddenError:
+                raise
+            except (DamagedError, StoreUnreadableError) as error:
+                yield stored, error
+            else:
+                yield stored, None
+
+
+def _are_sound(storage: Storage, run: list[StoredSlice]) -> bool:
+    """Whether neighbours are as they were written, by one read. Raises ``StoreForbiddenError``."""
+    try:
+        raw = _read(storage, run[0], run[0].offset, sum(stored.nbytes for stored in run))
+    except StoreForbiddenError:
+        raise
+    except (DamagedError, StoreUnreadableError):
+        return False
+    with memoryview(raw) as view:
+        for stored in run:
+            begin = stored.offset - run[0].offset
+            with view[begin : begin + stored.nbytes] as part:
+                if len(part) < stored.nbytes or xxhash.xxh3_64_hexdigest(part) != stored.entry.checksum:
+                    return False
+    return True
 
 
 def _check(storage: Storage, stored: StoredSlice) -> None:
@@ -118,13 +141,13 @@ def _place(stored: StoredSlice) -> tuple[str, int, int]:
     return stored.path, stored.offset, stored.nbytes
 
 
-def _runs(wanted: Iterable[StoredSlice]) -> Iterator[list[StoredSlice]]:
-    """Yields slices that follow each other in one file, in file order, as lists of bounded size."""
+def _runs(wanted: Iterable[StoredSlice], most_nbytes: int) -> Iterator[list[StoredSlice]]:
+    """Yields slices that follow each other in one file, in file order, as lists of so many bytes or one slice."""
     run: list[StoredSlice] = []
     nbytes = 0
     for stored in sorted(set(wanted), key=_place):
         joins = run and run[-1].path == stored.path and run[-1].offset + run[-1].nbytes == stored.offset
-        if run and not (joins and nbytes + stored.nbytes <= RUN_NBYTES):
+        if run and not (joins and nbytes + stored.nbytes <= most_nbytes):
             yield run
             run, nbytes = [], 0
         run.append(stored)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, Snapshot, fullest, teller_of
+from moe_ckpt.core.memory_shares import Beside, MemoryCheckpoint, Share, Snapshot, fullest, teller_of
 from moe_ckpt.core.operators import EXPERT
+from moe_ckpt.core.survivors import GRADIENTS as GRADIENTS_ALONE
 from moe_ckpt.core.survivors import PLAIN, STATE
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
@@ -57,12 +58,14 @@ class Described:
         parts: (kind, first byte, header of its shard).
         own: As of ``StepFacts``.
         told: Its state file, where that is no rank's after a step.
+        beside: Place of a slot of gradients; None of a share.
     """
 
     state: tuple[int, str]
     parts: tuple[tuple[str, int, bytes], ...]
     own: Counts | None = None
     told: bytes = b""
+    beside: int | None = None
 
 
 UnpackedHeader = tuple[int, int, bool, Described, Mapping[str, Any] | None]
@@ -75,12 +78,14 @@ class SnapshotFacts:
     Attributes:
         writers: Writer -> its slot.
         states: Likewise, of plain state that lies in a slot of its own.
+        gradients: (writer, place) -> slot of gradients.
         facts: Those that one of ``writers`` tells of all.
     """
 
     def __init__(self) -> None:
         self.writers: dict[int, Described] = {}
         self.states: dict[int, Described] = {}
+        self.gradients: dict[tuple[int, int], Described] = {}
         self.facts: StepFacts | None = None
 
     def add(
@@ -97,6 +102,9 @@ class SnapshotFacts:
             facts: Of the snapshot, if this slot tells them.
             alone: It is plain state by itself.
         """
+        if described.beside is not None:
+            self.gradients[writer, described.beside] = described
+            return
         (self.states if alone else self.writers)[writer] = described
         if facts is not None:
             self.facts = StepFacts.decoded(facts)
@@ -137,6 +145,7 @@ def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -
         header.facts.encoded() if tells else None,
         None if header.facts.own is None else Fragment.of_counts(header.facts.own),
         len(told),
+        header.place if header.only == GRADIENTS_ALONE else None,
     ]
     meta = encode_json(fields)
     return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts), told]
@@ -160,14 +169,14 @@ def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
     while at < len(raw):
         [nbytes] = struct.unpack_from("<Q", raw, at)
         at += 8 + nbytes
-        place, writer, alone, state, sizes, facts, own, telling = json.loads(raw[at - nbytes : at])
+        place, writer, alone, state, sizes, facts, own, telling, beside = json.loads(raw[at - nbytes : at])
         parts = []
         for kind, begin, size in sizes:
             parts.append((kind, begin, raw[at : at + size]))
             at += size
         counted = None if own is None else np.asarray(own, dtype=np.int64)
         told, at = raw[at : at + telling], at + telling
-        yield place, writer, alone, Described(tuple(state), tuple(parts), counted, told), facts
+        yield place, writer, alone, Described(tuple(state), tuple(parts), counted, told, beside), facts
 
 
 class ExchangedHeaders:
@@ -180,13 +189,15 @@ class ExchangedHeaders:
         """What a rank told of its own slots, by their numbers."""
         self._headers |= {(holder, number): (described, facts) for number, _, _, described, facts in headers}
 
-    def tells(self, snapshot: Snapshot) -> bool:
-        """Whether nothing else is needed of a snapshot."""
+    def tells(self, snapshot: Snapshot, beside: Beside) -> bool:
+        """Whether nothing else is needed of a snapshot, with slots of gradients beside it."""
         found = {writer: self._of(shares) for writer, shares in snapshot.items()}
         teller = found[teller_of(snapshot)]
-        return None not in found.values() and teller is not None and teller[1] is not None
+        if None in found.values() or teller is None or teller[1] is None:
+            return False
+        return all(self._of(shares) is not None for shares in beside.values() if shares)
 
-    def facts_of(self, snapshot: Snapshot, recounted: Collection[int] = ()) -> SnapshotFacts:
+    def facts_of(self, snapshot: Snapshot, beside: Beside, recounted: Collection[int] = ()) -> SnapshotFacts:
         """Of a snapshot of which all is told.
 
         Args:
@@ -198,6 +209,10 @@ class ExchangedHeaders:
             if header is not None:
                 described, facts = header
                 found.add(writer, described, facts if writer == teller else None)
+        for (writer, _), shares in beside.items():
+            header = self._of(shares) if shares else None
+            if header is not None:
+                found.add(writer, header[0], None)
         found.settle(recounted)
         return found
 
@@ -249,7 +264,8 @@ class SlotFiles:
             self.states.append(StateRecord(path, *told, writer))
             self.files[path] = SlotFile(share, STATE_FILE, made or b"", 0, described.state[0] if made is None else 0)
         for place, (kind, begin, raw) in enumerate(described.parts):
-            path = shard_path(self.directory, writer, kind)
+            of_slot = "" if described.beside is None else f"_{described.beside}"
+            path = shard_path(self.directory, writer, f"{kind}{of_slot}")
             is_here = place < len(here) and here[place].raw == raw
             header = here[place].header(path) if is_here else decode_header(raw, path)
             record = FileRecord(path, len(raw) + header.data_nbytes, len(raw), digest(raw), self.step, writer)
@@ -393,6 +409,9 @@ def fields_of(found: FoundSlot, number: int) -> list[Any]:
         header.facts.since,
         header.only,
         header.facts.own is not None and header.only not in PLAIN,
+        header.facts.groups,
+        header.beside,
+        header.place,
     ]
 
 
@@ -403,7 +422,8 @@ def share_of(holder: int, node: str, fields: Sequence[Any]) -> Share:
         holder: That rank.
         node: Its node.
     """
-    number, life, generation, sequence, step, writer, writers, place, *rest = fields
-    window = None if place is None else (place[0], place[1], place[2])
+    number, life, generation, sequence, step, writer, writers, in_window, *rest, groups, beside, place = fields
+    window = None if in_window is None else (in_window[0], in_window[1], in_window[2])
     of = number, life, generation, sequence, step, writer, writers, window, *rest
-    return Share(holder, node, *of)
+    share = Share(holder, node, *of)
+    return replace(share, groups=tuple(map(tuple, groups)), beside=tuple(beside), place=place)

@@ -29,10 +29,12 @@ from moe_ckpt.slices.gating import Transfer
 log = logging.getLogger("moe_ckpt")
 
 _MAGIC = b"mockcopy"
-_OFFER = struct.Struct("<8sQQQQ")
+_OFFER = struct.Struct("<8sQQQQQ")
 _ANSWER = struct.Struct("<QIQQ")
 _RUN = struct.Struct("<QQ")
 _MOST_RUNS = 1 << 20
+_MOST_SLOTS = 1 << 10
+"""Of one snapshot."""
 _GATHERED_NBYTES = 1 << 16
 """Runs smaller than this are sent together."""
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
@@ -96,17 +98,27 @@ class Sent(NamedTuple):
     secs: float = 0.0
 
 
-def send_copy(wire: Wire, sequence: int, share: SealedSlot, held_back: HeldBack = lambda nbytes: None) -> Sent:
+def send_copy(
+    wire: Wire,
+    sequence: int,
+    share: SealedSlot,
+    held_back: HeldBack = lambda nbytes: None,
+    more: int = 0,
+) -> Sent:
     """Sends one copy: the source's side.
 
     Args:
+        wire: The connection.
+        sequence: Of the snapshot.
+        share: The slot.
         held_back: Says by what so many bytes are, if they are.
+        more: Slots of the same snapshot that are still to come.
 
     Raises:
         OSError: The holder is gone, hangs, or answers something else.
     """
     nbytes = share.memory.numel()
-    wire.send(_OFFER.pack(_MAGIC, sequence, share.step, len(share.header), nbytes))
+    wire.send(_OFFER.pack(_MAGIC, sequence, more, share.step, len(share.header), nbytes))
     wire.send(share.header)
     answer = _answer(wire, sequence)
     if answer.status is not Status.SEND:
@@ -173,16 +185,18 @@ def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore, pat
     Raises:
         OSError: The source is gone, hung in the middle of a copy, or sent something else.
     """
-    newest, receiver = -1, _Receiver(wire, link, run_id, store, HeaderReader(), patience_secs)
+    newest, receiver = (-1, 0), _Receiver(wire, link, run_id, store, HeaderReader(), patience_secs)
     offer = bytearray(_OFFER.size)
     while wire.receive_into(memoryview(offer), idle=True):
-        magic, sequence, step, header_nbytes, nbytes = _OFFER.unpack(offer)
-        if magic != _MAGIC or sequence <= newest or header_nbytes > _MOST_HEADER_NBYTES or nbytes > _MOST_DATA_NBYTES:
+        magic, sequence, more, step, header_nbytes, nbytes = _OFFER.unpack(offer)
+        is_next = (sequence, -more) > newest and more < _MOST_SLOTS
+        if magic != _MAGIC or not is_next or header_nbytes > _MOST_HEADER_NBYTES or nbytes > _MOST_DATA_NBYTES:
             raise ConnectionAbortedError(
-                f"copy {sequence} (header {header_nbytes:,} bytes, {nbytes:,} in all) was offered after copy {newest}"
+                f"copy {sequence} (header {header_nbytes:,} bytes, {nbytes:,} in all, {more} slots after it) was "
+                f"offered after copy {newest[0]}, which {-newest[1]} slots were to follow"
             )
-        newest = sequence
-        _say(wire, sequence, _receive(receiver, _Offer(sequence, step, header_nbytes, nbytes)))
+        newest = sequence, -more
+        _say(wire, sequence, _receive(receiver, _Offer(sequence, more, step, header_nbytes, nbytes)))
 
 
 def _say(wire: Wire, sequence: int, answer: Answer) -> None:
@@ -190,9 +204,10 @@ def _say(wire: Wire, sequence: int, answer: Answer) -> None:
 
 
 class _Offer(NamedTuple):
-    """Of one copy. header_nbytes, nbytes: that follow."""
+    """Of one copy. more: slots of the same snapshot after it. header_nbytes, nbytes: that follow."""
 
     sequence: int
+    more: int
     step: int
     header_nbytes: int
     nbytes: int
@@ -227,7 +242,7 @@ def _receive(receiver: _Receiver, offer: _Offer) -> Answer:
         log.warning("no copy of rank %d can lie here: %s", link.source, str(error))
         return Answer(Status.FAILED)
     try:
-        mirror = store.mirror_of(link.source, sequence, patience_secs)
+        mirror = store.mirror_of(link.source, sequence, patience_secs, again=offer.more > 0)
         differ = 0
         while mirror is not None:
             differ += incoming.fill(mirror)

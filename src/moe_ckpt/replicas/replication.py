@@ -62,11 +62,11 @@ class Roster:
 
 
 class _Copies:
-    """The copies of one share, until all peers have answered or are given up."""
+    """The copies of one rank's slots of a snapshot, until all peers have answered or are given up."""
 
-    def __init__(self, sequence: int, share: SealedSlot, peers: int) -> None:
+    def __init__(self, sequence: int, shares: tuple[SealedSlot, ...], peers: int) -> None:
         self.sequence = sequence
-        self.share = share
+        self.shares = shares
         self.future: Future[int] = Future()
         self._open = peers
         self._accepted = 0
@@ -136,21 +136,25 @@ class _Sender:
             wire.close()
 
     def _send(self, wire: Wire, copies: _Copies) -> None:
-        try:
-            answer, nbytes, secs = send_copy(wire, copies.sequence, copies.share, self._held_back)
-        except OSError as error:
-            wire.cut()
-            self._give_up(error, copies.share.step)
-            copies.answered(accepted=False, lost=self.lost)
-            return
-        if answer.status is Status.HELD:
-            self.sent_bytes += nbytes + len(copies.share.header)
-            self.saved_bytes += copies.share.memory.numel() - nbytes
-            if nbytes >= _TELLING_NBYTES:
-                self.rates.append(nbytes / max(secs, _TICK_SECS))
-        else:
-            self._say_refused(answer, copies.share.step)
-        copies.answered(accepted=answer.status is Status.HELD)
+        sent, took, held = 0, 0.0, True
+        for more, share in zip(range(len(copies.shares) - 1, -1, -1), copies.shares, strict=True):
+            try:
+                answer, nbytes, secs = send_copy(wire, copies.sequence, share, self._held_back, more)
+            except OSError as error:
+                wire.cut()
+                self._give_up(error, share.step)
+                copies.answered(accepted=False, lost=self.lost)
+                return
+            held = answer.status is Status.HELD
+            if not held:
+                self._say_refused(answer, share.step)
+                break
+            self.sent_bytes += nbytes + len(share.header)
+            self.saved_bytes += share.memory.numel() - nbytes
+            sent, took = sent + nbytes, took + secs
+        if held and sent >= _TELLING_NBYTES:
+            self.rates.append(sent / max(took, _TICK_SECS))
+        copies.answered(accepted=held)
 
     def _held_back(self, nbytes: int) -> Transfer | None:
         if self._gate is None:
@@ -224,25 +228,26 @@ class Replicator:
 
     # --- as a source ---
 
-    def submit(self, sequence: int, share: SealedSlot | None) -> Future[int]:
-        """Send a sealed slot to this rank's peers.
+    def submit(self, sequence: int, *shares: SealedSlot | None) -> Future[int]:
+        """Send a snapshot's sealed slots to this rank's peers.
 
         Args:
             sequence: Of the snapshot; greater than all before, equal on every rank.
-            share: What to send; None if this rank has nothing, which ends at once.
+            shares: What to send, one after the other; None if this rank has nothing, which ends at once.
 
         Returns:
-            How many peers hold a verified, sealed copy. Its exception is ``PeerLostError`` where none does, and one is
-            given up. Until it is done, the slot must not change.
+            How many peers hold verified, sealed copies of all. Its exception is ``PeerLostError`` where none does, and
+            one is given up. Until it is done, the slots must not change.
         """
-        if share is None or not self._senders:
+        slots = tuple(share for share in shares if share is not None)
+        if not slots or not self._senders:
             nothing: Future[int] = Future()
             nothing.set_result(0)
             return nothing
-        copies, step = _Copies(sequence, share, len(self._senders)), share.step
+        copies, step = _Copies(sequence, slots, len(self._senders)), slots[-1].step
         with self._lock:
-            self._newest_step = share.step
-            self._copied_step = share.step - 1 if self._copied_step is None else self._copied_step
+            self._newest_step = step
+            self._copied_step = step - 1 if self._copied_step is None else self._copied_step
             self._open += 1
         copies.future.add_done_callback(lambda done: self._note(done, step))
         for sender in self._senders:
@@ -303,9 +308,17 @@ class Replicator:
         """Copies older than those of ``sequence`` are no longer needed."""
         self.store.release(sequence)
 
-    def release_except(self, sequences: Collection[int], spare: Collection[int] = ()) -> None:
-        """Only copies of these sequences are still needed; ``spare`` ones only as long as there is room."""
-        self.store.release_except(sequences, spare)
+    def release_except(
+        self, sequences: Collection[int], spare: Collection[int] = (), over: Collection[tuple[int, int]] = ()
+    ) -> None:
+        """Only copies of these sequences are still needed; ``spare`` ones only as long as there is room.
+
+        Args:
+            sequences: Of snapshots.
+            spare: Likewise.
+            over: (sequence, place) of slots of gradients that are not needed though the sequence is.
+        """
+        self.store.release_except(sequences, spare, over)
 
     @property
     def held(self) -> Mapping[tuple[int, int], Slot]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 import xxhash
 
+from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.memory.slot import Slot
@@ -17,6 +18,9 @@ from moe_ckpt.slices.mirroring import Mirror
 
 log = logging.getLogger("moe_ckpt")
 
+Key = tuple[int, int, int]
+"""Rank whose copy it is, sequence of the snapshot, and ``OWN`` or the place of a slot of gradients beside that."""
+OWN = -1
 Run = tuple[int, int]
 """First byte and end."""
 _MOST_MIRRORS = 8
@@ -33,13 +37,14 @@ class Incoming:
         slot: To receive it into.
         header: Of the slot, as its source sealed it.
         extents: What it says of the bytes that come.
+        place: Of a slot of gradients beside the snapshot's own, which is ``OWN``.
 
     Attributes:
         wanted: Bytes that the source must send, in order: all, unless some are here already (``fill``).
     """
 
-    def __init__(self, slot: Slot, header: bytes, extents: Extents) -> None:
-        self.slot = slot
+    def __init__(self, slot: Slot, header: bytes, extents: Extents, place: int = OWN) -> None:
+        self.slot, self.place = slot, place
         self.header = header
         self.memory = slot.memory.numpy().data[: extents.nbytes]
         self.wanted: list[Run] = [(0, extents.nbytes)] if extents.nbytes else []
@@ -122,8 +127,9 @@ class ReplicaStore:
         self.expects_mirrors = False
         self._make = make
         self._most_free = sources
-        self._kept: dict[tuple[int, int], Slot] = {}
-        self._free: list[Slot] = []
+        self._places = 0
+        self._kept: dict[Key, Slot] = {}
+        self._free: tuple[list[Slot], list[Slot]] = ([], [])  # of gradients, and of snapshots
         self._lock = threading.Lock()
         self._spare: frozenset[int] = frozenset()
         self._mirrors: dict[int, dict[int, Mirror]] = {}
@@ -143,15 +149,23 @@ class ReplicaStore:
                 del self._mirrors[old]
             self._mirrored.notify_all()
 
-    def mirror_of(self, source: int, sequence: int, timeout_secs: float) -> Mirror | None:
-        """This rank's duplicate of a snapshot of ``source``, handed out once; None if there is none in time."""
+    def mirror_of(self, source: int, sequence: int, timeout_secs: float, *, again: bool = False) -> Mirror | None:
+        """This rank's duplicate of a snapshot of ``source``; None if there is none in time.
+
+        Args:
+            source: Whose.
+            sequence: Of the snapshot.
+            timeout_secs: Longest wait for it.
+            again: It will be asked for once more; else it is handed out for the last time.
+        """
 
         def is_known() -> bool:
             return self._is_closed or not self.expects_mirrors or max(self._mirrors, default=-1) >= sequence
 
         with self._mirrored:
             self._mirrored.wait_for(is_known, timeout_secs)
-            return self._mirrors.get(sequence, {}).pop(source, None)
+            known = self._mirrors.get(sequence, {})
+            return known.get(source) if again else known.pop(source, None)
 
     def reserve(self, header: SlotHeader, raw: bytes, extents: Extents, nbytes: int) -> Incoming:
         """Make ready to receive a copy.
@@ -172,14 +186,16 @@ class ReplicaStore:
                 f"the copy of rank {header.rank}",
                 f"{nbytes:,} bytes were announced, but its header says {extents.nbytes:,}",
             )
-        return Incoming(self._slot(header.nbytes), raw, extents)
+        place = header.place if header.only == GRADIENTS else OWN
+        return Incoming(self._slot(header.nbytes, place), raw, extents, place)
 
-    def _slot(self, nbytes: int) -> Slot:
+    def _slot(self, nbytes: int, place: int) -> Slot:
         with self._lock:
-            fitting = [each for each in self._free if _serves(each, nbytes)]
+            free = self._free[place == OWN]
+            fitting = [each for each in free if _serves(each, nbytes)]
             if fitting:
                 best = min(fitting, key=lambda each: each.memory.numel())
-                self._free.remove(best)
+                free.remove(best)
                 return best
         try:
             return self._make(nbytes)
@@ -195,7 +211,8 @@ class ReplicaStore:
     def _let_go_of_free(self) -> int:
         """Free slots of the wrong size go before the memory is called full."""
         with self._lock:
-            free, self._free = self._free, []
+            free = [*self._free[0], *self._free[1]]
+            self._free = [], []
         for slot in free:
             slot.remove()
         return len(free)
@@ -204,7 +221,8 @@ class ReplicaStore:
         """Copies that only hold older versions go before the newest is refused, the oldest first; False without any."""
         with self._lock:
             there = sorted((key for key in self._kept if key[1] in self._spare), key=lambda key: key[1])
-            gone = [self._kept.pop(key) for key in there[:1]]
+            oldest = [key for key in there if key[:2] == there[0][:2]]  # with its gradients
+            gone = [self._kept.pop(key) for key in oldest]
         for slot in gone:
             slot.remove()
         return bool(gone)
@@ -219,49 +237,60 @@ class ReplicaStore:
             if self._is_closed:  # a later life may own the directory by now
                 raise ConnectionAbortedError("this start of the run has ended")
             incoming.slot.seal(incoming.header)
-            self._kept[source, sequence] = incoming.slot
+            self._kept[source, sequence, incoming.place] = incoming.slot
+            self._places = max(self._places, incoming.place + 1)
 
     def discard(self, incoming: Incoming) -> None:
         """Discards a copy that did not arrive complete."""
         incoming.memory.release()
-        self._give_back([incoming.slot])
+        self._give_back({(-1, -1, incoming.place): incoming.slot})
 
-    def release_except(self, sequences: Collection[int], spare: Collection[int] = ()) -> None:
-        """Let go of all copies but those of these sequences; of ``spare`` ones once there is no other room."""
+    def release_except(
+        self, sequences: Collection[int], spare: Collection[int] = (), over: Collection[tuple[int, int]] = ()
+    ) -> None:
+        """Let go of all copies but those of these sequences; of ``spare`` ones once there is no other room.
+
+        Args:
+            sequences: Of snapshots.
+            spare: Likewise.
+            over: (sequence, place) of slots of gradients that are not needed, though the sequence is.
+        """
         with self._lock:
             self._spare = frozenset(spare)
-            over = [key for key in self._kept if key[1] not in sequences]
-            slots = [self._kept.pop(key) for key in over]
+            gone = [key for key in self._kept if key[1] not in sequences or key[1:] in over]
+            slots = {key: self._kept.pop(key) for key in gone}
         self._give_back(slots)
 
     def release(self, sequence: int) -> None:
         """Let go of all copies that are older than those of ``sequence``."""
         with self._lock:
-            stays = {each for _, each in self._kept if each >= sequence}
+            stays = {each for _, each, _ in self._kept if each >= sequence}
         self.release_except(stays)
 
-    def _give_back(self, slots: list[Slot]) -> None:
+    def _give_back(self, slots: Mapping[Key, Slot]) -> None:
         with self._lock:
             if self._is_closed:
                 return
-            for slot in slots:
+            for (_, _, place), slot in slots.items():
                 slot.unseal()
-            self._free += slots
-            surplus = self._free[: -self._most_free]
-            del self._free[: -self._most_free]
+                self._free[place == OWN].append(slot)
+            surplus: list[Slot] = []
+            for free, most in zip(self._free, (self._most_free * self._places, self._most_free), strict=True):
+                while len(free) > most:
+                    surplus.append(free.pop(0))
         for slot in surplus:
             slot.remove()
 
     def held(self) -> dict[tuple[int, int], Slot]:
-        """(source, sequence) -> slot of the copies that lie here, whole and verified."""
+        """(source, sequence) -> slot of the copies that lie here, whole and verified, without gradients beside it."""
         with self._lock:
-            return dict(self._kept)
+            return {(source, sequence): slot for (source, sequence, place), slot in self._kept.items() if place == OWN}
 
     @property
     def nbytes(self) -> int:
         """Memory that copies take here, and what is kept free for the next ones."""
         with self._lock:
-            return sum(slot.memory.numel() for slot in (*self._kept.values(), *self._free))
+            return sum(slot.memory.numel() for slot in (*self._kept.values(), *self._free[0], *self._free[1]))
 
     def close(self) -> None:
         """Touch no file any more. What is sealed stays, and belongs to the owner of the directory."""
@@ -270,7 +299,7 @@ class ReplicaStore:
             self._mirrors.clear()
             self._mirrored.notify_all()
             self._kept.clear()
-            self._free.clear()
+            self._free = [], []
 
 
 def decoded(raw: bytes, run_id: str, generation: int, source: int, step: int) -> SlotHeader:

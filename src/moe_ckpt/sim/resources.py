@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from moe_ckpt.core.cadence import StorageCadence, StorageFacts
+from moe_ckpt.core.rolling import held_bytes_per_parameter
 from moe_ckpt.policies.moetion import MOST_GRADIENTS
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.scenario import Outcome, Scenario
@@ -88,7 +89,8 @@ def host_bytes(costs: Costs, outcome: Outcome) -> float:
     """Of one node: snapshots under way and the newest that is done, and what the node keeps for its peers.
 
     A peer keeps a whole checkpoint and the one that is coming in: of a window, all its slots. Of a log of gradients it
-    keeps all steps of a round and the one that is coming in, and so does the node itself.
+    keeps the anchors, the gradients since (a log for peers: all steps of a round), and the step that is coming in, and
+    so does the node itself.
     """
     system, ranks = costs.system, costs.layout.ranks_per_node
     served = costs.layout.served(system.replicas) if system.durable == "peers" else 0
@@ -97,8 +99,12 @@ def host_bytes(costs: Costs, outcome: Outcome) -> float:
         slots = system.max_in_flight + 1 + 2 * ((outcome.window or 1) - 1)
         own = max(own, slots * outcome.rank_bytes_per_step)
     if system.needs.gradients:
-        steps = MOST_GRADIENTS + 1 if system.needs.partial else outcome.window or 1
-        held = (steps + 1) * outcome.rank_bytes_per_step
+        if system.needs.partial:
+            held = (MOST_GRADIENTS + 2) * outcome.rank_bytes_per_step
+        else:
+            window, full = outcome.window or 1, costs.bytes_of.dense.rank
+            gradient = (window * outcome.rank_bytes_per_step - full) / max(1, window - 1)
+            held = held_bytes_per_parameter(window, gradient, full) + outcome.rank_bytes_per_step
         return ranks * own + (ranks + served) * held
     whole = outcome.rank_bytes_per_step * (outcome.window or 1) if system.sparse else costs.bytes_of.dense.rank
     return ranks * own + served * 2.0 * whole

@@ -28,21 +28,20 @@ from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.header_template import HeaderTemplate
 from moe_ckpt.format.shard import GRADIENT, SliceEntry, in_a_row, moved, require_distinct
 from moe_ckpt.ports import StateTensor, TensorSpec
-from moe_ckpt.slices.assignment import Sharder, WriteAssignment
+from moe_ckpt.slices.assignment import Sharder, WriteAssignment, places_of
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.copying import CopyProgram
 from moe_ckpt.slices.cuts import (
     NBYTES,
     Cut,
-    Shelf,
+    Cuts,
     Slices,
     are_distinct,
     frozen_nbytes,
-    numbers_of,
     sorted_rows,
     table_of_side,
 )
-from moe_ckpt.slices.local_state import LocalState, collect_replay_slices, collect_slices, shard_kind
+from moe_ckpt.slices.local_state import LocalState, collect_replay_slices, collect_slices
 from moe_ckpt.slices.mirroring import MIRROR, MirroredShares, digests_of
 from moe_ckpt.slices.request import SnapshotRequest
 
@@ -69,6 +68,7 @@ class CompiledPart:
 
     Attributes:
         kind: That of the shard it becomes (see ``shard_path``), ``HOST_ONLY``, ``GRADIENTS``, or ``MIRROR`` and a rank.
+        joined: The cuts that it is made of.
         slices: What it holds, side tensors included, in the order of ``lay_out``.
         ends: Where each ends; the next begins there.
         side: Places in ``slices`` of the side tensors, in the order in which they were given.
@@ -77,18 +77,18 @@ class CompiledPart:
         frozen_nbytes: Of the weights of operators that a window anchors later.
     """
 
-    def __init__(self, kind: str, cuts: Sequence[Cut], side: Sequence[SliceEntry], at_once: Collection[str]) -> None:
+    def __init__(self, kind: str, cuts: Cuts, side: Sequence[SliceEntry], at_once: Collection[str]) -> None:
         self.kind = kind
-        self.cuts = tuple(cuts)
+        self.joined = cuts
         self.given_side = tuple(side)
-        self._shelf = shelf = cuts[0].shelf if cuts else Shelf()
-        numbers = numbers_of(cuts)
+        self._shelf = shelf = cuts.shelf
+        numbers = cuts.slices
         table, live = shelf.table(numbers), len(numbers)
         if side:
             numbers = np.concatenate([numbers, shelf.side_numbers(side)])
             table = np.concatenate([table, table_of_side(side)])
         order = sorted_rows(table)
-        table, numbers = table[order], numbers[order]
+        table, numbers = table.take(order, axis=0), numbers.take(order)
         self.slices = Slices(shelf.entries, numbers)
         self.ends = np.cumsum(table[:, NBYTES])
         self.side = tuple(np.argsort(order)[live:].tolist()) if side else ()
@@ -101,6 +101,10 @@ class CompiledPart:
         self._header: HeaderTemplate | None = None
         self._is_used = False
 
+    @cached_property
+    def cuts(self) -> Sequence[Cut]:
+        return self.joined.listed()
+
     @property
     def is_written(self) -> bool:
         return self.kind not in (HOST_ONLY, GRADIENTS) and self.source is None
@@ -108,7 +112,7 @@ class CompiledPart:
     @property
     def is_consumed(self) -> bool:
         """It holds gradients, of this rank's share or of another's."""
-        return bool(self.cuts) and self.cuts[0].entries[0].key.startswith(GRADIENT)
+        return len(self.slices) > 0 and self._shelf.entries[self.slices.numbers[0]].key.startswith(GRADIENT)
 
     @property
     def source(self) -> int | None:
@@ -174,12 +178,24 @@ class CompiledPlan:
         nbytes: Of the buffer.
         key: What is saved.
         claims: What all ranks together must write of it.
+        pieces: Gradients that lie in buffers of their own: (place in ``SnapshotRequest.groups``, part).
+        mirrored: What duplicates other ranks' shares, beside such gradients in a buffer of its own, since it is needed
+            for a short time only; with the byte at which each begins.
+        mirrored_nbytes: Of that buffer.
     """
 
     parts: tuple[tuple[int, CompiledPart], ...]
     nbytes: int
     key: PlanKey
     claims: Claims
+    pieces: tuple[tuple[int, CompiledPart], ...] = ()
+    mirrored: tuple[tuple[int, CompiledPart], ...] = ()
+    mirrored_nbytes: int = 0
+
+    @property
+    def total_nbytes(self) -> int:
+        """Of all buffers."""
+        return self.nbytes + sum(part.nbytes for _, part in self.pieces) + self.mirrored_nbytes
 
     @property
     def own(self) -> tuple[tuple[int, CompiledPart], ...]:
@@ -221,7 +237,6 @@ class PlanCompiler:
         self._catalog = catalog
         self._rank, self._ranks = rank, ranks
         self._placement = placement
-        self._kinds = {op: shard_kind(catalog, op) for op in (*catalog.by_id, "")}
         self._sharder = Sharder(catalog, placement, sharding)
         self._local = LocalState(catalog, ())
         self._tensors: Sequence[StateTensor] = ()
@@ -302,29 +317,24 @@ class PlanCompiler:
             .cuts(request.operators, self._tensors, assignment)
             .values()
         )
-        by_kind: dict[str, list[Cut]] = {"non_expert": []} if side else {}
-        for each in found:
-            by_kind.setdefault(self._kinds[each.operator], []).append(each)
-        beside = {"non_expert": side}
-        parts = (CompiledPart(kind, cuts, beside.get(kind, ()), self._unstable) for kind, cuts in by_kind.items())
-        return self._laid_out(key, parts)
+        is_expert = self._catalog.is_expert[found.places]
+        given = ("non_expert", found.those(~is_expert), side), ("expert", found.those(is_expert), ())
+        return self._laid_out(key, (CompiledPart(*each, self._unstable) for each in given))
 
     def _laid_out(self, key: PlanKey, parts: Iterable[CompiledPart]) -> CompiledPlan:
-        placed: list[tuple[int, CompiledPart]] = []
-        at = 0
-        for part in parts:
-            if len(part.slices):
-                placed.append((at, part))
-                at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-        nbytes = placed[-1][0] + placed[-1][1].nbytes if placed else 0
-        return CompiledPlan(tuple(placed), nbytes, key, self._claims)
+        placed, nbytes = _in_a_buffer(part for part in parts if len(part.slices))
+        return CompiledPlan(placed, nbytes, key, self._claims)
 
     def _compile(self, key: PlanKey, request: SnapshotRequest, side: Sequence[SliceEntry]) -> CompiledPlan:
-        host_only = frozenset(request.host_only)
-        by_kind: dict[str, list[Cut]] = {"expert": [], "non_expert": [], HOST_ONLY: []}
         own, assignment = self._cut(request)
-        for found in own:
-            by_kind[HOST_ONLY if found.operator in host_only else self._kinds[found.operator]].append(found)
+        held = np.zeros(len(self._catalog.operators), dtype=bool)
+        held[places_of(self._catalog, request.host_only)] = True
+        is_expert, is_held = self._catalog.is_expert[own.places], held[own.places]
+        by_kind = {
+            "expert": own.those(is_expert & ~is_held),
+            "non_expert": own.those(~is_expert & ~is_held),
+            HOST_ONLY: own.those(is_held),
+        }
         if request.copied:
             by_kind |= self.mirrors.cuts(request.to_peers, self._tensors, assignment)
         parts = (self._part(kind, cuts, side if kind == "non_expert" else ()) for kind, cuts in by_kind.items())
@@ -333,24 +343,28 @@ class PlanCompiler:
     def _with_gradients(
         self, plan: CompiledPlan, request: SnapshotRequest, gradients: Sequence[StateTensor]
     ) -> CompiledPlan:
-        """With this rank's share of the gradients, behind the rest of its share."""
-        operators = request.gradients
+        """With this rank's share of the gradients, behind the rest of its share, or in buffers of their own."""
+        operators, groups = request.gradients, request.groups
         assignment = self._sharder.assign(operators, self._tensors)
-        by_kind = {GRADIENTS: collect_slices(LocalState(self._catalog, gradients), operators, assignment, self._rank)}
-        if request.copied:
-            by_kind |= self.mirrors.cuts_of_gradients(operators, gradients, assignment)
-        made = [CompiledPart(kind, cuts, (), ()) for kind, cuts in by_kind.items() if cuts]
-        known = (part for _, part in plan.parts)
-        parts: list[tuple[int, CompiledPart]] = []
-        end = at = 0
-        # This rank's share first, and of that what peers do not get last.
-        for part in sorted((*known, *made), key=lambda each: (each.source is not None, each.kind == HOST_ONLY)):
-            parts.append((at, part))
-            end = at + part.nbytes
-            at = -(-end // ALIGNMENT) * ALIGNMENT
-        return replace(plan, parts=tuple(parts), nbytes=end)
+        own = collect_slices(LocalState(self._catalog, gradients), operators, assignment, self._rank)
+        of_others = self.mirrors.cuts_of_gradients(operators, gradients, assignment) if request.copied else {}
+        mirrored = [CompiledPart(kind, cuts, (), ()) for kind, cuts in of_others.items() if len(cuts)]
+        known = [part for _, part in plan.parts]
+        if groups is None:
+            made = [CompiledPart(GRADIENTS, own, (), ())] if len(own) else []
+            # This rank's share first, and of that what peers do not get last.
+            order = sorted((*known, *made, *mirrored), key=lambda e: (e.source is not None, e.kind == HOST_ONLY))
+            parts, nbytes = _in_a_buffer(order)
+            return replace(plan, parts=parts, nbytes=nbytes)
+        slots = groups.slot_of[own.places]
+        apart = ((int(slot), own.those(slots == slot)) for slot in np.unique(slots))
+        pieces = tuple((slot, CompiledPart(GRADIENTS, cuts, (), ())) for slot, cuts in apart)
+        parts, nbytes = _in_a_buffer(part for part in known if part.source is None)
+        others, end = _in_a_buffer((*(part for part in known if part.source is not None), *mirrored))
+        plan = replace(plan, parts=parts, nbytes=nbytes)
+        return replace(plan, pieces=pieces, mirrored=others, mirrored_nbytes=end)
 
-    def _cut(self, request: SnapshotRequest) -> tuple[Sequence[Cut], WriteAssignment]:
+    def _cut(self, request: SnapshotRequest) -> tuple[Cuts, WriteAssignment]:
         """This rank's share of what is copied, as views of live tensors, and who has which."""
         if self._local.is_crowded:
             self._local = LocalState(self._catalog, self._tensors)
@@ -360,15 +374,28 @@ class PlanCompiler:
         assignment = self._sharder.assign(copied, self._tensors, compute_only, types)
         found = collect_slices(self._local, copied, assignment, self._rank)
         if request.window is not None:
-            found += collect_replay_slices(self._local, request.operators, compute_only, assignment, self._rank, types)
+            found = found.joined(
+                collect_replay_slices(self._local, request.operators, compute_only, assignment, self._rank, types)
+            )
         return found, assignment
 
-    def _part(self, kind: str, cuts: Sequence[Cut], side: Sequence[SliceEntry]) -> CompiledPart:
+    def _part(self, kind: str, cuts: Cuts, side: Sequence[SliceEntry]) -> CompiledPart:
         """A part of the same slices as the plan before is that plan's: what is no expert is saved by every plan."""
         newest = self._newest.get(kind)
-        if newest is None or newest.given_side != tuple(side) or not _same(newest.cuts, cuts):
+        if newest is None or newest.given_side != tuple(side) or not newest.joined.same(cuts):
             newest = self._newest[kind] = CompiledPart(kind, cuts, side, self._unstable)
         return newest
+
+
+def _in_a_buffer(parts: Iterable[CompiledPart]) -> tuple[tuple[tuple[int, CompiledPart], ...], int]:
+    """(the parts one after the other, each with its first byte; bytes up to the end of the last)."""
+    found: list[tuple[int, CompiledPart]] = []
+    end = 0
+    for part in parts:
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        found.append((begin, part))
+        end = begin + part.nbytes
+    return tuple(found), end
 
 
 def _slices(plan: CompiledPlan) -> int:
@@ -412,7 +439,3 @@ class _KeptPlans:
 def _are_same(one: _WholeKey, other: _WholeKey) -> bool:
     """Whether they name the very same tuples of operators; False if they may only be equal."""
     return all(map(is_, one[0], other[0])) and one[1:] == other[1:]
-
-
-def _same(one: Sequence[Cut], other: Sequence[Cut]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))

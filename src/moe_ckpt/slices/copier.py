@@ -46,8 +46,7 @@ class _Watch:
         for program, seen, now in zip(self._programs, self._versions, self._now(), strict=True):
             places = np.flatnonzero(now != seen)
             if len(places):
-                known = program.keys
-                keys += [known[at] for at in places.tolist()]
+                keys += program.keys(places)
         return tuple(sorted(set(keys)))
 
 

@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ import torch
 from moe_ckpt.core.bubbles import sizes
 from moe_ckpt.format import tensor_words
 from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.gathering import Numbers, by_size, memory_at, pieces_of
+from moe_ckpt.format.gathering import Numbers, ascending, by_size, memory_at, pieces_of
 from moe_ckpt.format.shard import SliceEntry, moved
 from moe_ckpt.slices.cuts import (
     ADDRESS,
@@ -30,6 +29,7 @@ from moe_ckpt.slices.cuts import (
     NBYTES,
     Shelf,
     Table,
+    on_cuda,
 )
 
 _LARGE_NBYTES = 1 << 16
@@ -40,7 +40,6 @@ _WORTH_JOINING = 8
 """From this many neighbours on a device on, one tensor of them is quicker than gathering them one by one."""
 _GATHERED = (1 << 15) - 1
 """Elements that one call gathers: so few that torch does it on one core, and training keeps the others."""
-_IS_CUDA = attrgetter("is_cuda")
 
 
 class CopyProgram:
@@ -60,8 +59,7 @@ class CopyProgram:
         at_once: Keys of tensors that ``copy_at_once`` copies instead.
 
     Attributes:
-        blocks: The tensors that are copied, in the order in which they lie in memory.
-        is_cuda: Whether any of them is on a GPU.
+        is_cuda: Whether any of the tensors is on a GPU.
     """
 
     def __init__(
@@ -75,17 +73,13 @@ class CopyProgram:
             self._at_once = [(moved(shelf.entries[each], begin), shelf.source(each)) for each, begin in early]
             numbers, table, begins = numbers[~now], table[~now], begins[~now]
         self._numbers, self._table, self._begins = numbers, table, begins
-        first = _starts(table[1:, BLOCK] == table[:-1, BLOCK], len(numbers))
-        self._watched = numbers[first[np.argsort(table[first, BLOCK])]]
-        self.blocks = tuple(map(shelf.blocks.__getitem__, self._watched.tolist()))
+        self._watched = ascending(table[:, BLOCK], len(shelf.blocks))
         counters = shelf.counters(self._watched)
         self._counts = None if counters is None else tensor_words.Counts(counters)
-        elsewhere = numbers[table[:, KIND] != IN_HOST_MEMORY].tolist()
-        self.is_cuda = any(map(_IS_CUDA, map(shelf.blocks.__getitem__, elsewhere)))
+        self.is_cuda = on_cuda(table, shelf)
 
     def let_go(self) -> None:
         """Drops all references to live tensors: nothing more is copied from them."""
-        self.blocks = ()
         self.__dict__.pop("steps", None)
 
     @property
@@ -93,16 +87,17 @@ class CopyProgram:
         """That ``steps`` copy."""
         return int(self._table[:, NBYTES].sum())
 
-    @property
-    def keys(self) -> list[str]:
-        """Of ``blocks``."""
-        return [self._shelf.entries[number].key for number in self._watched.tolist()]
-
     def versions(self) -> npt.NDArray[np.uint32]:
-        """How often each of ``blocks`` was written to."""
+        """How often each tensor that is copied was written to."""
         if self._counts is not None:
             return self._counts.read()
-        return np.fromiter(map(tensor_words.VERSION, self.blocks), np.uint32, len(self.blocks))
+        blocks = map(self._shelf.blocks.__getitem__, self._watched.tolist())
+        return np.fromiter(map(tensor_words.VERSION, blocks), np.uint32, len(self._watched))
+
+    def keys(self, places: Numbers) -> Iterator[str]:
+        """Of what is copied from the tensors at ``places`` among ``versions``."""
+        there = np.isin(self._table[:, BLOCK], self._watched[places])
+        return (self._shelf.entries[number].key for number in self._numbers[there].tolist())
 
     @cached_property
     def steps(self) -> tuple[HostMoves | CopyStep, ...]:

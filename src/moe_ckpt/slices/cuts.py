@@ -8,10 +8,9 @@ slice, for the garbage collector looks at each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -33,8 +32,8 @@ Table: TypeAlias = npt.NDArray[np.int64]
 """``[n, 7]``: a row per slice, with the columns below."""
 ORDER, PLACE, NBYTES, MEMORY, ADDRESS, BLOCK, KIND = range(7)
 """Columns. (``ORDER``, ``PLACE``) rises in the order of ``lay_out``: by tensor, and by the place in it. ``MEMORY`` and
-``ADDRESS`` are where the live elements lie, ``BLOCK`` tells the tensors apart, ``KIND`` the types on devices and what
-lies ``IN_HOST_MEMORY``; it is negative for what must be copied element by element."""
+``ADDRESS`` are where the live elements lie, ``BLOCK`` is the number of the live tensor on the shelf, ``KIND`` tells the
+types on devices and what lies ``IN_HOST_MEMORY``; it is negative for what must be copied element by element."""
 IN_HOST_MEMORY = 0
 """``KIND`` of what is contiguous there, whatever its type."""
 _COLUMNS = 7
@@ -66,43 +65,58 @@ class Shelf:
     A number stays what it is, and slices are only added, on the training thread: other threads may read meanwhile.
 
     Attributes:
+        cuts: In their order.
         entries: Of all slices.
-        blocks: The live tensors that they are of; None for side tensors.
+        blocks: The live tensors that they are of, each once.
         others: Number -> what a tensor gives: of slices on a device their elements in one row, as their type or as
             bytes; of those that must be copied element by element a view of any shape. Not of what is in host memory.
         transient: How many slices only existing plans still use.
     """
 
     def __init__(self) -> None:
+        self.cuts: list[Cut] = []
         self.entries: list[SliceEntry] = []
-        self.blocks: list[torch.Tensor | None] = []
+        self.blocks: list[torch.Tensor] = []
         self.others: dict[int, torch.Tensor] = {}
         self.transient = 0
+        self._bounds = Column(np.int64, 3)
         self._table = Column(np.int64, _COLUMNS)
+        self._numbers: dict[int, int] = {}
         self._counters = Column(np.int64)
         self._texts = HeaderTexts()
         self._side: dict[SliceEntry, int] = {}
 
-    def add(self, operator: str, pieces: Sequence[SliceSource], places: Mapping[str, int]) -> Cut:
-        """Describe what is written of an operator.
+    def add(self, operator: str, pieces: Sequence[SliceSource], places: Mapping[str, int], at: int = -1) -> int:
+        """Describe what is written of an operator. Returns the number of the cut.
 
         Args:
             places: Of the keys of all tensors, in alphabetical order.
+            at: Place of the operator in the catalog.
         """
-        found, rows = Cut(operator, self, len(self.entries), len(pieces)), []
-        for number, piece in enumerate(pieces, found.first):
-            lying, other = _lying(piece)
-            rows.append((*_placed(piece.entry, places), piece.entry.nbytes, *lying))
+        first, rows = len(self.entries), []
+        for number, piece in enumerate(pieces, first):
+            memory, address, kind, other = _lying(piece)
+            block = self._numbers.setdefault(id(piece.block), len(self.blocks))
+            if block == len(self.blocks):
+                self.blocks.append(piece.block)
+            rows.append((*_placed(piece.entry, places), piece.entry.nbytes, memory, address, block, kind))
             if other is not None:
                 self.others[number] = other
         self._table.add(np.array(rows, dtype=np.int64).reshape(-1, _COLUMNS))
-        self.blocks += [piece.block for piece in pieces]
         self.entries += [piece.entry for piece in pieces]
+        self.cuts.append(Cut(operator, self.entries, first, len(pieces)))
+        self._bounds.add(np.array([[first, len(pieces), at]], dtype=np.int64))
+        return len(self.cuts) - 1
+
+    def bounds(self, cuts: Numbers) -> Numbers:
+        """``[n, 3]``: of each cut its first slice, how many it has, and its operator's place in the catalog."""
+        found: Numbers = self._bounds.rows.take(cuts, axis=0)
         return found
 
     def let_go(self) -> None:
         """Drops all references to live tensors: nothing more is copied from them."""
         self.blocks.clear()
+        self._numbers.clear()
         self.others.clear()
 
     def side_numbers(self, entries: Sequence[SliceEntry]) -> Numbers:
@@ -111,19 +125,18 @@ class Shelf:
             if entry not in self._side:
                 self._side[entry] = len(self.entries)
                 self._table.add(np.zeros((1, _COLUMNS), dtype=np.int64))
-                self.blocks.append(None)
                 self.entries.append(entry)
                 self.transient += 1
         return np.array([self._side[entry] for entry in entries], dtype=np.int64)
 
     def table(self, numbers: Numbers) -> Table:
-        found: Table = self._table.rows[numbers]
+        found: Table = self._table.rows.take(numbers, axis=0)
         return found
 
-    def counters(self, numbers: Numbers) -> Numbers | None:
-        """Addresses of the version counts of slices' tensors, for ``tensor_words``; None if some cannot be read."""
+    def counters(self, blocks: Numbers) -> Numbers | None:
+        """Addresses of the version counts of live tensors, for ``tensor_words``; None if some cannot be read."""
         self._counters.add(tensor_words.counters(self.blocks[len(self._counters) :]))
-        found: Numbers = self._counters.rows[numbers]
+        found: Numbers = self._counters.rows.take(blocks)
         return found if found.all() else None
 
     def texts(self) -> HeaderTexts:
@@ -133,26 +146,31 @@ class Shelf:
 
     def source(self, number: int) -> torch.Tensor:
         """A view of a slice's live elements, in any shape."""
-        found, block = self.others.get(number), self.blocks[number]
-        if found is not None or block is None:
-            return torch.empty(0) if found is None else found
-        address, shape = int(self._table.rows[number, ADDRESS]), self.entries[number].shape
+        if number in self.others:
+            return self.others[number]
+        address, at = self._table.rows[number, [ADDRESS, BLOCK]].tolist()
+        block, shape = self.blocks[at], self.entries[number].shape
         first = block.storage_offset() + (address - block.data_ptr()) // block.itemsize
-        return block.as_strided(shape, torch.empty(shape, device="meta").stride(), first)
+        found: torch.Tensor = block.as_strided(shape, torch.empty(shape, device="meta").stride(), first)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What one rank writes of one operator: ``count`` slices of ``shelf``, from number ``first`` on."""
+    """What one rank writes of one operator: ``count`` of the slices on a shelf, from number ``first`` on.
+
+    One object for as long as the shelf is used, which keeps what takes long. It does not keep the shelf, and with that
+    live tensors.
+    """
 
     operator: str
-    shelf: Shelf
+    shelved: list[SliceEntry]
     first: int
     count: int
 
     @property
     def entries(self) -> list[SliceEntry]:
-        return self.shelf.entries[self.first : self.first + self.count]
+        return self.shelved[self.first : self.first + self.count]
 
     @cached_property
     def cover_sum(self) -> int:
@@ -161,16 +179,56 @@ class Cut:
     @cached_property
     def is_replay(self) -> bool:
         """Whether only replay needs it. Such slices are never in one cut with others."""
-        return self.shelf.entries[self.first].key.startswith(REPLAY)
+        return self.shelved[self.first].key.startswith(REPLAY)
 
 
-def numbers_of(cuts: Sequence[Cut]) -> Numbers:
-    """Of their slices, on the shelf that they share."""
-    return ranges(*(np.fromiter(map(each, cuts), np.int64, len(cuts)) for each in (_FIRST, _COUNT)))
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """What one rank writes of some operators, by the numbers of cuts on a shelf: to join them takes no bytecode for
+    each.
+
+    Attributes:
+        shelf: Of the cuts.
+        numbers: Of the cuts, there.
+    """
+
+    shelf: Shelf
+    numbers: Numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def listed(self) -> list[Cut]:
+        return list(map(self.shelf.cuts.__getitem__, self.numbers.tolist()))
+
+    @property
+    def slices(self) -> Numbers:
+        """Numbers of their slices on the shelf."""
+        firsts, counts, _ = self.shelf.bounds(self.numbers).T
+        return ranges(firsts, counts)
+
+    @property
+    def places(self) -> Numbers:
+        """Of the operators in the catalog."""
+        found: Numbers = self.shelf.bounds(self.numbers)[:, 2]
+        return found
+
+    def those(self, chosen: npt.NDArray[np.bool_]) -> Cuts:
+        """The ``chosen`` ones."""
+        return Cuts(self.shelf, self.numbers[chosen])
+
+    def joined(self, others: Cuts) -> Cuts:
+        """With others of the same shelf."""
+        return Cuts(self.shelf, np.concatenate([self.numbers, others.numbers]))
+
+    def same(self, others: Cuts) -> bool:
+        """Whether they are the very same ones."""
+        return self.shelf is others.shelf and np.array_equal(self.numbers, others.numbers)
 
 
-_FIRST: Callable[[Cut], int] = attrgetter("first")
-_COUNT: Callable[[Cut], int] = attrgetter("count")
+def no_cuts() -> Cuts:
+    """Returns none, of a shelf for side tensors alone."""
+    return Cuts(Shelf(), np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,15 +293,24 @@ def are_distinct(table: Table) -> bool:
     return not (mixed[1:] == mixed[:-1]).any()
 
 
-def _lying(piece: SliceSource) -> tuple[tuple[int, int, int, int], torch.Tensor | None]:
-    """(``MEMORY``, ``ADDRESS``, ``BLOCK``, ``KIND``), and see ``Shelf.others``."""
-    source, block = piece.source, id(piece.block)
+def on_cuda(table: Table, shelf: Shelf) -> bool:
+    """Whether any of the slices lies on a GPU."""
+    kinds = np.bincount(table[:, KIND] + 1).nonzero()[0] - 1
+    if any(device.type == "cuda" for (_, device), kind in _kinds.items() if kind in kinds):
+        return True
+    apart = table[table[:, KIND] < 0, BLOCK].tolist()
+    return any(shelf.blocks[at].is_cuda for at in apart)
+
+
+def _lying(piece: SliceSource) -> tuple[int, int, int, torch.Tensor | None]:
+    """(``MEMORY``, ``ADDRESS``, ``KIND``, see ``Shelf.others``)."""
+    source = piece.source
     if not source.is_contiguous() or source.dtype is not TORCH_DTYPES[piece.entry.dtype]:
-        return (0, 0, block, -1), source
+        return 0, 0, -1, source
     if source.device.type == "cpu":
-        return (0, source.data_ptr(), block, IN_HOST_MEMORY), None
+        return 0, source.data_ptr(), IN_HOST_MEMORY, None
     # Not a view(-1): a single element counts as contiguous whatever its stride, with which bytes cannot be viewed.
     flat = source.as_strided((source.numel(),), (1,)) if source.numel() else source.new_empty(0)
     flat = flat if flat.dtype in _GATHERED_AS else flat.view(torch.uint8)
     kind = _kinds.setdefault((flat.dtype, flat.device), len(_kinds) + 1)
-    return (flat.untyped_storage().data_ptr(), flat.data_ptr(), block, kind), flat
+    return flat.untyped_storage().data_ptr(), flat.data_ptr(), kind, flat

@@ -10,7 +10,7 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.format.dtypes import itemsize
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import Sharder, is_weight
-from moe_ckpt.slices.cuts import NBYTES, numbers_of
+from moe_ckpt.slices.cuts import NBYTES
 from moe_ckpt.slices.local_state import LocalState, collect_slices
 
 _MOMENTS = 2
@@ -52,7 +52,7 @@ class ExpectedShare:
         """
         dealt = Sharder(catalog, placement, sharding).assign(catalog.everything, self._tensors)
         cuts = collect_slices(LocalState(catalog, self._tensors), catalog.everything, dealt, rank)
-        written = int(cuts[0].shelf.table(numbers_of(cuts))[:, NBYTES].sum()) if cuts else 0
+        written = int(cuts.shelf.table(cuts.slices)[:, NBYTES].sum())
         own = sum(tensor.local.nbytes for tensor in self._tensors if not tensor.replicated)
         alike = sum(tensor.local.nbytes for tensor in self._tensors if tensor.replicated)
         moments = sum(n for tensor, n in self._moments if tensor.replicated and not self._divided)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, filterfalse
 from math import prod
-from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
+from moe_ckpt.core.operators import Catalog, Operator, Span
 from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.shard import REPLAY, SliceEntry
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import ComputeTypes, Given, WriteAssignment, has_rows, holders, is_weight, places_of
-from moe_ckpt.slices.cuts import Cut, Shelf, SliceSource
+from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _REMEMBERED = 1 << 14
 """Slices described once and then looked up: those of operators that peers share by rows are described for each plan."""
-
-_COUNT: Callable[[Cut], int] = attrgetter("count")
 
 LocalRows: TypeAlias = tuple[int, int]
 """Number of a tensor; place of the operator among its ``holders``. Numbers: the garbage collector passes them over."""
@@ -53,7 +51,7 @@ class LocalState:
         """State without rows of parameters that others than its home have a share in, with its home."""
         self._shelf = Shelf()
         self._places = {key: at for at, key in enumerate(sorted(tensor.key for tensor in tensors))}
-        self._own_scattered: dict[str, Cut] = {}
+        self._own_scattered: dict[str, int] = {}
         self._full, self._light = _Known(), _Known()
         self._compute: ComputeTypes = {}
         # Narrowing a tensor that autograd watches is slow. No other object where it does not: there are thousands.
@@ -77,7 +75,7 @@ class LocalState:
 
     def cuts(
         self, operators: Collection[str], assignment: WriteAssignment, rank: int, compute: ComputeTypes | None = None
-    ) -> list[Cut]:
+    ) -> Cuts:
         """What ``rank`` writes of ``operators``, none of it empty: all state, or weights in the types ``compute``.
 
         Of an operator the very same cuts again, but of units that peers share by rows. What other ranks hold costs no
@@ -89,22 +87,25 @@ class LocalState:
         known.begin(rank, len(self._is_local))
         places = places_of(catalog, operators)
         places = places[self._is_local[places]]
-        for at in places[~known.is_there[places]].tolist():
+        for at in places[known.cuts[places] < 0].tolist():
             operator = catalog.everything[at]
             writes = assignment.owners.get(operator) == rank
-            before = known.apart.get((at, writes))
-            known.cuts[at] = known.apart[at, writes] = before or self._describe(operator, writes, compute)
-            known.is_there[at] = True
-        found = list(map(known.cuts.__getitem__, places.tolist()))
+            if (at, writes) not in known.apart:
+                known.apart[at, writes] = self._describe(operator, writes, compute)
+            known.cuts[at] = known.apart[at, writes]
         others = places[~catalog.is_expert[places]].tolist()
         units = known.of_given(given := assignment.given(rank))
         for at in filterfalse(units.__contains__, others):
             operator = catalog.everything[at]
             units[at] = [self._unit(operator, each, known, compute) for each in given.get(operator, ())]
-        found += chain.from_iterable(map(units.__getitem__, others))
-        return list(filter(_COUNT, found))
+        of_units = np.array(list(chain.from_iterable(map(units.__getitem__, others))), dtype=np.int64)
+        return self._filled(np.concatenate([known.cuts[places], of_units]))
 
-    def _unit(self, operator: str, given: Given, known: _Known, compute: ComputeTypes | None) -> Cut:
+    def _filled(self, cuts: Numbers) -> Cuts:
+        """Those that are not empty."""
+        return Cuts(self._shelf, cuts[self._shelf.bounds(cuts)[:, 1] > 0])
+
+    def _unit(self, operator: str, given: Given, known: _Known, compute: ComputeTypes | None) -> int:
         """What is replicated of one unit, as far as it was given to the rank."""
         found = known.units.get((operator, given))
         if found is None:
@@ -112,20 +113,24 @@ class LocalState:
             if given.rows is given.span:
                 known.units[operator, given] = found
             else:
-                self._shelf.transient += found.count
+                self._shelf.transient += self._shelf.cuts[found].count
         return found
 
-    def scattered_cut(self, home: Operator, span: Span, tensor: StateTensor) -> Cut:
-        """State without rows, to be written once more though its home is not."""
-        found = self._own_scattered.get(tensor.key)
-        if found is None:
-            piece = _piece(home.id, span, tensor, tensor.local.detach(), REPLAY)
-            found = self._shelf.add(home.id, () if piece is None else (piece,), self._places)
-            self._own_scattered[tensor.key] = found
-        return found
+    def scattered_cuts(self, those: Iterable[tuple[Operator, Span, StateTensor]]) -> Cuts:
+        """Of ``scattered``, to be written once more though their homes are not."""
+        found = []
+        for home, span, tensor in those:
+            if tensor.key not in self._own_scattered:
+                piece = _piece(home.id, span, tensor, tensor.local.detach(), REPLAY)
+                self._own_scattered[tensor.key] = self._add(home.id, () if piece is None else (piece,))
+            found.append(self._own_scattered[tensor.key])
+        return self._filled(np.array(found, dtype=np.int64))
 
-    def _describe(self, operator: str, given: Given | bool, compute: ComputeTypes | None) -> Cut:
-        """Describe an operator.
+    def _add(self, operator: str, pieces: Sequence[SliceSource]) -> int:
+        return self._shelf.add(operator, pieces, self._places, self.catalog.place[operator])
+
+    def _describe(self, operator: str, given: Given | bool, compute: ComputeTypes | None) -> int:
+        """Describe an operator. Returns the number of its cut.
 
         Args:
             given: One unit alone, and what of it; else whether what is replicated is in it beside what is not.
@@ -146,7 +151,7 @@ class LocalState:
             if rows is not None:
                 piece = _piece(operator, rows, tensor, block, prefix, types.get(tensor.parameter, tensor.stored))
             pieces += [] if piece is None else [piece]
-        return self._shelf.add(operator, pieces, self._places)
+        return self._add(operator, pieces)
 
     def _rows(self, tensor: StateTensor, span: Span, given: Given) -> Span | None:
         """Those that were given of a tensor with the operator's rows ``span``; None for none."""
@@ -158,30 +163,28 @@ class LocalState:
 
 
 class _Known:
-    """What was described of operators.
+    """What was described of operators, by the numbers of cuts.
 
     Attributes:
         apart: By place of the operator, and whether the writer writes what is replicated of it: all but ``units``.
         units: Of operators that are no experts, what is replicated of one unit.
-        is_there: Of each place, whether ``cuts`` has it.
-        cuts: Of ``apart``, what the newest rank writes.
+        cuts: Of each place, of ``apart``, what the newest rank writes; -1 where that is not known.
     """
 
     def __init__(self) -> None:
-        self.apart: dict[tuple[int, bool], Cut] = {}
-        self.units: dict[tuple[str, Given], Cut] = {}
-        self.is_there = np.zeros(0, dtype=bool)
-        self.cuts: dict[int, Cut] = {}
+        self.apart: dict[tuple[int, bool], int] = {}
+        self.units: dict[tuple[str, Given], int] = {}
+        self.cuts: Numbers = np.zeros(0, dtype=np.int64)
         self._rank: int | None = None
         self._given: Mapping[str, Sequence[Given]] = {}
-        self._of_given: dict[int, list[Cut]] = {}
+        self._of_given: dict[int, list[int]] = {}
 
     def begin(self, rank: int, operators: int) -> None:
         """``rank`` is asked about, of a catalog of so many operators."""
         if rank != self._rank:
-            self.is_there, self.cuts, self._rank = np.zeros(operators, dtype=bool), {}, rank
+            self.cuts, self._rank = np.full(operators, -1), rank
 
-    def of_given(self, given: Mapping[str, Sequence[Given]]) -> dict[int, list[Cut]]:
+    def of_given(self, given: Mapping[str, Sequence[Given]]) -> dict[int, list[int]]:
         """Place of an operator -> the cuts of what was given of its units, as far as known.
 
         What is no expert is in every plan, and nearly always given as before: by the very same ``given`` then, so that
@@ -192,7 +195,7 @@ class _Known:
         return self._of_given
 
 
-def collect_slices(local: LocalState, operators: Collection[str], assignment: WriteAssignment, rank: int) -> list[Cut]:
+def collect_slices(local: LocalState, operators: Collection[str], assignment: WriteAssignment, rank: int) -> Cuts:
     """What ``rank`` writes of ``operators``, none of it empty. Views only; nothing is copied here.
 
     Args:
@@ -209,7 +212,7 @@ def collect_replay_slices(
     assignment: WriteAssignment,
     rank: int,
     compute: ComputeTypes,
-) -> list[Cut]:
+) -> Cuts:
     """What ``rank`` writes besides, so that the step after one slot of a sparse window can be computed again.
 
     Args:
@@ -218,12 +221,12 @@ def collect_replay_slices(
     """
     cuts = local.cuts(compute_only, assignment, rank, compute)
     counted = _Counted(local.catalog, anchored)
-    for operator, span, tensor in local.scattered:
-        if tensor.duplicate or not counted.here(tensor.parameter, operator):
-            continue
-        if rank == 0 or not tensor.replicated:
-            cuts += filter(_COUNT, [local.scattered_cut(operator, span, tensor)])
-    return cuts
+    scattered = (
+        (home, span, tensor)
+        for home, span, tensor in local.scattered
+        if not tensor.duplicate and counted.here(tensor.parameter, home) and (rank == 0 or not tensor.replicated)
+    )
+    return cuts.joined(local.scattered_cuts(scattered))
 
 
 class _Counted:
@@ -315,9 +318,3 @@ def box_of_rows(start: int, stop: int, global_shape: tuple[int, ...]) -> Box:
     """Rows ``[start, stop)`` of a tensor, whole in all other dimensions."""
     rest = global_shape[1:]
     return Box((start, *(0 for _ in rest)), (stop - start, *rest)) if global_shape else Box((), ())
-
-
-def shard_kind(catalog: Catalog, operator: str) -> str:
-    """Which of a rank's two shards holds the operator."""
-    kind = catalog.by_id[operator].kind if operator else OperatorKind.NON_EXPERT
-    return "expert" if kind is OperatorKind.EXPERT else "non_expert"

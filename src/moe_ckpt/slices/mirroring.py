@@ -23,7 +23,7 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import WriteAssignment, holders, is_weight
-from moe_ckpt.slices.cuts import Cut
+from moe_ckpt.slices.cuts import Cuts
 from moe_ckpt.slices.local_state import LocalState, collect_slices
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class MirroredShares:
 
     def cuts(
         self, operators: Collection[str], tensors: Sequence[StateTensor], assignment: WriteAssignment
-    ) -> dict[str, list[Cut]]:
+    ) -> dict[str, Cuts]:
         """Kind of part -> what it holds, for each source.
 
         Args:
@@ -101,7 +101,7 @@ class MirroredShares:
 
     def cuts_of_gradients(
         self, operators: Collection[str], gradients: Sequence[StateTensor], assignment: WriteAssignment
-    ) -> dict[str, list[Cut]]:
+    ) -> dict[str, Cuts]:
         """The same of consumed gradients, which are other tensors at each step: nothing is kept of them."""
         local = {s: LocalState(self._catalog, gradients, s, alike=s in self._alike) for s in self._sources}
         return {

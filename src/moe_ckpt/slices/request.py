@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from moe_ckpt.core.anchors import GradientGroups
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import Counts, FaultRecord
@@ -43,6 +44,7 @@ class SnapshotRequest:
         sent: Of those, the ones that peers get.
         gradients: Operators of which only the consumed gradients are saved, in a gradient log; none of ``operators``.
         since: Of a step of a gradient log, sequence in memory of the first snapshot that it needs; None if it is none.
+        groups: How ``gradients`` are divided into slots of their own; None if they lie beside the rest.
         is_partial_log: It leaves operators out, which have neither (MoEtion).
         survivors_of: Whose share is sealed because training stops at a failure, which ranks need not have begun alike;
             None for a policy's plan.
@@ -72,6 +74,7 @@ class SnapshotRequest:
     sent: int = 0
     gradients: tuple[str, ...] = ()
     since: int | None = None
+    groups: GradientGroups | None = None
     is_partial_log: bool = False
     survivors_of: int | None = None
     own: Counts | None = None

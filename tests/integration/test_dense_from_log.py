@@ -122,6 +122,7 @@ def test_after_a_damaged_slot_the_next_one_is_copied_from_training(place, dense_
     assert "The next one is copied in full from training" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_full_disk_fails_one_checkpoint_and_leaves_nothing(place, dense_run, monkeypatch, caplog):  # noqa: F811
     write, calls = LocalStorage.write_placed, []
 
@@ -145,6 +146,7 @@ def test_a_full_disk_fails_one_checkpoint_and_leaves_nothing(place, dense_run, m
     assert from_log(ours)[-1] == 20
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_not_waited_for(place, dense_run, monkeypatch):  # noqa: F811
     """Training goes on, and so does the log; the checkpoint that would have been due meanwhile is left out."""
     others = threading.Event()

@@ -7,8 +7,8 @@ come back to it (``resume_newest``), in turns:
 - shared: each reads its part, and gets the rest from the others;
 - shared, not ahead: a round is read when its turn has come, instead of while the one before is sent and verified.
 
-With ``--delay-ms`` every read waits, as one of a far storage does. Bytes and CPU time hold on a busy machine; seconds
-need an idle one, with a core for each rank.
+With ``--delay-ms`` every read waits, as one of a far storage does, and with ``--link-ms`` every exchange of a round.
+Bytes and CPU time hold on a busy machine; seconds need an idle one, with a core for each rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks import report
 from benchmarks.memory_tiers import turned
 from benchmarks.memory_tiers_rank import Life, Shard, spent_in
 from benchmarks.ranks import end, gathered
-from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.comm.communicator import GlooCommunicator, make_communicator
 from moe_ckpt.recovery import shared_reading, sources
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.recovery.sources import StorageSource
@@ -82,6 +82,13 @@ def second_life(order: Mapping[str, Any], rank: int) -> dict[str, float]:
         sources.divide = lambda *args, **kwargs: None
     if order["way"] == NOT_AHEAD:
         shared_reading.ROUNDS_AHEAD = 0
+    swap = GlooCommunicator.swap
+
+    def swapping(self: GlooCommunicator, given: Any, expected: Any) -> None:
+        time.sleep(order["link_secs"])
+        swap(self, given, expected)
+
+    GlooCommunicator.swap = swapping  # type: ignore[method-assign]
     state = Shard(0, order["mib"], 1)  # the same on every rank
     for tensor in state.tensors():
         tensor.local.zero_()
@@ -109,6 +116,7 @@ def measured(args: argparse.Namespace, scratch: Path) -> dict[str, dict[str, lis
     """Number of ranks -> way -> rounds -> ranks -> what each found."""
     place = scratch / "life"
     order = {"place": str(place), "mib": args.mib, "delay_secs": args.delay_ms / 1e3}
+    order["link_secs"] = args.link_ms / 1e3
     gathered("benchmarks.reading", {**order, "job": "first", "ranks": 1}, 1, scratch, _TIMEOUT_SECS)
     found: dict[str, dict[str, list[list[dict[str, float]]]]] = {}
     for ranks in args.ranks:
@@ -179,16 +187,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="(default: 2 4)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of each read of tensors (default: %(default)s)")
+    parser.add_argument("--link-ms", type=float, default=0.0, help="of each exchange (default: %(default)s)")
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="for the store (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="keep every measurement in --out")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=args.directory, prefix="reading_") as place:
         found = measured(args, Path(place))
-    title = f"coming back from storage: {args.mib} MiB on every rank, {args.delay_ms:g} ms more a read"
+    waits = f"{args.delay_ms:g} ms more a read, {args.link_ms:g} an exchange"
+    title = f"coming back from storage: {args.mib} MiB on every rank, {waits}"
     Console(width=None if sys.stdout.isatty() else 120).print(table(found, f"{title}; medians of {args.rounds}"))
     if args.write:
-        options = {name: getattr(args, name) for name in ("mib", "rounds", "delay_ms")}
+        options = {name: getattr(args, name) for name in ("mib", "rounds", "delay_ms", "link_ms")}
         report.write_json(args.out / "reading.json", {"machine": report.machine(), **options, "ways": found})
     return 0
 

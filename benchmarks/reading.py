@@ -79,7 +79,7 @@ def first_life(order: Mapping[str, Any]) -> None:
 def second_life(order: Mapping[str, Any], rank: int) -> dict[str, float]:
     """Comes back. Returns what this rank read, and its seconds, of CPU too, of all its threads."""
     if order["way"] == ALONE:
-        sources.divide = lambda *args, **kwargs: None
+        sources.divide = lambda *args, **kwargs: None  # type: ignore[attr-defined]
     if order["way"] == NOT_AHEAD:
         shared_reading.ROUNDS_AHEAD = 0
     swap = GlooCommunicator.swap
@@ -147,7 +147,7 @@ def table(found: Mapping[str, Mapping[str, list[list[dict[str, float]]]]], title
         for way, rounds in of_ways.items():
 
             def over(key: str, among: Any, rounds: list[list[dict[str, float]]] = rounds) -> float:
-                return median(among(each[key] for each in ranks) for ranks in rounds)
+                return float(median(among(each[key] for each in ranks) for ranks in rounds))
 
             made.add_row(
                 ranks,

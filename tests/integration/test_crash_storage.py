@@ -198,7 +198,7 @@ class RealStore:
         self.root = Path(self.run.store)
         trainer, module, recorder = build(self.run, retention=RetentionPolicy(keep_last=3))
         self.truth: dict[int, dict[str, torch.Tensor]] = {}
-        recorder.note = lambda trainer, **what: self._note(trainer, module, what)
+        recorder.note = lambda rank, **what: self._note(trainer, module, what)
         with pytest.raises(StopHere):
             trainer.fit(module, *loaders(self.run))
         self.good = directory / "good"
@@ -234,7 +234,7 @@ class RealStore:
         trainer, module, recorder = build(self.run)
         held = {}
 
-        def note(trainer, **what):
+        def note(rank, **what):
             held.update(state_of(module, trainer.optimizers[0]), step=trainer.callbacks[-1].restored_step)
             raise StopHere("seen")
 

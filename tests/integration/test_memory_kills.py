@@ -153,7 +153,7 @@ def small(request, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("small", "for_weights_too"), [(40_960, True), (131_072, True), (262_144, False)], indirect=["small"]
+    ("small", "for_weights_too"), [(40_960, True), (262_144, True), (393_216, False)], indirect=["small"]
 )
 def test_a_tmpfs_that_is_too_small_costs_memory_and_not_the_run(small, for_weights_too, place):  # noqa: F811
     """No SIGBUS: what does not fit lies in private memory, and storage has it all the same.

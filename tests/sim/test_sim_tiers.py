@@ -243,10 +243,13 @@ def test_without_storage_nothing_is_missing_there():
     assert all(plan.gradients for _, plan in seen[1:])
 
 
-def test_host_memory_holds_a_round_of_its_own_and_of_its_peers():
+def test_host_memory_holds_anchors_and_the_gradients_since_of_its_own_and_of_its_peers():
+    """Half of the gradients of a round's three other steps, and the step that comes in."""
     tried, outcome, _ = run(GradientLog(window=4), **LOG)
-    steps = 5 * outcome.rank_bytes_per_step
-    assert host_bytes(costs_of(tried), outcome) == pytest.approx(2 * (3 * outcome.heaviest_bytes + 2 * steps))
+    costs, step = costs_of(tried), outcome.rank_bytes_per_step
+    anchors = costs.bytes_of.dense.rank
+    held = anchors + (4 * step - anchors) / 2 + step
+    assert host_bytes(costs, outcome) == pytest.approx(2 * (3 * outcome.heaviest_bytes + 2 * held))
 
 
 def test_wider_gradients_make_longer_rounds():

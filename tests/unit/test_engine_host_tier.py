@@ -171,7 +171,7 @@ def test_a_budget_for_two_gives_up_the_recovery_buffer_and_says_so_once(tmp_path
 def test_after_a_few_steps_no_snapshot_allocates(tmp_path, monkeypatch):
     made = []
     make = HostBufferPool._make
-    monkeypatch.setattr(HostBufferPool, "_make", lambda self, size: made.append(size) or make(self, size))
+    monkeypatch.setattr(HostBufferPool, "_make", lambda self, size, *more: made.append(size) or make(self, size, *more))
     with Life(LocalStorage(tmp_path), policy=moc(), when_busy="wait") as life:
         life.go(3, settle=True)
         life.session._resources.pipeline._copier._pool.submit(int).result()

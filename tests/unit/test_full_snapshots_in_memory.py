@@ -196,13 +196,13 @@ def test_it_goes_first_when_the_machine_has_less_memory_than_the_budget(tmp_path
     """A data loader has taken it meanwhile: page-locked memory, for instance, cannot be had then."""
     make, made = HostBufferPool._make, []
 
-    def one_only(self, size):
+    def one_only(self, size, *more):
         if made:
             with self._lock:
                 self._making_bytes -= size
             raise RuntimeError("cannot allocate memory")
         made.append(size)
-        return make(self, size)
+        return make(self, size, *more)
 
     monkeypatch.setattr(HostBufferPool, "_make", one_only)
     with Life(LocalStorage(tmp_path), policy=Dense(), when_busy="wait") as life:
@@ -212,7 +212,7 @@ def test_it_goes_first_when_the_machine_has_less_memory_than_the_budget(tmp_path
 
 
 def test_without_anything_to_give_up_that_is_an_error(tmp_path, monkeypatch):
-    def none(self, size):
+    def none(self, size, *more):
         with self._lock:
             self._making_bytes -= size
         raise RuntimeError("cannot allocate memory")

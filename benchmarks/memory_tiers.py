@@ -29,7 +29,7 @@ from benchmarks import report
 from benchmarks.memory_tiers_rank import LOOPBACK, RANKS, SENT, STAGER, STEPS
 from benchmarks.ranks import gathered
 
-_EXAMPLE = "example: python benchmarks/memory_tiers.py --mib 256 --rounds 5 --write"
+_EXAMPLE = "example: python benchmarks/memory_tiers.py --mib 256 --recovery-mib 256 512 --rounds 5 --write"
 IDLE, PRIVATE, STORAGE = "no checkpoint", "private memory, storage", "storage in the page cache"
 Way = dict[str, Any] | str | None
 WAYS: dict[str, Way] = {
@@ -199,6 +199,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mib", type=int, default=96, help="that each rank saves at a step (default: %(default)s)")
+    parser.add_argument(
+        "--recovery-mib", type=int, nargs="+", metavar="MIB", help="that each rank comes back with (default: as --mib)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=6, help="of each way and round (default: %(default)s)")
     parser.add_argument("--compute-ms", type=float, default=150.0, help="of an iteration (default: %(default)s)")
@@ -209,22 +212,25 @@ def main(argv: list[str] | None = None) -> int:
     stalled: Stalls = {name: [] for name in (IDLE, *WAYS)}
     three: Stalls = {name: [] for name in (IDLE, *THREE)}
     sent: dict[str, list[float]] = {SENT: [], LOOPBACK: []}
-    recovered: Recoveries = {name: [] for name in LOST}
+    recovered: dict[int, Recoveries] = {mib: {name: [] for name in LOST} for mib in args.recovery_mib or [args.mib]}
     with tempfile.TemporaryDirectory(dir=args.directory, prefix="memory_tiers_") as place:
         for turn in range(args.rounds):
             for ways, ranks, costs in ((WAYS, RANKS, stalled), (THREE, 3, three)):
                 for name, cost in stalls(Path(place), args, turn, ways, ranks).items():
                     costs[name].append(cost)
-            for name, spans in recoveries(Path(place), args.mib, turn).items():
-                recovered[name].append(spans)
+            for mib, of_sources in recovered.items():
+                for name, spans in recoveries(Path(place), mib, turn).items():
+                    of_sources[name].append(spans)
         for name, secs in sends(Path(place), args).items():
             sent[name] += secs
     console = Console(width=None if sys.stdout.isatty() else 120)
     size = f"{args.mib} MiB per rank, {RANKS} ranks, medians of {args.rounds}"
     console.print(stall_table(stalled, f"a dense checkpoint at each iteration of {args.compute_ms:g} ms; {size}"))
     console.print(stall_table(three, f"the same on 3 nodes of a rank; {args.mib} MiB per rank"))
-    console.print(recovery_table(recovered, f"from kill -9 to the first new step; {size}"))
-    console.print(parts_table(recovered, "of which resume"))
+    for mib, of_sources in recovered.items():
+        title = f"from kill -9 to the first new step; {mib} MiB per rank, {RANKS} ranks, medians of {args.rounds}"
+        console.print(recovery_table(of_sources, title))
+        console.print(parts_table(of_sources, "of which resume"))
     console.print(sends_table(sent, f"{args.mib} MiB from one rank to another", args.mib))
     if args.write:
         options = {name: getattr(args, name) for name in ("mib", "rounds", "iterations", "compute_ms")}

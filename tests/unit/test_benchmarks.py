@@ -298,15 +298,17 @@ def test_memory_tiers_costs_and_comes_back_from_where_it_says(tmp_path, capfd):
     """A source that gave another step than it has would have raised."""
     home, out = tmp_path / "home", tmp_path / "out"
     home.mkdir()
-    options = f"--mib 2 --rounds 1 --iterations 2 --compute-ms 10 --directory {home} --write --out {out}"
-    assert memory_tiers.main(options.split()) == 0
+    options = f"--mib 2 --recovery-mib 2 3 --rounds 1 --iterations 2 --compute-ms 10 --directory {home} --out {out}"
+    assert memory_tiers.main([*options.split(), "--write"]) == 0
     assert list(home.iterdir()) == []
     found = json.loads((out / "memory_tiers.json").read_text())
     written = {name: sample["to_storage"] for name, [sample] in found["stalls"].items()}
     assert written.pop("no checkpoint") == 0
     assert written.pop("private memory, storage") == 2
     assert {name for name, count in written.items() if not count} == {name for name in written if "no storage" in name}
-    assert all(sample["total"] > sample["open + resume"] > 0 for [sample] in found["recoveries"].values())
+    assert list(found["recoveries"]) == ["2", "3"]
+    for of_sources in found["recoveries"].values():
+        assert all(sample["total"] > sample["open + resume"] > 0 for [sample] in of_sources.values())
     said = capfd.readouterr().out
     assert "a peer's memory" in said
     assert "Memory(replicas=1), no storage" in said

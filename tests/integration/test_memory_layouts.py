@@ -38,7 +38,7 @@ CASES = LAYOUTS | {
     f"{layout}-{policy}": replace(run, **given) for policy, given in POLICIES.items() for layout, run in LAYOUTS.items()
 }
 """Dense where no policy is named."""
-IN_MEMORY = [("reserve", 3), ("copy", 7), ("seal", 6), ("sealed", 6), ("unseal", 4), ("send", 20), ("verified", 5)]
+IN_MEMORY = [("reserve", 3), ("copy", 7), ("seal", 12), ("sealed", 12), ("unseal", 4), ("send", 20), ("verified", 5)]
 IN_MEMORY += [("acknowledge", 5), ("compute", 9)]
 LATER = {"ddp": [("seal", 24), ("send", 60)], "fsdp2": [("seal", 16), ("send", 60)]}
 """Of policies that do not save everything at each step. Under DDP plain states are sealed apart, too."""

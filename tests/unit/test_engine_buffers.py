@@ -39,7 +39,7 @@ def test_the_budget_is_never_exceeded_and_fits_tells_the_truth(asked):
         assert pool.fits(BUDGET - sum(b.nbytes for b in lent)), "what is not lent out can be had"
 
 
-KINDS = (buffers.WHOLE, buffers.GRADIENTS, buffers.MIRRORED)
+KINDS = (buffers.WHOLE, buffers.PIECES, buffers.MIRRORED)
 
 
 @given(
@@ -75,7 +75,7 @@ def test_buffers_of_gradients_go_round():
     for step in range(40):
         needs = [
             (buffers.WHOLE, 6 * MB),
-            *[(buffers.GRADIENTS, 2 * MB + 1 + group) for group in range(5) if group != step % 5],
+            *[(buffers.PIECES, 2 * MB + 1 + group) for group in range(5) if group != step % 5],
         ]
         whole, *found = pool.acquire_all(needs)
         places = (group for group in range(5) if group != step % 5)

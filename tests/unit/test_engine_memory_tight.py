@@ -29,7 +29,11 @@ def no_memory_of_other_tests():
 
 
 def trained(root: Path, name: str, steps: int, replicas: int = 0, **settings: Any) -> list[Life]:
-    """The lives of two ranks, each a node, whose agreements arrive a step later. They end well."""
+    """The lives of two ranks, each a node, whose agreements arrive a step later. They end well.
+
+    Where checkpoints may be left out nothing is under way when the next step begins, so that it is the budget that
+    leaves them out, and not a busy machine.
+    """
 
     def body(comm: ThreadCommunicator) -> Life:
         comm.agrees_late = True
@@ -37,7 +41,7 @@ def trained(root: Path, name: str, steps: int, replicas: int = 0, **settings: An
         node.mkdir(parents=True)
         memory = Memory(directory=node, storage_every_n_steps=1000, replicas=replicas)
         with Life(LocalStorage(root / "store"), policy=POLICIES[name], memory=memory, comm=comm, **settings) as each:
-            each.go(steps)
+            each.go(steps, settle=settings.get("when_busy") == "skip")
             each.finish()
         return each
 
@@ -67,5 +71,7 @@ def test_the_last_step_gets_to_storage_and_memory_gets_on_before(name, when_busy
     assert manifests(tmp_path / "run" / "store")[-1].step == STEPS
     for each in ranks:
         newest = [record.memory_step for record in each.records]
-        if when_busy == "wait":  # else how many steps find no room depends on how busy the machine is
+        if when_busy == "wait":
             assert newest[-1] >= STEPS - BEHIND[name], newest
+        else:
+            assert newest[-1] > 1, newest

@@ -33,7 +33,7 @@ _SMALL_BYTES = 1 << 20
 """Up to here a buffer of any size may serve: what it wastes is not worth another allocation."""
 _STEPS_PER_DOUBLING = 16
 """Buffers come in so many sizes between one power of two and the next."""
-WHOLE, GRADIENTS, MIRRORED = "whole", "gradients", "mirrored"
+WHOLE, PIECES, MIRRORED = "whole", "pieces", "mirrored"
 """What a buffer is for: a snapshot, or all of it but gradients that lie in others; such gradients; duplicates of other
 ranks' shares. One that was of one kind never serves another, for they differ in size and in how long they stay."""
 
@@ -99,7 +99,7 @@ class HostBufferPool:
             HostMemoryError: They can never fit into the budget.
             OSError: As ``acquire``; then none is lent.
         """
-        for kind in (GRADIENTS, MIRRORED):
+        for kind in (PIECES, MIRRORED):
             if sizes := tuple(nbytes for each, nbytes in needs if each == kind):
                 self._sizes[kind] = sizes
         if not self.fits(sum(nbytes for _, nbytes in needs)):
@@ -124,6 +124,7 @@ class HostBufferPool:
 
         Args:
             nbytes: See above.
+            kind: What it is for.
             require: Called before memory for so many bytes is made, which outlives the process or is of no use.
 
         Raises:

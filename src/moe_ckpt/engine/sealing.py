@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -92,25 +93,41 @@ class MemorySealer:
         facts = StepFacts(request.index, request.base, (), None, _NO_TOKENS, since=request.since)
         part = SlotPart(sealed.part.kind, 0, b"".join(sealed.header))
         nbytes = max(1, sealed.part.nbytes)
-        return replace(
-            self._header(snapshot, share, nbytes),
-            facts=facts, state=b"", parts=(part,), only=GRADIENTS, beside=(), place=place,
-        )  # fmt: skip
+        return self._header(snapshot, share, nbytes, facts, (part,), state=b"", only=GRADIENTS, place=place)
 
     def _seal_own(self, snapshot: Snapshot, share: SealedShare, slot: Slot) -> bytes:
+        request = snapshot.request
         nbytes = min(slot.memory.numel(), roomy(max(1, snapshot.plan.own_nbytes())))
-        header = self._header(snapshot, share, nbytes)
+        parts = tuple(SlotPart(each.part.kind, each.begin, b"".join(each.header)) for each in share.parts)
+        header = self._header(
+            snapshot,
+            share,
+            nbytes,
+            self._facts(snapshot),
+            parts,
+            state=share.state,
+            only=TENSORS if snapshot.writer != self._comm.rank and request.is_whole(self._catalog) else "",
+            beside=tuple(place for place, _ in snapshot.plan.pieces),
+        )
         raw = encode_slot(header)
         slot.seal(raw)
-        request, kept = snapshot.request, tuple(part for part in header.parts if part.kind != HOST_ONLY)
+        kept = tuple(part for part in header.parts if part.kind != HOST_ONLY)
         if not request.copied or request.sends_host_only or len(kept) == len(header.parts):
             return raw
         sent_nbytes = min(nbytes, roomy(max(1, snapshot.plan.own_nbytes(host_only=False))))
         return encode_slot(replace(header, parts=kept, nbytes=sent_nbytes, sent=True))
 
-    def _header(self, snapshot: Snapshot, share: SealedShare, nbytes: int) -> SlotHeader:
+    def _header(
+        self,
+        snapshot: Snapshot,
+        share: SealedShare,
+        nbytes: int,
+        facts: StepFacts,
+        parts: tuple[SlotPart, ...],
+        **of_slot: Any,
+    ) -> SlotHeader:
+        """Of one of the snapshot's slots. of_slot: what it has beside."""
         request, files = snapshot.request, self._tier.files
-        window = request.window
         return SlotHeader(
             run_id=files.run_id,
             life=files.life,
@@ -122,23 +139,26 @@ class MemorySealer:
             boot_id=files.boot_id,
             nbytes=nbytes,
             freshness=share.freshness,
-            facts=StepFacts(
-                index=request.index,
-                base=request.base,
-                operators=self._saved_operators.of(request, snapshot.plan.claims)[0],
-                window=None if window is None else WindowPlace(window.start, window.size, request.slot),
-                applied=request.applied.result(),
-                faults=request.faults,
-                lost=request.lost,
-                own=request.own,
-                policy=request.policy,
-                measured=request.measured,
-                since=request.since,
-                gradients=request.gradients if request.is_partial_log else (),
-                groups=() if request.groups is None else request.groups.groups,
-            ),
-            state=share.state,
-            only=TENSORS if snapshot.writer != self._comm.rank and request.is_whole(self._catalog) else "",
-            parts=tuple(SlotPart(each.part.kind, each.begin, b"".join(each.header)) for each in share.parts),
-            beside=tuple(place for place, _ in snapshot.plan.pieces),
+            facts=facts,
+            parts=parts,
+            **of_slot,
+        )
+
+    def _facts(self, snapshot: Snapshot) -> StepFacts:
+        request = snapshot.request
+        window = request.window
+        return StepFacts(
+            index=request.index,
+            base=request.base,
+            operators=self._saved_operators.of(request, snapshot.plan.claims)[0],
+            window=None if window is None else WindowPlace(window.start, window.size, request.slot),
+            applied=request.applied.result(),
+            faults=request.faults,
+            lost=request.lost,
+            own=request.own,
+            policy=request.policy,
+            measured=request.measured,
+            since=request.since,
+            gradients=request.gradients if request.is_partial_log else (),
+            groups=() if request.groups is None else request.groups.groups,
         )

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_ckpt.engine.buffers import GRADIENTS as PIECES
-from moe_ckpt.engine.buffers import MIRRORED, WHOLE, HostBuffer
+from moe_ckpt.engine.buffers import MIRRORED, PIECES, WHOLE, HostBuffer
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.format.tree import encode_tree

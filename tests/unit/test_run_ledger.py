@@ -66,6 +66,17 @@ def test_nothing_builds_on_a_window_that_is_under_way_or_on_what_came_before_it(
         assert context(run_ledger, 5).missing == EVERYTHING[:1]
 
 
+def test_nothing_builds_on_a_slot_whose_window_was_broken_off():
+    run_ledger, window = saved_at_one(), Window(2, (EVERYTHING[:2], EVERYTHING[2:]))
+    for step in (2, 3, 4):
+        slot = step % 2
+        applied = run_ledger.tokens.applied.copy()
+        run_ledger.begun(step, Pending(MODEL, step, 0, window.slots[slot], (), applied, {}, window, slot))
+    for sequence in (2, 3):
+        run_ledger.resolved(sequence, committed=True)
+    assert context(run_ledger, 5).missing == EVERYTHING, "that of step 4 is under way, and its window will never end"
+
+
 def test_what_failed_counts_for_nothing():
     run_ledger = saved_at_one()
     begin(run_ledger, 1, 2, ("expert/0/0",))

@@ -357,7 +357,9 @@ class RunLedger:
         """Operators that no checkpoint holds for a partial one to build on, committed or under way."""
         absent = self.ledger.lacking
         for pending in under_way:
-            if pending.window is not None and pending.is_checkpoint and pending.stored:
+            if not pending.is_checkpoint:  # only the last slot of a window makes one, and that may never come
+                continue
+            if pending.window is not None:
                 absent[:] = True
             else:
                 absent[self.catalog.places_of(pending.operators)] = False

@@ -11,8 +11,8 @@ from torch import nn
 
 from moe_ckpt.format import tensor_words
 from moe_ckpt.format.gathering import WORD, Words
-from moe_ckpt.format.tensor_words import counters, counts, lying, requiring
-from moe_ckpt.modeling.trainable import Frozen
+from moe_ckpt.format.tensor_words import counters, counts, gradients_of, lying, requiring
+from moe_ckpt.modeling.trainable import Frozen, Gradients
 
 
 def some():
@@ -262,3 +262,83 @@ def test_what_autograd_notes_besides_lets_parameters_be_asked_one_by_one():
     assert frozen.names(parameters) == ["a", "b"]
     torch.utils.swap_tensors(parameters["a"], nn.Parameter(torch.randn(2)))
     assert frozen.names(parameters) == ["b"]
+
+
+def asked(tensors):
+    return [tensor.grad is None for tensor in tensors]
+
+
+def test_whether_there_is_a_gradient_is_seen_each_time():
+    tensors = [tensor.requires_grad_(tensor.dtype.is_floating_point) for tensor in some() if tensor.is_leaf]
+    tensors.append(nn.Parameter(torch.randn(2), requires_grad=False))
+    found = gradients_of(tensors)
+    assert found is not None
+    chosen = np.random.default_rng(0)
+    for _ in range(20):
+        assert found.absent().tolist() == asked(tensors)
+        those = [tensor for tensor in tensors if tensor.requires_grad and chosen.random() < 0.5]
+        if those:
+            torch.stack([(tensor * 2).sum().double() for tensor in those]).sum().backward()
+        for tensor in tensors:
+            if tensor.grad is not None and chosen.random() < 0.3:
+                tensor.grad = None
+    assert not all(asked(tensors))
+
+
+def test_nothing_is_said_of_gradients_of_tensors_that_were_swapped_or_noted_since():
+    tensors = [nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(2), requires_grad=False)]
+    for change in (lambda: tensors[1].requires_grad_(True), lambda: its_note_is_another(tensors[0])):
+        found = gradients_of(tensors)
+        assert found is not None
+        assert found.absent() is not None
+        change()
+        assert found.absent() is None
+
+
+def its_note_is_another(tensor):
+    torch.utils.swap_tensors(tensor, nn.Parameter(tensor.detach().clone()))
+
+
+@pytest.mark.parametrize(("field", "more"), [("gradient", 8), ("nothing", 8)])
+def test_gradients_are_not_looked_for_where_they_are_not_what_torch_says(field, more, monkeypatch):
+    known = tensor_words._gradient_layout()
+    assert known is not None
+    changed = replace(known, **{field: getattr(known, field) + more})
+    monkeypatch.setattr(tensor_words, "_gradient_layout", lambda: changed)
+    tensors = [nn.Parameter(torch.randn(2)) for _ in range(3)]
+    tensors[1].sum().backward()
+    assert gradients_of(tensors) is None
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_trained_parameters_without_a_gradient_are_named(is_readable, monkeypatch):
+    made = []
+    read = tensor_words.gradients_of
+    answer = read if is_readable else lambda those: None
+    monkeypatch.setattr(tensor_words, "gradients_of", lambda those: made.append(1) or answer(those))
+    parameters = {str(at): nn.Parameter(torch.randn(2), requires_grad=at != 1) for at in range(4)}
+    gradients = Gradients()
+    for _ in range(2):
+        assert gradients.missing(parameters) == ["0", "2", "3"]
+    (parameters["0"] * parameters["3"]).sum().backward()
+    assert gradients.missing(parameters) == ["2"]
+    parameters["1"].requires_grad_(True)
+    parameters["2"].requires_grad_(False)
+    for _ in range(2):
+        assert gradients.missing(parameters) == ["1"]
+    assert gradients.missing({"2": parameters["2"], "1": parameters["1"]}) == ["1"]
+    assert len(made) == (3 if is_readable else 2)
+
+
+def test_parameters_that_are_swapped_at_every_step_are_asked_one_by_one(monkeypatch):
+    made = []
+    read = tensor_words.gradients_of
+    monkeypatch.setattr(tensor_words, "gradients_of", lambda those: made.append(1) or read(those))
+    parameters = {"a": nn.Parameter(torch.randn(2)), "b": nn.Parameter(torch.randn(2))}
+    gradients = Gradients()
+    for _ in range(5):
+        parameters["a"].grad = torch.zeros(2)
+        assert gradients.missing(parameters) == ["b"]
+        parameters["a"].grad = None  # what is swapped must have none
+        its_note_is_another(parameters["a"])
+    assert len(made) == 1

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from itertools import compress, repeat
-from operator import attrgetter, is_
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,12 +27,12 @@ from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.compiled import has_compiled, is_compiled
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
 from moe_ckpt.modeling.sparing import ReentrantCheckpoints
+from moe_ckpt.modeling.trainable import Gradients
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.slices.assignment import ComputeTypes
 
 log = logging.getLogger("moe_ckpt")
 
-_GRADIENT = attrgetter("grad")
 _PROBED_BATCHES = 4
 """An expert that no token of these reaches is saved in its own type."""
 
@@ -49,6 +47,7 @@ class Windows:
         self._catalog = catalog
         self._norms = ClipNorms(trainer)
         self._parameters: Mapping[str, torch.nn.Parameter] = {}
+        self._gradients = Gradients()
         self._without: list[str] = []
         self._reentrant = None if catalog.layers else ReentrantCheckpoints()
         self._probe = ComputeTypeProbe(module) if _casts(trainer, module) else None
@@ -138,9 +137,7 @@ class Windows:
             self._agreed = None
         # Those of the step before: to look for others takes long in a large model, and is done after the update.
         self._parameters = parameters = self._state.parameters(described=True)
-        # Of a thousand experts' parameters, only those without a gradient are looked at in bytecode.
-        bare = compress(parameters.items(), map(is_, map(_GRADIENT, parameters.values()), repeat(None)))
-        self._without = [name for name, parameter in bare if parameter.requires_grad]
+        self._without = self._gradients.missing(parameters)
 
     def recorded(self) -> Mapping[str, Any]:
         """Returns what a replay needs of this step besides, for its plain state, whose parameters were looked for."""

@@ -1,10 +1,10 @@
 """Reads fields of torch's tensor objects directly from memory, for many tensors at a time.
 
-Where a tensor's memory lies, how often it was written to, and whether it requires a gradient are machine words of the
-objects behind it. To ask 75 000 tensors by calls takes longer than all else that a checkpoint asks of the training
-thread; one operation of numpy reads the words of all. Where they are is not taken for granted: it is found out on
-tensors made for that, by what changes with what, and what is read of each other tensor is compared with torch's answer
-when it is first seen. Where anything is not as found, nothing is read here.
+Where a tensor's memory lies, how often it was written to, whether it requires a gradient and has one are machine words
+of the objects behind it. To ask 75 000 tensors by calls takes longer than all else that a checkpoint asks of the
+training thread; one operation of numpy reads the words of all. Where they are is not taken for granted: it is found out
+on tensors made for that, by what changes with what, and what is read of each other tensor is compared with torch's
+answer when it is first seen. Where anything is not as found, nothing is read here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter, methodcaller
+from itertools import repeat
+from operator import attrgetter, is_, methodcaller
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ _COUNT_AT = 16
 _CDATA = attrgetter("_cdata")
 VERSION = attrgetter("_version")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_GRADIENT = attrgetter("grad")
 _STORAGE = methodcaller("untyped_storage")
 _OFFSET = methodcaller("storage_offset")
 
@@ -115,11 +117,15 @@ class _GradientLayout:
         noted: In the C++ tensor, the pointer to what autograd notes of it; 0 where it notes nothing.
         required: In that, the word with the bit that says whether a gradient is required.
         bit: Which it is.
+        gradient: In what is noted, the pointer to the gradient's C++ tensor.
+        nothing: That pointer's value where there is no gradient; an address, not a place.
     """
 
     noted: int
     required: int
     bit: int
+    gradient: int
+    nothing: int
 
 
 class Requiring:
@@ -154,6 +160,44 @@ def requiring(tensors: Sequence[torch.Tensor]) -> Requiring | None:
     if layout is None or gradients is None or not tensors:
         return None
     found = Requiring(tensors, layout, gradients)
+    return found if found.is_known else None
+
+
+class Gradients:
+    """Which tensors have a gradient.
+
+    Args:
+        tensors: Which this keeps alive.
+        layout: Of torch's objects.
+        gradients: Likewise.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], layout: _Layout, gradients: _GradientLayout) -> None:
+        impls = _numbers(map(_CDATA, tensors), len(tensors))
+        self._levels = Words(tensors, _ids(tensors) + layout.tensor), Words(tensors, impls + gradients.noted)
+        noted = self._levels[1].read().astype(np.int64)
+        self._there = np.flatnonzero(noted)
+        self._memory, self._places = spanned(noted[self._there] + gradients.gradient)
+        self._nothing = np.uint64(gradients.nothing)
+        self._absent = np.ones(len(tensors), dtype=bool)
+        asked = _numbers(map(is_, map(_GRADIENT, tensors), repeat(None)), len(tensors))
+        self.is_known = self._levels[0].are(impls) and np.array_equal(self._look(), asked)
+
+    def absent(self) -> npt.NDArray[np.bool_] | None:
+        """Returns for each tensor whether it has none; None if autograd keeps its notes elsewhere by now."""
+        return self._look() if all(words.same() for words in self._levels) else None
+
+    def _look(self) -> npt.NDArray[np.bool_]:
+        self._absent[self._there] = self._memory.take(self._places) == self._nothing
+        return self._absent
+
+
+def gradients_of(tensors: Sequence[torch.Tensor]) -> Gradients | None:
+    """Which of them have a gradient; None where that cannot be read."""
+    layout, gradients = _layout(), _gradient_layout()
+    if layout is None or gradients is None or not tensors:
+        return None
+    found = Gradients(tensors, layout, gradients)
     return found if found.is_known else None
 
 
@@ -273,7 +317,25 @@ def _found_gradients() -> _GradientLayout:
     bits = set((words_at(pointers + required) ^ now).tolist())
     if len(bits) != 1 or not np.array_equal(words_at(places).astype(np.int64), pointers):
         raise ValueError("no single bit")
-    return _GradientLayout(noted, required, bits.pop())
+    return _GradientLayout(noted, required, bits.pop(), *_gradient_in(pointers.tolist(), samples))
+
+
+def _gradient_in(addresses: Sequence[int], samples: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Where, of what is noted at each address, the pointer to the sample's gradient is, and what it is without one.
+
+    Raises ``ValueError`` unless both are the same of all.
+    """
+    found, before = set(), _words(addresses[0], _NOTED_WORDS)
+    for address, tensor in zip(addresses, samples, strict=True):
+        gradient = tensor.grad = torch.zeros_like(tensor)
+        at = _first(_words(address, _NOTED_WORDS), gradient._cdata)
+        del gradient
+        tensor.grad = None
+        found.add((at, _words(address, _NOTED_WORDS)[at // WORD]))
+    [(at, nothing)] = found  # unpacking raises ``ValueError``, too
+    if before[at // WORD] != nothing:
+        raise ValueError("no gradient is not always the same")
+    return at, nothing
 
 
 def _moving(addresses: Sequence[int], count: int, samples: Sequence[torch.Tensor]) -> int:

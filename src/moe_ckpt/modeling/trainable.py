@@ -1,10 +1,13 @@
-"""Which parameters are trained: training may freeze and thaw some as it goes on, so that is state, too."""
+"""Which parameters are trained: training may freeze and thaw some as it goes on, so that is state, too.
+
+And which of them a step gave no gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from itertools import compress
-from operator import attrgetter, not_
+from collections.abc import Collection, Iterable, Mapping
+from itertools import compress, repeat
+from operator import attrgetter, is_, not_
 
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from torch import nn
 from moe_ckpt.format import tensor_words
 from moe_ckpt.format.fragment import FixedStrings
 
+_GRADIENT = attrgetter("grad")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -42,6 +46,38 @@ class Frozen:
             else:  # the words say other things as well: where those change, parameters are asked one by one
                 self._words = None
         return self._names
+
+
+class Gradients:
+    """Names of the parameters that require a gradient and have none; for the training thread."""
+
+    def __init__(self) -> None:
+        self._parameters: Mapping[str, nn.Parameter] = {}
+        self._items: list[tuple[str, nn.Parameter]] = []
+        self._words: tensor_words.Gradients | None = None
+        self._have_served = False
+
+    def missing(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+        """Called at every update: reads the words of all at once, or compares at the speed of built-in functions.
+
+        Args:
+            parameters: The model's, by name; another object if there are others.
+        """
+        alike = parameters is self._parameters
+        absent = self._words.absent() if alike and self._words is not None else None
+        if absent is None:
+            bare = self._ask(parameters, again=not alike or self._have_served)
+        else:
+            self._have_served = True
+            bare = map(self._items.__getitem__, absent.nonzero()[0].tolist())
+        return [name for name, parameter in bare if parameter.requires_grad]
+
+    def _ask(self, parameters: Mapping[str, nn.Parameter], *, again: bool) -> Iterable[tuple[str, nn.Parameter]]:
+        """Ask one by one. again: look for the words, since those of the last time have served."""
+        self._parameters, self._items, self._have_served = parameters, list(parameters.items()), False
+        with torch._C.DisableTorchFunction():  # as above
+            self._words = tensor_words.gradients_of(list(parameters.values())) if again else None
+            return list(compress(self._items, map(is_, map(_GRADIENT, parameters.values()), repeat(None))))
 
 
 def freeze(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> None:

@@ -11,15 +11,13 @@ written in time holds training up. Storage is in memory where there is some.
 process, user and system, so threads that compete with training for Python's lock are counted; "threads" is the part of
 what is added that other threads than training's used. "in hooks" is the CPU of the training thread in our hooks (the
 median), and "aim" behind it what that is to be at most under a plan that comes again: not all of these do. On a busy
-machine only CPU means anything.
-
+machine only CPU means anything. Not counted as ours is that the C library puts in order what the update freed, 1 to 3
+ms that the next large allocation takes, with checkpoints or without (``step_fits.py``).
 
 Under Megatron "in hooks" is not what ``megatron_prepare.py`` finds. Here the precision is fp32 and no optimizer is
 distributed, so that what is no expert is divided over the ranks anew for each plan, and each parameter has tensors of
 its own; there it is bf16, and the distributed optimizer says who writes what. Here our other threads run beside the
-hooks and garbage is collected whenever Python does so; there both wait. And here the hooks pay for what the optimizer
-freed: the first large allocation after it puts that in order, which takes 2 to 8 ms (61x256, on a busy
-machine) once our tensors lie between, and nearly nothing there.
+hooks and garbage is collected whenever Python does so; there both wait.
 
 The old figures are of one rank, before commit and engine were made anew, of another tiny model; "before" is what this
 benchmark found then with stacked experts.

@@ -630,10 +630,12 @@ def _enter_between(network: str) -> None:
 
 
 def train(run: Run, rank: int, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Trains to the end, and saves what came out."""
+    """Trains to the end, and saves what came out: all of it or, if the process is killed meanwhile, nothing."""
     trainer.fit(module, *loaders(run))
     if run.out is not None:
-        torch.save(final_state(trainer, module), run.out + (f".{rank}" if rank else ""))
+        out = run.out + (f".{rank}" if rank else "")
+        torch.save(final_state(trainer, module), f"{out}.part")
+        os.replace(f"{out}.part", out)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,20 @@ class ManualApartMoE(ManualMoE):
             scheduler.step()
 
 
+class ManualTwiceMoE(ManualMoE):
+    """Two backward passes per batch, as of two players: experts learn from what the others have become in the first."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for optimizer, others in ((first, second), (second, first)):
+            self.manual_backward(TinyMoE.training_step(self, batch, batch_idx))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=batch_idx % 2 == 0)
+            others.zero_grad()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+
 class ManualOnceMoE(TinyMoE):
     """Manual optimization with one optimizer that steps once per batch, after a clip of its own."""
 
@@ -176,6 +190,7 @@ KINDS: dict[str, type[Any]] = {
     "plain": TinyMoE,
     "manual": ManualMoE,
     "manual-apart": ManualApartMoE,
+    "manual-twice": ManualTwiceMoE,
     "manual-once": ManualOnceMoE,
     "overflowing": OverflowingMoE,
     "epoch-scheduled": EpochScheduledMoE,

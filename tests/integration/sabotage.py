@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from moe_ckpt.gradients import densifying, returning
 from moe_ckpt.gradients import replay as gradient_replay
 from moe_ckpt.gradients.recording import StepRecorder
 from moe_ckpt.gradients.returning import LogReplayer
+from moe_ckpt.memory.slot import Slot
 from moe_ckpt.modeling import module_state, param_groups
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.recovery import gradient_log
@@ -294,6 +296,17 @@ def _tells_at_once() -> None:
     gradient_log.TELL_SECS = 0.0
 
 
+def _seals_slowly() -> None:
+    """It takes longer than an iteration."""
+    seal = Slot.seal
+
+    def sealed(*args: Any) -> None:
+        time.sleep(0.3)
+        seal(*args)
+
+    Slot.seal = sealed  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str, Callable[[], None]] = {
     "spared told": _spared_told,
     "norms not given": _norms_not_given,
@@ -322,4 +335,5 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "update fails": _update_fails,
     "counted": counted_return.count,
     "tells at once": _tells_at_once,
+    "seals slowly": _seals_slowly,
 }

@@ -62,6 +62,15 @@ def test_killed_the_run_goes_on_from_the_newest_step(place):  # noqa: F811
     assert recomputed(run) == [0]
 
 
+def test_of_slow_seals_a_kill_costs_the_newest_step_alone(place):  # noqa: F811
+    run = logged(LOG, place)
+    assert live(replace(run, crash=("compute", 7), sabotage="seals slowly")) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    assert split_lives(events(run))[-1][0]["step"] == 5, "the step under way was the seventh"
+    assert recomputed(run) == [1]
+
+
 ROUNDED = {"grad_dtype": "bf16"}
 VARIATIONS = {
     "clipped": replace(LOG, trainer={"gradient_clip_val": 0.1}),
@@ -76,6 +85,8 @@ VARIATIONS = {
     "fp16-overflowing": replace(LOG, kind="overflowing", epochs=3),
     "manual": replace(LOG, kind="manual-once"),
     "two-optimizers": replace(LOG, kind="manual-apart"),
+    "zeroed-behind-each-update": replace(LOG, kind="manual"),
+    "two-backward-passes": replace(LOG, kind="manual-twice"),
     "validated": replace(LOG, validate=True, trainer={"val_check_interval": 3}),
     "averaged": replace(LOG, beside=("ema",), validate=True),
     "biased-routers": replace(LOG, kind="biased"),
@@ -103,12 +114,14 @@ VARIATIONS = {
 @pytest.mark.parametrize("name", VARIATIONS)
 def test_however_a_run_is_set_up(name, place):  # noqa: F811
     run = logged(VARIATIONS[name], place)
-    for crash in (7, 5):
-        assert live(replace(run, crash=("compute", crash))) == KILLED, output(run)
-    assert live(run) == 0, output(run)
-    assert_same_run(run)
     # Batches of a step that had not been made are no step computed again.
     allowed = {"accumulated": 1, "rounded-accumulated": 1, "skipping": 3, "little-room": 2, "hardly-room": 3}
+    allowed["two-backward-passes"] = 1  # the seal is not waited for
+    moment = "compute" if name in allowed else "compute, sealed"
+    for crash in (7, 5):
+        assert live(replace(run, crash=(moment, crash))) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
     assert max(recomputed(run)) <= allowed.get(name, 0)
     if name in ("one-group", "the-policy-sized"):
         return  # all operators are anchored in each step
@@ -176,10 +189,14 @@ def test_killed_while_it_returns_the_run_returns_again(place):  # noqa: F811
 def test_killed_at_random_times(seed, place):  # noqa: F811
     rng = random.Random(seed)
     run = logged(replace(LOG, policy=("log", rng.randint(2, 6)), to_storage=rng.choice([7, 1000]), epochs=3), place)
+    kills = 0
     for kill_after_secs in (*(rng.uniform(0.02, 0.3) for _ in range(10)), None):
         assert main(["memory", "retry", "--directory", run.memory]) == 0
         if live(run, kill_after_secs) != KILLED:
             break
+        kills += 1
+    print(f"{seed}: {kills} lives were killed")
+    assert kills, "or this shows nothing"
     assert_same_run(run)
     assert max(recomputed(run)) <= 1
 
@@ -200,24 +217,23 @@ def test_ranks_killed_at_random_times_and_their_nodes_lost(layout, seed, place):
     """Ranks are nodes. One is killed, and the others with it; sometimes its node is lost, too."""
     rng = random.Random(f"{layout} {seed}")
     run = logged(replace(SEVERAL[layout], replicas=1, policy=("log", rng.randint(2, 5))), place)
-    lossy, said = set(), Path(f"{run.log}.txt")
+    kills, lossy = 0, set()
     for _ in range(7):
         assert main(["memory", "retry", "--directory", run.memory]) == 0
         rank = rng.randrange(run.ranks)
-        before = said.stat().st_size if said.exists() else 0
         if KILLED not in live_ranks(run, (rank, rng.uniform(0.02, 0.6))):
             break
-        is_lost = rng.random() < 0.3
-        if is_lost:
+        kills += 1
+        if rng.random() < 0.3:
             delete_tree(Path(run.memory, f"node_{rank}"))
-        if is_lost or b"no checkpoint, earlier ones" in said.read_bytes()[before:]:
             lossy.add(len(split_lives(events(run))))
     else:
         assert live_ranks(run) == [0] * run.ranks, output(run)
     assert_same_run(run)
-    # Behind a lost node the newest copies on peers count: of steps this quick a busy machine leaves some out.
+    # Behind a lost node the newest copies on peers count: of steps this quick a busy machine leaves some out there.
     bounded = {life: steps for life, steps in again(run).items() if life not in lossy}
-    print(f"{layout} {seed}: computed again {again(run)}, behind what was lost {sorted(lossy)}")
+    print(f"{layout} {seed}: {kills} kills, computed again {again(run)}, behind lost nodes {sorted(lossy)}")
+    assert kills, "or this shows nothing"
     assert max(bounded.values(), default=0) <= 1
 
 
@@ -231,17 +247,10 @@ def again(run) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
-        (replace(LOG, kind="manual"), "gradients are zeroed, or a backward pass begins, after an update"),
-        (replace(LOG, model={"optimizer": "fused"}, kind="overflowing"), "applies the loss scale"),
-    ],
-)
-def test_what_cannot_be_logged_is_refused_by_name(run, said, place):  # noqa: F811
-    run = logged(run, place)
+def test_what_cannot_be_logged_is_refused_by_name(place):  # noqa: F811
+    run = logged(replace(LOG, model={"optimizer": "fused"}, kind="overflowing"), place)
     assert exit_code(run) not in (0, KILLED)
-    assert said in output(run)
+    assert "applies the loss scale" in output(run)
 
 
 def test_without_memory_the_policy_is_refused():

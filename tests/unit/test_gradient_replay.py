@@ -513,6 +513,22 @@ def test_no_copy_is_made_and_a_write_is_noticed():
     assert seen[0].changed() == ("w",)
 
 
+def test_copies_stay_and_know_what_was_written_to_before_them():
+    parameter, optimizer, _, capture = parts()
+    seen = []
+    capture._consumer = type("Keeps", (), {"consume": lambda self, g: seen.append(g), "release": lambda self: None})()
+    for written in (False, True):
+        parameter.grad = torch.full((4,), 2.0)
+        optimizer.step()
+        if written:
+            parameter.grad.mul_(2)
+        copies = seen[-1].copied()
+        parameter.grad.zero_()
+        assert copies.copied() is copies
+        assert copies.gradients[0].tolist() == [4.0 if written else 2.0] * 4
+        assert copies.changed() == (("w",) if written else ())
+
+
 def test_gradients_are_let_go_before_they_are_zeroed():
     parameter, optimizer, copier, capture = parts(late=True)
     capture.release_before([optimizer], "zero_grad")

@@ -25,7 +25,7 @@ _Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class StepRecorder(GradientConsumer, GradientRecord):
-    """Keeps references, not copies. Before ``begin`` it ignores updates.
+    """Keeps references; copies only what is overwritten before its step ends. Before ``begin`` it ignores updates.
 
     Args:
         optimizers: As given to ``GradientCapture``.
@@ -94,21 +94,13 @@ class StepRecorder(GradientConsumer, GradientRecord):
         self._consumed.append(gradients)
 
     def release(self) -> None:
-        """See ``GradientConsumer``.
-
-        Raises:
-            ConfigError: The step is not over, so its gradients cannot be read yet.
-        """
+        """See ``GradientConsumer``. What a step consumed that is not over yet is copied on its device."""
         if self._capture is None:
             return
-        if self._consumed:
-            self._consumed.clear()
-            raise ConfigError(
-                "gradients are zeroed, or a backward pass begins, after an update and before the end of its step, so "
-                "they cannot be logged. Do all backward passes of a batch first, and zero gradients at the start of "
-                "the next one; or use a policy that saves full state."
-            )
-        self._release()
+        if self._consumed:  # zeroed, or followed by another backward pass, in the batch of the update
+            self._consumed = [each.copied() for each in self._consumed]
+        else:
+            self._release()
 
     # --- ports.GradientRecord ---
 

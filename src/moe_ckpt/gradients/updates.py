@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -67,12 +67,15 @@ class ConsumedGradients:
         gradients: One of each of ``units``; views of live memory.
         stay: The update leaves gradients as they are, so that they may be read until ``GradientConsumer.release``. A
             fused optimizer that is given the loss scale writes the unscaled gradients back.
+        apart: They are copies, see ``copied``.
     """
 
     update: Update
     units: Sequence[Unit]
     gradients: Sequence[torch.Tensor]
     stay: bool
+    apart: bool = False
+    _changed_before: tuple[str, ...] = ()
     _versions: Sequence[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +88,17 @@ class ConsumedGradients:
         kernels that torch does not know of, and those of a fused optimizer (see ``stay``).
         """
         found = zip(self.units, self.gradients, self._versions, strict=True)
-        return tuple(unit.name for unit, gradient, version in found if gradient._version != version)
+        return (
+            *self._changed_before,
+            *(unit.name for unit, gradient, version in found if gradient._version != version),
+        )
+
+    def copied(self) -> ConsumedGradients:
+        """Returns them in memory of their own on the same device, which is queued there before whatever comes next."""
+        if self.apart:
+            return self
+        copies = [gradient.clone() for gradient in self.gradients]
+        return replace(self, gradients=copies, apart=True, _changed_before=self.changed())
 
 
 class GradientConsumer(Protocol):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
+import pytest
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import TokenBook
@@ -75,6 +78,38 @@ def test_nothing_builds_on_a_slot_whose_window_was_broken_off():
     for sequence in (2, 3):
         run_ledger.resolved(sequence, committed=True)
     assert context(run_ledger, 5).missing == EVERYTHING, "that of step 4 is under way, and its window will never end"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_under_way_a_checkpoint_that_adds_what_is_missing_is_whole(seed):
+    """Parts, windows that end and windows that are broken off, in any order, while up to two are being written."""
+    rng, run_ledger = random.Random(seed), RunLedger(MODEL)
+    under_way: list[tuple[int, Pending]] = []
+    held, window = set(), None  # operators that a partial checkpoint may build on, as of what is committed
+    for step in range(1, 60):
+        while len(under_way) > rng.randrange(3):
+            sequence, pending = under_way.pop(0)
+            if pending.is_checkpoint:
+                held = set() if pending.window is not None else held | set(pending.operators)
+                assert pending.window is not None or held == set(EVERYTHING), f"step {pending.step} lacks operators"
+            run_ledger.resolved(sequence, committed=True)
+        missing = context(run_ledger, step).missing
+        if window is not None and rng.random() < 0.8:
+            slot += 1
+        elif rng.random() < 0.4:
+            cut = rng.randrange(1, len(EVERYTHING))
+            window, slot = Window(step, (EVERYTHING[:cut], EVERYTHING[cut:])), 0
+        else:
+            window, slot = None, 0
+        chosen = set(missing) | {op for op in EVERYTHING if rng.random() < 0.3}
+        operators = window.slots[slot] if window is not None else tuple(op for op in EVERYTHING if op in chosen)
+        if not operators:
+            continue
+        applied = run_ledger.tokens.applied.copy()
+        pending = Pending(MODEL, step, 0, operators, (), applied, {}, window, slot)
+        run_ledger.begun(step, pending)
+        under_way.append((step, pending))
+        window = None if window is None or slot + 1 == window.size else window
 
 
 def test_what_failed_counts_for_nothing():

@@ -85,7 +85,7 @@ def test_whatever_is_under_way_a_checkpoint_that_adds_what_is_missing_is_whole(s
     """Parts, windows that end and windows that are broken off, in any order, while up to two are being written."""
     rng, run_ledger = random.Random(seed), RunLedger(MODEL)
     under_way: list[tuple[int, Pending]] = []
-    held, window = set(), None  # operators that a partial checkpoint may build on, as of what is committed
+    held, window, slot = set(), None, 0  # operators that a partial checkpoint may build on, as of what is committed
     for step in range(1, 60):
         while len(under_way) > rng.randrange(3):
             sequence, pending = under_way.pop(0)

@@ -46,9 +46,11 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from moe_ckpt import Memory
 from moe_ckpt.callbacks import MoECheckpoint, fit
+from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.engine.agreement import StepAgreement
+from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import CheckFreq, Dense, Gemini, GradientLog, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
@@ -468,12 +470,13 @@ def _stops(how: str, n: int) -> Callable[[int], None]:
 
 
 def _kills_once_sealed(n: int) -> Callable[[int], None]:
-    """In the n-th backward pass of a process that seals each step once, when it has sealed the step before."""
+    """In the n-th backward pass of a process that seals each step, when it has sealed the step before."""
     passes, sealed, real = itertools.count(1), threading.Semaphore(0), Slot.seal
 
-    def seal(*args: Any) -> None:
-        real(*args)
-        sealed.release()
+    def seal(slot: Slot, header: bytes) -> None:
+        real(slot, header)
+        if decode_slot(header, str(slot.path)).only != GRADIENTS:  # of a step in several slots this is the last
+            sealed.release()
 
     def kill(step: int) -> None:
         if next(passes) == n:

@@ -164,7 +164,7 @@ class Pipeline:
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
         plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
         needs, refused, began = needs_of(plan), None, time.monotonic()
-        buffers, waited = self._room.find(request, needs, patience_secs, logged=gradients is not None, last=last)
+        buffers, waited = self._room.find(request, needs, patience_secs, last=last)
         if buffers is None:
             budget = self._pool.budget_bytes, self._settings.budget_setting
             refused = _no_room(request, plan.total_nbytes, budget, patience_secs, time.monotonic() - began)

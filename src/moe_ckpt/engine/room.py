@@ -69,13 +69,7 @@ class Room:
         return replicator is not None and are_behind(replicator.in_flight, most, self._window_size)
 
     def find(
-        self,
-        request: SnapshotRequest,
-        needs: Sequence[tuple[str, int]],
-        patience_secs: float,
-        *,
-        logged: bool = False,
-        last: bool = False,
+        self, request: SnapshotRequest, needs: Sequence[tuple[str, int]], patience_secs: float, *, last: bool = False
     ) -> tuple[list[HostBuffer] | None, bool]:
         """(buffers, or None if they did not become free in time; True if snapshots under way had to be waited for).
 
@@ -85,8 +79,6 @@ class Room:
             request: Of the snapshot.
             needs: As of ``HostBufferPool.acquire_all``.
             patience_secs: Longest wait.
-            logged: Of a gradient log, of which a failure is to cost no step but the newest: where training waits for
-                checkpoints at all, it waits until the one before is sealed.
             last: See ``BufferTier.drop``.
 
         Raises:
@@ -98,7 +90,7 @@ class Room:
             raise self._too_small(request, nbytes)
         self._require_two(request, nbytes)
         until = time.monotonic() + patience_secs
-        left = 0 if logged and self._settings.when_busy == "wait" else self._settings.max_in_flight - 1
+        left = self._settings.max_in_flight - 1
         waited = False
         while True:
             waited = waited or self._stages.in_flight > left

@@ -6,7 +6,7 @@ are counted at the experts' own input, and versions told by bytes, neither by th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,17 @@ import pytest
 
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_two_lives import RANKS, Expert, Lines, both_lives, holders_of, require_versions
-from tests.support.recompute import Paced, newest, plans
+from tests.support.recompute import ALL, SENT, Paced, experts_by, newest, plans
 
 LAST = 10
 MODEL = {"ep": 2, "layers": 2, "experts": 8, "num_microbatches": 2}
 PLAIN = Setup(**MODEL)
 SHARDED = Setup(**MODEL, dist_opt=True, precision="bf16")
-Planned = Mapping[int, Mapping[str, Collection[str]]]
-SENT, ALL = ("full", "gradients"), ("full", "gradients", "held")
+Planned = dict[int, dict[str, list[str]]]
 
 
 def name_of(expert: Expert) -> str:
     return f"expert/{expert[0]}/{expert[1]}"
-
-
-def chosen(planned: Planned, step: int, ways: Collection[str]) -> set[str]:
-    return {name for way in ways for name in planned[step][way] if name.startswith("expert/")}
 
 
 def lives(root: Path, setup: Setup, lost: tuple[int, ...], **given: Any) -> tuple[Planned, list[Lines]]:
@@ -55,7 +50,7 @@ def lives(root: Path, setup: Setup, lost: tuple[int, ...], **given: Any) -> tupl
     return planned, lines
 
 
-def require_most_unsaved(setup: Setup, planned: Planned, lines: list[Lines], ways: Collection[str]) -> None:
+def require_most_unsaved(setup: Setup, planned: Planned, lines: list[Lines], ways: Sequence[str]) -> None:
     """Of the experts of a layer that the same ranks own, those are saved that got most tokens since their last time.
 
     When a step is planned, tokens of the steps before it are known to all. ways: those of a set; what the set for peers
@@ -65,8 +60,8 @@ def require_most_unsaved(setup: Setup, planned: Planned, lines: list[Lines], way
     owners = {at: (at[0], sorted(nodes)) for at, nodes in holders.items()}
     saved_at = dict.fromkeys(holders, 1)
     for step in range(2, LAST + 1):
-        given = set() if ways == SENT else chosen(planned, step, SENT)
-        taken = chosen(planned, step, ways)
+        given = set() if ways == SENT else experts_by(planned[step], SENT)
+        taken = experts_by(planned[step], ways)
         since = {at: tokens_of(lines, at, range(saved_at[at] + 1, step)) for at in holders if name_of(at) not in given}
         for _, group in groupby(sorted(since, key=lambda at: owners[at]), key=lambda at: owners[at]):
             inside = {at: name_of(at) in taken for at in group}
@@ -90,7 +85,7 @@ LOST = [(2,), *(pytest.param(lost, marks=pytest.mark.slow) for lost in ((), (1,)
 def test_what_peers_got_and_what_stayed_here_are_two_choices(lost: tuple[int, ...], tmp_path: Path):
     planned, lines = lives(tmp_path, SHARDED, lost)
     for step in range(2, LAST + 1):
-        sent, here = (len(chosen(planned, step, ways)) for ways in (SENT, ALL))
+        sent, here = (len(experts_by(planned[step], ways)) for ways in (SENT, ALL))
         assert 0 < sent < here < SHARDED.layers * SHARDED.experts, "each budget leaves experts out"
     require_most_unsaved(SHARDED, planned, lines, SENT)
     require_most_unsaved(SHARDED, planned, lines, ALL)
@@ -101,7 +96,7 @@ def test_what_peers_got_and_what_stayed_here_are_two_choices(lost: tuple[int, ..
 def test_peers_that_train_the_same_experts_have_one_choice(lost: tuple[int, ...], tmp_path: Path):
     planned, lines = lives(tmp_path, PLAIN, lost, copied=0.6)
     for step in range(2, LAST + 1):
-        assert chosen(planned, step, SENT) == chosen(planned, step, ALL)
+        assert experts_by(planned[step], SENT) == experts_by(planned[step], ALL)
     require_most_unsaved(PLAIN, planned, lines, SENT)
 
 
@@ -111,4 +106,4 @@ def test_peers_get_gradients_of_what_is_chosen_again(lost: tuple[int, ...], tmp_
     planned, _ = lives(tmp_path, SHARDED, lost, recompute=True)
     assert any(planned[step]["gradients"] for step in planned)
     for step in range(2, LAST + 1):
-        assert 0 < len(chosen(planned, step, SENT)) < len(chosen(planned, step, ALL))
+        assert 0 < len(experts_by(planned[step], SENT)) < len(experts_by(planned[step], ALL))

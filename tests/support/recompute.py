@@ -1,9 +1,9 @@
-"""MoEtion that writes down its plans, with experts chosen by the step alone or by itself, and what must be left of them."""
+"""MoEtion that writes down its plans, experts chosen by the step alone or by itself, and what must be left of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from moe_ckpt.policies.base import Measured, PolicyContext
 from moe_ckpt.replicas.store import ReplicaStore
 
 Expert = tuple[int, int]
+SENT, ALL = ("full", "gradients"), ("full", "gradients", "held")
+"""Ways of a plan: to peers, and to this node's memory."""
 
 
 def steady(step: int, layers: int, experts: int, every: int = 3) -> set[Expert]:
@@ -100,9 +102,13 @@ def plans(path: Path) -> dict[int, dict[str, list[str]]]:
     return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
+def experts_by(plan: Mapping[str, Sequence[str]], ways: Sequence[str]) -> set[str]:
+    return {name for way in ways for name in plan[way] if name.startswith("expert/")}
+
+
 def newest(planned: dict[int, dict[str, list[str]]], step: int, operator: str, *, from_peers: bool) -> int:
     """The newest version of an operator up to ``step``: in full, by gradients, or, on its own node, held there."""
-    ways: Sequence[str] = ("full", "gradients") if from_peers else ("full", "gradients", "held")
+    ways = SENT if from_peers else ALL
     return max(at for at, plan in planned.items() if at <= step and any(operator in plan[way] for way in ways))
 
 

@@ -177,10 +177,10 @@ def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path
 
 
 PACED = {
-    "two-sets": (4, (2,), {"experts": 8}, {}),
+    "two-sets": (4, (0,), {"experts": 8}, {}),
     "two-sets-none": (4, (), {"experts": 8}, {}),
-    "gradients": (4, (1,), {"experts": 8}, {"recompute": True}),
-    "two-ranks": (2, (1,), {"experts": 8, "optimizer": "fused"}, {"recompute": True}),
+    "gradients": (4, (0,), {"experts": 8}, {"recompute": True}),
+    "two-ranks": (2, (0,), {"experts": 8, "optimizer": "fused"}, {"recompute": True}),
 }
 
 
@@ -197,7 +197,12 @@ def test_every_expert_is_as_new_as_algorithm_1_left_it(name: str, tmp_path: Path
     assert all(plans(tmp_path / f"plans_{rank}.jsonl") == planned for rank in range(ranks))
     lose(tmp_path, *lost)
     told = run_ranks(fit, ranks, str(tmp_path), model, {}, None, None, False, paced)
-    assert min(rank["step"] for rank in told) >= stop - 1
+    last = min(rank["step"] for rank in told)
+    assert last >= stop - 1
+    rows = experts_of(model) // ranks
+    owned = [f"expert/{at}/{rows * rank + row}" for at in range(2) for rank in lost for row in range(rows)]
+    here, sent = ([newest(planned, last, each, from_peers=way) for each in owned] for way in (False, True))
+    assert (here != sent) == bool(lost), "of what is lost, peers have something as of an earlier step"
     for step in range(2, stop):
         sent, here = (len(experts_by(planned[step], ways)) for ways in (SENT, ALL))
         assert 0 < sent < here < 2 * experts_of(model), "each budget leaves experts out"

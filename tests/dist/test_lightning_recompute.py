@@ -1,4 +1,5 @@
-"""Optimizer recomputation (MoEtion, Algorithm 3) under Lightning with FSDP2, each rank a node; nothing is on peers.
+"""MoEtion under Lightning with FSDP2, each rank a node; nothing is on peers but what was sent, much of it as gradients
+(Algorithm 3).
 
 All ranks are killed, nodes are lost, and each expert comes back as of the last step at which it, or its gradient, was
 sent, by ``torch.equal``. Expected are the run's own tensors of that step.
@@ -11,6 +12,7 @@ import csv
 import logging
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from moe_ckpt.core.interference import BLOCK, COMPARED
 from moe_ckpt.policies.moetion import PROBED_CHECKPOINTS
 from tests.dist.test_memory import lose
 from tests.support.processes import run_ranks, start_ranks
-from tests.support.recompute import factor_of, newest, plans, refuse, steady
+from tests.support.recompute import ALL, SENT, experts_by, factor_of, newest, plans, refuse, steady
 from tests.support.tiny_moe import TinyMoE
 
 EXPERTS = 4
@@ -37,9 +39,11 @@ def fit(
     stop: int | None,
     refused: int | None = None,
     probe: bool | None = False,
+    paced: dict[str, Any] | None = None,
 ) -> Any:
     """stop: the step at which all are killed; None: returns what came back, before the first step. refused: rank 0 has
-    no room for copies of this step, and the same experts are sent at each. probe: as MoEtion's."""
+    no room for copies of this step, and the same experts are sent at each. probe: as MoEtion's. paced: experts are
+    MoEtion's own choice, with these arguments."""
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -47,7 +51,7 @@ def fit(
 
     from moe_ckpt import Memory
     from moe_ckpt.callbacks import MoECheckpoint
-    from tests.support.recompute import Steady
+    from tests.support.recompute import Paced, Steady
     from tests.support.tiny_moe import Router, TinyMoE, loader
 
     class Sharded(TinyMoE):
@@ -66,7 +70,7 @@ def fit(
             for layer, router in enumerate(each for each in module.modules() if isinstance(each, Router)):
                 router.register_forward_hook(
                     lambda _, __, out, layer=layer: self.routed.append(
-                        (trainer.global_step + 1, layer, torch.bincount(out[1].flatten(), minlength=EXPERTS).tolist())
+                        (trainer.global_step + 1, layer, torch.bincount(out[1].flatten(), minlength=experts).tolist())
                     )
                 )
 
@@ -101,11 +105,12 @@ def fit(
         if rank == 0:
             refuse(refused)
     pl.seed_everything(7 if stop else 8, verbose=False)
-    node = Path(root, f"node_{rank}")
+    node, told = Path(root, f"node_{rank}"), f"{root}/plans_{rank}.jsonl"
     node.mkdir(exist_ok=True)
-    watch = Watch()
+    watch, experts = Watch(), experts_of(model)
+    steady = Steady(told=told, every=3 if refused is None else 1000, probe=probe)
     checkpoint = MoECheckpoint(
-        Steady(told=f"{root}/plans_{rank}.jsonl", every=3 if refused is None else 1000, probe=probe),
+        steady if paced is None else Paced(told=told, ranks=world_size, **paced),
         f"{root}/store",
         memory=Memory(directory=node, replicas=1, storage_every_n_steps=100_000),
         when_busy="wait",
@@ -117,8 +122,13 @@ def fit(
         logger=CSVLogger(root, "", "logged" if stop else "back", flush_logs_every_n_steps=1), **trainer,
     )  # fmt: skip
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        made.fit(Sharded(experts=EXPERTS, **model), loader())
+        made.fit(Sharded(**{"experts": EXPERTS, **model}), loader())
     return watch.back
+
+
+def experts_of(model: dict[str, Any]) -> int:
+    """Of each layer."""
+    return int(model.get("experts", EXPERTS))
 
 
 def parts(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -163,9 +173,51 @@ def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path
     if trainer.get("precision") is None:
         require_factors(tmp_path, planned, ranks)
     assert all(rank["updates"] is not None for rank in told)
-    rows, versions, of_expert = -(-EXPERTS // ranks), set(), {}
+    require_versions(tmp_path, told, planned, lost, experts_of(model))
+
+
+PACED = {
+    "two-sets": (4, (0,), {"experts": 8}, {}),
+    "two-sets-none": (4, (), {"experts": 8}, {}),
+    "gradients": (4, (0,), {"experts": 8}, {"recompute": True}),
+    "two-ranks": (2, (0,), {"experts": 8, "optimizer": "fused"}, {"recompute": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "two-sets")) for name in PACED]
+)
+def test_every_expert_is_as_new_as_algorithm_1_left_it(name: str, tmp_path: Path):
+    """What peers get and what stays on a node is the policy's own choice, from the tokens of this run."""
+    ranks, lost, model, paced = PACED[name]
+    stop = 12
+    ended = start_ranks(fit, ranks, str(tmp_path), model, {}, stop, None, False, paced)
+    assert [each.exitcode for each in ended] == [-signal.SIGKILL] * ranks, [each.error for each in ended]
+    planned = plans(tmp_path / "plans_0.jsonl")
+    assert all(plans(tmp_path / f"plans_{rank}.jsonl") == planned for rank in range(ranks))
+    lose(tmp_path, *lost)
+    told = run_ranks(fit, ranks, str(tmp_path), model, {}, None, None, False, paced)
+    last = min(rank["step"] for rank in told)
+    assert last >= stop - 1
+    rows = experts_of(model) // ranks
+    owned = [f"expert/{at}/{rows * rank + row}" for at in range(2) for rank in lost for row in range(rows)]
+    here, sent = ([newest(planned, last, each, from_peers=way) for each in owned] for way in (False, True))
+    assert (here != sent) == bool(lost), "of what is lost, peers have something as of an earlier step"
+    for step in range(2, stop):
+        sent, here = (len(experts_by(planned[step], ways)) for ways in (SENT, ALL))
+        assert 0 < sent < here < 2 * experts_of(model), "each budget leaves experts out"
+    assert any(planned[step]["gradients"] for step in planned) == paced.get("recompute", False)
+    assert require_versions(tmp_path, told, planned, lost, experts_of(model)) > 0
+
+
+def require_versions(
+    root: Path, told: list[dict[str, Any]], planned: dict[int, Any], lost: Collection[int], experts: int
+) -> int:
+    """All is as of the newest step, but each expert as of its newest version. Returns the tokens lost for it."""
+    [step] = {rank["step"] for rank in told}
+    rows, versions = -(-experts // len(told)), dict[tuple[int, int], int]()
     for rank, found in enumerate(told):
-        history = torch.load(tmp_path / f"history_{rank}.pt", weights_only=True)
+        history = torch.load(root / f"history_{rank}.pt", weights_only=True)
         assert found["state"].keys() == history[step].keys()
         for key, value in found["state"].items():
             if "experts." not in key or not value.ndim:
@@ -173,20 +225,20 @@ def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path
                 continue
             layer = int(key.split(".")[1])
             for row in range(len(value)):
-                expert = f"expert/{layer}/{rows * rank + row}"
-                version = newest(planned, step, expert, from_peers=rank in lost)
-                versions.add(version)
-                of_expert[layer, rows * rank + row] = version
-                assert torch.equal(value[row], history[version][key][row]), (rank, key, expert, version)
-    assert len(versions) > 1
-    routed = [line for rank in range(ranks) for line in torch.load(tmp_path / f"routed_{rank}.pt", weights_only=True)]
+                at = layer, rows * rank + row
+                version = newest(planned, step, f"expert/{at[0]}/{at[1]}", from_peers=rank in lost)
+                versions[at] = version
+                assert torch.equal(value[row], history[version][key][row]), (rank, key, at, version)
+    assert len(set(versions.values())) > 1
+    routed = [line for rank in range(len(told)) for line in torch.load(root / f"routed_{rank}.pt", weights_only=True)]
     lost_tokens = sum(
         tokens
         for at, layer, counts in routed
         for expert, tokens in enumerate(counts)
-        if of_expert[layer, expert] < at <= step
+        if versions[layer, expert] < at <= step
     )
     assert {found["lost"] for found in told} == {lost_tokens}
+    return lost_tokens
 
 
 def require_factors(root: Path, planned: dict[int, dict[str, list[str]]], ranks: int) -> None:

@@ -6,8 +6,10 @@ with its run, so nothing is put back.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -275,17 +277,43 @@ def _update_fails() -> None:
 
 
 def _spared_told() -> None:
-    """Nothing is wrong: each replayed step says how many frozen parameters had no gradient, or zeros."""
-    clear = SparingRecompute.before_update
+    """Nothing is wrong: each replayed step tells how many frozen parameters had no gradient, or zeros, and how far
+    its backward pass went: the blocks whose output got a gradient, and those that anything anchored needs it of.
+    """
+    prepare, clear = SparingRecompute.prepare, SparingRecompute.before_update
 
-    def told(self: SparingRecompute) -> None:
+    def watching(self: SparingRecompute, *given: Any) -> None:
+        prepare(self, *given)
+        self.reached = set[int]()  # type: ignore[attr-defined]
+        hooks = [b.register_forward_hook(functools.partial(watched, self, at)) for at, b in enumerate(blocks_of(self))]
+        self.hooks = hooks  # type: ignore[attr-defined]
+
+    def watched(self: Any, number: int, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.reached.add(number))
+
+    def told(self: Any) -> None:
         found = [self._parameters[name].grad for name in sorted(self._frozen)]
         spared = sum(each is None or not each.count_nonzero() for each in map(_local, found))
-        line = f"rank {os.environ.get('RANK', 0)} spared {spared} of {len(found)}\n"
+        count = len(blocks_of(self))
+        first = min((place_of(name, count) for name in self._parameters if name not in self._frozen), default=count)
+        line = f"rank {os.environ.get('RANK', 0)} spared {spared} of {len(found)}, reached {sorted(self.reached)} "
+        line += f"of {count}, needed {list(range(max(first, 0), count))}\n"
         os.write(1, line.encode())  # whole: ranks share the file
+        for hook in self.hooks:
+            hook.remove()
         clear(self)
 
-    SparingRecompute.before_update = told  # type: ignore[method-assign]
+    def place_of(name: str, blocks: int) -> int:
+        """In front of the blocks, one of them, or behind them."""
+        inside = re.search(r"blocks\.(\d+)\.", name)
+        return int(inside[1]) if inside else -1 if "embed" in name else blocks
+
+    def blocks_of(self: SparingRecompute) -> torch.nn.ModuleList:
+        found: torch.nn.ModuleList = self._module.blocks  # type: ignore[assignment]
+        return found
+
+    SparingRecompute.prepare, SparingRecompute.before_update = watching, told  # type: ignore[method-assign]
 
 
 def _local(gradient: Any) -> Any:

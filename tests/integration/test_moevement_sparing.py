@@ -56,7 +56,12 @@ def test_frozen_parameters_get_no_gradient(run, kept, place):  # noqa: F811
     assert_same_run(run)
     said = Path(f"{run.log}.txt").read_text()
     for rank in range(run.ranks):
-        told = re.findall(rf"rank {rank} spared (\d+) of (\d+)\n", said)
+        told = re.findall(rf"rank {rank} spared (\d+) of (\d+), reached \[(.*)\] of (\d+), needed \[(.*)\]\n", said)
         assert len(told) > 1
-        assert [one == other for one, other in told] == [number not in kept for number in range(len(told))]
-        assert all(other != "0" for _, other in told)
+        assert [one == other for one, other, *_ in told] == [number not in kept for number in range(len(told))]
+        assert all(other != "0" for _, other, *_ in told)
+        for number, (_, _, reached, blocks, needed) in enumerate(told):
+            everywhere = run.kind != "no-moe" or number in kept  # else behind the last layer that is anchored it ends
+            assert reached == (", ".join(map(str, range(int(blocks)))) if everywhere else needed)
+        if run.kind == "no-moe":
+            assert len({needed for *_, needed in told[len(kept) :]}) > 1, "it ends in other layers from step to step"

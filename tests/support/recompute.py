@@ -1,10 +1,10 @@
-"""MoEtion that sends gradients, with experts chosen by the step alone, and what must be left of them."""
+"""MoEtion that writes down its plans, experts chosen by the step alone or by itself, and what must be left of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.policies import MoEtion
-from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.policies.base import Measured, PolicyContext
 from moe_ckpt.replicas.store import ReplicaStore
 
 Expert = tuple[int, int]
+SENT, ALL = ("full", "gradients"), ("full", "gradients", "held")
+"""Ways of a plan: to peers, and to this node's memory."""
 
 
 def steady(step: int, layers: int, experts: int, every: int = 3) -> set[Expert]:
@@ -52,14 +54,47 @@ class Steady(MoEtion):
         return chosen
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        plan = super().plan(context)
-        found = {"full": plan.operators(), "gradients": plan.gradients, "held": plan.operators(Tier.HOST)}
-        with open(self.told, "a") as file:
-            file.write(json.dumps({"step": context.step, **found}) + "\n")
-        return plan
+        return written_down(super().plan(context), context, self.told)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "steady"}
+
+
+@dataclass(frozen=True)
+class Paced(MoEtion):
+    """MoEtion as it is, by Algorithm 1 for both sets; acted are only the rates that its two budgets follow from.
+
+    Of an even share of all state a rank can copy the portion ``copied`` in an iteration, and send ``sent``.
+    """
+
+    capacity_boost: float | None = None
+    probe: bool | None = False
+    told: str = ""
+    copied: float = 0.8
+    sent: float = 0.55
+    ranks: int = 4
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        assert context.sizes is not None
+        share = sum(size.full for size in context.sizes.values()) / self.ranks
+        rates = Measured(
+            recent_iteration_secs=1.0,
+            copy_bytes_per_sec=self.copied * share,
+            send_bytes_per_sec=self.sent * share,
+            persist_bytes_per_sec=1e12,
+        )
+        return written_down(super().plan(replace(context, measured=rates)), context, self.told)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "paced"}
+
+
+def written_down(plan: SnapshotPlan, context: PolicyContext, told: str) -> SnapshotPlan:
+    """Appends a line to the file ``told``."""
+    found = {"full": plan.operators(), "gradients": plan.gradients, "held": plan.operators(Tier.HOST)}
+    with open(told, "a") as file:
+        file.write(json.dumps({"step": context.step, **found}) + "\n")
+    return plan
 
 
 def plans(path: Path) -> dict[int, dict[str, list[str]]]:
@@ -67,9 +102,13 @@ def plans(path: Path) -> dict[int, dict[str, list[str]]]:
     return {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
+def experts_by(plan: Mapping[str, Sequence[str]], ways: Sequence[str]) -> set[str]:
+    return {name for way in ways for name in plan[way] if name.startswith("expert/")}
+
+
 def newest(planned: dict[int, dict[str, list[str]]], step: int, operator: str, *, from_peers: bool) -> int:
     """The newest version of an operator up to ``step``: in full, by gradients, or, on its own node, held there."""
-    ways: Sequence[str] = ("full", "gradients") if from_peers else ("full", "gradients", "held")
+    ways = SENT if from_peers else ALL
     return max(at for at, plan in planned.items() if at <= step and any(operator in plan[way] for way in ways))
 
 

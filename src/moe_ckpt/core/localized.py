@@ -2,8 +2,12 @@
 
 Between two updates every rank that lives on holds the newest step, and what crossed the boundaries of the stages since
 the last checkpoint is in the senders' logs. So only stages that lost something go back: their ranks compute the steps
-since once more, and take from the logs what their neighbours sent (MoEvement, section 3.4 and appendix A). The trainer
-and the simulator decide by the same functions.
+since once more, and take from the logs what their neighbours sent (MoEvement, section 3.4 and appendix A).
+
+The trainer decides by ``local_recoveries``, from what each rank kept at its start, and by ``log_gap``. The simulator
+knows which stages have lost a rank, and nothing of ranks that are a step apart: it takes ``segments`` of these, and
+joins them to recoveries under way by ``Segment.touches``. For the same dead ranks both come to the same segments,
+except where every stage lost one: a trainer then lets all go back.
 """
 
 from __future__ import annotations

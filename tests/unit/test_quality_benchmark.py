@@ -1,0 +1,103 @@
+"""The docs have what the committed runs of ``quality.py`` and ``quality_grid.py`` found."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+
+from benchmarks.quality import BOOST, MLT, QUALITY, result_of
+from benchmarks.quality_grid import RESULT
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+NEVER = QUALITY[0].name
+Runs = list[dict[str, Any]]
+
+
+def docs(name: str) -> str:
+    """In one line, since a sentence may be broken anywhere."""
+    return " ".join((ROOT / "docs" / f"{name}.md").read_text().split())
+
+
+def runs_of(comparison: str | None) -> dict[str, Runs]:
+    return json.loads((RESULTS / result_of(comparison)).read_text())["arms"]
+
+
+def chance(runs: dict[str, Runs]) -> float:
+    return stdev(each["val_loss"] for each in runs[NEVER])
+
+
+def gaps(runs: dict[str, Runs], arm: str) -> list[float]:
+    """Loss of each seed less that of the same seed without failures."""
+    return [one["val_loss"] - other["val_loss"] for one, other in zip(runs[arm], runs[NEVER], strict=True)]
+
+
+def signed(number: float) -> str:
+    return f"{number:+.4f}".replace("-", "\N{MINUS SIGN}")
+
+
+def percent(portion: float, digits: int = 0) -> str:
+    return f"{portion:.{digits}%}".replace("%", " %")
+
+
+def made_up(runs: Runs) -> float:
+    """Of the tokens that these runs lost."""
+    return 1 - sum(each["owed_tokens"] for each in runs) / sum(each["lost_tokens"] for each in runs)
+
+
+@pytest.mark.parametrize("number", range(0, len(MLT), 2), ids=lambda at: MLT[at].name.removesuffix(", no boost"))
+def test_the_docs_have_losses_over_mlt(number):
+    runs = runs_of("mlt")
+    plain, boosted = (MLT[number + at].name for at in (0, 1))
+    both = runs[plain] + runs[boosted]
+    cells = [percent(mean(each[what] for each in both), 1) for what in ("mlt_worst", "plt")]
+    cells += [signed(mean(gaps(runs, arm))) for arm in (plain, boosted)]
+    assert f"| {' | '.join(cells)} | {percent(made_up(runs[boosted]))} |" in docs("moetion")
+
+
+def test_the_docs_have_what_chance_is_in_runs_over_mlt():
+    runs = runs_of("mlt")
+    assert f"loss differs by {chance(runs):.4f} between seeds" in docs("moetion")
+    beyond = [gap for arm in MLT[2:] for gap in gaps(runs, arm.name)]
+    assert min(beyond) > 0
+    assert f"from 2 % on, the loss was higher in all of {len(beyond)} runs" in docs("moetion")
+
+
+def test_the_docs_have_losses_with_and_without_a_boost():
+    runs = runs_of("boost")
+    [gap] = {f"{mean(gaps(runs, arm.name)):.4f}" for arm in BOOST}
+    worst = [each["mlt_worst"] for arm in BOOST for each in runs[arm.name]]
+    found = [made_up([each]) for each in runs[BOOST[1].name]]
+    said = docs("moetion")
+    assert f"validation loss is {gap} higher than that of the same seeds" in said
+    assert f"chance is {chance(runs):.4f}" in said
+    assert f"worst MLT {100 * min(worst):.0f} to {percent(max(worst))}" in said
+    assert f"{100 * min(found):.0f} to {percent(max(found))} of the lost tokens were made up" in said
+
+
+@pytest.mark.parametrize(
+    ("arm", "name"), zip(QUALITY, ("never failing", "within the budget", "budget broken"), strict=True)
+)
+def test_the_docs_have_losses_within_a_budget_and_beyond(arm, name):
+    runs = runs_of(None)
+    losses = " ".join(f"{each['val_loss']:.4f}" for each in runs[arm.name])
+    cells = ["0", losses, ""]
+    if arm.failing:
+        plt = " ".join(percent(each["plt"], 1 if each["plt"] < 0.1 else 0) for each in runs[arm.name])
+        cells = [plt, losses, f"{mean(gaps(runs, arm.name)):+.4f} (mean)"]
+    assert re.sub(" +", " ", f"| {name} | {' | '.join(cells)} |") in docs("moc")
+    assert f"The seeds alone differ by {chance(runs):.4f}" in docs("moc")
+
+
+@pytest.mark.parametrize(
+    "cell", json.loads((RESULTS / RESULT).read_text())["cells"], ids=lambda c: f"{c['k']}-{c['every']}"
+)
+def test_the_docs_have_losses_over_k_and_interval(cell):
+    spread = json.loads((RESULTS / RESULT).read_text())["chance"]
+    cells = [str(cell["k"]), str(cell["every"]), f"{cell['plt']:.2%}", f"{cell['gap']:+.4f}"]
+    assert f"| {' | '.join(cells)} | {cell['gap'] / spread:+.1f} |" in docs("simulator_papers")

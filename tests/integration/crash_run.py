@@ -58,6 +58,7 @@ from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
+from tests.support.bad_disks import spoil_disk
 from tests.support.networks import enter
 from tests.support.opened import note_shards
 from tests.support.plain_store import read_body
@@ -108,7 +109,8 @@ class Run:
     the process takes of the system when training begins.
     sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
     networks: of each rank the network that its copies go over (``tests.support.networks``); training's own stays.
-    logged: what the trainer's logger gets of the library at each step is in the log, too, as "metrics".
+    logged: what the trainer's logger gets of the library at each step is in the log, too, as "metrics"; "at" is when.
+    bad_disk: (how, step): see ``tests.support.bad_disks.spoil_disk``.
     """
 
     store: str | None
@@ -140,6 +142,7 @@ class Run:
     sabotage: str = ""
     networks: tuple[str, ...] = ()
     logged: bool = False
+    bad_disk: tuple[str, int] | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -257,7 +260,7 @@ class Noted(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         ours = {name.removeprefix("moe_ckpt/"): value for name, value in metrics.items() if "moe_ckpt/" in name}
         if ours:
-            self.recorder.note(self.rank, event="metrics", step=step, **ours)
+            self.recorder.note(self.rank, event="metrics", step=step, at=time.monotonic(), **ours)
 
 
 class DeadlyRecorder(Recorder):
@@ -614,6 +617,8 @@ def main(run: Run) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if run.networks:
         _enter_between(run.networks[rank])
+    if run.bad_disk is not None:
+        spoil_disk(*run.bad_disk)
     if run.watched:
         note_shards(str(run.store), f"{run.log}.opened", rank)
     trainer, module, _ = build(run, rank)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import lightning.pytorch as pl
 import pytest
@@ -22,9 +25,24 @@ from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import LocalStorage
-from tests.integration.lives import place  # noqa: F401 - a fixture
+from tests.integration.crash_run import Run
+from tests.integration.lives import (
+    KILLED,
+    LIFE_SECS,
+    assert_same_run,
+    assert_store_sound,
+    events,
+    live_ranks,
+    output,
+    place,  # noqa: F401 - a fixture
+    shards_read,
+    started_ranks,
+)
+from tests.integration.test_memory_kills import in_memory, left
+from tests.integration.test_memory_layouts import lose, under_way
+from tests.integration.test_memory_rarely_stored import restored, stored
+from tests.support.bad_disks import BAD, HangingDisk, SlowDisk, SmallDisk
 from tests.support.bad_disks import PATIENCE_SECS as BAD_PATIENCE_SECS
-from tests.support.bad_disks import HangingDisk, SlowDisk, SmallDisk
 from tests.support.deleting import delete_tree
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 from tests.support.waiting import retry_until
@@ -181,3 +199,62 @@ def test_a_store_that_is_deleted_during_training(policy, place, monkeypatch, cap
     assert callback.restored_step >= 18
     assert trainer.global_step == STEPS
     assert verified(disk.root)[-1] == STEPS
+
+
+ALONE = Run(None, policy=("dense", 1), samples=1200, epochs=1, logged=True, watched=True)
+IN_MEMORY = {
+    "dense": ALONE,
+    "moc": replace(ALONE, policy=("moc", 1), options={"snapshot_k": 4}),
+    "moevement": replace(ALONE, policy=("moevement", 3)),
+    "fsdp2": replace(ALONE, ranks=2, replicas=1, sharded=True, samples=2400),
+}
+BEHIND = {"dense": 2, "moc": 2, "moevement": 7, "fsdp2": 3}
+"""Steps from the newest that memory is known to have to the newest of all, at most: MoEvement keeps two windows."""
+BAD_FROM, BAD_STEPS = 60, 120
+
+
+@pytest.mark.parametrize("how", BAD)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "dense")) for n in IN_MEMORY])
+def test_a_disk_that_stays_bad_costs_memory_nothing(name, how, place):  # noqa: F811
+    """Training goes on at its speed, with each checkpoint in memory; after kill -9 all of it comes from there.
+
+    Under FSDP2 from a peer: a node is lost as well.
+    """
+    run = in_memory(IN_MEMORY[name], place)
+    with started_ranks(replace(run, bad_disk=(how, BAD_FROM))) as processes:
+
+        def reached() -> int:
+            return max((line["step"] for line in events(run) if line["event"] == "batch"), default=0)
+
+        wanted = BAD_FROM + BAD_STEPS
+        came = retry_until(lambda: reached() >= wanted or not all(p.is_alive() for p in processes), 180.0)
+        assert came, f"training stands still at step {reached()}\n{output(run)}"
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+            assert process.exitcode == KILLED, output(run)
+    lines = [line for line in events(run) if line["event"] == "metrics"]
+    secs = {b["step"]: b["at"] - a["at"] for a, b in pairwise(lines)}
+    well = [took for step, took in secs.items() if 20 <= step < BAD_FROM]
+    bad = [took for step, took in secs.items() if BAD_FROM + 5 <= step]
+    print("MEASURED", name, how, median(well), median(bad), max(bad), len(bad))
+    assert len(bad) > BAD_STEPS - 10
+    assert median(bad) < 3 * median(well), "at its speed"
+    assert max(bad) < 4.0, "no step waits for the disk"
+    kept = {line["step"]: line["memory_step"] for line in lines if line["step"] >= BAD_FROM}
+    late = {step: has for step, has in kept.items() if step - has > BEHIND[name]}
+    assert not late, late
+    assert stored(run) < BAD_FROM
+    assert how == "hangs" or lines[-1]["failed_checkpoints"] > 5, "it was tried again and again"
+    assert how == "full" or "stays in memory only" in output(run)
+    newest, unwritten = lines[-1]["memory_step"], under_way(run)
+    if run.replicas:
+        lose(run, 1)
+    assert live_ranks(run) == [0] * run.ranks, output(run)
+    assert newest <= restored(run) <= lines[-1]["step"] + 1
+    assert shards_read(run) == [[]] * run.ranks, "all of it comes from memory"
+    assert_same_run(run, unwritten)
+    assert_store_sound(run, ended=True)
+    assert stored(run) == run.samples // 4 // run.ranks, "storage has its last step, now that it answers"
+    assert left(run) == []

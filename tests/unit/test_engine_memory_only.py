@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 import time
@@ -22,9 +23,12 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.room import Room
 from moe_ckpt.errors import HostMemoryError, RecoveryLoopError, SaveFailedError
 from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.recovery.slot_views import age_of
 from moe_ckpt.storage import LocalStorage, Storage
+from tests.support.bad_disks import SmallDisk
 from tests.support.deleting import delete_tree
 from tests.unit.engine_parts import (
     ALL,
@@ -255,6 +259,45 @@ def test_a_full_disk_ends_no_training(where, caplog):
     with life(where, every=1) as second:
         come_back(second)
         assert_state(second, at(10))
+
+
+@pytest.mark.parametrize("slots_before", [0, 1, 3])
+def test_a_full_disk_ends_no_sparse_window_that_memory_goes_on_with(slots_before, where):
+    """And none of what memory then has of windows stays on storage in part."""
+    disk = SmallDisk(where[0], float("inf"))
+    with life(where, MoEvement(window=4), every=1, storage=disk, max_failures=2) as only:
+        only.go(9 + slots_before, settle=True)
+        disk.capacity_bytes = 0
+        only.go(16 - slots_before, settle=True)
+        assert [record.slot for record in only.records[1:]] == [0, 1, 2, 3] * 6, "after the first one, which is dense"
+        assert [record.memory_step for record in only.records[-5:]] == [17, 21, 21, 21, 21]
+        assert only.records[-1].failed_checkpoints == 4, "each window once"
+        assert [record.to_storage for record in only.records[13:17]] == [True, False, False, False], "the rest is not"
+        disk.capacity_bytes = float("inf")
+        only.go(8, settle=True)
+        assert only.records[-1].committed_step == 29
+    assert len(list(where[0].glob("step_*"))) == 1 + 4 * 4, "the dense one, two windows from before, and two from after"
+
+
+def test_a_window_that_neither_memory_nor_a_full_disk_has_begins_anew(where, monkeypatch):
+    disk = SmallDisk(where[0], float("inf"))
+    with life(where, MoEvement(window=4), every=1, storage=disk, max_failures=20) as only:
+        only.go(9, settle=True)
+        disk.capacity_bytes = 0
+        monkeypatch.setattr(Slot, "seal", raising_once(OSError("no page is free"), Slot.seal))
+        only.go(8, settle=True)
+        assert [record.slot for record in only.records[9:]] == [0, 0, 1, 2, 3, 0, 1, 2]
+
+
+def raising_once(error, real):
+    calls = itertools.count()
+
+    def call(*args):
+        if not next(calls):
+            raise error
+        return real(*args)
+
+    return call
 
 
 def test_generations_go_on_where_only_memory_knows_of_a_life(where):

@@ -7,6 +7,7 @@ import logging
 from moe_ckpt.core.cadence import StorageFacts
 from moe_ckpt.core.peer_copies import goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.window import Window
 from moe_ckpt.engine.agreement import StepConsensus
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.engine.settings import Settings
@@ -37,6 +38,7 @@ class StorageFlush:
         self._windows = windows
         self._rank = rank
         self._last: tuple[int, float | None] | None = None
+        self._window: Window | None = None
         self._window_goes = True
         self._behind = False
 
@@ -68,7 +70,7 @@ class StorageFlush:
             self._say_behind(plan.step)
         elif goes:
             self._last, self._behind = (plan.step, consensus.secs), False
-        self._window_goes = goes
+        self._window, self._window_goes = plan.window, goes
         return goes
 
     def goes_from_log(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:
@@ -107,7 +109,9 @@ class StorageFlush:
             self.log_serves = self._from_log
 
     def failed(self, pending: Pending) -> None:
-        """A snapshot did not get to storage: the next one is due."""
+        """A snapshot did not get to storage: the next one is due, and the rest of its window is of no use there."""
+        if pending.window is not None and pending.window == self._window:
+            self._window_goes = False
         start = pending.step if pending.window is None else pending.window.start
         if self._last is not None and self._last[0] >= start:
             self._last = None

@@ -133,6 +133,8 @@ class RunLedger:
         self.pending: dict[int, Pending] = {}
         self.sealing: dict[int, Pending] = {}
         self.window: Window | None = None
+        self._lost_in_memory: Window | None = None
+        self._lost_on_storage: Window | None = None
         self.next_slot = 0
         self.owed: Counts | None = None
         self._rescued: frozenset[str] = frozenset()
@@ -255,14 +257,16 @@ class RunLedger:
                 if copied:
                     self.ledger.hold(pending.operators_in(Tier.PEER), pending.step, pending.applied, Tier.PEER)
                 self._rescued -= frozenset(operators)
-        elif not pending.stored and pending.window is not None and pending.window == self.window:
-            self.give_up_window()
+        elif pending.window is not None:
+            self._lost_in_memory = pending.window
+            self._end_window_that_is_lost(on_storage=not pending.stored)
 
     def resolved(self, sequence: int, *, committed: bool) -> Pending:
         """A snapshot ended; what it saved counts from now on, if it was committed."""
         pending = self.pending.pop(sequence)
-        if not committed and pending.window is not None and pending.window == self.window:
-            self.give_up_window()
+        if not committed and pending.window is not None:
+            self._lost_on_storage = pending.window
+            self._end_window_that_is_lost(in_memory=not self.outlives_process)
         if committed and pending.is_checkpoint:
             kept = None if self.outlives_process else pending.host_only
             whole = pending.window is None
@@ -283,6 +287,17 @@ class RunLedger:
     def needs_everything(self) -> bool:
         """True after ``forget``, until a checkpoint of everything is under way or committed."""
         return self._is_void and not any(pending.is_complete for pending in self.pending.values())
+
+    def _end_window_that_is_lost(self, *, in_memory: bool = False, on_storage: bool = False) -> None:
+        """The window under way ends here if neither will have all of it. While memory may, a bad disk costs it nothing.
+
+        Args:
+            in_memory: Memory will not have it, whatever is known of it.
+            on_storage: Storage will not.
+        """
+        in_memory = in_memory or self._lost_in_memory == self.window
+        if in_memory and (on_storage or self._lost_on_storage == self.window):
+            self.give_up_window()
 
     def give_up_window(self) -> None:
         """No further slot of the window under way will be saved."""

@@ -36,9 +36,11 @@ from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Encode, LogSpan, Snapshot, copy_at_once, needs_of, placed
 from moe_ckpt.engine.stages import Stages
+from moe_ckpt.policies.base import needs_of as needs_of_policy
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copier import Copier, Copy
+from moe_ckpt.slices.expected import ExpectedShare
 from moe_ckpt.slices.mirroring import MirroredShares
 from moe_ckpt.slices.request import SnapshotRequest
 
@@ -86,7 +88,21 @@ class Pipeline:
             host_tier.leave(self.tier, keep=True)
             raise
         require = None if self.memory is None else requires_room(self.memory.files.path, settings.local_ranks)
-        self._room = Room(self._pool, self.tier, self.stages, settings, rank, len(run.catalog.operators), require)
+        needs = needs_of_policy(run.policy)
+        always_whole = not (needs.partial or needs.windows or needs.gradients)
+        self._room = Room(
+            self._pool,
+            self.tier,
+            self.stages,
+            settings,
+            rank,
+            len(run.catalog.operators),
+            require,
+            always_whole=always_whole,
+        )
+        self._always_whole = always_whole
+        self._run = run
+        self._is_foreseen = False
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
         self._sequence = self.next_memory_sequence = 0
@@ -126,6 +142,36 @@ class Pipeline:
     def is_used_up(self) -> bool:
         """See ``Room.is_used_up``."""
         return self._room.is_used_up
+
+    def foresee(self, *, whole: bool) -> None:
+        """Training begins, with the state that it has now: from here on the copying thread makes what the first
+        snapshots need, as far as that is known. Once; only memory that outlives the process takes long to make.
+
+        Args:
+            whole: The first snapshot will have everything, whatever the policy.
+        """
+        if self._is_foreseen or self.memory is None:
+            return
+        self._is_foreseen = True
+        share = self._expected() if whole or self._always_whole else None
+        self._room.foresee(share)
+        self._copier.later(self._make_ready)
+
+    def _expected(self) -> Callable[[], int]:
+        """Returns what says how many bytes a snapshot of everything has, on any thread: it may take a while."""
+        run = self._run
+        tensors, specs = run.state.tensors(), run.state.specs()
+
+        def share() -> int:
+            expected = ExpectedShare(tensors, specs)
+            return expected.nbytes(run.catalog, run.placement, run.settings.sharding, run.comm.rank)
+
+        return share
+
+    def _make_ready(self) -> None:
+        """Copy thread: what ``foresee`` says."""
+        if not self._closing and self._room.make_ready():
+            self._copier.later(self._make_ready)
 
     def begin(
         self,

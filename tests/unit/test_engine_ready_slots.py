@@ -8,12 +8,11 @@ import time
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage
 from tests.support.deleting import delete_tree
-from tests.unit.engine_parts import ALL, PATIENCE_SECS, Life
+from tests.unit.engine_parts import ALL
 from tests.unit.test_engine_host_tier import assert_state, come_back
 from tests.unit.test_engine_memory import life, no_memory_of_other_tests, slots, where  # noqa: F401 - fixtures
 
@@ -35,16 +34,6 @@ def made(monkeypatch) -> list[tuple[str, int]]:
 
 def on_training_thread(made) -> list[tuple[str, int]]:
     return [each for each in made if each[0] == threading.current_thread().name]
-
-
-def wait_until_made(life: Life) -> None:
-    """Nothing is made ahead any more."""
-    done = threading.Event()
-    pipeline = life.session._resources.pipeline
-    for _ in range(10):  # each makes one, and then asks for another
-        done.clear()
-        pipeline._copier.later(done.set)
-        assert done.wait(PATIENCE_SECS)
 
 
 @pytest.mark.parametrize("policy", [Dense(), MoC(k=1)], ids=["all at each step", "partial later"])

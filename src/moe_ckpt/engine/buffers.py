@@ -32,6 +32,7 @@ _OVERSIZE = 2
 _PAGE_NBYTES = 4096
 _SMALL_BYTES = 1 << 20
 """Up to here a buffer of any size may serve: what it wastes is not worth another allocation."""
+_MANY = 64
 _STEPS_PER_DOUBLING = 16
 """Buffers come in so many sizes between one power of two and the next."""
 WHOLE, PIECES, MIRRORED = "whole", "pieces", "mirrored"
@@ -91,7 +92,7 @@ class HostBufferPool:
         self._lent: set[HostBuffer] = set()
         self._making_bytes = 0
         self._ahead: list[int] = []
-        self._usual_bytes = 0
+        self._usual_bytes = self._least_bytes = 0  # that a new buffer has, and that it must have
         self._sizes: dict[str, tuple[int, ...]] = {}
         self._retired = False
         self._lock = threading.Lock()
@@ -147,7 +148,7 @@ class HostBufferPool:
             raise HostMemoryError(nbytes, self.budget_bytes)
         with self._lock:
             # Where snapshots differ in size, as with ranks that own an expert of only some, all use the largest's.
-            usual, free = self._usual_bytes if kind == WHOLE else 0, [b for b in self._free if b.kind == kind]
+            usual, free = self._least_bytes if kind == WHOLE else 0, [b for b in self._free if b.kind == kind]
             fitting = [b for b in free if b.nbytes >= nbytes and _serves(b, max(nbytes, usual))]
             fitting = fitting or [b for b in free if _serves(b, nbytes)]
             fitting = fitting or [b for b in free if b.foreseen and nbytes <= b.nbytes]
@@ -283,7 +284,7 @@ class HostBufferPool:
 
     def _is_usual(self, buffer: HostBuffer) -> bool:
         if buffer.kind == WHOLE:
-            return not self._usual_bytes or _serves(buffer, self._usual_bytes)
+            return not self._least_bytes or _serves(buffer, self._least_bytes)
         return any(_serves(buffer, nbytes) for nbytes in self._sizes.get(buffer.kind, ()))
 
     def discard(self, buffer: HostBuffer) -> None:
@@ -303,16 +304,18 @@ class HostBufferPool:
             self._lent.clear()
 
     def expect(self, nbytes: int) -> bool:
-        """Sets the usual size of a snapshot to ``nbytes``; True if that is more than before.
+        """Sets the usual size of a snapshot to ``nbytes``; True if others are to be made for it.
 
         Free buffers that cannot serve such a snapshot (that of the dense first one) are freed.
         """
         with self._lock:
-            if nbytes <= self._usual_bytes:
+            if nbytes <= self._least_bytes:
                 return False
-            self._usual_bytes = self._size(nbytes)
-            self._let_go_of([b for b in self._free if b.kind == WHOLE and not _serves(b, self._usual_bytes)])
-            return True
+            self._least_bytes, more = nbytes, nbytes > self._usual_bytes
+            self._usual_bytes = self._size(nbytes) if more else self._usual_bytes
+            wrong = [b for b in self._free if b.kind == WHOLE and not _serves(b, nbytes)]
+            self._let_go_of(wrong)
+            return more or bool(wrong)
 
     def _let_go_of(self, buffers: Sequence[HostBuffer]) -> None:
         """Of free ones."""
@@ -333,8 +336,8 @@ class HostBufferPool:
         Slow, and meant for a background thread: its pages are touched here.
         """
         with self._lock:
-            size = self._usual_bytes
-            there = sum(b.kind == WHOLE and _serves(b, size) for b in (*self._free, *self._lent))
+            size, least = self._usual_bytes, self._least_bytes
+            there = sum(b.kind == WHOLE and _serves(b, least) for b in (*self._free, *self._lent))
             if not size or there >= count or self._held() + size > self.budget_bytes:
                 return False
             self._begin_ahead(size)
@@ -412,9 +415,9 @@ class HostBufferPool:
             return lent - spare + nbytes <= self.budget_bytes
 
     def _size(self, nbytes: int) -> int:
-        """Of a buffer for so many bytes: ``roomy``, unless the budget then held fewer of them."""
+        """Of a buffer for so many bytes: ``roomy``, unless the budget then held fewer of them, where it holds few."""
         count = self.budget_bytes // nbytes
-        return min(roomy(nbytes), self.budget_bytes // count) if count else roomy(nbytes)
+        return min(roomy(nbytes), self.budget_bytes // count) if 0 < count <= _MANY else roomy(nbytes)
 
     @property
     def is_making(self) -> bool:

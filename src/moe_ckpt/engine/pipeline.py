@@ -8,7 +8,7 @@ which none is free is skipped or waited for, as configured; only the recovery bu
 training has to do either.
 
 Knows nothing of policies or tokens. ``begin`` and ``join`` are called on the training thread; everything
-else happens on the copy thread and the persist thread.
+else happens on the copy thread, the persist thread, and the one that makes buffers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_memory import HostMemory
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.limited_slots import requires_room
+from moe_ckpt.engine.making import MakerThread
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.persisting import Persister
@@ -106,7 +107,7 @@ class Pipeline:
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
         self._sequence = self.next_memory_sequence = 0
-        self._closing = False
+        self._maker = MakerThread()
 
     @property
     def memory(self) -> MemoryTier | None:
@@ -144,8 +145,8 @@ class Pipeline:
         return self._room.is_used_up
 
     def foresee(self, *, whole: bool) -> None:
-        """Training begins, with the state that it has now: from here on the copying thread makes what the first
-        snapshots need, as far as that is known. Once; only memory that outlives the process takes long to make.
+        """Training begins, with the state that it has now: from here on a thread makes what the first snapshots
+        need, as far as that is known. Once; only memory that outlives the process takes long to make.
 
         Args:
             whole: The first snapshot will have everything, whatever the policy.
@@ -153,9 +154,9 @@ class Pipeline:
         if self._is_foreseen or self.memory is None:
             return
         self._is_foreseen = True
-        share = self._expected() if whole or self._always_whole else None
-        self._room.foresee(share)
-        self._copier.later(self._make_ready)
+        self._room.foresee(self._expected() if whole or self._always_whole else None)
+        if not self._maker.start(self._room.make_ready):
+            self._room.foresee_nothing()
 
     def _expected(self) -> Callable[[], int]:
         """Returns what says how many bytes a snapshot of everything has, on any thread: it may take a while."""
@@ -167,11 +168,6 @@ class Pipeline:
             return expected.nbytes(run.catalog, run.placement, run.settings.sharding, run.comm.rank)
 
         return share
-
-    def _make_ready(self) -> None:
-        """Copy thread: what ``foresee`` says."""
-        if not self._closing and self._room.make_ready():
-            self._copier.later(self._make_ready)
 
     def begin(
         self,
@@ -241,13 +237,8 @@ class Pipeline:
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
         if self._room.used(request, needs):
-            self._copier.later(self._top_up)
+            self._maker.start(self._room.top_up)
         return snapshot
-
-    def _top_up(self) -> None:
-        """Copy thread: make the buffers that the next snapshots will need, one at a time, copies in between."""
-        if not self._closing and self._room.top_up():
-            self._copier.later(self._top_up)
 
     def step_begins(self) -> None:
         """The next iteration begins, beside whose pipeline copies and sends go in bubbles first."""
@@ -326,11 +317,11 @@ class Pipeline:
         Returns:
             False if writing was still going on.
         """
-        self._closing = True
         self._let_go()
         try:
             self.join()
         finally:
+            self._maker.close()
             try:
                 ended = self.stages.close(timeout_secs, afterwards)
             finally:

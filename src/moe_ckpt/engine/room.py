@@ -173,6 +173,10 @@ class Room:
         self._share = share
         self._foreseen.clear()
 
+    def foresee_nothing(self) -> None:
+        """``make_ready`` is not going to be called."""
+        self._foreseen.set()
+
     def make_ready(self) -> bool:
         """Prepare one of the buffers that the first snapshots of this life will need; False if there are enough.
 

@@ -29,8 +29,10 @@ log = logging.getLogger("moe_ckpt")
 
 _SHARE_OF_FREE_MEMORY = 0.5
 _OVERSIZE = 2
+_PAGE_NBYTES = 4096
 _SMALL_BYTES = 1 << 20
 """Up to here a buffer of any size may serve: what it wastes is not worth another allocation."""
+_MANY = 64
 _STEPS_PER_DOUBLING = 16
 """Buffers come in so many sizes between one power of two and the next."""
 WHOLE, PIECES, MIRRORED = "whole", "pieces", "mirrored"
@@ -47,12 +49,16 @@ class HostBuffer:
         slot: Whose bytes these are, if they outlive the process; None for private memory.
         registered: CUDA was told to page-lock the slot's bytes.
         kind: What it is for.
+        foreseen: It was made before anybody knew what it must hold, and may be too large.
+        is_cold: Of an earlier life: this process has not touched its pages yet.
     """
 
     memory: torch.Tensor
     slot: Slot | None = None
     registered: bool = False
     kind: str = WHOLE
+    foreseen: bool = False
+    is_cold: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -67,19 +73,26 @@ class HostBufferPool:
         pinned: Page-locked, for copies from a GPU.
         make_slot: Makes memory that outlives the process; None for private memory. Where it cannot (no room, no
             descriptor left, a directory that is gone), private memory serves.
+        make_early: The same ahead of time, when it may be at the expense of less.
     """
 
     def __init__(
-        self, budget_bytes: int, *, pinned: bool = False, make_slot: Callable[[int], Slot] | None = None
+        self,
+        budget_bytes: int,
+        *,
+        pinned: bool = False,
+        make_slot: Callable[[int], Slot] | None = None,
+        make_early: Callable[[int], Slot] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._pinned = pinned
-        self._make_slot = make_slot
+        self._make_slot, self._make_early = make_slot, make_early or make_slot
         self._said_private = False
         self._free: list[HostBuffer] = []
         self._lent: set[HostBuffer] = set()
         self._making_bytes = 0
-        self._usual_bytes = 0
+        self._ahead: list[int] = []
+        self._usual_bytes = self._least_bytes = 0  # that a new buffer has, and that it must have
         self._sizes: dict[str, tuple[int, ...]] = {}
         self._retired = False
         self._lock = threading.Lock()
@@ -135,16 +148,19 @@ class HostBufferPool:
             raise HostMemoryError(nbytes, self.budget_bytes)
         with self._lock:
             # Where snapshots differ in size, as with ranks that own an expert of only some, all use the largest's.
-            usual, free = self._usual_bytes if kind == WHOLE else 0, [b for b in self._free if b.kind == kind]
+            usual, free = self._least_bytes if kind == WHOLE else 0, [b for b in self._free if b.kind == kind]
             fitting = [b for b in free if b.nbytes >= nbytes and _serves(b, max(nbytes, usual))]
             fitting = fitting or [b for b in free if _serves(b, nbytes)]
+            fitting = fitting or [b for b in free if b.foreseen and nbytes <= b.nbytes]
             if fitting:
                 best = min(fitting, key=lambda b: b.nbytes)
                 self._free.remove(best)
-                if _is_unsealed(best):
+                if _is_unsealed(best) and self._is_cut(best, nbytes) and self._is_warm(best):
                     self._lent.add(best)
                     return best
                 _let_go(best)
+            if kind == WHOLE:  # what was foreseen is something else
+                self._let_go_of([b for b in self._free if b.foreseen])
             # Free buffers of the wrong size go before the budget is called exhausted.
             while self._free and self._held() + nbytes > self.budget_bytes:
                 _let_go(self._free.pop(0))
@@ -160,12 +176,45 @@ class HostBufferPool:
             self._lent.add(buffer)
         return buffer
 
-    def _make(self, size: int, require: Callable[[int], None] | None = None) -> HostBuffer:
+    def _is_cut(self, buffer: HostBuffer, nbytes: int) -> bool:
+        """What was foreseen has the size that it would have if it were made now; False if it is of no use."""
+        size = max(self._size(nbytes), self._usual_bytes)
+        foreseen, buffer.foreseen = buffer.foreseen, False
+        if not foreseen or buffer.slot is None or buffer.nbytes <= size:
+            return True
+        try:
+            if buffer.registered:
+                buffer.registered, buffer.is_cold = False, True
+                _unregister(buffer.memory)
+            buffer.memory = buffer.memory[:0]
+            buffer.slot.shrink(size)
+            buffer.memory = buffer.slot.memory
+        except (OSError, RuntimeError) as error:
+            log.warning("a memory slot cannot be made smaller: %s", error)
+            return False
+        return True
+
+    def _is_warm(self, buffer: HostBuffer) -> bool:
+        """This process has touched the pages, and CUDA page-locked them; False if that cannot be had."""
+        cold, buffer.is_cold = buffer.is_cold, False
+        try:
+            if cold and self._pinned:
+                _register(buffer.memory)
+                buffer.registered = True
+            elif cold:
+                buffer.memory[::_PAGE_NBYTES].max()  # to read a page of a file on a tmpfs maps it, and its neighbours
+        except RuntimeError as error:
+            log.warning("a memory slot of an earlier start cannot be used again: %s", error)
+            return False
+        return True
+
+    def _make(self, size: int, require: Callable[[int], None] | None = None, *, early: bool = False) -> HostBuffer:
         """New memory for bytes that are already counted as being made; the caller counts the buffer instead."""
         try:
             if require is not None:
                 require(size)
-            slot = None if self._make_slot is None else self._slot(size, self._make_slot, or_none=require is None)
+            make, or_none = (self._make_early, False) if early else (self._make_slot, require is None)
+            slot = None if make is None else self._slot(size, make, or_none=or_none)
             if slot is not None:
                 return HostBuffer(slot.memory, slot, registered=self._pinned)
             return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
@@ -197,6 +246,17 @@ class HostBufferPool:
         with self._lock:
             self._lent.add(buffer)
 
+    def add(self, slot: Slot, kind: str) -> None:
+        """A slot of an earlier life, whose bytes nobody needs any more, is a free buffer from now on."""
+        with self._lock:
+            if not self._retired:
+                self._free.append(HostBuffer(slot.memory, slot, kind=kind, is_cold=True))
+
+    def fits_beside(self, nbytes: int) -> bool:
+        """True if the budget has room for so much beside all that is lent out or free."""
+        with self._lock:
+            return self._held() + nbytes <= self.budget_bytes
+
     def lend_nothing(self) -> HostBuffer:
         """Returns an empty buffer, which needs no room, for an empty snapshot."""
         buffer = HostBuffer(torch.empty(0, dtype=torch.uint8))
@@ -224,7 +284,7 @@ class HostBufferPool:
 
     def _is_usual(self, buffer: HostBuffer) -> bool:
         if buffer.kind == WHOLE:
-            return not self._usual_bytes or _serves(buffer, self._usual_bytes)
+            return not self._least_bytes or _serves(buffer, self._least_bytes)
         return any(_serves(buffer, nbytes) for nbytes in self._sizes.get(buffer.kind, ()))
 
     def discard(self, buffer: HostBuffer) -> None:
@@ -244,19 +304,31 @@ class HostBufferPool:
             self._lent.clear()
 
     def expect(self, nbytes: int) -> bool:
-        """Sets the usual size of a snapshot to ``nbytes``; True if that is more than before.
+        """Sets the usual size of a snapshot to ``nbytes``; True if others are to be made for it.
 
         Free buffers that cannot serve such a snapshot (that of the dense first one) are freed.
         """
         with self._lock:
-            if nbytes <= self._usual_bytes:
+            if nbytes <= self._least_bytes:
                 return False
-            self._usual_bytes = self._size(nbytes)
-            wrong = [b for b in self._free if b.kind == WHOLE and not _serves(b, self._usual_bytes)]
-            for buffer in wrong:
-                self._free.remove(buffer)
-                _let_go(buffer)
-            return True
+            self._least_bytes, more = nbytes, nbytes > self._usual_bytes
+            self._usual_bytes = self._size(nbytes) if more else self._usual_bytes
+            wrong = [b for b in self._free if b.kind == WHOLE and not _serves(b, nbytes)]
+            self._let_go_of(wrong)
+            return more or bool(wrong)
+
+    def _let_go_of(self, buffers: Sequence[HostBuffer]) -> None:
+        """Of free ones."""
+        for buffer in buffers:
+            self._free.remove(buffer)
+            _let_go(buffer)
+
+    def clear(self) -> bool:
+        """Free buffers give back their room, which something else needs more; False if there are none."""
+        with self._lock:
+            found = bool(self._free)
+            self._let_go_of(tuple(self._free))
+            return found
 
     def top_up(self, count: int) -> bool:
         """Make one more buffer of the usual size, unless ``count`` exist or the budget is spent; True if it did.
@@ -264,21 +336,77 @@ class HostBufferPool:
         Slow, and meant for a background thread: its pages are touched here.
         """
         with self._lock:
-            size = self._usual_bytes
-            there = sum(b.kind == WHOLE and _serves(b, size) for b in (*self._free, *self._lent))
+            size, least = self._usual_bytes, self._least_bytes
+            there = sum(b.kind == WHOLE and _serves(b, least) for b in (*self._free, *self._lent))
             if not size or there >= count or self._held() + size > self.budget_bytes:
                 return False
-            self._making_bytes += size
-        buffer = self._make(size)
+            self._begin_ahead(size)
+        return self._make_ahead(size)
+
+    def foresee(self, least: int, most: int, count: int) -> bool:
+        """Make one more buffer for what may need ``least`` to ``most`` bytes, as ``top_up`` does, before anything is
+        known of what is usual."""
+        with self._lock:
+            there = sum(b.kind == WHOLE and b.nbytes >= least for b in (*self._free, *self._lent))
+            size = self._size(most)
+            if self._usual_bytes or there >= count or self._held() + size > self.budget_bytes:
+                return False
+            self._begin_ahead(size)
+        return self._make_ahead(size, foreseen=True)
+
+    def _make_ahead(self, size: int, *, foreseen: bool = False) -> bool:
+        try:
+            buffer = self._make(size, early=True)
+        except (OSError, RuntimeError):
+            with self._lock:
+                self._ahead.remove(size)
+            raise
+        buffer.foreseen = foreseen
         if not self._pinned:
             ctypes.memset(buffer.memory.data_ptr(), 0, size)
+        self._end_ahead(buffer)
+        return True
+
+    def warm_up(self) -> bool:
+        """Touch, and page-lock, one slot of an earlier life, as a background thread; False if there is none."""
         with self._lock:
-            self._making_bytes -= size
-            if not self._retired:
-                self._free.append(buffer)
-                return True
+            buffer = next((b for b in self._free if b.is_cold), None)
+            if buffer is None:
+                return False
+            self._free.remove(buffer)
+            self._begin_ahead(buffer.nbytes)
+        if self._is_warm(buffer):
+            self._end_ahead(buffer)
+            return True
+        with self._lock:
+            self._making_bytes -= buffer.nbytes
+            self._ahead.remove(buffer.nbytes)
         _let_go(buffer)
         return True
+
+    def _begin_ahead(self, size: int) -> None:
+        self._making_bytes += size
+        self._ahead.append(size)
+
+    def _end_ahead(self, buffer: HostBuffer) -> None:
+        with self._lock:
+            self._making_bytes -= buffer.nbytes
+            self._ahead.remove(buffer.nbytes)
+            if not self._retired:
+                self._free.append(buffer)
+                return
+        _let_go(buffer)
+
+    def is_made_ahead(self, nbytes: int) -> bool:
+        """Another thread is making a buffer for so many bytes, and there is none yet."""
+        with self._lock:
+            there = any(b.kind == WHOLE and (b.foreseen or _serves(b, nbytes)) and nbytes <= b.nbytes for b in self._free)
+            return not there and any(size >= nbytes for size in self._ahead)
+
+    def free_count(self) -> int:
+        """Buffers for whole snapshots that nobody has."""
+        with self._lock:
+            return sum(b.kind == WHOLE for b in self._free)
 
     def fits(self, nbytes: int, spare: int = 0) -> bool:
         """True if a buffer of ``nbytes`` could be lent out now, once ``spare`` bytes lent out are returned."""
@@ -287,9 +415,9 @@ class HostBufferPool:
             return lent - spare + nbytes <= self.budget_bytes
 
     def _size(self, nbytes: int) -> int:
-        """Of a buffer for so many bytes: ``roomy``, unless the budget then held fewer of them."""
+        """Of a buffer for so many bytes: ``roomy``, unless the budget then held fewer of them, where it holds few."""
         count = self.budget_bytes // nbytes
-        return min(roomy(nbytes), self.budget_bytes // count) if count else roomy(nbytes)
+        return min(roomy(nbytes), self.budget_bytes // count) if 0 < count <= _MANY else roomy(nbytes)
 
     @property
     def is_making(self) -> bool:
@@ -311,7 +439,7 @@ def _let_go(buffer: HostBuffer) -> None:
     """The buffer is no longer used. Private memory is freed with the object."""
     if buffer.slot is not None:
         if buffer.registered:
-            torch.cuda.check_error(int(_cuda().cudaHostUnregister(buffer.memory.data_ptr())))
+            _unregister(buffer.memory)
         buffer.slot.remove()
 
 
@@ -329,6 +457,10 @@ def _is_unsealed(buffer: HostBuffer) -> bool:
 def _register(memory: torch.Tensor) -> None:
     """Page-lock mapped memory, in place. Raises ``RuntimeError`` where CUDA refuses it."""
     torch.cuda.check_error(int(_cuda().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
+
+
+def _unregister(memory: torch.Tensor) -> None:
+    torch.cuda.check_error(int(_cuda().cudaHostUnregister(memory.data_ptr())))
 
 
 def _cuda() -> Any:

@@ -71,7 +71,12 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         # Each rank has what it left itself; now what no rank has taken.
         others, trouble = _tried(memory, lambda: files.take_left(own=False))
         slots.add(others or ())
-        pool = HostBufferPool(begun.budget, pinned=settings.pinned, make_slot=lambda nbytes: tier.make(nbytes))
+        pool = HostBufferPool(
+            begun.budget,
+            pinned=settings.pinned,
+            make_slot=lambda nbytes: tier.make(nbytes),
+            make_early=lambda nbytes: tier.make_early(nbytes),
+        )
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
         limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
         replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate, trouble)

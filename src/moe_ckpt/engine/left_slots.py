@@ -24,6 +24,8 @@ class LeftSlots:
 
     Attributes:
         checker: Verifies them.
+        take_over: Given those that nobody goes on from, returns the ones that are to be deleted: the others have
+            become this life's. None: all are.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class LeftSlots:
         likely: Sequence[FoundSlot] = (),
     ) -> None:
         self.checker = SlotChecker(likely)
+        self.take_over: Callable[[list[FoundSlot]], list[FoundSlot]] | None = None
         self._found = list(found)
         self._delete = delete
         self._lasting: list[FoundSlot] = []
@@ -56,13 +59,13 @@ class LeftSlots:
         return sum(found.slot.memory.numel() for found in self.found)
 
     def keep(self, used: Collection[FoundSlot]) -> None:
-        """The run resumes from these slots, or from none: the others are deleted."""
+        """The run resumes from these slots, or from none: the others are taken over, or deleted."""
         self._is_chosen = True
         self.checker.only(())
         with self._lock:
             over = [found for found in self._found if found not in used]
             self._found = [found for found in self._found if found in used]
-        self._delete(over)
+        self._delete(over if self.take_over is None else self.take_over(over))
 
     def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:
         """This start resumed from a slot.

@@ -8,7 +8,7 @@ which none is free is skipped or waited for, as configured; only the recovery bu
 training has to do either.
 
 Knows nothing of policies or tokens. ``begin`` and ``join`` are called on the training thread; everything
-else happens on the copy thread and the persist thread.
+else happens on the copy thread, the persist thread, and the one that makes buffers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_memory import HostMemory
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.limited_slots import requires_room
+from moe_ckpt.engine.making import MakerThread
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.persisting import Persister
@@ -36,9 +37,11 @@ from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Encode, LogSpan, Snapshot, copy_at_once, needs_of, placed
 from moe_ckpt.engine.stages import Stages
+from moe_ckpt.policies.base import needs_of as needs_of_policy
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copier import Copier, Copy
+from moe_ckpt.slices.expected import ExpectedShare
 from moe_ckpt.slices.mirroring import MirroredShares
 from moe_ckpt.slices.request import SnapshotRequest
 
@@ -86,11 +89,25 @@ class Pipeline:
             host_tier.leave(self.tier, keep=True)
             raise
         require = None if self.memory is None else requires_room(self.memory.files.path, settings.local_ranks)
-        self._room = Room(self._pool, self.tier, self.stages, settings, rank, len(run.catalog.operators), require)
+        needs = needs_of_policy(run.policy)
+        always_whole = not (needs.partial or needs.windows or needs.gradients)
+        self._room = Room(
+            self._pool,
+            self.tier,
+            self.stages,
+            settings,
+            rank,
+            len(run.catalog.operators),
+            require,
+            always_whole=always_whole,
+        )
+        self._always_whole = always_whole
+        self._run = run
+        self._is_foreseen = False
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
         self._sequence = self.next_memory_sequence = 0
-        self._closing = False
+        self._maker = MakerThread()
 
     @property
     def memory(self) -> MemoryTier | None:
@@ -126,6 +143,31 @@ class Pipeline:
     def is_used_up(self) -> bool:
         """See ``Room.is_used_up``."""
         return self._room.is_used_up
+
+    def foresee(self, *, whole: bool) -> None:
+        """Training begins, with the state that it has now: from here on a thread makes what the first snapshots
+        need, as far as that is known. Once; only memory that outlives the process takes long to make.
+
+        Args:
+            whole: The first snapshot will have everything, whatever the policy.
+        """
+        if self._is_foreseen or self.memory is None:
+            return
+        self._is_foreseen = True
+        self._room.foresee(self._expected() if whole or self._always_whole else None)
+        if not self._maker.start(self._room.make_ready):
+            self._room.foresee_nothing()
+
+    def _expected(self) -> Callable[[], int]:
+        """Returns what says how many bytes a snapshot of everything has, on any thread: it may take a while."""
+        run = self._run
+        tensors, specs = run.state.tensors(), run.state.specs()
+
+        def share() -> int:
+            expected = ExpectedShare(tensors, specs)
+            return expected.nbytes(run.catalog, run.placement, run.settings.sharding, run.comm.rank)
+
+        return share
 
     def begin(
         self,
@@ -195,13 +237,8 @@ class Pipeline:
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
         if self._room.used(request, needs):
-            self._copier.later(self._top_up)
+            self._maker.start(self._room.top_up)
         return snapshot
-
-    def _top_up(self) -> None:
-        """Copy thread: make the buffers that the next snapshots will need, one at a time, copies in between."""
-        if not self._closing and self._room.top_up():
-            self._copier.later(self._top_up)
 
     def step_begins(self) -> None:
         """The next iteration begins, beside whose pipeline copies and sends go in bubbles first."""
@@ -280,11 +317,11 @@ class Pipeline:
         Returns:
             False if writing was still going on.
         """
-        self._closing = True
         self._let_go()
         try:
             self.join()
         finally:
+            self._maker.close()
             try:
                 ended = self.stages.close(timeout_secs, afterwards)
             finally:

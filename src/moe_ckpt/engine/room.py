@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,8 @@ from moe_ckpt.slices.request import SnapshotRequest
 log = logging.getLogger("moe_ckpt")
 
 _MAKING_SECS = 0.001
+_SLACK, _PLAIN_NBYTES = 64, 64 << 10
+"""What a snapshot may have beyond the tensors that are there before it: a 64th, and plain state."""
 
 
 class Room:
@@ -30,6 +33,7 @@ class Room:
         rank: For messages.
         operators: Of the model: how many.
         require: Called before memory is made for what survivors of a failure seal; see ``HostBufferPool.acquire``.
+        always_whole: Each snapshot of the policy holds everything.
     """
 
     def __init__(
@@ -41,8 +45,14 @@ class Room:
         rank: int,
         operators: int,
         require: Callable[[int], None] | None = None,
+        *,
+        always_whole: bool = False,
     ) -> None:
         self._pool, self._tier, self._stages, self._settings = pool, tier, stages, settings
+        self._always_whole = always_whole
+        self._share: Callable[[], int] | None = None
+        self._foreseen = threading.Event()
+        self._foreseen.set()
         self._rank, self._operators, self._require = rank, operators, require
         self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
         self._window_size = 1
@@ -92,6 +102,7 @@ class Room:
         until = time.monotonic() + patience_secs
         left = self._settings.max_in_flight - 1
         waited = False
+        self._wait_for_making(needs[0][1], until)
         while True:
             waited = waited or self._stages.in_flight > left
             if not self._stages.wait(left, max(0.0, until - time.monotonic())):
@@ -117,6 +128,12 @@ class Room:
                 raise
             return None
 
+    def _wait_for_making(self, nbytes: int, until: float) -> None:
+        """Until the copying thread has made what it is making for such a snapshot: to make another takes as long."""
+        self._foreseen.wait(max(0.0, until - time.monotonic()))
+        while self._pool.is_made_ahead(nbytes) and time.monotonic() < until:
+            time.sleep(_MAKING_SECS)
+
     def _comes_back(self, until: float) -> bool:
         """Wait for a buffer that storage is reading, or that is being made; False if none will come in time."""
         if self._pool.is_making and time.monotonic() < until:
@@ -141,16 +158,51 @@ class Room:
         self._partial_nbytes = max(self._partial_nbytes, total if partial else 0)
         # The first one is full, whatever the policy; one that is full again shows that they all are. Private memory
         # keeps one of them as long as nothing else needs the room: a third is not made ahead of time for that.
-        again = self._tier.outlives_process and self._snapshots > 0 and not self._partial_nbytes
+        again = self._tier.outlives_process and not self._partial_nbytes
+        again = again and (self._snapshots > 0 or self._always_whole)
         self._snapshots += 1
         more = self._pool.expect(nbytes) if partial or again else False
         return more or (partial and self._tier.kept > 0)
+
+    def foresee(self, share: Callable[[], int] | None) -> None:
+        """Training begins: ``make_ready`` is about to be called, on another thread, for which snapshots wait.
+
+        Args:
+            share: Bytes of the next snapshot, roughly; None where nobody knows.
+        """
+        self._share = share
+        self._foreseen.clear()
+
+    def foresee_nothing(self) -> None:
+        """``make_ready`` is not going to be called."""
+        self._foreseen.set()
+
+    def make_ready(self) -> bool:
+        """Prepare one of the buffers that the first snapshots of this life will need; False if there are enough.
+
+        On another thread, which does not have to hurry.
+        """
+        try:
+            return self._pool.warm_up() or self._make_foreseen()
+        except (OSError, RuntimeError) as error:
+            log.info("no memory is made before the first snapshot: %s", error)
+            return False
+        finally:
+            self._foreseen.set()
+
+    def _make_foreseen(self) -> bool:
+        count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
+        if self._share is None or self._pool.free_count() >= count:
+            return False
+        share = self._share()
+        self._share = lambda: share
+        return self._pool.foresee(share, share + share // _SLACK + _PLAIN_NBYTES, count)
 
     def top_up(self) -> bool:
         """Make one of the buffers that the next snapshots will need; False if there are enough. On another thread."""
         try:
             return self._pool.top_up(self._buffers + self._tier.kept)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             log.warning("no further host buffer could be allocated in advance, snapshots will retry: %s", error)
             return False
 

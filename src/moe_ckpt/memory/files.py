@@ -80,9 +80,22 @@ class MemoryFiles:
         """Of all rank directories that are owned."""
         return tuple(directory.path for directory in (self._own, *self._left))
 
+    def take_over(self, slot: Slot) -> None:
+        """A slot that an earlier life left becomes one of this life's, with its memory, unsealed.
+
+        Raises:
+            OSError: It stays where it is.
+        """
+        if not self._own.is_described:
+            self._own.describe(self._store)
+        slot.move(self._next_path())
+
+    def _next_path(self) -> Path:
+        return self.path / f"slot_{next(self._numbers):03d}"
+
     def make(self, nbytes: int) -> Slot:
         """A new slot. Raises ``MemoryFullError``, ``OSError``. On any thread, one at a time."""
-        path = self.path / f"slot_{next(self._numbers):03d}"
+        path = self._next_path()
         try:
             return self._make(path, nbytes)
         except MemoryFullError:

@@ -115,6 +115,26 @@ class Slot:
         """The bytes are about to change."""
         self.path.with_suffix(HEADER_SUFFIX).unlink(missing_ok=True)
 
+    def move(self, path: Path) -> None:
+        """Give it another name on the same file system, unsealed. Its memory stays where it is.
+
+        Raises:
+            OSError: It has the old name still, sealed or not.
+        """
+        self.unseal()
+        self.forget_starts()
+        self.path.with_suffix(DATA_SUFFIX).rename(path.with_suffix(DATA_SUFFIX))
+        self.path = path
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back what lies behind the first ``nbytes``. Nobody may know ``memory`` then, which becomes another.
+
+        Raises:
+            OSError: It stays as large as it is.
+        """
+        self.memory = self.memory[:nbytes]  # first: what is cut off must not be touched any more
+        os.truncate(self.path.with_suffix(DATA_SUFFIX), nbytes)
+
     def remove(self) -> None:
         """Delete the files; a warning tells of trouble. Whoever still uses ``memory`` keeps it."""
         remove_files(self.path)

@@ -7,7 +7,6 @@ bubbles first (``slices.gating``).
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -181,14 +180,6 @@ class Copier:
                 if idle_from is not None and self._stream is not None:
                     self._stream.wait_event(idle_from)
                 carry_out([(chunk, memory)])
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the copying thread after the copies queued so far; its errors are dropped.
-
-        From the thread itself too, even while it is being closed: the work is then left undone.
-        """
-        with contextlib.suppress(RuntimeError):
-            self._pool.submit(work)
 
     def close(self) -> None:
         """End the thread after the copy in hand. Never blocks for longer than that copy takes."""

@@ -56,6 +56,7 @@ from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
+from tests.integration.pausing import Pausing
 from tests.support.networks import enter
 from tests.support.opened import note_shards
 from tests.support.plain_store import read_body
@@ -354,6 +355,8 @@ def final_state(trainer: pl.Trainer, module: TinyMoE) -> dict[str, Any]:
         average = getattr(callback, "_average_model", None)
         if average is not None:
             state |= {f"average/{k}": v.detach().clone() for k, v in average.state_dict().items()}
+        if isinstance(callback, Pausing):
+            state["sum"] = callback.sum
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         state["scaler"] = scaler.state_dict()
@@ -580,6 +583,8 @@ def _beside(name: str, run: Run) -> pl.Callback:
         return Rebinding()
     if name in ("counting", "drawing"):
         return OnOneRank(draws=name == "drawing")
+    if name in ("pausing", "pausing alike"):
+        return Pausing(alike=name == "pausing alike")
     if name == "modelcheckpoint":
         return ModelCheckpoint(f"{run.store}_beside", save_last=True, every_n_train_steps=4)
     if name == "ema":

@@ -25,6 +25,7 @@ from tests.integration.lives import (
     exit_code,
     live,
     live_ranks,
+    load,
     output,
     place,  # noqa: F401 - a fixture
     recomputed,
@@ -159,6 +160,47 @@ def test_a_rank_of_ddp_that_dies_in_an_update_that_the_others_end_costs_nothing(
     assert split_lives(events(run))[-1][0].get("lost", 0) == 0
     assert max(recomputed(run)) == 0
     assert_same_run(run, unwritten=[8])
+    assert left(run) == []
+
+
+AT_A_BEGINNING = {"start": (2, False), "epoch": (6, False), "validation": (6, True)}
+"""Of what an update is the first one, or of a start the second -> its number; whether there are validations."""
+QUICK_BEGINNINGS = {("moc", "start"), ("moc", "epoch"), ("dense rarely", "validation")}
+in_first_updates = pytest.mark.parametrize(
+    ("policy", "of"),
+    [
+        pytest.param(policy, of, marks=() if (policy, of) in QUICK_BEGINNINGS else pytest.mark.slow)
+        for policy in POLICIES
+        for of in AT_A_BEGINNING
+    ],
+)
+
+
+@in_first_updates
+def test_a_rank_of_ddp_that_dies_in_the_first_update_after_a_pause_costs_nothing(of, policy, place):  # noqa: F811
+    """Hooks of a validation or an epoch's end may change all of the plain state: all is kept again before the update.
+    So it is in the first step of a start, and the second update of a start is like any other."""
+    n, validate = AT_A_BEGINNING[of]
+    run = in_memory(replace(POLICIES[policy], ranks=2, validate=validate), place)
+    assert lose(run, 1, n, how="updated") == [1, KILLED]
+    assert f"rank 0 keeps its state of step {n} in memory" in said(run)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == n, said(run)
+    assert split_lives(events(run))[-1][0].get("lost", 0) == 0
+    assert max(recomputed(run)) == 0
+    assert_same_run(run, unwritten=[n - 1])
+    assert left(run) == []
+
+
+@pytest.mark.parametrize("beside", ["pausing", pytest.param("pausing alike", marks=pytest.mark.slow)])
+def test_what_hooks_of_an_epochs_end_made_of_a_rank_is_that_ranks(beside, place):  # noqa: F811
+    """A callback adds its rank's number, or one, to a sum when an epoch ends."""
+    run = in_memory(replace(POLICIES["moc"], ranks=2, beside=(beside,), epochs=3), place)
+    assert lose(run, 1, 6, how="updated") == [1, KILLED]
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == 6, said(run)
+    assert_same_run(run, unwritten=[5])
+    assert [load(run, rank)["sum"] for rank in range(2)] == ([3, 3] if beside == "pausing alike" else [3, 30])
     assert left(run) == []
 
 

@@ -197,6 +197,7 @@ class Fit:
         if self._recorder is not None:
             self._captured = self._capture(self._recorder, self._recorder.rounded)
             self._recorder.begin(self._captured)
+        self.session.survivor.updates_are_foretold()
 
     def _resume_from(self, given: Mapping[str, Any]) -> None:
         """Resume bookkeeping and log message for the step that Lightning has loaded."""
@@ -271,8 +272,9 @@ class Fit:
             return
         trainer = self.host.trainer
         alone = self.host.module.automatic_optimization and not trainer.fit_loop._should_accumulate()
-        if alone and not self._hooks_since_step:
-            self.session.survivor.reduction_begins(self.host.step + 1, self.host.own, self._counter.peek)
+        if alone:
+            survivor, own = self.session.survivor, self.host.own
+            survivor.reduction_begins(self.host.step + 1, own, self._counter.peek, paused=self._hooks_since_step)
 
     def before_optimizer(self) -> None:
         """Gradients are final, before clipping."""

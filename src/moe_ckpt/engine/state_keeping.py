@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -101,7 +101,7 @@ class StateKeeper:
         """The update of ``step`` is to come. Returns at once.
 
         Args:
-            pieces: What may have changed since the step before ended; no longer written to.
+            pieces: What may have changed since the step before ended, or all, at the empty path; no longer written to.
             tokens: As of ``keep``.
         """
         tensors = [each for _, (_, side) in pieces for each in side]
@@ -147,9 +147,9 @@ class StateKeeper:
         if step.ready is not None:
             step.ready.synchronize()
         if step.pieces is not None:
-            before = self._ended
-            if before is not None and before.number == step.number - 1:
-                plain = _with_pieces(before.plain, step.pieces, self._files.rank)
+            plain = self._before(step.number, step.pieces)
+            if plain is not None:
+                self._let_go(old for old in self._sealed if old.only == BEFORE)  # of an update that was left out
                 self._sealed.append(self._seal(step, BEFORE, plain, foreseen(plain[0], self._changed)))
             return
         self._ended = None
@@ -157,11 +157,22 @@ class StateKeeper:
         self._ended = step
         self._compare(now)
         # Peers may still stand a step behind this rank, which goes on: until another step has ended.
-        kept = [old for old in self._sealed if old.only == STATE and old.number == step.number - 1]
-        for old in self._sealed:
-            if old not in kept:
-                old.slot.remove()
-        self._sealed = [*kept, now]
+        self._let_go(old for old in self._sealed if old.only != STATE or old.number != step.number - 1)
+        self._sealed.append(now)
+
+    def _before(self, number: int, pieces: Pieces) -> Plain | None:
+        """The plain state before the update of a step; None if it is not known."""
+        whole = next((plain for path, plain in pieces if not path), None)
+        if whole is not None:
+            return whole
+        before = self._ended
+        return _with_pieces(before.plain, pieces, self._files.rank) if before and before.number == number - 1 else None
+
+    def _let_go(self, old: Iterable[_Sealed]) -> None:
+        gone = list(old)
+        for each in gone:
+            each.slot.remove()
+        self._sealed = [each for each in self._sealed if each not in gone]
 
     def _compare(self, now: _Sealed) -> None:
         """The step has ended: what its update changed."""

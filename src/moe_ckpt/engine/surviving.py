@@ -44,6 +44,13 @@ _PLANNING_NBYTES = 20 << 10
 _Counted = tuple[Counts, Counts | None]
 
 
+class Own(Protocol):
+    """Gives parts of this rank's plain state."""
+
+    def __call__(self, *, whole: bool) -> Mapping[Path, Any]:
+        """By where they are in it; all of it at the empty path."""
+
+
 class Sealing(Protocol):
     """What ``Stages`` tells."""
 
@@ -169,32 +176,46 @@ class Survivor:
         encoded, side = self._plain()
         copied = encoded, [(entry, tensor.clone()) for entry, tensor in side]
         self._plain = lambda **_: copied
-        memory = self._resources.memory
-        if self._step is None or self._tokens is None or memory is None:
+        if self._step is None or self._tokens is None or not self._is_lent_whole:
             return
-        if self._is_lent_whole:
-            self._states = self._states or StateKeeper(memory.files, self._run.comm.world_size)
-            self._keep(self._states, self._step, copied, self._tokens)
+        states = self._keeper()
+        if states is not None:
+            self._keep(states, self._step, copied, self._tokens)
+
+    def _keeper(self) -> StateKeeper | None:
+        memory = self._resources.memory
+        if self._states is None and memory is not None:
+            self._states = StateKeeper(memory.files, self._run.comm.world_size)
+        return self._states
 
     def _keep(self, states: StateKeeper, step: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:
         self._kept = step
         states.keep(step, self._snapshots.booking.run_ledger.index, plain, tokens)
 
+    def updates_are_foretold(self) -> None:
+        """Training begins, and ``reduction_begins`` will be called before its updates, from the first one on."""
+        if self.is_on:
+            if self._is_lent_whole:
+                self._keeper()
+            self._snapshots.live.forget()
+
     def reduction_begins(
-        self, step: int, own: Callable[[], Mapping[Path, Any]], tokens: Callable[[], Deferred[StepTokens]]
+        self, step: int, own: Own, tokens: Callable[[], Deferred[StepTokens]], *, paused: bool
     ) -> None:
         """Gradients are about to be reduced for the update that leads to ``step``: from then on other ranks may make it
         without this one.
 
         Args:
-            own: Gives what may have changed of the plain state since the step before, by where it is in that.
+            own: Gives what may have changed of the plain state since the step before.
             tokens: Gives those of this rank that the step will count.
+            paused: Hooks of a validation or an epoch's end may have changed anything since that step.
         """
-        if self._states is None or self._kept != step - 1 or self._step != step - 1:
+        first = self._step is None
+        if self._states is None or not (first or self._kept == self._step == step - 1):
             return
         try:
             pieces = []
-            for path, value in own().items():
+            for path, value in own(whole=first or paused).items():
                 encoded, side = side_tensors(value, self._run.comm.rank, "/".join(path))
                 pieces.append((path, (encoded, [(entry, tensor.clone()) for entry, tensor in side])))
             index = self._snapshots.booking.run_ledger.index

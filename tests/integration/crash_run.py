@@ -199,15 +199,15 @@ class Recorder(pl.Callback):
             torch.manual_seed(100 + trainer.global_rank)  # Lightning gives all ranks the same random numbers
         callback = _ours(trainer)
         step = None if callback is None else callback.restored_step
-        what: dict[str, Any] = {"event": "start", "step": step}
+        what: dict[str, Any] = {"event": "start", "step": step, "job": os.environ.get("MASTER_PORT")}
         if self.run.watched:
             what["resources"] = taken()
         if step is not None and self.run.store is not None and callback.last_model_path:  # no window under way
             directory = os.path.basename(callback.last_model_path)
             manifest = read_body(Path(self.run.store) / directory / "MANIFEST.json")
             what |= {"directory": directory, "manifest": manifest, **_books(callback)}
-            if self.run.hashes:
-                what["hashes"] = hashes(pl_module, trainer.optimizers[0])
+        if self.run.hashes and step is not None and callback._fit.driver.replaying is None:
+            what["hashes"] = hashes(pl_module, trainer.optimizers[0])
         self.note(trainer.global_rank, **what)
 
     def on_train_batch_end(

@@ -455,37 +455,3 @@ def test_a_rank_dies_around_its_updates_again_and_again(policy, sharded, seed, p
     if policy == "dense every step":
         assert_same_run(run, unwritten=ANY)
     assert left(run) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_rank_dies_at_random_times(policy, seed, place):  # noqa: F811
-    """Of two under DDP, ten times: in a pass, in an update, while it saves.
-
-    What the other one sealed is all there but the dead one's plain state, which that sealed when the step ended, unless
-    it died first.
-    """
-    rng = random.Random(seed)
-    run = in_memory(replace(POLICIES[policy], ranks=2, epochs=16), place)
-    kept: list[int | None] = []
-    for _ in range(10):
-        assert main(["memory", "retry", "--directory", str(run.memory)]) == 0
-        codes = lose(run, rng.randrange(2), secs=rng.uniform(0.0, 0.4))
-        if Path(run.out).exists():
-            break
-        assert KILLED in codes
-        while len(kept) < len(split_lives(events(run))):
-            kept.append(kept_step(run))
-    if not Path(run.out).exists():
-        assert live_ranks(run) == [0, 0], output(run)
-    back = [(life[0]["step"], life[0].get("lost", 0)) for life in split_lives(events(run))]
-    for (_, before), sealed, (step, lost) in zip(back, kept, back[1:], strict=False):
-        assert sealed is None or (step, lost) == (sealed, before)
-    if policy == "dense every step":
-        assert max(recomputed(run)) <= 1
-    else:
-        assert any(kept), "or this shows nothing"
-    assert left(run) == []
-    if policy not in ("moc", "moetion"):
-        assert_same_run(run, unwritten=ANY)

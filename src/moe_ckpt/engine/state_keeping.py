@@ -42,7 +42,8 @@ Pieces = Sequence[tuple[Path, Plain]]
 
 class _Step(NamedTuple):
     """books: ``StepFacts.index``. ready: Set on a device when all tensors are there; None where they are already.
-    pieces: What is known before the update of the step, which is to come; None of one that has ended."""
+    pieces: What is known before the update of the step, which is to come; None of one that has ended. done: Set when
+    the thread is through with it."""
 
     number: int
     books: int
@@ -50,6 +51,7 @@ class _Step(NamedTuple):
     ready: torch.cuda.Event | None
     tokens: Deferred[StepTokens]
     pieces: Pieces | None = None
+    done: threading.Event | None = None
 
 
 class _Asked(NamedTuple):
@@ -97,15 +99,19 @@ class StateKeeper:
         """
         self._steps.put(_Step(step, index, plain, _ready(plain[1]), tokens))
 
-    def keep_before(self, step: int, index: int, pieces: Pieces, tokens: Deferred[StepTokens]) -> None:
+    def keep_before(self, step: int, index: int, pieces: Pieces, tokens: Deferred[StepTokens]) -> threading.Event:
         """The update of ``step`` is to come. Returns at once.
 
         Args:
             pieces: What may have changed since the step before ended, or all, at the empty path; no longer written to.
             tokens: As of ``keep``.
+
+        Returns:
+            Set once it is sealed, or cannot be.
         """
-        tensors = [each for _, (_, side) in pieces for each in side]
-        self._steps.put(_Step(step, index, ({}, []), _ready(tensors), tokens, pieces))
+        tensors, done = [each for _, (_, side) in pieces for each in side], threading.Event()
+        self._steps.put(_Step(step, index, ({}, []), _ready(tensors), tokens, pieces, done))
+        return done
 
     def lesson(self, step: int, of: int, secs: float) -> Plain:
         """Returns what this rank's update of ``step`` changed of its plain state (``format.foreseen.Lesson``).
@@ -139,6 +145,8 @@ class StateKeeper:
                 self._keep(step)
             except Exception as error:  # whatever it is, training goes on, and a kill may cost a step more
                 problem = f"{type(error).__name__}: {error}"
+            if step.done is not None:
+                step.done.set()
             if problem and not self._problems.get(when):
                 log.warning("memory does not hold the plain state of step %d%s: %s", step.number, when, problem)
             self._problems[when] = problem

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -39,6 +40,8 @@ AGREEMENT_SECS = 5.0
 """So long ranks that are still there have to agree on the tokens of the newest step."""
 _SEALING_PORTION = 0.05
 """Of an iteration: the longest that an update waits for a snapshot that is being sealed."""
+_FORETELLING_SECS = 1.0
+"""So long a gradient is held back for what its rank has to seal before; usually that takes a millisecond or two."""
 _PLANNING_NBYTES = 20 << 10
 """Of an operator of this rank's share that was never planned before, roughly."""
 _Counted = tuple[Counts, Counts | None]
@@ -128,6 +131,8 @@ class Survivor:
         self._kept: int | None = None
         self._patience = Patience(time.perf_counter())
         self._weights: Fingerprint | None = None
+        self._foretold: threading.Event | None = None
+        self._foretelling_is_slow = False
         self.lends = True
 
     @property
@@ -201,7 +206,7 @@ class Survivor:
 
     def reduction_begins(
         self, step: int, own: Own, tokens: Callable[[], Deferred[StepTokens]], *, paused: bool
-    ) -> None:
+    ) -> bool:
         """Gradients are about to be reduced for the update that leads to ``step``: from then on other ranks may make it
         without this one.
 
@@ -209,20 +214,38 @@ class Survivor:
             own: Gives what may have changed of the plain state since the step before.
             tokens: Gives those of this rank that the step will count.
             paused: Hooks of a validation or an epoch's end may have changed anything since that step.
+
+        Returns:
+            Whether this rank's plain state before the update is on its way to memory.
         """
-        first = self._step is None
+        first, self._foretold = self._step is None, None
         if self._states is None or not (first or self._kept == self._step == step - 1):
-            return
+            return False
         try:
             pieces = []
             for path, value in own(whole=first or paused).items():
                 encoded, side = side_tensors(value, self._run.comm.rank, "/".join(path))
                 pieces.append((path, (encoded, [(entry, tensor.clone()) for entry, tensor in side])))
             index = self._snapshots.booking.run_ledger.index
-            self._states.keep_before(step, index, pieces, tokens())
+            self._foretold = self._states.keep_before(step, index, pieces, tokens())
         except Exception as error:  # of user code, at a moment when nobody else asks it; else a kill costs a step more
             self._kept = None
             log.warning("the plain state before the update of step %d is not kept: %r", step, error)
+        return self._foretold is not None
+
+    def wait_for_foretold(self) -> None:
+        """Waits for what ``reduction_begins`` has begun, before the last gradient leaves this rank: until then no other
+        rank can make the update. After a wait that timed out there is none until it is there in time without.
+
+        On the thread of the backward pass.
+        """
+        kept = self._foretold
+        if kept is None:
+            return
+        if kept.is_set():
+            self._foretelling_is_slow = False
+        elif not self._foretelling_is_slow:
+            self._foretelling_is_slow = not kept.wait(_FORETELLING_SECS)
 
     def update_begins(self, now: float) -> None:
         """From here on no rank can return to the newest step unless it is sealed: a rank that is killed in this update

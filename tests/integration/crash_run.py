@@ -100,6 +100,7 @@ class Run:
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
+    memory_options: other arguments of ``Memory``.
     sampler: "none": the data are a stream, whose length nobody knows.
     sharded: several ranks divide all tensors by FSDP2; else DDP.
     fixed_buckets: DDP does not rearrange its buckets after a process's first step.
@@ -120,6 +121,7 @@ class Run:
     memory: str | None = None
     to_storage: int = 1
     replicas: int = 0
+    memory_options: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "plain"
     samples: int = 40
@@ -388,7 +390,8 @@ def _own(value: torch.Tensor) -> torch.Tensor:
 def _memory(run: Run, root: str, rank: int) -> Memory:
     directory = Path(root, f"node_{rank}") if run.replicas else Path(root)
     directory.mkdir(exist_ok=True)
-    return Memory(directory=directory, storage_every_n_steps=run.to_storage, replicas=run.replicas)
+    options = {"storage_every_n_steps": run.to_storage, "replicas": run.replicas, **run.memory_options}
+    return Memory(directory=directory, **options)
 
 
 def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Recorder]:
@@ -438,7 +441,7 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
     elif run.crash is not None and run.crash[0] == "compute, sealed":
         return None, _kills_once_sealed(run.crash[1])
     elif run.crash is not None and run.crash[0] in ("raise", "sigterm", "forward"):
-        return None, _stops(*run.crash)
+        return _slowing(run), _stops(*run.crash)
     elif run.crash is not None and run.crash[0] in DEADLY_UPDATES:
         _kill_at_update(*run.crash)
         return None, lambda step: None
@@ -450,10 +453,14 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
     if run.kills is not None:
         hook = KillSchedule.from_json(run.kills).hook(rank, f"{run.log}.kills")
         return hook.on_phase, hook.on_step
-    if run.slow_copy_secs:
-        # In the middle of each copy: who changes live tensors too early tears the snapshot.
-        return lambda phase: time.sleep(run.slow_copy_secs) if phase == "copy" else None, lambda step: None
-    return None, lambda step: None
+    return _slowing(run), lambda step: None
+
+
+def _slowing(run: Run) -> Callable[[str], None] | None:
+    """In the middle of each copy: who changes live tensors too early tears the snapshot."""
+    if not run.slow_copy_secs:
+        return None
+    return lambda phase: time.sleep(run.slow_copy_secs) if phase == "copy" else None
 
 
 def _stops(how: str, n: int) -> Callable[[int], None]:

@@ -192,6 +192,15 @@ def test_a_rank_of_ddp_that_dies_in_the_first_update_after_a_pause_costs_nothing
     assert left(run) == []
 
 
+def test_a_gradient_waits_until_the_state_before_the_update_is_there(place):  # noqa: F811
+    """Without that the other rank makes the update, and this one is killed, before its thread has sealed it."""
+    run = in_memory(replace(POLICIES["moc"], ranks=2, sabotage="state before is late"), place)
+    assert lose(run, 1, 4, how="updated") == [1, KILLED]
+    assert live_ranks(replace(run, sabotage="")) == [0, 0], output(run)
+    assert restored(run) == 4, said(run)
+    assert_same_run(replace(run, sabotage=""), unwritten=[3])
+
+
 @pytest.mark.parametrize("beside", ["pausing", pytest.param("pausing alike", marks=pytest.mark.slow)])
 def test_what_hooks_of_an_epochs_end_made_of_a_rank_is_that_ranks(beside, place):  # noqa: F811
     """A callback adds its rank's number, or one, to a sum when an epoch ends."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -45,7 +45,9 @@ def sealed(run: Run) -> Sealed:
     of = [header for header in headers if header.generation == newest and is_survivors(header.sequence)]
     told = {(header.step, header.rank, header.only) for header in of if header.only != BEFORE or _is_of_use(header)}
     steps = {step for step, rank, only in told if only == TENSORS and (step, 1 - rank, "") in told}
-    whole = {step for step, rank, only in told if only == TENSORS and told & {(step, rank, STATE), (step, rank, BEFORE)}}
+    whole = {
+        step for step, rank, only in told if only == TENSORS and told & {(step, rank, STATE), (step, rank, BEFORE)}
+    }
     return Sealed(max(whole & steps, default=None), frozenset(steps))
 
 
@@ -115,4 +117,3 @@ def assert_none_torn(run: Run, held: list[frozenset[int] | None]) -> None:
                     hashes = dict(line["hashes"])
                     rest[line["step"], rank] = hashes.pop("non_expert")
                     assert experts.setdefault(line["step"], hashes) == hashes, "both ranks hold the same"
-

@@ -74,12 +74,14 @@ class Survived:
         nbytes: Of tensors; 0 if a snapshot of everything was on its way anyhow.
         secs: That it took.
         problem: Why there is nothing; empty if there is.
+        is_open: There may yet be something: what has begun goes on until the process ends.
     """
 
     step: int
     nbytes: int = 0
     secs: float = 0.0
     problem: str = ""
+    is_open: bool = False
 
 
 class Patience:
@@ -284,7 +286,7 @@ class Survivor:
         try:
             nbytes = self._seal(step, plain, began + secs)
         except (FutureTimeoutError, TimeoutError):
-            return Survived(step, problem=f"it did not finish within {secs:g} s (Memory(survivor_secs))")
+            return Survived(step, problem=f"not sealed within {secs:g} s (Memory(survivor_secs))", is_open=True)
         except (MoECheckpointError, OSError, RuntimeError) as error:
             return Survived(step, problem=f"{type(error).__name__}: {error}")
         return Survived(step, nbytes, time.monotonic() - began)

@@ -58,6 +58,7 @@ from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
+from tests.integration.pausing import Pausing
 from tests.support.bad_disks import spoil_disk
 from tests.support.networks import enter
 from tests.support.opened import note_shards
@@ -102,6 +103,7 @@ class Run:
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage.
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
+    memory_options: other arguments of ``Memory``.
     sampler: "none": the data are a stream, whose length nobody knows.
     sharded: several ranks divide all tensors by FSDP2; else DDP.
     fixed_buckets: DDP does not rearrange its buckets after a process's first step.
@@ -123,6 +125,7 @@ class Run:
     memory: str | None = None
     to_storage: int = 1
     replicas: int = 0
+    memory_options: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "plain"
     samples: int = 40
@@ -203,15 +206,15 @@ class Recorder(pl.Callback):
             torch.manual_seed(100 + trainer.global_rank)  # Lightning gives all ranks the same random numbers
         callback = _ours(trainer)
         step = None if callback is None else callback.restored_step
-        what: dict[str, Any] = {"event": "start", "step": step}
+        what: dict[str, Any] = {"event": "start", "step": step, "job": os.environ.get("MASTER_PORT")}
         if self.run.watched:
             what["resources"] = taken()
         if step is not None and self.run.store is not None and callback.last_model_path:  # no window under way
             directory = os.path.basename(callback.last_model_path)
             manifest = read_body(Path(self.run.store) / directory / "MANIFEST.json")
             what |= {"directory": directory, "manifest": manifest, **_books(callback)}
-            if self.run.hashes:
-                what["hashes"] = hashes(pl_module, trainer.optimizers[0])
+        if self.run.hashes and step is not None and callback._fit.driver.replaying is None:
+            what["hashes"] = hashes(pl_module, trainer.optimizers[0])
         self.note(trainer.global_rank, **what)
 
     def on_train_batch_end(
@@ -359,6 +362,8 @@ def final_state(trainer: pl.Trainer, module: TinyMoE) -> dict[str, Any]:
         average = getattr(callback, "_average_model", None)
         if average is not None:
             state |= {f"average/{k}": v.detach().clone() for k, v in average.state_dict().items()}
+        if isinstance(callback, Pausing):
+            state["sum"] = callback.sum
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         state["scaler"] = scaler.state_dict()
@@ -390,7 +395,8 @@ def _own(value: torch.Tensor) -> torch.Tensor:
 def _memory(run: Run, root: str, rank: int) -> Memory:
     directory = Path(root, f"node_{rank}") if run.replicas else Path(root)
     directory.mkdir(exist_ok=True)
-    return Memory(directory=directory, storage_every_n_steps=run.to_storage, replicas=run.replicas)
+    options = {"storage_every_n_steps": run.to_storage, "replicas": run.replicas, **run.memory_options}
+    return Memory(directory=directory, **options)
 
 
 def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Recorder]:
@@ -440,7 +446,7 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
     elif run.crash is not None and run.crash[0] == "compute, sealed":
         return None, _kills_once_sealed(run.crash[1])
     elif run.crash is not None and run.crash[0] in ("raise", "sigterm", "forward"):
-        return None, _stops(*run.crash)
+        return _slowing(run), _stops(*run.crash)
     elif run.crash is not None and run.crash[0] in DEADLY_UPDATES:
         _kill_at_update(*run.crash)
         return None, lambda step: None
@@ -452,10 +458,14 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
     if run.kills is not None:
         hook = KillSchedule.from_json(run.kills).hook(rank, f"{run.log}.kills")
         return hook.on_phase, hook.on_step
-    if run.slow_copy_secs:
-        # In the middle of each copy: who changes live tensors too early tears the snapshot.
-        return lambda phase: time.sleep(run.slow_copy_secs) if phase == "copy" else None, lambda step: None
-    return None, lambda step: None
+    return _slowing(run), lambda step: None
+
+
+def _slowing(run: Run) -> Callable[[str], None] | None:
+    """In the middle of each copy: who changes live tensors too early tears the snapshot."""
+    if not run.slow_copy_secs:
+        return None
+    return lambda phase: time.sleep(run.slow_copy_secs) if phase == "copy" else None
 
 
 def _stops(how: str, n: int) -> Callable[[int], None]:
@@ -586,6 +596,8 @@ def _beside(name: str, run: Run) -> pl.Callback:
         return Rebinding()
     if name in ("counting", "drawing"):
         return OnOneRank(draws=name == "drawing")
+    if name in ("pausing", "pausing alike"):
+        return Pausing(alike=name == "pausing alike")
     if name == "modelcheckpoint":
         return ModelCheckpoint(f"{run.store}_beside", save_last=True, every_n_train_steps=4)
     if name == "ema":

@@ -25,6 +25,7 @@ from tests.integration.lives import (
     exit_code,
     live,
     live_ranks,
+    load,
     output,
     place,  # noqa: F401 - a fixture
     recomputed,
@@ -160,6 +161,56 @@ def test_a_rank_of_ddp_that_dies_in_an_update_that_the_others_end_costs_nothing(
     assert split_lives(events(run))[-1][0].get("lost", 0) == 0
     assert max(recomputed(run)) == 0
     assert_same_run(run, unwritten=[8])
+    assert left(run) == []
+
+
+AT_A_BEGINNING = {"start": (2, False), "epoch": (6, False), "validation": (6, True)}
+"""Of what an update is the first one, or of a start the second -> its number; whether there are validations."""
+QUICK_BEGINNINGS = {("moc", "start"), ("moc", "epoch"), ("dense rarely", "validation")}
+in_first_updates = pytest.mark.parametrize(
+    ("policy", "of"),
+    [
+        pytest.param(policy, of, marks=() if (policy, of) in QUICK_BEGINNINGS else pytest.mark.slow)
+        for policy in POLICIES
+        for of in AT_A_BEGINNING
+    ],
+)
+
+
+@in_first_updates
+def test_a_rank_of_ddp_that_dies_in_the_first_update_after_a_pause_costs_nothing(of, policy, place):  # noqa: F811
+    """Hooks of a validation or an epoch's end may change all of the plain state: all is kept again before the update.
+    So it is in the first step of a start, and the second update of a start is like any other."""
+    n, validate = AT_A_BEGINNING[of]
+    run = in_memory(replace(POLICIES[policy], ranks=2, validate=validate), place)
+    assert lose(run, 1, n, how="updated") == [1, KILLED]
+    assert f"rank 0 keeps its state of step {n} in memory" in said(run)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == n, said(run)
+    assert split_lives(events(run))[-1][0].get("lost", 0) == 0
+    assert max(recomputed(run)) == 0
+    assert_same_run(run, unwritten=[n - 1])
+    assert left(run) == []
+
+
+def test_a_gradient_waits_until_the_state_before_the_update_is_there(place):  # noqa: F811
+    """Without that the other rank makes the update, and this one is killed, before its thread has sealed it."""
+    run = in_memory(replace(POLICIES["moc"], ranks=2, sabotage="state before is late"), place)
+    assert lose(run, 1, 4, how="updated") == [1, KILLED]
+    assert live_ranks(replace(run, sabotage="")) == [0, 0], output(run)
+    assert restored(run) == 4, said(run)
+    assert_same_run(replace(run, sabotage=""), unwritten=[3])
+
+
+@pytest.mark.parametrize("beside", ["pausing", pytest.param("pausing alike", marks=pytest.mark.slow)])
+def test_what_hooks_of_an_epochs_end_made_of_a_rank_is_that_ranks(beside, place):  # noqa: F811
+    """A callback adds its rank's number, or one, to a sum when an epoch ends."""
+    run = in_memory(replace(POLICIES["moc"], ranks=2, beside=(beside,), epochs=3), place)
+    assert lose(run, 1, 6, how="updated") == [1, KILLED]
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == 6, said(run)
+    assert_same_run(run, unwritten=[5])
+    assert [load(run, rank)["sum"] for rank in range(2)] == ([3, 3] if beside == "pausing alike" else [3, 30])
     assert left(run) == []
 
 
@@ -415,37 +466,3 @@ def test_a_rank_dies_around_its_updates_again_and_again(policy, sharded, seed, p
     if policy == "dense every step":
         assert_same_run(run, unwritten=ANY)
     assert left(run) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_rank_dies_at_random_times(policy, seed, place):  # noqa: F811
-    """Of two under DDP, ten times: in a pass, in an update, while it saves.
-
-    What the other one sealed is all there but the dead one's plain state, which that sealed when the step ended, unless
-    it died first.
-    """
-    rng = random.Random(seed)
-    run = in_memory(replace(POLICIES[policy], ranks=2, epochs=16), place)
-    kept: list[int | None] = []
-    for _ in range(10):
-        assert main(["memory", "retry", "--directory", str(run.memory)]) == 0
-        codes = lose(run, rng.randrange(2), secs=rng.uniform(0.0, 0.4))
-        if Path(run.out).exists():
-            break
-        assert KILLED in codes
-        while len(kept) < len(split_lives(events(run))):
-            kept.append(kept_step(run))
-    if not Path(run.out).exists():
-        assert live_ranks(run) == [0, 0], output(run)
-    back = [(life[0]["step"], life[0].get("lost", 0)) for life in split_lives(events(run))]
-    for (_, before), sealed, (step, lost) in zip(back, kept, back[1:], strict=False):
-        assert sealed is None or (step, lost) == (sealed, before)
-    if policy == "dense every step":
-        assert max(recomputed(run)) <= 1
-    else:
-        assert any(kept), "or this shows nothing"
-    assert left(run) == []
-    if policy not in ("moc", "moetion"):
-        assert_same_run(run, unwritten=ANY)

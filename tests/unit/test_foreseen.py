@@ -74,7 +74,7 @@ def test_what_has_changed_on_the_dead_rank_alone_before_is_not_known():
 
 def test_without_a_step_of_that_life_nothing_is_known():
     lives = state(40)
-    with pytest.raises(ValueError, match="had not ended two steps"):
+    with pytest.raises(ValueError, match="had not ended a step"):
         brought_on(foreseen(state(7), None), {}, lesson(lives, update(lives)))
     with pytest.raises(ValueError, match="does not know what the update changed"):
         brought_on(foreseen(state(7), ()), {}, {})

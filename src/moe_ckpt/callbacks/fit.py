@@ -19,6 +19,7 @@ from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
 from moe_ckpt.callbacks.gradients import capture_gradients
+from moe_ckpt.callbacks.held_gradient import HeldGradient
 from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import end_whole_epoch, go_on_accumulating
@@ -86,6 +87,7 @@ class Fit:
         self._capture = functools.partial(capture_gradients, trainer, module)
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None
+        self._held = HeldGradient(module)
         self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
         if options.needs.gradients:
             stored = options.needs.stored_gradients
@@ -197,6 +199,7 @@ class Fit:
         if self._recorder is not None:
             self._captured = self._capture(self._recorder, self._recorder.rounded)
             self._recorder.begin(self._captured)
+        self.session.survivor.updates_are_foretold()
 
     def _resume_from(self, given: Mapping[str, Any]) -> None:
         """Resume bookkeeping and log message for the step that Lightning has loaded."""
@@ -271,11 +274,14 @@ class Fit:
             return
         trainer = self.host.trainer
         alone = self.host.module.automatic_optimization and not trainer.fit_loop._should_accumulate()
-        if alone and not self._hooks_since_step:
-            self.session.survivor.reduction_begins(self.host.step + 1, self.host.own, self._counter.peek)
+        if alone:
+            survivor, own = self.session.survivor, self.host.own
+            if survivor.reduction_begins(self.host.step + 1, own, self._counter.peek, paused=self._hooks_since_step):
+                self._held.hold(survivor.wait_for_foretold)
 
     def before_optimizer(self) -> None:
         """Gradients are final, before clipping."""
+        self._held.release()
         self.join(update=True)
         if self.host.windows is not None:
             self.host.windows.before_update(self.session)
@@ -370,6 +376,7 @@ class Fit:
         """Releases threads, lock and hooks. Safe to call twice."""
         self._watch.close()
         self._counter.close()
+        self._held.release()
         if self._captured is not None:
             self._captured.close()
         self.driver.close(grace_secs)

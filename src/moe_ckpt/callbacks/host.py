@@ -110,18 +110,27 @@ class LightningHost(Host):
     def capture(self, *, described: bool = False) -> _Plain:
         if self._kept is not None and self._kept[0] == self.step:
             return self._kept[1]
+        return self._captured(self.generators.state, described=described)
+
+    def _captured(self, rng: Any, *, described: bool) -> dict[str, Any]:
         found = self.boosting.captured() | {
             "framework": "lightning",
             "checkpoint": capture_checkpoint(self.trainer),
             "plain": self.state.plain(described=described),
-            "rng": self.generators.state,
+            "rng": rng,
             "configured": self._configured,
         }
         return found if self.windows is None else found | {"replay": self.windows.recorded()}
 
-    def own(self) -> dict[tuple[str, ...], Any]:
-        """What may have changed of ``capture()`` since the step before, when the forward pass of another is done, but
-        for counters and schedules, which the update moves alike on every rank."""
+    def own(self, *, whole: bool) -> dict[tuple[str, ...], Any]:
+        """What may have changed of ``capture()`` since the step before, when the forward pass of another is done.
+
+        Args:
+            whole: Since then hooks may have changed anything, or nobody captured that step. Else counters and
+                schedules, which the update moves alike on every rank, are as they were.
+        """
+        if whole:
+            return {(): self._captured(capture_rng(), described=False)}
         loop = {"state_dict": self.trainer.fit_loop.on_save_checkpoint()}
         positions: dict[str, Any] = {"loops": {"fit_loop": loop}}
         if self.data is not None:

@@ -96,9 +96,14 @@ def say_survived(unit: str, step: int, why: str, nbytes: int, secs: float, rank:
     (announce if rank == 0 else log.info)(said, why, rank, unit, step, kept)
 
 
-def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int) -> None:
-    """This rank could not seal its newest step, so the next start uses an older checkpoint."""
-    log.warning("training stops (%s), and rank %d could not keep %s %d in memory: %s", why, rank, unit, step, problem)
+def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int, *, is_open: bool) -> None:
+    """This rank did not seal its newest step, so the next start uses an older checkpoint.
+
+    Args:
+        is_open: Unless it is sealed before the process ends.
+    """
+    kept = "may not keep" if is_open else "could not keep"
+    log.warning("training stops (%s), and rank %d %s %s %d in memory: %s", why, rank, kept, unit, step, problem)
 
 
 def say_boosted(boost: float, tokens: int, experts: int, rank: int) -> None:

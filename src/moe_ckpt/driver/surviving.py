@@ -137,7 +137,7 @@ class Surviving:
         if found is None:
             return
         if found.problem:
-            say_not_survived(self._unit, found.step, why, found.problem, self._rank)
+            say_not_survived(self._unit, found.step, why, found.problem, self._rank, is_open=found.is_open)
         else:
             say_survived(self._unit, found.step, why, found.nbytes, found.secs, self._rank)
 

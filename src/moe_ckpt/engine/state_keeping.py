@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,7 +42,8 @@ Pieces = Sequence[tuple[Path, Plain]]
 
 class _Step(NamedTuple):
     """books: ``StepFacts.index``. ready: Set on a device when all tensors are there; None where they are already.
-    pieces: What is known before the update of the step, which is to come; None of one that has ended."""
+    pieces: What is known before the update of the step, which is to come; None of one that has ended. done: Set when
+    the thread is through with it."""
 
     number: int
     books: int
@@ -50,6 +51,7 @@ class _Step(NamedTuple):
     ready: torch.cuda.Event | None
     tokens: Deferred[StepTokens]
     pieces: Pieces | None = None
+    done: threading.Event | None = None
 
 
 class _Asked(NamedTuple):
@@ -97,15 +99,19 @@ class StateKeeper:
         """
         self._steps.put(_Step(step, index, plain, _ready(plain[1]), tokens))
 
-    def keep_before(self, step: int, index: int, pieces: Pieces, tokens: Deferred[StepTokens]) -> None:
+    def keep_before(self, step: int, index: int, pieces: Pieces, tokens: Deferred[StepTokens]) -> threading.Event:
         """The update of ``step`` is to come. Returns at once.
 
         Args:
-            pieces: What may have changed since the step before ended; no longer written to.
+            pieces: What may have changed since the step before ended, or all, at the empty path; no longer written to.
             tokens: As of ``keep``.
+
+        Returns:
+            Set once it is sealed, or cannot be.
         """
-        tensors = [each for _, (_, side) in pieces for each in side]
-        self._steps.put(_Step(step, index, ({}, []), _ready(tensors), tokens, pieces))
+        tensors, done = [each for _, (_, side) in pieces for each in side], threading.Event()
+        self._steps.put(_Step(step, index, ({}, []), _ready(tensors), tokens, pieces, done))
+        return done
 
     def lesson(self, step: int, of: int, secs: float) -> Plain:
         """Returns what this rank's update of ``step`` changed of its plain state (``format.foreseen.Lesson``).
@@ -139,6 +145,8 @@ class StateKeeper:
                 self._keep(step)
             except Exception as error:  # whatever it is, training goes on, and a kill may cost a step more
                 problem = f"{type(error).__name__}: {error}"
+            if step.done is not None:
+                step.done.set()
             if problem and not self._problems.get(when):
                 log.warning("memory does not hold the plain state of step %d%s: %s", step.number, when, problem)
             self._problems[when] = problem
@@ -147,9 +155,9 @@ class StateKeeper:
         if step.ready is not None:
             step.ready.synchronize()
         if step.pieces is not None:
-            before = self._ended
-            if before is not None and before.number == step.number - 1:
-                plain = _with_pieces(before.plain, step.pieces, self._files.rank)
+            plain = self._before(step.number, step.pieces)
+            if plain is not None:
+                self._let_go(old for old in self._sealed if old.only == BEFORE)  # of an update that was left out
                 self._sealed.append(self._seal(step, BEFORE, plain, foreseen(plain[0], self._changed)))
             return
         self._ended = None
@@ -157,11 +165,22 @@ class StateKeeper:
         self._ended = step
         self._compare(now)
         # Peers may still stand a step behind this rank, which goes on: until another step has ended.
-        kept = [old for old in self._sealed if old.only == STATE and old.number == step.number - 1]
-        for old in self._sealed:
-            if old not in kept:
-                old.slot.remove()
-        self._sealed = [*kept, now]
+        self._let_go(old for old in self._sealed if old.only != STATE or old.number != step.number - 1)
+        self._sealed.append(now)
+
+    def _before(self, number: int, pieces: Pieces) -> Plain | None:
+        """The plain state before the update of a step; None if it is not known."""
+        whole = next((plain for path, plain in pieces if not path), None)
+        if whole is not None:
+            return whole
+        before = self._ended
+        return _with_pieces(before.plain, pieces, self._files.rank) if before and before.number == number - 1 else None
+
+    def _let_go(self, old: Iterable[_Sealed]) -> None:
+        gone = list(old)
+        for each in gone:
+            each.slot.remove()
+        self._sealed = [each for each in self._sealed if each not in gone]
 
     def _compare(self, now: _Sealed) -> None:
         """The step has ended: what its update changed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -39,9 +40,18 @@ AGREEMENT_SECS = 5.0
 """So long ranks that are still there have to agree on the tokens of the newest step."""
 _SEALING_PORTION = 0.05
 """Of an iteration: the longest that an update waits for a snapshot that is being sealed."""
+_FORETELLING_SECS = 1.0
+"""So long a gradient is held back for what its rank has to seal before; usually that takes a millisecond or two."""
 _PLANNING_NBYTES = 20 << 10
 """Of an operator of this rank's share that was never planned before, roughly."""
 _Counted = tuple[Counts, Counts | None]
+
+
+class Own(Protocol):
+    """Gives parts of this rank's plain state."""
+
+    def __call__(self, *, whole: bool) -> Mapping[Path, Any]:
+        """By where they are in it; all of it at the empty path."""
 
 
 class Sealing(Protocol):
@@ -64,12 +74,14 @@ class Survived:
         nbytes: Of tensors; 0 if a snapshot of everything was on its way anyhow.
         secs: That it took.
         problem: Why there is nothing; empty if there is.
+        is_open: There may yet be something: what has begun goes on until the process ends.
     """
 
     step: int
     nbytes: int = 0
     secs: float = 0.0
     problem: str = ""
+    is_open: bool = False
 
 
 class Patience:
@@ -121,6 +133,8 @@ class Survivor:
         self._kept: int | None = None
         self._patience = Patience(time.perf_counter())
         self._weights: Fingerprint | None = None
+        self._foretold: threading.Event | None = None
+        self._foretelling_is_slow = False
         self.lends = True
 
     @property
@@ -169,39 +183,71 @@ class Survivor:
         encoded, side = self._plain()
         copied = encoded, [(entry, tensor.clone()) for entry, tensor in side]
         self._plain = lambda **_: copied
-        memory = self._resources.memory
-        if self._step is None or self._tokens is None or memory is None:
+        if self._step is None or self._tokens is None or not self._is_lent_whole:
             return
-        if self._is_lent_whole:
-            self._states = self._states or StateKeeper(memory.files, self._run.comm.world_size)
-            self._keep(self._states, self._step, copied, self._tokens)
+        states = self._keeper()
+        if states is not None:
+            self._keep(states, self._step, copied, self._tokens)
+
+    def _keeper(self) -> StateKeeper | None:
+        memory = self._resources.memory
+        if self._states is None and memory is not None:
+            self._states = StateKeeper(memory.files, self._run.comm.world_size)
+        return self._states
 
     def _keep(self, states: StateKeeper, step: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:
         self._kept = step
         states.keep(step, self._snapshots.booking.run_ledger.index, plain, tokens)
 
+    def updates_are_foretold(self) -> None:
+        """Training begins, and ``reduction_begins`` will be called before its updates, from the first one on."""
+        if self.is_on:
+            if self._is_lent_whole:
+                self._keeper()
+            self._snapshots.live.forget()
+
     def reduction_begins(
-        self, step: int, own: Callable[[], Mapping[Path, Any]], tokens: Callable[[], Deferred[StepTokens]]
-    ) -> None:
+        self, step: int, own: Own, tokens: Callable[[], Deferred[StepTokens]], *, paused: bool
+    ) -> bool:
         """Gradients are about to be reduced for the update that leads to ``step``: from then on other ranks may make it
         without this one.
 
         Args:
-            own: Gives what may have changed of the plain state since the step before, by where it is in that.
+            own: Gives what may have changed of the plain state since the step before.
             tokens: Gives those of this rank that the step will count.
+            paused: Hooks of a validation or an epoch's end may have changed anything since that step.
+
+        Returns:
+            Whether this rank's plain state before the update is on its way to memory.
         """
-        if self._states is None or self._kept != step - 1 or self._step != step - 1:
-            return
+        first, self._foretold = self._step is None, None
+        if self._states is None or not (first or self._kept == self._step == step - 1):
+            return False
         try:
             pieces = []
-            for path, value in own().items():
+            for path, value in own(whole=first or paused).items():
                 encoded, side = side_tensors(value, self._run.comm.rank, "/".join(path))
                 pieces.append((path, (encoded, [(entry, tensor.clone()) for entry, tensor in side])))
             index = self._snapshots.booking.run_ledger.index
-            self._states.keep_before(step, index, pieces, tokens())
+            self._foretold = self._states.keep_before(step, index, pieces, tokens())
         except Exception as error:  # of user code, at a moment when nobody else asks it; else a kill costs a step more
             self._kept = None
             log.warning("the plain state before the update of step %d is not kept: %r", step, error)
+        return self._foretold is not None
+
+    def wait_for_foretold(self) -> None:
+        """Waits for what ``reduction_begins`` has begun, before the last gradient leaves this rank: until then no other
+        rank can make the update. After a wait that timed out there is none until it is there in time without.
+
+        On the thread of the backward pass.
+        """
+        kept = self._foretold
+        if kept is None:
+            return
+        if kept.is_set():
+            self._foretelling_is_slow = False
+        elif not self._foretelling_is_slow:
+            self._foretelling_is_slow = not kept.wait(_FORETELLING_SECS)
 
     def update_begins(self, now: float) -> None:
         """From here on no rank can return to the newest step unless it is sealed: a rank that is killed in this update
@@ -240,7 +286,7 @@ class Survivor:
         try:
             nbytes = self._seal(step, plain, began + secs)
         except (FutureTimeoutError, TimeoutError):
-            return Survived(step, problem=f"it did not finish within {secs:g} s (Memory(survivor_secs))")
+            return Survived(step, problem=f"not sealed within {secs:g} s (Memory(survivor_secs))", is_open=True)
         except (MoECheckpointError, OSError, RuntimeError) as error:
             return Survived(step, problem=f"{type(error).__name__}: {error}")
         return Survived(step, nbytes, time.monotonic() - began)

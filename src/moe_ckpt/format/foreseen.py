@@ -83,7 +83,7 @@ def brought_on(before: Mapping[str, Any], checksums: Mapping[str, str], lent: Ma
     if "changes" not in lent:
         raise ValueError("the rank that lived on does not know what the update changed")
     if before["changed"] is None:
-        raise ValueError("it had not ended two steps of that life, so that nobody knows what changes on it alone")
+        raise ValueError("it had not ended a step of that life, so that nobody knows what changes on it alone")
     alone = sorted(set(before["changed"]).difference(lent["changed"]))
     if alone:
         raise ValueError(f"{alone[0]} changes in its updates, and not in those of the rank that lived on")

@@ -2,7 +2,8 @@
 
 The frozen operators are those of each slot of a window of W: experts first, then everything else, in equal shares of
 bytes, as docs/moevement.md says. An iteration is Megatron's own schedule, reduction
-and optimizer step; ratios of CPU time to one in which nothing is frozen, in turns.
+and optimizer step; ratios of CPU time to one in which nothing is frozen, in turns. ``--write`` keeps what is found in
+results/megatron_replay.json.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,7 +26,12 @@ if __package__ in (None, ""):
 
 import torch
 
+from benchmarks.report import RESULTS, machine, write_json
+
 megatron_gpt: Any = importlib.import_module("tests.support.megatron_gpt")
+
+
+RESULT = "megatron_replay.json"
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--hidden", type=int, default=256)
     made.add_argument("--window", type=int, default=3, help="W (default 3)")
-    made.add_argument("--rounds", type=int, default=7)
+    made.add_argument("--rounds", type=int, default=7, help="(default 7)")
+    made.add_argument("--write", action="store_true", help="keep JSON in results/")
+    made.add_argument("--out", type=Path, default=RESULTS, help="another directory for --write")
     return made
 
 
@@ -55,20 +64,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
     os.environ["MASTER_PORT"] = str(_free_port())
-    for grouped in (False, True):
-        _measure(options, grouped)
+    facts = {"machine": machine(), "hidden": options.hidden, "window": options.window, "rounds": options.rounds}
+    rows = [row for grouped in (False, True) for row in _measure(options, grouped)]
+    for row in rows:
+        print(line(row, options.window))
+    if options.write:
+        write_json(options.out / RESULT, facts | {"rows": rows})
     return 0
 
 
-def _free_port() -> int:
-    import socket
+def line(row: Mapping[str, Any], window: int) -> str:
+    """A row as docs/moevement.md has it."""
+    step = f"step {row['step']} of {window}"
+    ratios = row["ratios"]
+    cells = [f"Megatron, {row['experts']}, {step}", f"{row['frozen']:.0%}", f"{median(ratios):.2f}"]
+    return f"| {' | '.join(cells)} | {min(ratios):.2f} to {max(ratios):.2f} |"
 
+
+def _free_port() -> int:
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         return int(made.getsockname()[1])
 
 
-def _measure(options: argparse.Namespace, grouped: bool) -> None:
+def _measure(options: argparse.Namespace, grouped: bool) -> list[dict[str, Any]]:
+    """A row for each replayed step of a window but the first, which is loaded."""
     size = options.hidden
     setup = megatron_gpt.Setup(
         layers=4, hidden=size, heads=4, ffn=4 * size, experts=8, seq=128, vocab=1024, num_microbatches=2,
@@ -100,14 +120,12 @@ def _measure(options: argparse.Namespace, grouped: bool) -> None:
             sparing.close()
     facts.close()
     kind = "GroupedMLP, bf16" if grouped else "SequentialMLP, fp32"
+    whole, made = sum(each.parameter.numel() for each in inventory.parameters), []
     for at, names in enumerate(frozen):
-        whole = sum(p.parameter.numel() for p in inventory.parameters)
         sizes = [p.parameter.numel() for p in inventory.parameters if all(part.name in names for part in p.parts)]
         ratios = [one / other for one, other in zip(times[at], times[-1], strict=True)]
-        print(
-            f"| {kind} | {at + 2} of {options.window} | {sum(sizes) / whole:.0%} | {median(ratios):.2f} "
-            f"| {min(ratios):.2f} to {max(ratios):.2f} |"
-        )
+        made.append({"experts": kind, "step": at + 2, "frozen": sum(sizes) / whole, "ratios": ratios})
+    return made
 
 
 def _slots(inventory: Any, window: int) -> list[frozenset[str]]:

@@ -38,9 +38,11 @@ _EXAMPLE = """example:
   python benchmarks/moevement.py --size small --rounds 1 --kills 2
   python benchmarks/moevement.py --write                # eight minutes on 2 cores, otherwise idle
   python benchmarks/moevement.py --only recovery --kills 20
+  python benchmarks/moevement.py --only replay --size small --threads 1 --rounds 6 --write
 """
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "moevement.png"
 PARTS = ("cost", "recovery", "replay")
+RESULT = "moevement.json"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found["facts"]["took_secs"] = round(time.monotonic() - began)
         found["failed"] = failed.reasons
         if options.write:
-            write_json(options.out / "moevement.json", found)
+            write_json(options.out / result_of(options.only, options.size), found)
 
     try:
         with (
@@ -95,11 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(before)
         for line in windows_report.lines(found):
             print(line)
-    if options.write:
+    if options.write and result_of(options.only, options.size) == RESULT:
         picture = PICTURE if options.out == RESULTS else options.out / PICTURE.name
         drawn = windows_report.plot(picture, found)
         console.print(f"written to {os.path.relpath(options.out)}" + ("" if drawn else "; no picture"))
     return 1 if failed.reasons else 0
+
+
+def result_of(only: Sequence[str], size: str) -> str:
+    """Name of the file that ``--write`` makes: one for all, and one for replays alone, of each model."""
+    return f"moevement_replay_{size}.json" if set(only) == {"replay"} else RESULT
 
 
 def _facts(options: argparse.Namespace, command: str) -> dict[str, Any]:

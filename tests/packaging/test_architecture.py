@@ -35,6 +35,7 @@ def test_nothing_outside_imports_the_command_line(programs):
 
 METHODS = "".join(f"\n    def f{n}(self) -> None: ..." for n in range(21))
 FIELDS = "".join(f"\n    x{n}: int" for n in range(16))
+ASSIGNED = "".join(f"\n    x{n}, y{n} = z{n} = 0, 0" for n in range(5)) + "\n    x5: int"
 SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"self.x{n}, z = 0, 0" for n in range(15))
 
 
@@ -98,6 +99,7 @@ SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"s
         (rules.class_sizes, "engine.x", f"class A:{METHODS}", "engine.x.A has 21 methods and 0 attributes"),
         (rules.class_sizes, "callbacks.x", f"class A:{SET_ON_SELF}", "A has 1 methods and 16 attributes"),
         (rules.class_sizes, "megatron.x", f"@dataclass\nclass A:{FIELDS}", "A has 0 methods and 16 attributes"),
+        (rules.class_sizes, "engine.x", f"class A:{ASSIGNED}", "A has 0 methods and 16 attributes"),
         (rules.class_sizes, "recovery.x", f"@dataclass(frozen=False)\nclass A:{FIELDS}", "16 attributes"),
         (rules.class_sizes, "engine.x", f"@dataclass(frozen=True)\nclass A:{METHODS}", "21 methods"),
         (rules.class_sizes, "sim.x", f"class A:{METHODS}", "21 methods"),

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -114,6 +114,18 @@ def one(size: str, dense_from: str) -> dict[str, Any]:
     }
 
 
+def writing_secs(found: Mapping[str, Any]) -> float:
+    """CPU seconds of the persist thread per checkpoint; the first and the last one are beside those that are due."""
+    secs: float = found["cpu"]["persist"] / (found["due"] + 2)
+    return secs
+
+
+def more_secs(found: Mapping[str, Mapping[str, Any]]) -> float:
+    """CPU seconds that training and writing take more together, for each checkpoint that is made from the log."""
+    training, log = (found[name]["due cpu"] + writing_secs(found[name]) for name in ("training", "log"))
+    return log - training
+
+
 def rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """The table of docs/gradient_log.md."""
     training, log = found["training"], found["log"]
@@ -121,18 +133,16 @@ def rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     def per_parameter(name: str) -> list[str]:
         return [f"{each[name] / each['parameters']:.1f}" for each in (training, log)]
 
-    def milliseconds(secs: float) -> str:
-        return f"{1e3 * secs:.0f} ms"
+    def milliseconds(secs: Callable[[Mapping[str, Any]], float]) -> list[str]:
+        return [f"{1e3 * secs(each):.0f} ms" for each in (training, log)]
 
-    there, elsewhere = milliseconds(log["due cpu"]), milliseconds(log["logged cpu"])
-    as_ever = f"{there}, as at every step" if there == elsewhere else f"{there}; {elsewhere} at other steps"
-    writing = [milliseconds(each["cpu"]["persist"] / (each["due"] + 2)) for each in (training, log)]
     return [
         ["", '`dense_from="training"`', '`dense_from="log"`'],
         ["---", "--:", "--:"],
         ["copied at a due step, bytes per parameter", *per_parameter("due bytes")],
-        ["CPU of the training thread there", milliseconds(training["due cpu"]), as_ever],
-        ["CPU of the thread that writes, per checkpoint", *writing],
+        ["CPU of the training thread there", *milliseconds(lambda each: each["due cpu"])],
+        ["the same at other steps", *milliseconds(lambda each: each["logged cpu"])],
+        ["CPU of the thread that writes, per checkpoint", *milliseconds(writing_secs)],
         ["most that buffers held, bytes per parameter", *per_parameter("held")],
         ["optimizers of the replay beside them", "none", f"{log['replayed'] / MIB:.0f} MiB"],
     ]

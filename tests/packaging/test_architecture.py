@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_nothing_outside_imports_the_command_line(programs):
     assert len(modules) > 5
     problems = [problem for module in modules for problem in rules.no_command_line(module)]
     assert not problems, "\n".join(problems)
+
+
+def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    packages = text.partition("## Packages")[2].partition("\n## ")[0]
+    named = [re.findall(r"`(\w+)`", row.split("|")[2]) for row in packages.splitlines() if row.startswith("| ")]
+    summit = [part for part in rules.SUMMIT if part.isalpha()]
+    assert [name for names in named for name in names] == [*rules.EVERYWHERE, *rules.LAYERS, *rules.ON_TOP, *summit]
+    assert len(text.split()) <= 850
 
 
 METHODS = "".join(f"\n    def f{n}(self) -> None: ..." for n in range(21))

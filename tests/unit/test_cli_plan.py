@@ -253,7 +253,8 @@ def test_the_docs_show_what_is_printed(capsys, monkeypatch):
     _, out, _ = call(capsys, *command.split()[1:])
     assert printed.split() == out.split()
     told = dict(re.findall(r"^(\w+)(?: \*)? .* ([\d.]+) GiB +[\d.]+ \w+ +[\d.]+ \w+  \w+$", out, re.M))
-    column = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) \|$", sizing, re.M)
+    table = sizing.partition("`plan`, column `host memory` |")[2].partition("\n\n")[0]
+    column = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) \|$", table, re.M)
     assert [memory for _, memory in column] == [
         told[name] for name in ("dense", "gemini", "moevement_memory", "moevement_peers", "gradient_log_peers")
     ]

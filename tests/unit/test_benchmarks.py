@@ -546,3 +546,17 @@ def test_docs_have_what_was_counted_of_dense_checkpoints_from_a_log():
     assert dense_from_log.markdown(told) in text
     assert f"here {1e3 * dense_from_log.more_secs(told['found']):.0f} ms more for each checkpoint" in text
     assert f"load average {told['machine']['load_average_1min']:.0f})" in text
+
+
+def test_docs_have_what_a_megatron_rank_costs():
+    """Median and most of 61 x 256, as the table of docs/scale.md has them."""
+    [case] = json.loads((ROOT / "benchmarks" / "results" / "megatron_prepare_61x256.json").read_text())["cases"]
+    ours, peer = case["ours"]["policies"], case["peer"]
+    names = ("MoC, K=1, sequential", "MoC, K=1, load_aware", "MoEvement, W=3", "Dense")
+    quickest = min(peer.values(), key=lambda way: way["wall_ms"]["median"])
+    text = (ROOT / "docs" / "scale.md").read_text()
+    for title, clock in (("CPU", "cpu_ms"), ("wall time", "wall_ms")):
+        small = [f"{ours[name][clock]['median']:.1f} ({ours[name][clock]['max']:.1f})" for name in names]
+        large = [f"{way[clock]['median']:,.0f} ({way[clock]['max']:,.0f})" for way in (quickest, peer["default"])]
+        cells = [title, *small, *(each.replace(",", " ") for each in large)]
+        assert f"| {' | '.join(cells)} |" in text

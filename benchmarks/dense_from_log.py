@@ -122,8 +122,8 @@ def writing_secs(found: Mapping[str, Any]) -> float:
 
 def more_secs(found: Mapping[str, Mapping[str, Any]]) -> float:
     """CPU seconds that training and writing take more together, for each checkpoint that is made from the log."""
-    training, log = (found[name]["due cpu"] + writing_secs(found[name]) for name in ("training", "log"))
-    return log - training
+    secs = {name: float(found[name]["due cpu"]) + writing_secs(found[name]) for name in ("training", "log")}
+    return secs["log"] - secs["training"]
 
 
 def rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

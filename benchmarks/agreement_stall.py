@@ -4,6 +4,7 @@ Real processes and gloo on one machine. Each computes an iteration (a sleep, and
 of gradients), then takes what the ranks agreed on at the step before and begins to agree on this one, as the trainer
 does. Beside it two all-reduces that are waited for. ``--delay-ms`` is really added to every message of ours; an
 all-reduce of gloo sends 2 (R - 1) messages one after the other, for which the same is added by that formula.
+docs/scale.md has the table of results/agreement_stall.json.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,13 +31,18 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import RESULTS, machine, write_json
 from moe_ckpt.comm.communicator import GlooCommunicator
 from moe_ckpt.core.tree import hops
 from moe_ckpt.engine.agreement import Standing, StepAgreement, StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.policies.base import Measured
 
-_EXAMPLE = "example: python benchmarks/agreement_stall.py --ranks 2,4 --delay-ms 0,20 --iteration-ms 300"
+_EXAMPLE = """examples:
+  python benchmarks/agreement_stall.py --json agreement_stall.json    # everything; two minutes
+  python benchmarks/agreement_stall.py --ranks 2,4 --delay-ms 0,20 --iteration-ms 300"""
+KEPT = RESULTS / "agreement_stall.json"
+"""What docs/scale.md tells of."""
 _SHAPE = (48, 128)
 
 
@@ -92,6 +99,13 @@ def _rank(rank: int, scratch: str, ranks: int, delay_secs: float, iteration_secs
     dist.destroy_process_group()
 
 
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """One row of the table in docs/scale.md: ranks, delay, and the two waits in ms."""
+    waits = (row["late_ms"], row["waited_ms"])
+    shown = [f"{wait:,.0f}".replace(",", " ") if wait >= 10 else f"{wait:.1f}" for wait in waits]
+    return [str(row["ranks"]), f"{row['delay_ms']:g} ms", *shown]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -100,22 +114,31 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--delay-ms", default="0,50", help="added to every message (default: %(default)s)")
     parser.add_argument("--iteration-ms", type=float, default=600.0, help="of computing (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="per case (default: %(default)s)")
+    parser.add_argument("--json", type=Path, default=None, help="keep what was measured in this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.rank is not None:
         _rank(given.rank, *json.loads(given.case))
         return
-    table = Table(title=f"ms that rank 0 waits at a step; iteration {given.iteration_ms:g} ms", title_justify="left")
-    for column in ("ranks", "added per message", "hops", "now", "all-reduces waited for"):
-        table.add_column(column, justify="right")
+    head = {"machine": machine(), "iteration_ms": given.iteration_ms, "steps": given.steps}
+    rows: list[dict[str, float]] = []
     console = Console()
     for ranks in map(int, given.ranks.split(",")):
         for delay_ms in map(float, given.delay_ms.split(",")):
             with console.status(f"{ranks} ranks, {delay_ms:g} ms added"):
                 found = measure(ranks, delay_ms / 1e3, given.iteration_ms / 1e3, given.steps)
-            waits = [f"{found[name] * 1e3:.1f}" for name in ("late", "waited for")]
-            table.add_row(str(ranks), f"{delay_ms:g} ms", str(hops(ranks)), *waits)
+            late_ms, waited_ms = (round(found[name] * 1e3, 2) for name in ("late", "waited for"))
+            rows.append(
+                {"ranks": ranks, "delay_ms": delay_ms, "hops": hops(ranks), "late_ms": late_ms, "waited_ms": waited_ms}
+            )
+            if given.json:
+                write_json(given.json, {**head, "rows": rows})
+    table = Table(title=f"ms that rank 0 waits at a step; iteration {given.iteration_ms:g} ms", title_justify="left")
+    for column in ("ranks", "added per message", "moe_ckpt", "two all-reduces waited for"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*cells(row))
     console.print(table)
 
 

@@ -1,7 +1,7 @@
 """What a dense checkpoint on storage costs under a gradient log: copied by training, or made from the log beside it.
 
 Bytes, and CPU time of each thread, are counted in a real Lightning run on the CPU; wall time is not. Each case is a
-process of its own. docs/gradient_log.md has the table.
+process of its own. docs/gradient_log.md has the table of results/dense_from_log.json.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ if __package__ in (None, ""):
 import lightning.pytorch as pl
 import torch
 
+from benchmarks.report import MIB, RESULTS, machine, write_json
 from benchmarks.windowed import batches, trainer, workload
 from benchmarks.workload import SIZES
 from moe_ckpt import Memory
@@ -35,7 +36,9 @@ from moe_ckpt.gradients.replay import OptimizerReplay
 from moe_ckpt.gradients.replayed_share import RankShare
 from moe_ckpt.policies import GradientLog
 
-_EXAMPLE = "example: python benchmarks/dense_from_log.py --size small"
+_EXAMPLE = "example: python benchmarks/dense_from_log.py --size small --json dense_from_log.json"
+KEPT = RESULTS / "dense_from_log.json"
+"""What docs/gradient_log.md tells of."""
 WINDOW, EVERY, STEPS = 5, 10, 61
 _THREADS = {"MainThread": "training", "moe_ckpt-persist": "persist", "moe_ckpt-seal": "seal"}
 
@@ -111,40 +114,64 @@ def one(size: str, dense_from: str) -> dict[str, Any]:
     }
 
 
-def table(size: str, found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the lines of a Markdown table."""
-    lines = [
-        "| dense from | bytes per parameter copied at a due step | CPU of the training thread there "
-        "| persist thread, CPU per checkpoint | buffers held, bytes per parameter | replay beside them, MiB |",
-        "| --- | --: | --: | --: | --: | --: |",
+def writing_secs(found: Mapping[str, Any]) -> float:
+    """CPU seconds of the persist thread per checkpoint; the first and the last one are beside those that are due."""
+    secs: float = found["cpu"]["persist"] / (found["due"] + 2)
+    return secs
+
+
+def more_secs(found: Mapping[str, Mapping[str, Any]]) -> float:
+    """CPU seconds that training and writing take more together, for each checkpoint that is made from the log."""
+    secs = {name: float(found[name]["due cpu"]) + writing_secs(found[name]) for name in ("training", "log")}
+    return secs["log"] - secs["training"]
+
+
+def rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The table of docs/gradient_log.md."""
+    training, log = found["training"], found["log"]
+
+    def per_parameter(name: str) -> list[str]:
+        return [f"{each[name] / each['parameters']:.1f}" for each in (training, log)]
+
+    def milliseconds(secs: Callable[[Mapping[str, Any]], float]) -> list[str]:
+        return [f"{1e3 * secs(each):.0f} ms" for each in (training, log)]
+
+    return [
+        ["", '`dense_from="training"`', '`dense_from="log"`'],
+        ["---", "--:", "--:"],
+        ["copied at a due step, bytes per parameter", *per_parameter("due bytes")],
+        ["CPU of the training thread there", *milliseconds(lambda each: each["due cpu"])],
+        ["the same at other steps", *milliseconds(lambda each: each["logged cpu"])],
+        ["CPU of the thread that writes, per checkpoint", *milliseconds(writing_secs)],
+        ["most that buffers held, bytes per parameter", *per_parameter("held")],
+        ["optimizers of the replay beside them", "none", f"{log['replayed'] / MIB:.0f} MiB"],
     ]
-    for name, each in found.items():
-        parameters = each["parameters"]
-        lines.append(
-            f"| {name} | {each['due bytes'] / parameters:.1f} | {1e3 * each['due cpu']:.1f} ms "
-            f"| {1e3 * each['cpu']['persist'] / (each['due'] + 2):.0f} ms | {each['held'] / parameters:.1f} "
-            f"| {each['replayed'] / (1 << 20):.1f} |"
-        )
-    return "\n".join(
-        [*lines, "", f"{size}: {found['log']['parameters']:,} parameters, {found['log']['tensors']} tensors"]
-    )
+
+
+def markdown(told: Mapping[str, Any]) -> str:
+    """The lines of that table."""
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows(told["found"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs both cases, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model")
+    parser.add_argument("--json", type=Path, default=None, help="keep what was counted in this file")
     parser.add_argument("--one", choices=("training", "log"), help=argparse.SUPPRESS)
     chosen = parser.parse_args(argv)
     if chosen.one is not None:
         print(json.dumps(one(chosen.size, chosen.one)))
         return 0
-    found = {}
+    told: dict[str, Any] = {"machine": machine(), "size": chosen.size, "found": {}}
     for dense_from in ("training", "log"):
         command = [sys.executable, __file__, "--size", chosen.size, "--one", dense_from]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        found[dense_from] = json.loads(done.stdout.splitlines()[-1])
-    print(table(chosen.size, found))
+        told["found"][dense_from] = json.loads(done.stdout.splitlines()[-1])
+    if chosen.json:
+        write_json(chosen.json, told)
+    log = told["found"]["log"]
+    print(f"{markdown(told)}\n\n{chosen.size}: {log['parameters']:,} parameters, {log['tensors']} tensors")
     return 0
 
 

@@ -1,16 +1,17 @@
 """A log of gradients beside MoEvement's windows on the papers' clusters, simulated: what each costs, where each wins.
 
-With the links as their makers name them, and with the rate of copies that MoEvement's windows imply
-(benchmarks/sim_papers.py, "calibrated"). docs/gradient_log.md has the table.
+With the links as their makers name them, and with the rate of copies that the papers' own figures imply
+(benchmarks/sim_papers.py, "calibrated"). docs/gradient_log.md has the tables of results/gradient_log_sim.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,24 +20,39 @@ if __package__ in (None, ""):
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import sim_papers_moetion
+from benchmarks.report import RESULTS, write_json
 from benchmarks.sim_papers_data import constants, rates, scenario
 from moe_ckpt.sim.log_or_windows import Cost, break_even_secs
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.scenario import Outcome, Scenario
 
-_EXAMPLE = "example: python benchmarks/gradient_log_sim.py --only moevement_deepseek --markdown"
-SETUPS = ("moevement_deepseek", "moevement_qwen")
-"""Of the smaller models everything fits into an iteration with nominal links: W is 1 with both."""
+_EXAMPLE = """examples:
+  python benchmarks/gradient_log_sim.py --json gradient_log_sim.json     # all clusters; a minute
+  python benchmarks/gradient_log_sim.py --only moevement_deepseek --markdown"""
+KEPT = RESULTS / "gradient_log_sim.json"
+"""What docs/gradient_log.md tells of."""
+SETUPS = {
+    "moevement_deepseek": "DeepSeek-MoE, 96 A100",
+    "moevement_qwen": "QWen-MoE, 96 A100",
+    "moevement_fp8_fp32_fp32": "DeepSeek-MoE, fp8, 128 H100",
+    "moetion_1_6b": "MoE-GPT-1.6B-64E, 64 A100",
+}
+"""Of the smaller models of table 3 everything fits into an iteration with nominal links: W is 1 with both."""
 LINKS = ("nominal", "calibrated")
 SYSTEMS = {
     "windows, the failed stage alone": ("policy=moevement_peers",),
     "windows": ("policy=moevement_peers", "policy.rollback=global", "policy.freeze=false"),
-    "log, gradients of 4 bytes": ("policy=gradient_log_peers",),
+    "log, gradients of 4 bytes": ("policy=gradient_log_peers", "precision.gradient_bytes=4"),
     "log, gradients of 2 bytes": ("policy=gradient_log_peers", "precision.gradient_bytes=2"),
     "Gemini": ("policy=gemini",),
 }
 FAILING = ("failures.mtbf_secs=1800",)
 HEADINGS = ("links", "system", "W", "bytes", "stall", "per failure", "ETTR")
+OTHERS = (
+    *("cluster", "links", "windows: W", "stall", "per failure", "log: W", "stall", "per failure"),
+    *("2 bytes: W", "stall", "per failure", "the log wins", "with 2 bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,8 +81,21 @@ class Row:
 
 def made(setup: str, links: str, system: str) -> Scenario:
     """The scenario of one row."""
-    rate = () if links == "nominal" else (rates(setup, constants().a100_rate),)
-    return scenario(f"setup={setup}", *SYSTEMS[system], *FAILING, *rate)
+    rate = () if links == "nominal" else (rates(setup, _calibrated(setup)),)
+    implied = f"iteration.secs={sim_papers_moetion.implied_secs()!r}"
+    return scenario(f"setup={setup}", *SYSTEMS[system], *FAILING, *rate, *([implied] if _is_moetion(setup) else []))
+
+
+def _is_moetion(setup: str) -> bool:
+    """Iteration times of that paper are what its figures imply."""
+    return setup.startswith("moetion")
+
+
+def _calibrated(setup: str) -> float:
+    """GB/s of all GPUs of its cluster together."""
+    if _is_moetion(setup):
+        return sim_papers_moetion.rate()
+    return constants().h100_rate if setup == "moevement_fp8_fp32_fp32" else constants().a100_rate
 
 
 def row(setup: str, links: str, system: str) -> Row:
@@ -82,36 +111,66 @@ def row(setup: str, links: str, system: str) -> Row:
 def wins(log: Row, windows: Row) -> str:
     """Where the log costs less than the windows."""
     apart = break_even_secs(log.cost, windows.cost)
+    if log.cost == windows.cost:
+        return "both alike"
     if log.cost.running == windows.cost.running:
-        return "at any rate of failures" if log.cost.failure_secs < windows.cost.failure_secs else "nowhere"
+        return "at any rate" if log.cost.failure_secs < windows.cost.failure_secs else "nowhere"
     if apart <= 0:
-        return "at any rate of failures" if log.cost.running < windows.cost.running else "nowhere"
-    less = "less" if log.cost.running > windows.cost.running else "more"
-    return f"with failures {less} than {apart / 60:.3g} min apart"
+        return "at any rate" if log.cost.running < windows.cost.running else "nowhere"
+    less = "below" if log.cost.running > windows.cost.running else "above"
+    return f"{less} {apart / 60:.3g} min"
+
+
+def measure(setup: str) -> dict[str, Any]:
+    """All rows of one cluster, as they are kept."""
+    rows = {(links, system): row(setup, links, system) for links in LINKS for system in SYSTEMS}
+    won = {
+        links: [wins(rows[links, f"log, gradients of {number} bytes"], rows[links, "windows"]) for number in (4, 2)]
+        for links in LINKS
+    }
+    return {"rows": [list(each.cells) for each in rows.values()], "wins": won}
+
+
+def compared(told: Mapping[str, Any]) -> list[list[str]]:
+    """Windows and logs on all clusters, a line for each cluster and links."""
+    found = []
+    for setup, one in told.items():
+        for links in LINKS:
+            those = {cells[1]: cells for cells in one["rows"] if cells[0] == links}
+            systems = ("windows", "log, gradients of 4 bytes", "log, gradients of 2 bytes")
+            figures = [those[system][at] for system in systems for at in (2, 4, 5)]
+            found.append([SETUPS[setup], links, *figures, *one["wins"][links]])
+    return found
+
+
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as it stands in the docs."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, ("---",) * len(headings), *rows))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table per model; with ``--markdown`` as they stand in the docs."""
+    """Prints a table per cluster, and one that compares them; with ``--markdown`` as they stand in the docs."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=SETUPS, default=SETUPS, help="setups of moe-ckpt simulate")
+    parser.add_argument("--only", nargs="+", choices=SETUPS, default=list(SETUPS), help="setups of moe-ckpt simulate")
     parser.add_argument("--markdown", action="store_true", help="as tables for the docs")
+    parser.add_argument("--json", type=Path, default=None, help="keep the tables in this file")
     options = parser.parse_args(argv)
+    told = {}
     for setup in options.only:
-        rows = {(links, system): row(setup, links, system) for links in LINKS for system in SYSTEMS}
+        told[setup] = measure(setup)
+        if options.json:
+            write_json(options.json, told)
+    tables = [(SETUPS[setup], HEADINGS, one["rows"]) for setup, one in told.items()]
+    for title, headings, rows in [*tables, ("where each wins", OTHERS, compared(told))]:
         if options.markdown:
-            for cells in (HEADINGS, ("---",) * len(HEADINGS), *(each.cells for each in rows.values())):
-                print(f"| {' | '.join(cells)} |")
+            print(f"{markdown(headings, rows)}\n")
         else:
-            shown = Table(*HEADINGS, title=setup)
-            for each in rows.values():
-                shown.add_row(*each.cells)
+            shown = Table(*headings, title=title)
+            for each in rows:
+                shown.add_row(*each)
             Console().print(shown)
-        for links in LINKS:
-            for number in (4, 2):
-                log = rows[links, f"log, gradients of {number} bytes"]
-                print(f"{setup}, {links}, {number} bytes: the log wins {wins(log, rows[links, 'windows'])}")
     return 0
 
 

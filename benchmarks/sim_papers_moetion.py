@@ -142,10 +142,9 @@ def moetion_time(tick: Tick) -> dict[str, Any]:
         "Figure 6: Gemini without stalls takes as many iterations as its copy takes. The paper's 6 in 100 would fit an "
         "iteration of a fourth of ours, or copies to both peers one after the other.",
         "Figure 7: the formula is the paper's, T_ckpt + T_retrieve + f/2 * T, with our times and retrieval at nominal "
-        "rates. Simulated: lost iterations and retrieval per failure, in six hours with a failure every half hour. It "
-        "loses more: a checkpoint counts only when it is complete, the iteration that a failure cuts off is lost as "
-        "well, and retrieval has the calibrated rate. MoEtion has two budgets there, on the node and to peers; one set "
-        "for both differs by less than 2 %. Gemini without stalls waits for its copy, which in the formula can only "
+        "rates. Simulated: lost iterations and retrieval per failure, in six hours with a failure every half hour; it "
+        "loses more by reason 4, and as retrieval has the calibrated rate. Gemini without stalls waits for its "
+        "copy, which in the formula can only "
         "add to the loss; the paper's falls from 27.4 to 25.7 s, so its 27.4 s must contain a stall.",
         "Figure 10: two copies through one link, with 6, 2 and 2 experts per layer, give the paper's times of "
         "selection alone within 1.5 s. Bubbles are (p-1)/(m+p-1) (1F1B) of our estimate of an iteration; with the T "

@@ -3,11 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the report shows a long table: a line for what differs in ``by``, a cell for each value of ``across``.
+
+    Attributes:
+        by: Columns that begin a line.
+        across: Column whose values become columns.
+        shown: Columns whose values a cell has; the others are in the JSON only.
+    """
+
+    by: tuple[str, ...]
+    across: str
+    shown: tuple[str, ...]
+
+
+SPREAD = {
+    ("table3", "ETTR, 12 hours"): Spread(("model", "system"), "MTBF", ("paper", "closed form", "simulated")),
+    ("figure16", "ETTR, 6 hours"): Spread(("system",), "S", ("paper", "ours")),
+    ("moetion_time", "Figure 5: stall per iteration, a checkpoint at each"): Spread(
+        ("system",), "model", ("paper s", "ours s")
+    ),
+    ("moetion_time", "Figure 6: checkpoints in 100 iterations without stalls"): Spread(
+        ("system",), "model", ("paper", "ours")
+    ),
+    ("moetion_time", "Figure 7: wasted work per failure"): Spread(
+        ("system",), "model", ("paper s", "formula s", "simulated s")
+    ),
+    ("moetion_time", "Figure 10: a checkpoint beside compute"): Spread(("with",), "model", ("paper s", "ours s")),
+    ("two_levels", "PLT after one failure of one of two nodes, K = 1 on storage"): Spread(
+        ("a checkpoint every",), "snapshot K", ("PLT", "of that at snapshot K = 1")
+    ),
+}
+"""(part, title) of tables that are shown so."""
 
 
 def table(title: str, columns: Sequence[str], formats: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -73,7 +109,9 @@ def markdown(parts: Mapping[str, Mapping[str, Any]], images: str) -> str:
         "# The simulator against the papers",
         "Made by `python benchmarks/sim_papers.py --write` from its own JSON; nothing here is written by hand. "
         "MoEvement is NSDI '26, MoEtion its first version (arXiv 2412.15411 v1), PEC arXiv 2408.04307. Every table has "
-        "the paper's figure, ours and the difference; the notes below it give the reasons. Four reasons recur:",
+        "the paper's figure and ours; the notes below it give the reasons for differences. Long tables have several "
+        "figures in a cell; intervals, K, W, stalls and lost tokens of each run are in "
+        "[sim_papers.json](../benchmarks/results/sim_papers.json). Four reasons recur:",
         "1. **Inputs that no paper prints**: copy bandwidth, iteration time, skewness, failure trace. They are "
         "calibrated once (first table) or assumed in the configs, and nothing is fitted cell by cell. At the links' "
         "nominal rates nearly nothing would stall; the papers do not say what limits theirs.\n"
@@ -84,11 +122,13 @@ def markdown(parts: Mapping[str, Mapping[str, Any]], images: str) -> str:
         "4. **The simulator counts what closed forms leave out**: work that was not yet saved at a failure, the "
         "iteration that it cuts off, and loading.",
     ]
-    for found in parts.values():
+    for name, found in parts.items():
         text += [f"## {found['title']}", found["what"]]
         for one in found["tables"]:
-            text += [f"**{one['title']}**"] if one["title"] else []
-            text.append(_markdown_table(one))
+            how = SPREAD.get((name, one["title"]))
+            each = "" if how is None else f": {' / '.join(how.shown)}"
+            text += [f"**{one['title']}{each}**"] if one["title"] else []
+            text.append(_markdown_table(one) if how is None else spread(one, how))
         if "picture" in found:
             text.append(f"![{found['title']}]({images}/{found['picture']['name']}.png)")
         text += ["\n".join(f"- {note}" for note in found["notes"])] if found["notes"] else []
@@ -99,6 +139,22 @@ def _markdown_table(one: Mapping[str, Any]) -> str:
     rule = ["---" if form == "" else "--:" for form in one["formats"]]
     rows = [[shown(v, f) for v, f in zip(row, one["formats"], strict=True)] for row in one["rows"]]
     return "\n".join(f"| {' | '.join(row)} |" for row in [one["columns"], rule, *rows])
+
+
+def spread(one: Mapping[str, Any], how: Spread) -> str:
+    """A long table with a cell for each value of a column; what is not printed by the paper is a dash."""
+    at = one["columns"].index
+    values = list(dict.fromkeys(row[at(how.across)] for row in one["rows"]))
+    lines: dict[tuple[str, ...], dict[Any, str]] = {}
+    for row in one["rows"]:
+        texts = [shown(value, form) for value, form in zip(row, one["formats"], strict=True)]
+        key = tuple(texts[at(name)] for name in how.by)
+        lines.setdefault(key, {})[row[at(how.across)]] = " / ".join(texts[at(name)] for name in how.shown)
+    form = one["formats"][at(how.across)]
+    heads = [*how.by, *(f"{how.across} {shown(value, form)}" for value in values)]
+    rule = ["---"] * len(how.by) + ["--:"] * len(values)
+    rows = [[*key, *(cells.get(value, "-") for value in values)] for key, cells in lines.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, rule, *rows))
 
 
 def draw(found: Mapping[str, Any], folder: Path) -> None:

@@ -252,7 +252,8 @@ def sizes(module: Module) -> Iterator[str]:
 
 
 def class_sizes(module: Module) -> Iterator[str]:
-    """Classes of few parts: methods of the class body, and attributes that it annotates or that methods set on self.
+    """Classes of few parts: methods of the class body, and attributes that it assigns or annotates, or that methods set
+    on self.
 
     Records, that is frozen dataclasses and TypedDicts, may have any number of fields: they hold data and do nothing. So
     may what Hydra takes as a schema, which cannot be frozen.
@@ -268,6 +269,8 @@ def oversized(module: Module) -> Iterator[tuple[str, int, int]]:
             continue
         methods = [each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
         attributes = {_name(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+        assigned = [target for each in node.body if isinstance(each, ast.Assign) for target in each.targets]
+        attributes |= {each.id for target in assigned for each in ast.walk(target) if isinstance(each, ast.Name)}
         attributes |= {
             each.attr
             for method in methods

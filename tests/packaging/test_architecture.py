@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,18 @@ def test_nothing_outside_imports_the_command_line(programs):
     assert not problems, "\n".join(problems)
 
 
+def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    packages = text.partition("## Packages")[2].partition("\n## ")[0]
+    named = [re.findall(r"`(\w+)`", row.split("|")[2]) for row in packages.splitlines() if row.startswith("| ")]
+    summit = [part for part in rules.SUMMIT if part.isalpha()]
+    assert [name for names in named for name in names] == [*rules.EVERYWHERE, *rules.LAYERS, *rules.ON_TOP, *summit]
+    assert len(text.split()) <= 850
+
+
 METHODS = "".join(f"\n    def f{n}(self) -> None: ..." for n in range(21))
 FIELDS = "".join(f"\n    x{n}: int" for n in range(16))
+ASSIGNED = "".join(f"\n    x{n}, y{n} = z{n} = 0, 0" for n in range(5)) + "\n    x5: int"
 SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"self.x{n}, z = 0, 0" for n in range(15))
 
 
@@ -98,6 +109,7 @@ SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"s
         (rules.class_sizes, "engine.x", f"class A:{METHODS}", "engine.x.A has 21 methods and 0 attributes"),
         (rules.class_sizes, "callbacks.x", f"class A:{SET_ON_SELF}", "A has 1 methods and 16 attributes"),
         (rules.class_sizes, "megatron.x", f"@dataclass\nclass A:{FIELDS}", "A has 0 methods and 16 attributes"),
+        (rules.class_sizes, "engine.x", f"class A:{ASSIGNED}", "A has 0 methods and 16 attributes"),
         (rules.class_sizes, "recovery.x", f"@dataclass(frozen=False)\nclass A:{FIELDS}", "16 attributes"),
         (rules.class_sizes, "engine.x", f"@dataclass(frozen=True)\nclass A:{METHODS}", "21 methods"),
         (rules.class_sizes, "sim.x", f"class A:{METHODS}", "21 methods"),

@@ -351,6 +351,26 @@ def test_a_delay_is_charged_to_all_reduces_once():
     assert 4 * delay_secs <= found["waited for"] < 5 * delay_secs  # 2 all-reduces of 2 messages each
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sixteen_processes_wait_for_no_message_of_a_step(tmp_path):
+    """With 50 ms added to every message, hops of the tree alone are 400 ms, and two all-reduces 3 s."""
+    out = tmp_path / "out.json"
+    agreement_stall.main(f"--ranks 16 --delay-ms 0,50 --iteration-ms 1000 --steps 6 --json {out}".split())
+    plain, delayed = json.loads(out.read_text())["rows"]
+    assert (plain["ranks"], delayed["ranks"], delayed["hops"]) == (16, 16, 8)
+    assert delayed["late_ms"] < 50, "less than one message"
+    assert delayed["waited_ms"] >= 4 * 15 * 50
+
+
+def test_docs_have_what_was_measured_of_agreement():
+    told, text = json.loads(agreement_stall.KEPT.read_text()), (ROOT / "docs" / "scale.md").read_text()
+    assert [row["ranks"] for row in told["rows"]] == [2, 2, 16, 16]
+    for row in told["rows"]:
+        assert f"| {' | '.join(agreement_stall.cells(row))} |" in text
+    assert f"load average {told['machine']['load_average_1min']:.0f})" in text
+
+
 def test_hook_clock_counts_time_in_hooks_only(monkeypatch):
     time = Clock()
     monkeypatch.setattr(contestants, "time", time)
@@ -511,8 +531,32 @@ def test_a_job_comes_back_with_the_command_line_of_the_docs(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_dense_from_log_counts_what_training_no_longer_copies(capfd):
-    assert dense_from_log.main(["--size", "tiny"]) == 0
-    [training, log] = [line.split("|")[2:4] for line in capfd.readouterr().out.splitlines()[2:4]]
-    assert float(training[0]) == 12.0
-    assert float(log[0]) < 7.0
+def test_dense_from_log_counts_what_training_no_longer_copies(tmp_path, capfd):
+    out = tmp_path / "out.json"
+    assert dense_from_log.main(["--size", "tiny", "--json", str(out)]) == 0
+    told = json.loads(out.read_text())
+    assert dense_from_log.markdown(told) in capfd.readouterr().out
+    copied = dense_from_log.rows(told["found"])[2]
+    assert float(copied[1]) == 12.0
+    assert float(copied[2]) < 7.0
+
+
+def test_docs_have_what_was_counted_of_dense_checkpoints_from_a_log():
+    told, text = json.loads(dense_from_log.KEPT.read_text()), (ROOT / "docs" / "gradient_log.md").read_text()
+    assert dense_from_log.markdown(told) in text
+    assert f"here {1e3 * dense_from_log.more_secs(told['found']):.0f} ms more for each checkpoint" in text
+    assert f"load average {told['machine']['load_average_1min']:.0f})" in text
+
+
+def test_docs_have_what_a_megatron_rank_costs():
+    """Median and most of 61 x 256, as the table of docs/scale.md has them."""
+    [case] = json.loads((ROOT / "benchmarks" / "results" / "megatron_prepare_61x256.json").read_text())["cases"]
+    ours, peer = case["ours"]["policies"], case["peer"]
+    names = ("MoC, K=1, sequential", "MoC, K=1, load_aware", "MoEvement, W=3", "Dense")
+    quickest = min(peer.values(), key=lambda way: way["wall_ms"]["median"])
+    text = (ROOT / "docs" / "scale.md").read_text()
+    for title, clock in (("CPU", "cpu_ms"), ("wall time", "wall_ms")):
+        small = [f"{ours[name][clock]['median']:.1f} ({ours[name][clock]['max']:.1f})" for name in names]
+        large = [f"{way[clock]['median']:,.0f} ({way[clock]['max']:,.0f})" for way in (quickest, peer["default"])]
+        cells = [title, *small, *(each.replace(",", " ") for each in large)]
+        assert f"| {' | '.join(cells)} |" in text

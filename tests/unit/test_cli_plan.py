@@ -236,3 +236,26 @@ def test_without_hydra_the_extra_is_named(capsys, monkeypatch):
     assert code == 2
     assert "hydra" in err
     assert "pip install" in err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_docs_show_what_is_printed(capsys, monkeypatch):
+    """The whole table of the simulator's page, and the column of memory in the page on sizes."""
+    docs = Path(__file__).parents[2] / "docs"
+    [shown] = re.findall(
+        r"^\$ moe-ckpt (plan setup=moevement_deepseek .*?)\n```", (docs / "simulator.md").read_text(), re.M | re.S
+    )
+    command, _, printed = shown.partition("\n")
+    sizing = (docs / "sizing.md").read_text()
+    assert f"`moe-ckpt {command}`" in sizing
+    monkeypatch.setenv("COLUMNS", "100")
+    _, out, _ = call(capsys, *command.split()[1:])
+    assert printed.split() == out.split()
+    told = dict(re.findall(r"^(\w+)(?: \*)? .* ([\d.]+) GiB +[\d.]+ \w+ +[\d.]+ \w+  \w+$", out, re.M))
+    table = sizing.partition("`plan`, column `host memory` |")[2].partition("\n\n")[0]
+    column = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) \|$", table, re.M)
+    assert [memory for _, memory in column] == [
+        told[name] for name in ("dense", "gemini", "moevement_memory", "moevement_peers", "gradient_log_peers")
+    ]
+    assert all(float(rule) == pytest.approx(float(memory), rel=0.01) for rule, memory in column)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("rich")
 from benchmarks import commit_scale
 from benchmarks.commit_rank import policy_of
 from benchmarks.commit_world import Acknowledging, ActedPeers, Others, State, key_of, recorded
+from benchmarks.report import RESULTS
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.writing import Acknowledgement
@@ -102,3 +104,19 @@ def test_acted_ranks_delete_what_real_ones_would(tmp_path):
 def test_what_is_no_case_is_refused(options, said):
     with pytest.raises(SystemExit, match=said):
         commit_scale.main(options.split())
+
+
+def test_docs_have_the_growth_of_the_results():
+    """What a commit costs rank 0 for each further rank, and what that comes to on 16 384 ranks."""
+    cases = json.loads((RESULTS / "commit_scale.json").read_text())["cases"]
+    of = {case["ranks"]: {row["policy"]: row for row in case["rows"] if row["role"] == "rank 0"} for case in cases}
+    text = " ".join((Path(__file__).parents[2] / "docs" / "scale.md").read_text().split())
+
+    def each(figure):
+        return [(of[2048][name][figure] - of[512][name][figure]) / (2048 - 512) for name in of[512]]
+
+    nbytes, msecs = each("received_bytes"), each("cpu_ms")
+    further = [of[2048][name]["cpu_ms"] + more * (16384 - 2048) for name, more in zip(of[512], msecs, strict=True)]
+    received = max(row["received_bytes"] for row in of[2048].values()) + max(nbytes) * (16384 - 2048)
+    assert f"by {min(nbytes):.0f} B and {1e3 * min(msecs):.0f} to {1e3 * max(msecs):.0f} µs per rank" in text
+    assert f"rank 0 {min(further):.0f} to {max(further):.0f} ms and {received / (1 << 20):.1f} MiB received" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -57,10 +58,38 @@ def test_the_break_even_is_where_both_cost_alike():
     assert break_even_secs(Cost(0.0, 1.0), Cost(0.0, 2.0)) == inf
 
 
-@pytest.mark.slow
-def test_the_docs_have_every_row():
+KEPT = json.loads(gradient_log_sim.KEPT.read_text())
+DEEPSEEK = {tuple(cells[:2]): cells for cells in KEPT["moevement_deepseek"]["rows"]}
+"""(links, system) -> cells."""
+
+
+def test_the_docs_have_every_row_of_the_results():
     text = DOCS.read_text()
-    for links in gradient_log_sim.LINKS:
-        for system in gradient_log_sim.SYSTEMS:
-            cells = gradient_log_sim.row("moevement_deepseek", links, system).cells
-            assert f"| {' | '.join(cells)} |" in text
+    assert list(KEPT) == list(gradient_log_sim.SETUPS)
+    assert gradient_log_sim.markdown(gradient_log_sim.HEADINGS, KEPT["moevement_deepseek"]["rows"]) in text
+    assert gradient_log_sim.markdown(gradient_log_sim.OTHERS, gradient_log_sim.compared(KEPT)) in text
+
+
+def test_the_docs_sentences_have_the_numbers_of_the_results():
+    text = " ".join(DOCS.read_text().split())
+
+    def secs(links, system):
+        return float(DEEPSEEK[links, system][5].removesuffix(" s"))
+
+    log, alone = secs("nominal", "log, gradients of 4 bytes"), secs("nominal", "windows, the failed stage alone")
+    windows, small = secs("calibrated", "windows"), secs("calibrated", "log, gradients of 2 bytes")
+    assert f"a failure costs {1 - log / secs('nominal', 'windows'):.0%} less".replace("%", " %") in text
+    assert f"{1 - log / alone:.0%} less than where the failed stage alone".replace("%", " %") in text
+    assert f"saves {windows - small:.0f} s per failure" in text
+    assert f"less than {KEPT['moevement_deepseek']['wins']['calibrated'][1].removeprefix('below ')} apart" in text
+
+
+@pytest.mark.parametrize("system", ["windows, the failed stage alone", "windows", "log, gradients of 4 bytes"])
+def test_rows_of_the_results_are_what_is_simulated(system):
+    assert list(gradient_log_sim.row("moevement_deepseek", "nominal", system).cells) == DEEPSEEK["nominal", system]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", gradient_log_sim.SETUPS)
+def test_all_results_are_what_is_simulated(setup):
+    assert gradient_log_sim.measure(setup) == KEPT[setup]

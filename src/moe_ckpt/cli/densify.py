@@ -7,6 +7,10 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_ckpt.gradients.layout import Device
 
 EPILOG = """\
 examples:
@@ -58,7 +62,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the checkpoint was written, or the steps were listed."""
     from moe_ckpt.cli.options import require_memory
     from moe_ckpt.cli.output import progress_bar
-    from moe_ckpt.core.quantities import human_bytes
     from moe_ckpt.errors import ConfigError
     from moe_ckpt.gradients.densify import densify, steps_in_memory
     from moe_ckpt.recovery.reader import StoreReader, locate, require_store
@@ -88,7 +91,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         result = {"path": where, "step": done.manifest.step, "updates": done.updates, "nbytes": done.nbytes}
         print(json.dumps({**result, "exact": not done.inexact, "device": str(done.device)}, indent=2))
         return 0
-    times = f"{done.updates} update{'s' * (done.updates != 1)} repeated on {done.device}"
-    print(f"step {done.manifest.step}, {human_bytes(done.nbytes)}, {times}:", file=sys.stderr)
+    print(f"{said(done.manifest.step, done.nbytes, done.updates, done.device)}:", file=sys.stderr)
     print(where)
     return 0
+
+
+def said(step: int, nbytes: int, updates: int, device: Device) -> str:
+    """Returns what is printed above the path of a checkpoint."""
+    from moe_ckpt.core.quantities import human_bytes
+
+    return f"step {step}, {human_bytes(nbytes)}, {updates} update{'s' * (updates != 1)} repeated on {device}"

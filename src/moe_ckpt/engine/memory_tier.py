@@ -29,6 +29,7 @@ from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.engine.buffers import PIECES, WHOLE, HostBuffer, HostBufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.engine.unsettled import Unsettled
 from moe_ckpt.engine.writing import SealedShare
 from moe_ckpt.errors import CoverageError, MemoryFullError
 from moe_ckpt.format.manifest import ModelRecord
@@ -154,9 +155,7 @@ class MemoryTier:
         left.take_over = self._take_over
         self._pool = pool
         self._entries: dict[int, _Entry] = {}
-        self._open: list[int] = []
-        self._asked: list[int] = []
-        self._next = 0
+        self._unsettled = Unsettled()
         self._lock = threading.Lock()
 
     def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
@@ -257,8 +256,7 @@ class MemoryTier:
         places = (place for place, _ in snapshot.plan.pieces)
         entry.pieces = dict(zip(places, snapshot.pieces, strict=True))
         with self._lock:
-            self._open.append(step.sequence)
-            self._next = step.sequence + 1
+            self._unsettled.begun(step.sequence)
             self._entries[step.sequence] = entry
             for sequence in () if snapshot.dense is None else snapshot.dense.reads:
                 if sequence in self._entries:
@@ -305,10 +303,8 @@ class MemoryTier:
         each show (``core.freshness``); always as many numbers.
         """
         with self._lock:
-            copied = [sequence for sequence in self._open if self._entries[sequence].step.copied]
-            alone = [sequence for sequence in self._open if not self._entries[sequence].step.copied]
-            self._asked = [*copied[:_REPORTED], *alone[:_REPORTED]]
-            entries = [self._entries[sequence] for sequence in self._asked]
+            asked = self._unsettled.ask(_REPORTED, lambda sequence: self._entries[sequence].step.copied)
+            entries = [self._entries[sequence] for sequence in asked]
             for entry in entries:
                 entry.reported = entry.state in _SAFE
             filler = 2 * _REPORTED - len(entries)
@@ -322,8 +318,7 @@ class MemoryTier:
             Those whose fate is known now, in order.
         """
         with self._lock:
-            asked, self._asked = self._asked, []
-            found = list(zip(asked, reduced, reduced[2 * _REPORTED :], strict=False))
+            found = list(zip(self._unsettled.answered(), reduced, reduced[2 * _REPORTED :], strict=False))
             ended = {sequence: _judged(*each) for sequence, *each in found if each[0] != NOT_YET}
             for sequence, state, freshness in found:
                 if freshness == STALE and state not in (NOT_YET, FAILED) and self.rank == 0:
@@ -332,14 +327,14 @@ class MemoryTier:
             for sequence, state in ended.items():
                 entry = self._entries[sequence]
                 entry.step = replace(entry.step, complete=state != FAILED, copied=state == SEALED)
-            self._open = [sequence for sequence in self._open if sequence not in ended]
+            self._unsettled.ended(ended)
             newest = newest_checkpoint(entry.step for entry in self._entries.values())
             if newest:
                 self.complete_step = self._entries[newest[-1].sequence].training_step
                 self.complete_since = self._entries[newest[0].sequence].training_step
             self._release_unneeded()
             steps = [entry.step for entry in self._entries.values()]
-            kept = {*needed(steps), *self._open, *range(self._next, self._next + _AHEAD)}
+            kept = {*needed(steps), *self._unsettled.open, *range(self._unsettled.next, self._unsettled.next + _AHEAD)}
             spare = set(with_newest_experts(steps)) - kept
             over = _over(self._entries.values())
         if newest:
@@ -354,14 +349,14 @@ class MemoryTier:
         for sequence, entry in list(self._entries.items()):
             if sequence in kept or entry.readers or entry.state == NOT_YET or entry.step.complete is None:
                 continue
-            if sequence in self._open:  # given up here, of which the others are still to hear
+            if sequence in self._unsettled.open:  # given up here, of which the others are still to hear
                 continue
             del self._entries[sequence]
             self._give_up(entry)
         over = _over(self._entries.values())
         for sequence, entry in self._entries.items():
-            settled = entry.state != NOT_YET and entry.step.complete is not None and sequence not in self._open
-            if settled and not entry.readers:
+            known = entry.state != NOT_YET and entry.step.complete is not None
+            if known and sequence not in self._unsettled.open and not entry.readers:
                 for buffer in entry.let_go({place for place in entry.pieces if (sequence, place) in over}):
                     self._pool.give_back(buffer)
 
@@ -372,7 +367,7 @@ class MemoryTier:
     @property
     def is_settled(self) -> bool:
         """Of every snapshot that began, it is known whether all ranks have it; equal on all ranks."""
-        return not self._open
+        return not self._unsettled.open
 
     def drop(self, *, chain: bool = True, last: bool = False) -> bool:
         """Give up what a failure could do without, because there is no other room; True if there was any.
@@ -444,7 +439,7 @@ class MemoryTier:
             self._pool.retire()
             self.left.forget()
             self.left.checker.close()
-            self._open.clear()
+            self._unsettled.open.clear()
             self._entries.clear()  # whoever still uses their bytes keeps them
             self.files.close(keep=keep)
 

@@ -1,0 +1,70 @@
+"""What pages show as printed by the program is what it prints, in its own words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_ckpt.cli.densify import said
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
+from moe_ckpt.gradients.layout import Device
+from moe_ckpt.recovery.executing import plan_text
+
+DOCS = Path(__file__).parents[2] / "docs"
+PLANS = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in sorted(DOCS.glob("*.md"))
+    for number, block in enumerate(re.findall(r"^```\n(recovery plan for .*?)\n```", page.read_text(), re.M | re.S))
+]
+GRADIENT_LOG = (DOCS / "gradient_log.md").read_text()
+TIERS = {"memory": Tier.HOST, "peers": Tier.PEER, "storage": Tier.STORAGE}
+ROW = r"  (\w+): (.+?) +(\d+)(?: to (\d+))? +(\d+) +(\d+) +([\d.]+) (B|KiB|MiB|GiB)"
+
+
+def plan_of(text: str) -> RecoveryPlan:
+    """A plan with the numbers of what a page shows."""
+    head, _, *lines = text.splitlines()
+    checkpoint = head.removeprefix("recovery plan for ").rstrip(":")
+    rows = [found.groups() for line in lines if (found := re.fullmatch(ROW, line))]
+    operators = [
+        f"{'expert' if number < int(experts) else 'gate'}/{at}/{number}"
+        for at, (*_, count, experts, _, _) in enumerate(rows)
+        for number in range(int(count))
+    ]
+    sources, begin = [], 0
+    for tier, place, oldest, newest, count, _, size, unit in rows:
+        steps, nbytes = np.full(len(operators), ABSENT), np.zeros(len(operators), dtype=np.int64)
+        mine = slice(begin, begin := begin + int(count))
+        steps[mine], nbytes[mine.start] = int(newest or oldest), float(size) * 1024 ** "BKMG".index(unit[0])
+        steps[mine.start] = int(oldest)
+        sources.append(Inventory(TIERS[tier], place, steps, nbytes))
+    plan = plan_recovery(checkpoint, int(checkpoint.removeprefix("step_")), tuple(operators), sources)
+    updates = re.search(r"the \d+ updates of steps (\d+) to (\d+)", text)
+    return plan if updates is None else replace(plan, updates=(int(updates[1]) - 1, int(updates[2])))
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_a_recovery_plan_is_what_is_printed(text):
+    assert plan_text(plan_of(text)) == text
+
+
+def test_plans_are_found():
+    assert len(PLANS) >= 2
+
+
+def test_who_makes_updates_is_said_as_it_is_printed():
+    [shown] = re.findall(r"^ +(then the .* by rank 1 of 4.*)$", GRADIENT_LOG, re.M)
+    [plan] = [plan_of(param.values[0]) for param in PLANS if "gradients" in param.values[0]]
+    printed = plan_text(replace(plan, remaking=(1,), ranks=4)).splitlines()[-1]
+    assert shown == printed.strip()
+
+
+def test_densify_says_what_the_page_shows():
+    [shown] = re.findall(r"^\$ moe-ckpt densify .*\n(.*):\nruns/x/step_", GRADIENT_LOG, re.M)
+    printed = said(1234, round(9.8 * 2**30), 4, Device("cpu", "x86_64 AVX512", 2))
+    assert shown == printed

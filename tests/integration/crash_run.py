@@ -56,6 +56,7 @@ from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
+from tests.integration.pauses import stands_still
 from tests.support.bad_disks import spoil_disk
 from tests.support.networks import enter
 from tests.support.opened import note_shards
@@ -90,6 +91,8 @@ class Run:
     measures before its first checkpoint. options: its other arguments.
     crash: (phase, n) kills this process the n-th time that the phase, one of ``memory_phases`` too, is reached;
     ("read", n) at the n-th read of the store; ("raise", n) and ("sigterm", n) stop it at the n-th backward pass;
+    ("stop", n) stops it by SIGSTOP before that, when the ranks have agreed on the step before, ("stop updated", n) when
+    it has written the n-th update, both with none of its copies on its way to a peer;
     ("compute, sealed", n) kills it there once the step before is sealed, ("forward", n) before that, ("reduced", n)
     after it, when all gradients are reduced, ("updating", n) in the optimizer, ("failing", n) makes the optimizer
     raise, ("updated", n) kills when it has written the n-th update, ("hook", n) in the last callback's hook after that,
@@ -265,11 +268,11 @@ class DeadlyRecorder(Recorder):
     """Only where it may kill: a callback that could look at gradients keeps replay from leaving any out."""
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        if self.run.crash is not None and self.run.crash[0] == "forward":
+        if self.run.crash is not None and self.run.crash[0] in BEFORE_BACKWARD:
             self.on_compute(trainer.global_step)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.run.crash is None or self.run.crash[0] != "forward":
+        if self.run.crash is None or self.run.crash[0] not in BEFORE_BACKWARD:
             self.on_compute(trainer.global_step)
 
     def on_validation_batch_end(self, *_: Any) -> None:
@@ -437,6 +440,8 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
         memory_phases.kill_in(*run.crash)
     elif run.crash is not None and run.crash[0] == "compute, sealed":
         return None, _kills_once_sealed(run.crash[1])
+    elif run.crash is not None and run.crash[0] in ("stop", "stop updated"):
+        return _slow_copies(run), stands_still(*run.crash)
     elif run.crash is not None and run.crash[0] in ("raise", "sigterm", "forward"):
         return None, _stops(*run.crash)
     elif run.crash is not None and run.crash[0] in DEADLY_UPDATES:
@@ -450,10 +455,14 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
     if run.kills is not None:
         hook = KillSchedule.from_json(run.kills).hook(rank, f"{run.log}.kills")
         return hook.on_phase, hook.on_step
-    if run.slow_copy_secs:
-        # In the middle of each copy: who changes live tensors too early tears the snapshot.
-        return lambda phase: time.sleep(run.slow_copy_secs) if phase == "copy" else None, lambda step: None
-    return None, lambda step: None
+    return _slow_copies(run), lambda step: None
+
+
+def _slow_copies(run: Run) -> Callable[[str], None] | None:
+    """In the middle of each copy: who changes live tensors too early tears the snapshot."""
+    if not run.slow_copy_secs:
+        return None
+    return lambda phase: time.sleep(run.slow_copy_secs) if phase == "copy" else None
 
 
 def _stops(how: str, n: int) -> Callable[[int], None]:
@@ -488,6 +497,7 @@ def _kills_once_sealed(n: int) -> Callable[[int], None]:
     return kill
 
 
+BEFORE_BACKWARD = ("forward", "stop")
 BETWEEN_BATCHES = ("train end", "validating", "epoch end", "killed validating", "killed at epoch end")
 DEADLY_UPDATES = ("reduced", "updating", "failing", "updated", "hook", "ended")
 

@@ -1,0 +1,61 @@
+"""Stops this process by SIGSTOP where it is known who waits for it, and what of it is on its way to peers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from moe_ckpt.engine.agreement import StepAgreement
+from moe_ckpt.replicas.replication import Replicator
+from tests.support.waiting import retry_until
+
+_SENT_SECS = 0.2
+"""For gloo's threads: what they were given of a collective is with the kernel by then."""
+
+
+def stands_still(how: str, n: int) -> Callable[[int], None]:
+    """What to call at each backward pass, in this process only: see ``Run.crash``."""
+    stop = Stop()
+    times = itertools.count(1)
+    if how == "stop":
+        return lambda step: stop() if next(times) == n else None
+
+    def updated(*_: Any) -> None:
+        if next(times) == n:
+            time.sleep(_SENT_SECS)
+            stop()
+
+    register_optimizer_step_post_hook(updated)
+    return lambda step: None
+
+
+class Stop:
+    """Called, it stops this process until somebody continues it: when the ranks have agreed on the newest step that was
+    sent, and peers have answered for all copies that were submitted."""
+
+    def __init__(self) -> None:
+        self._agreed: Any = None
+        self._replicator: Replicator | None = None
+        send, submit = StepAgreement.send, Replicator.submit
+
+        def sending(*args: Any) -> Any:
+            self._agreed = send(*args)
+            return self._agreed
+
+        def submitting(replicator: Replicator, *args: Any) -> Any:
+            self._replicator = replicator
+            return submit(replicator, *args)
+
+        StepAgreement.send = sending  # type: ignore[method-assign]
+        Replicator.submit = submitting  # type: ignore[method-assign]
+
+    def __call__(self) -> None:
+        self._agreed.result(60.0)
+        assert retry_until(lambda: self._replicator is None or not self._replicator.in_flight, 60.0)
+        os.kill(os.getpid(), signal.SIGSTOP)

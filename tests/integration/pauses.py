@@ -7,11 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_ckpt.engine.agreement import StepAgreement
+from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.replicas.replication import Replicator
 from tests.support.waiting import retry_until
 
@@ -28,11 +30,27 @@ def stands_still(how: str, n: int) -> Callable[[int], None]:
 
     def updated(*_: Any) -> None:
         if next(times) == n:
-            time.sleep(_SENT_SECS)
             stop()
 
     register_optimizer_step_post_hook(updated)
     return lambda step: None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def steps_of(node: Path, rank: int) -> list[int]:
+    """Of the sealed slots on a node that hold what a rank saved, its own or copies."""
+    found = []
+    for path in node.rglob("*.head"):
+        try:
+            header = decode_slot(path.read_bytes(), str(path))
+        except FileNotFoundError:  # unsealed meanwhile, for the next snapshot
+            continue
+        found += [header.step] * (header.rank == rank)
+    return sorted(found)
 
 
 class Stop:
@@ -58,4 +76,5 @@ class Stop:
     def __call__(self) -> None:
         self._agreed.result(60.0)
         assert retry_until(lambda: self._replicator is None or not self._replicator.in_flight, 60.0)
+        time.sleep(_SENT_SECS)
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.format.slot import decode_slot
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
@@ -29,6 +28,7 @@ from tests.integration.lives import (
     shards_read,
     started_ranks,
 )
+from tests.integration.pauses import is_stopped, steps_of
 from tests.integration.test_memory_kills import in_memory, left
 from tests.integration.test_memory_layouts import LAYOUTS, lose, under_way
 from tests.integration.test_memory_rarely_stored import RARELY, restored
@@ -52,20 +52,9 @@ def run_of(layout: Run, place: Path, **callback: float) -> Run:  # noqa: F811
     return in_memory(replace(layout, to_storage=RARELY, samples=320, watched=True, callback=callback), place)
 
 
-def steps_of(run: Run, node: int, rank: int) -> list[int]:
+def steps_at(run: Run, node: int, rank: int) -> list[int]:
     """Of the sealed slots on a node that hold what a rank saved."""
-    found = []
-    for path in Path(run.memory, f"node_{node}").rglob("*.head"):
-        try:
-            header = decode_slot(path.read_bytes(), str(path))
-        except FileNotFoundError:  # unsealed meanwhile, for the next snapshot
-            continue
-        found += [header.step] * (header.rank == rank)
-    return sorted(found)
-
-
-def stands_still(process: Started) -> bool:
-    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return steps_of(Path(run.memory, f"node_{node}"), rank)
 
 
 def reached(run: Run) -> int:
@@ -78,8 +67,8 @@ def standing_still(run: Run, how: str, paused: int) -> Iterator[list[Started]]:
     other = 1 - paused
     slow = replace(run, slow_copy_secs=COPY_SECS)
     with started_ranks(slow, lambda rank: (how, AT) if rank == paused else None) as processes:
-        assert retry_until(lambda: stands_still(processes[paused]), LIFE_SECS), output(run)
-        assert retry_until(lambda: AT - 1 in steps_of(run, other, other)), (steps_of(run, other, other), output(run))
+        assert retry_until(lambda: is_stopped(processes[paused].pid), LIFE_SECS), output(run)
+        assert retry_until(lambda: AT - 1 in steps_at(run, other, other)), (steps_at(run, other, other), output(run))
         yield processes
 
 
@@ -115,10 +104,10 @@ def test_a_short_pause_costs_time_and_nothing_else(paused, layout, place):  # no
     run, other = run_of(layout, place), 1 - paused
     with standing_still(run, "stop", paused) as processes:
         time.sleep(SHORT_SECS)
-        assert AT - 1 not in steps_of(run, paused, other), "its copy is on its way"
+        assert AT - 1 not in steps_at(run, paused, other), "its copy is on its way"
         assert reached(run) == AT - 1, "training waits in its own collectives"
         os.kill(processes[paused].pid, signal.SIGCONT)
-        assert retry_until(lambda: AT - 1 in steps_of(run, paused, other)), "it arrives"
+        assert retry_until(lambda: AT - 1 in steps_at(run, paused, other)), "it arrives"
         assert retry_until(lambda: reached(run) >= AT + MORE, LIFE_SECS), output(run)
         kill_all(run, processes)
         newest = reached(run)
@@ -135,9 +124,9 @@ def test_a_long_pause_costs_what_only_the_lost_node_had(lost, paused, layout, pl
     run, other = run_of(layout, place, timeout_secs=TIMEOUT_SECS), 1 - paused
     said = f"rank {paused} gets no more copies of rank {other} until the run is restarted: no byte was transferred for"
     with standing_still(run, "stop", paused) as processes:
-        copied = max(steps_of(run, paused, other))
+        copied = max(steps_at(run, paused, other))
         assert AT - 3 <= copied < AT - 1, "the copy of the newest step is on its way"
-        assert AT - 1 not in steps_of(run, other, paused), "its own has yet to begin"
+        assert AT - 1 not in steps_at(run, other, paused), "its own has yet to begin"
         time.sleep(TIMEOUT_SECS / 2)
         assert said not in output(run), "not before the timeout"
         assert retry_until(lambda: said in output(run), 5 * TIMEOUT_SECS), output(run)
@@ -163,9 +152,9 @@ def test_a_rank_that_does_not_come_to_the_end_of_a_step_ends_training(lost, paus
     keeps its newest step. All go on from there, or, without one node, from the newest step that has copies."""
     run, other = run_of(layout, place, timeout_secs=TIMEOUT_SECS), 1 - paused
     with standing_still(run, "stop updated", paused) as processes:
-        left_with = {None: AT, "the other": max(steps_of(run, paused, other)), "the paused": AT - 1}[lost]
+        left_with = {None: AT, "the other": max(steps_at(run, paused, other)), "the paused": AT - 1}[lost]
         assert left_with >= AT - 2
-        assert max(steps_of(run, other, paused)) == AT - 1, "all of its copies have arrived"
+        assert max(steps_at(run, other, paused)) == AT - 1, "all of its copies have arrived"
         time.sleep(2 * TIMEOUT_SECS)
         os.kill(processes[paused].pid, signal.SIGCONT)
         for process in processes:

@@ -122,6 +122,8 @@ class StorageFlush:
         if self._windows and plan.window is None:  # windows are built upon dense checkpoints, which are rare
             return True
         measured = consensus.measured
+        # Where memory takes a checkpoint at each step, no iteration is without one beside it.
+        iteration_secs = measured.iteration_secs or measured.recent_iteration_secs
         step, secs = self._last or (None, None)
         if step is not None and secs is None:
             self._last = step, secs = step, consensus.secs
@@ -131,9 +133,9 @@ class StorageFlush:
                 step,
                 0.0 if secs is None else consensus.secs - secs,
                 measured.persist_secs,
-                measured.iteration_secs,
+                iteration_secs,
                 len(ledger.tokens.faults),
-                plan.step * (measured.iteration_secs or 0.0),
+                plan.step * (iteration_secs or 0.0),
             )
         )
 

@@ -46,6 +46,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from moe_ckpt import Memory
 from moe_ckpt.callbacks import MoECheckpoint, fit
+from moe_ckpt.core import intervals
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.engine.agreement import StepAgreement
@@ -101,7 +102,8 @@ class Run:
     ("killed validating", n) and ("killed at epoch end", n) kill there.
     kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
     memory: directory for slots, which survive the process; None: private memory.
-    to_storage: every so many steps a checkpoint goes on from there to storage.
+    to_storage: every so many steps a checkpoint goes on from there to storage. prior_mtbf_secs: as if the run had
+    failed once in so long before it began, instead of ``intervals.PRIOR_MTBF_SECS``.
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
     sampler: "none": the data are a stream, whose length nobody knows.
     sharded: several ranks divide all tensors by FSDP2; else DDP.
@@ -110,19 +112,20 @@ class Run:
     the process takes of the system when training begins.
     sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
     networks: of each rank the network that its copies go over (``tests.support.networks``); training's own stays.
-    logged: what the trainer's logger gets of the library at each step is in the log, too, as "metrics"; "at" is when.
+    logged: what the trainer's logger gets of the library at each step is in the log, too, as "metrics"; "at" is
+    when, and "measured" what the ranks had agreed on.
     bad_disk: (how, step): see ``tests.support.bad_disks.spoil_disk``.
     """
 
     store: str | None
     log: str | None = None
     out: str | None = None
-    policy: tuple[str, int] = ("dense", 1)
+    policy: tuple[str, int | str] = ("dense", 1)
     options: Mapping[str, Any] = field(default_factory=dict)
     crash: tuple[str, int] | None = None
     kills: str | None = None
     memory: str | None = None
-    to_storage: int = 1
+    to_storage: int | str = 1
     replicas: int = 0
     model: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "plain"
@@ -144,6 +147,7 @@ class Run:
     networks: tuple[str, ...] = ()
     logged: bool = False
     bad_disk: tuple[str, int] | None = None
+    prior_mtbf_secs: float | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -166,7 +170,12 @@ class Recorder(pl.Callback):
         self.lines: list[dict[str, Any]] = []
         self.layers: list[torch.Tensor] = []
         self.scored: list[torch.Tensor] = []
+        self.ours: MoECheckpoint | None = None
         self._hooks: list[Any] = []
+
+    def measured(self) -> dict[str, float | None]:
+        """What the policy knew at the newest step."""
+        return {} if self.ours is None else asdict(self.ours._fit.session._booking._consensus.measured)
 
     def note(self, rank: int, **what: Any) -> None:
         self.lines.append(what)
@@ -181,6 +190,7 @@ class Recorder(pl.Callback):
             os.close(descriptor)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.ours = _ours(trainer)
         routers = [m for m in pl_module.modules() if isinstance(m, Router)]
         experts = pl_module.hparams.get("experts", 4)
         self.layers = [torch.zeros(experts, dtype=torch.int64) for _ in routers]
@@ -261,7 +271,8 @@ class Noted(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         ours = {name.removeprefix("moe_ckpt/"): value for name, value in metrics.items() if "moe_ckpt/" in name}
         if ours:
-            self.recorder.note(self.rank, event="metrics", step=step, at=time.monotonic(), **ours)
+            more = {"at": time.monotonic(), "measured": self.recorder.measured()}
+            self.recorder.note(self.rank, event="metrics", step=step, **more, **ours)
 
 
 class DeadlyRecorder(Recorder):
@@ -624,6 +635,8 @@ def main(run: Run) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if run.networks:
         _enter_between(run.networks[rank])
+    if run.prior_mtbf_secs is not None:
+        intervals.PRIOR_MTBF_SECS = run.prior_mtbf_secs
     if run.bad_disk is not None:
         spoil_disk(*run.bad_disk)
     if run.watched:

@@ -46,6 +46,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from moe_ckpt import Memory
 from moe_ckpt.callbacks import MoECheckpoint, fit
+from moe_ckpt.core import intervals
 from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
@@ -58,6 +59,7 @@ from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
+from tests.integration.pauses import stands_still
 from tests.integration.pausing import Pausing
 from tests.support.bad_disks import spoil_disk
 from tests.support.networks import enter
@@ -93,6 +95,8 @@ class Run:
     measures before its first checkpoint. options: its other arguments.
     crash: (phase, n) kills this process the n-th time that the phase, one of ``memory_phases`` too, is reached;
     ("read", n) at the n-th read of the store; ("raise", n) and ("sigterm", n) stop it at the n-th backward pass;
+    ("stop", n) stops it by SIGSTOP before that, when the ranks have agreed on the step before, ("stop updated", n) when
+    it has written the n-th update, both with none of its copies on its way to a peer;
     ("compute, sealed", n) kills it there once the step before is sealed, ("forward", n) before that, ("reduced", n)
     after it, when all gradients are reduced, ("updating", n) in the optimizer, ("failing", n) makes the optimizer
     raise, ("updated", n) kills when it has written the n-th update, ("hook", n) in the last callback's hook after that,
@@ -101,7 +105,8 @@ class Run:
     ("killed validating", n) and ("killed at epoch end", n) kill there.
     kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
     memory: directory for slots, which survive the process; None: private memory.
-    to_storage: every so many steps a checkpoint goes on from there to storage.
+    to_storage: every so many steps a checkpoint goes on from there to storage. prior_mtbf_secs: as if the run had
+    failed once in so long before it began, instead of ``intervals.PRIOR_MTBF_SECS``.
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
     memory_options: other arguments of ``Memory``.
     sampler: "none": the data are a stream, whose length nobody knows.
@@ -111,19 +116,20 @@ class Run:
     the process takes of the system when training begins.
     sabotage: names in ``sabotage.SABOTAGES``, with commas between: what this process does wrong.
     networks: of each rank the network that its copies go over (``tests.support.networks``); training's own stays.
-    logged: what the trainer's logger gets of the library at each step is in the log, too, as "metrics"; "at" is when.
+    logged: what the trainer's logger gets of the library at each step is in the log, too, as "metrics"; "at" is
+    when, and "measured" what the ranks had agreed on.
     bad_disk: (how, step): see ``tests.support.bad_disks.spoil_disk``.
     """
 
     store: str | None
     log: str | None = None
     out: str | None = None
-    policy: tuple[str, int] = ("dense", 1)
+    policy: tuple[str, int | str] = ("dense", 1)
     options: Mapping[str, Any] = field(default_factory=dict)
     crash: tuple[str, int] | None = None
     kills: str | None = None
     memory: str | None = None
-    to_storage: int = 1
+    to_storage: int | str = 1
     replicas: int = 0
     memory_options: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -146,6 +152,7 @@ class Run:
     networks: tuple[str, ...] = ()
     logged: bool = False
     bad_disk: tuple[str, int] | None = None
+    prior_mtbf_secs: float | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -168,7 +175,12 @@ class Recorder(pl.Callback):
         self.lines: list[dict[str, Any]] = []
         self.layers: list[torch.Tensor] = []
         self.scored: list[torch.Tensor] = []
+        self.ours: MoECheckpoint | None = None
         self._hooks: list[Any] = []
+
+    def measured(self) -> dict[str, float | None]:
+        """What the policy knew at the newest step."""
+        return {} if self.ours is None else asdict(self.ours._fit.session._booking._consensus.measured)
 
     def note(self, rank: int, **what: Any) -> None:
         self.lines.append(what)
@@ -183,6 +195,7 @@ class Recorder(pl.Callback):
             os.close(descriptor)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.ours = _ours(trainer)
         routers = [m for m in pl_module.modules() if isinstance(m, Router)]
         experts = pl_module.hparams.get("experts", 4)
         self.layers = [torch.zeros(experts, dtype=torch.int64) for _ in routers]
@@ -263,18 +276,19 @@ class Noted(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         ours = {name.removeprefix("moe_ckpt/"): value for name, value in metrics.items() if "moe_ckpt/" in name}
         if ours:
-            self.recorder.note(self.rank, event="metrics", step=step, at=time.monotonic(), **ours)
+            more = {"at": time.monotonic(), "measured": self.recorder.measured()}
+            self.recorder.note(self.rank, event="metrics", step=step, **more, **ours)
 
 
 class DeadlyRecorder(Recorder):
     """Only where it may kill: a callback that could look at gradients keeps replay from leaving any out."""
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        if self.run.crash is not None and self.run.crash[0] == "forward":
+        if self.run.crash is not None and self.run.crash[0] in BEFORE_BACKWARD:
             self.on_compute(trainer.global_step)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.run.crash is None or self.run.crash[0] != "forward":
+        if self.run.crash is None or self.run.crash[0] not in BEFORE_BACKWARD:
             self.on_compute(trainer.global_step)
 
     def on_validation_batch_end(self, *_: Any) -> None:
@@ -445,8 +459,10 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
         memory_phases.kill_in(*run.crash)
     elif run.crash is not None and run.crash[0] == "compute, sealed":
         return None, _kills_once_sealed(run.crash[1])
+    elif run.crash is not None and run.crash[0] in ("stop", "stop updated"):
+        return _slow_copies(run), stands_still(*run.crash)
     elif run.crash is not None and run.crash[0] in ("raise", "sigterm", "forward"):
-        return _slowing(run), _stops(*run.crash)
+        return _slow_copies(run), _stops(*run.crash)
     elif run.crash is not None and run.crash[0] in DEADLY_UPDATES:
         _kill_at_update(*run.crash)
         return None, lambda step: None
@@ -458,10 +474,10 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
     if run.kills is not None:
         hook = KillSchedule.from_json(run.kills).hook(rank, f"{run.log}.kills")
         return hook.on_phase, hook.on_step
-    return _slowing(run), lambda step: None
+    return _slow_copies(run), lambda step: None
 
 
-def _slowing(run: Run) -> Callable[[str], None] | None:
+def _slow_copies(run: Run) -> Callable[[str], None] | None:
     """In the middle of each copy: who changes live tensors too early tears the snapshot."""
     if not run.slow_copy_secs:
         return None
@@ -501,6 +517,7 @@ def _kills_once_sealed(n: int) -> Callable[[int], None]:
     return kill
 
 
+BEFORE_BACKWARD = ("forward", "stop")
 BETWEEN_BATCHES = ("train end", "validating", "epoch end", "killed validating", "killed at epoch end")
 DEADLY_UPDATES = ("reduced", "updating", "failing", "updated", "hook", "ended")
 
@@ -629,6 +646,8 @@ def main(run: Run) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if run.networks:
         _enter_between(run.networks[rank])
+    if run.prior_mtbf_secs is not None:
+        intervals.PRIOR_MTBF_SECS = run.prior_mtbf_secs
     if run.bad_disk is not None:
         spoil_disk(*run.bad_disk)
     if run.watched:

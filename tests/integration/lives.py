@@ -131,7 +131,6 @@ def started_ranks(
 def live_ranks(
     run: Run,
     kill: tuple[int, float] | None = None,
-    pause_secs: float | None = None,
     cgroup: Path | None = None,
 ) -> list[int]:
     """Exit codes of all ranks of a run; see ``started_ranks``.
@@ -139,7 +138,6 @@ def live_ranks(
     When one rank is killed, the others are killed too, wherever they are: as a launcher does, but at once.
 
     kill: (rank, seconds): it is killed from outside, so long after the first line of rank 0's log.
-    pause_secs: It is stopped instead, and continued after so many seconds.
     cgroup: See ``started_ranks``.
     """
     before = len(events(run))
@@ -150,12 +148,8 @@ def live_ranks(
             if kill is not None and at == deadline and len(events(run)) > before:
                 at = time.monotonic() + kill[1]
             if kill is not None and time.monotonic() >= at:
-                if pause_secs is None:
-                    processes[kill[0]].kill()
-                    processes[kill[0]].join()
-                else:
-                    _pause(processes[kill[0]], pause_secs)
-                    kill = None
+                processes[kill[0]].kill()
+                processes[kill[0]].join()
             if any(process.exitcode == KILLED for process in processes):
                 break
             time.sleep(0.01)
@@ -163,13 +157,6 @@ def live_ranks(
             process.kill()  # nothing is left to kill after an ordinary end
             process.join()
         return [process.exitcode for process in processes]
-
-
-def _pause(process: warm.Started, secs: float) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has come to its end
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(secs)
-        os.kill(process.pid, signal.SIGCONT)
 
 
 def killed_at_random(run: Run, rng: random.Random, *, kills: int, most_secs: float) -> None:

@@ -183,29 +183,6 @@ def test_killed_while_what_an_earlier_life_left_is_taken_over(phase, layout, pla
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("paused", [0, 1])
-def test_a_short_pause_costs_time_and_nothing_else(paused, layout, place):  # noqa: F811
-    """SIGSTOP, and SIGCONT within the timeout."""
-    run = in_memory(replace(layout, to_storage=RARELY), place)
-    assert live_ranks(run, (paused, 0.2), pause_secs=1.5) == [0, 0], output(run)
-    assert_same_run(run)
-    assert left(run) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_long_pause_costs_no_bit(layout, place):  # noqa: F811
-    """SIGSTOP for longer than the timeout: the run waits in its own collectives, or ends and goes on from memory."""
-    run = in_memory(replace(layout, to_storage=RARELY, callback={"when_busy": "wait", "timeout_secs": 2.0}), place)
-    if live_ranks(run, (1, 0.3), pause_secs=12.0) != [0, 0]:
-        run = replace(run, callback={"when_busy": "wait"})
-        assert live_ranks(run) == [0, 0], output(run)
-    assert_same_run(run)
-    assert left(run) == []
-
-
-@pytest.mark.slow
 @some_fast()
 @pytest.mark.parametrize("how", ["flip", "truncate", "header", "header cut"])
 def test_a_damaged_slot_is_replaced_by_its_copy(how, name, place):  # noqa: F811

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,6 @@ from tests.megatron.exactness import (
     life_of,
     require_exact,
     require_killed,
-    split_lives,
     start_life,
 )
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, dense, moevement
@@ -27,8 +25,8 @@ from tests.megatron.test_memory import COPIES, GEMINI, left, newest
 from tests.megatron.test_random_kills import NEVER, ended, killed, retry
 from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
-from tests.support.megatron_run import Journal, live
-from tests.support.processes import Outcome, start_ranks
+from tests.support.megatron_run import live
+from tests.support.processes import start_ranks
 from tests.support.spoiled import slots_of, spoil_slot
 
 PIPELINE = Case(Setup(**PIPELINE_EXPERTS), dense(1), (), steps=8, memory=True, copies=COPIES)
@@ -162,44 +160,6 @@ def test_damage_is_found_and_the_next_source_taken(lost, how, policy, layout, tm
         lose(tmp_path, 1)
     [resumed] = ends_alike(case, tmp_path).resumed
     assert resumed == before if lost else resumed > before
-
-
-def pause(case: Case, directory: Path, rank: int, secs: float) -> list[Outcome]:
-    """A life in which a rank stands still for so long."""
-    life = replace(life_of(case, directory), pause=(rank, 4, secs))
-    return start_ranks(live, case.ranks, life, timeout=LIFE_SECS, grace=30.0, preload=WARM)
-
-
-@pytest.mark.slow
-@layouts
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_short_pause_costs_time_and_nothing_else(rank, layout, tmp_path):
-    """SIGSTOP, and SIGCONT within the timeout."""
-    results = require_all(pause(layout, tmp_path, rank, 2.0))
-    require_exact(layout, tmp_path, Ended(results, split_lives(Journal(life_of(layout, tmp_path).journal, 3).lines())))
-    assert left(tmp_path) == []
-
-
-@pytest.mark.slow
-@layouts
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_long_pause_costs_no_bit(rank, layout, tmp_path):
-    """SIGSTOP for longer than the timeout: the run waits in its own collectives, or ends and goes on from memory."""
-    outcomes = pause(replace(layout, options={"timeout_secs": 2.0}, reseed=False), tmp_path, rank, 12.0)
-    if all(outcome.ok for outcome in outcomes):
-        lives = split_lives(Journal(life_of(layout, tmp_path).journal, 3).lines())
-        require_exact(layout, tmp_path, Ended(require_all(outcomes), lives))
-        assert left(tmp_path) == []
-        return
-    before = int(newest(tmp_path).split("_")[1])
-    [resumed] = ends_alike(replace(layout, reseed=False), tmp_path).resumed
-    assert resumed > before
-
-
-def require_all(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """What each rank found; all came to their end."""
-    assert all(outcome.ok for outcome in outcomes), [(each.exitcode, (each.error or "")[-1500:]) for each in outcomes]
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.slow

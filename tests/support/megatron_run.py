@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +22,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.integration import memory_phases
+from tests.integration.pauses import Stop
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_log import digests
 from tests.support.opened import note_shards
 from tests.support.resources import taken
 
+SLOW_COPY_SECS = 1.0
 _STORAGE_PHASES = ("write", "fsync", "rename", "manifest", "gc")
 
 
@@ -61,7 +62,8 @@ class Life:
     lost: (seconds, ranks): those get a SIGKILL so long after they have resumed.
     digests: the journal has those of ``megatron_log.digests`` at each state that a rank comes to.
     number: of the life, for the journal.
-    pause: (rank, iteration, seconds): a SIGSTOP at the begin of that iteration, and a SIGCONT so long afterwards.
+    pause: (rank, iteration, phase): it stops itself (``pauses.Stop``) at that iteration's begin ("forward"), or when
+        its update is made ("updated"), and goes on when somebody says so. All ranks take long to copy.
     """
 
     store: str
@@ -80,7 +82,7 @@ class Life:
     survives: bool = False
     together: tuple[int, ...] = ()
     lost: tuple[float, tuple[int, ...]] | None = None
-    pause: tuple[int, int, float] | None = None
+    pause: tuple[int, int, str] | None = None
     digests: bool = False
     number: int = 0
 
@@ -138,12 +140,6 @@ def _kill_later(secs: float) -> None:
     timer.start()
 
 
-def stop_for(secs: float) -> None:
-    """This process stands still from about now on, in all of its threads; another one lets it go on."""
-    pid = os.getpid()
-    subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep {secs}; kill -CONT {pid}"], start_new_session=True)
-
-
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
     """What the library tells the user meanwhile."""
@@ -179,6 +175,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     in_memory = life.kill is not None and life.kill[2] in memory_phases.PHASES
     if life.kill is not None and in_memory and life.kill[0] == rank:
         memory_phases.kill_in(life.kill[2], life.kill[1])
+    stop = None if life.pause is None else Stop()
     name, arguments = life.policy
     at = {"iteration": 0, "replayed": 0}
     journal = Journal(life.journal, rank)
@@ -188,8 +185,10 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
             raise RuntimeError("the user's program fails")
         if phase == "forward" and life.kill is not None and life.kill[:2] == (0, at["iteration"]):
             _stopped(life.kill[2], rank)
-        if life.pause is not None and phase == "forward" and life.pause[:2] == (rank, at["iteration"]):
-            stop_for(life.pause[2])
+        if stop is not None and (rank, at["iteration"], phase) == life.pause:
+            stop()
+        if stop is not None and phase == "copy":
+            time.sleep(SLOW_COPY_SECS)
         if life.kill is not None and (rank, phase, life.kill[2]) == (life.kill[0], "forward", "anywhere"):
             _kill_later(life.kill[1] / 1e3)
         if life.kill is None or phase != life.kill[2] or rank not in (life.kill[0], *life.together):

@@ -15,7 +15,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.cli.main import main
-from moe_ckpt.comm.communicator import largest
+from moe_ckpt.comm.communicator import SoloCommunicator, largest
 from moe_ckpt.core.memory_retention import MemoryStep, needed
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.engine import host_tier
@@ -133,6 +133,19 @@ def test_seconds_count_from_the_start_of_a_life_that_goes_on(where, monkeypatch)
             now[0] += 10
             second.go(1, settle=True)
     assert committed(store) == ["step_00000001", "step_00000006_g1"]
+
+
+def test_seconds_count_from_the_first_step_that_ranks_have_agreed_on(where, monkeypatch):
+    """Where they agree a step late, nobody knows rank 0's clock in the first step."""
+    now = [5000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    store, memory = where
+    chosen = Memory(directory=memory, storage_every_secs=30)
+    with Life(LocalStorage(store), policy=Dense(), memory=chosen, comm=SoloCommunicator(late=True)) as only:
+        for _ in range(9):
+            now[0] += 10
+            only.go(1, settle=True)
+    assert committed(store) == ["step_00000001", "step_00000005", "step_00000008"]
 
 
 def test_the_run_goes_on_on_storage_where_that_stood(where):

@@ -27,7 +27,7 @@ class StorageFacts:
         last_step: The same of the newest snapshot that went to storage and did not fail there; None if none did.
         secs_since: Since that one began, by the clock of rank 0. Means nothing where ``last_step`` is None.
         flush_secs: What writing a checkpoint to storage took, from its first byte to its commit; None until known.
-        iteration_secs: Of an iteration with no checkpoint work beside it; None until known.
+        iteration_secs: Of an iteration with no checkpoint work beside it, or of any where each has; None until known.
         failures: Of the run so far, over all restarts.
         run_secs: Of the run so far, over all restarts.
     """

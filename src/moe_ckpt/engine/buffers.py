@@ -409,9 +409,10 @@ class HostBufferPool:
             return sum(b.kind == WHOLE for b in self._free)
 
     def fits(self, nbytes: int, spare: int = 0) -> bool:
-        """True if a buffer of ``nbytes`` could be lent out now, once ``spare`` bytes lent out are returned."""
+        """True if a buffer of ``nbytes`` could be lent out now, or as soon as what is made ahead of time is there, once
+        ``spare`` bytes lent out are returned."""
         with self._lock:
-            lent = self._held() - sum(buffer.nbytes for buffer in self._free)
+            lent = self._held() - sum(buffer.nbytes for buffer in self._free) - sum(self._ahead)
             return lent - spare + nbytes <= self.budget_bytes
 
     def _size(self, nbytes: int) -> int:

@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for memory and store")
     parser.add_argument("--write", action="store_true", help="keep every measurement in --out")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
-    parser.add_argument("--docs", action="store_true", help="measure nothing: put what --out has into the documentation")
+    parser.add_argument("--docs", action="store_true", help="measure nothing: put what --out has into the docs")
     args = parser.parse_args(argv)
     if args.docs:
         memory_tiers_docs.put(json.loads((args.out / "memory_tiers.json").read_text()))

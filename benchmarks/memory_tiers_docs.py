@@ -1,4 +1,4 @@
-"""The tables of ``memory_tiers.py`` as the documentation has them: all columns, those that speak against us included."""
+"""The tables of ``memory_tiers.py`` as the documentation has them: all columns, those too that speak against us."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def put(facts: Mapping[str, Any], page: Path = PAGE) -> None:
     text = page.read_text()
     for table in tables(facts):
         head = table[: table.index("|", 2) + 1]
-        text, count = re.subn(rf"^{re.escape(head)}.*\n(?:\|.*\n)*", lambda _, new=table: new, text, flags=re.M)
-        if count != 1:
-            raise ValueError(f"{page} has {count} tables that begin with {head!r}, and is to have one")
+        found = re.findall(rf"^{re.escape(head)}.*\n(?:\|.*\n)*", text, flags=re.M)
+        if len(found) != 1:
+            raise ValueError(f"{page} has {len(found)} tables that begin with {head!r}, and is to have one")
+        text = text.replace(found[0], table)
     page.write_text(text)
 
 

@@ -7,10 +7,8 @@ import time
 
 import pytest
 
-from moe_ckpt import Memory
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
-from moe_ckpt.storage import LocalStorage
 from tests.support.deleting import delete_tree
 from tests.unit.engine_parts import ALL
 from tests.unit.test_engine_host_tier import assert_state, come_back

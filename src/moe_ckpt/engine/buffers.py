@@ -324,16 +324,23 @@ class HostBufferPool:
             _let_go(buffer)
 
     def clear(self) -> bool:
-        """Free buffers give back their room, which something else needs more; False if there are none."""
+        """Free buffers give back their room, which a snapshot needs that is due; False if there are none, or if what
+        needs the room is one more of them."""
         with self._lock:
+            if self._ahead:
+                return False
             found = bool(self._free)
             self._let_go_of(tuple(self._free))
             return found
 
-    def top_up(self, count: int) -> bool:
+    def top_up(self, count: int, *, early: bool = False) -> bool:
         """Make one more buffer of the usual size, unless ``count`` exist or the budget is spent; True if it did.
 
         Slow, and meant for a background thread: its pages are touched here.
+
+        Args:
+            count: See above.
+            early: Not at the expense of anything: see ``make_early``.
         """
         with self._lock:
             size, least = self._usual_bytes, self._least_bytes
@@ -341,7 +348,7 @@ class HostBufferPool:
             if not size or there >= count or self._held() + size > self.budget_bytes:
                 return False
             self._begin_ahead(size)
-        return self._make_ahead(size)
+        return self._make_ahead(size, early=early)
 
     def foresee(self, least: int, most: int, count: int) -> bool:
         """Make one more buffer for what may need ``least`` to ``most`` bytes, as ``top_up`` does, before anything is
@@ -352,11 +359,11 @@ class HostBufferPool:
             if self._usual_bytes or there >= count or self._held() + size > self.budget_bytes:
                 return False
             self._begin_ahead(size)
-        return self._make_ahead(size, foreseen=True)
+        return self._make_ahead(size, early=True, foreseen=True)
 
-    def _make_ahead(self, size: int, *, foreseen: bool = False) -> bool:
+    def _make_ahead(self, size: int, *, early: bool, foreseen: bool = False) -> bool:
         try:
-            buffer = self._make(size, early=True)
+            buffer = self._make(size, early=early)
         except (OSError, RuntimeError):
             with self._lock:
                 self._ahead.remove(size)

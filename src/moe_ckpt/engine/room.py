@@ -162,6 +162,7 @@ class Room:
         again = again and (self._snapshots > 0 or self._always_whole)
         self._snapshots += 1
         more = self._pool.expect(nbytes) if partial or again else False
+        more = more or (again and self._snapshots == 2)  # what has found little room before
         return more or (partial and self._tier.kept > 0)
 
     def foresee(self, share: Callable[[], int] | None) -> None:
@@ -201,10 +202,13 @@ class Room:
     def top_up(self) -> bool:
         """Make one of the buffers that the next snapshots will need; False if there are enough. On another thread."""
         try:
-            return self._pool.top_up(self._buffers + self._tier.kept)
-        except (OSError, RuntimeError) as error:
+            early = self._tier.outlives_process and self._snapshots == 1  # from the second one on it is due
+            return self._pool.top_up(self._buffers + self._tier.kept, early=early)
+        except OSError as error:  # training makes it, at the expense of something, or says why it cannot
+            log.info("no memory is made before it is needed: %s", error)
+        except RuntimeError as error:
             log.warning("no further host buffer could be allocated in advance, snapshots will retry: %s", error)
-            return False
+        return False
 
     @property
     def _buffers(self) -> int:

@@ -19,7 +19,7 @@ log = logging.getLogger("moe_ckpt")
 
 _MAKING_SECS = 0.001
 _SLACK, _PLAIN_NBYTES = 64, 64 << 10
-"""What a snapshot may have beyond the tensors that are there before it: a 64th, and plain state."""
+"""What a snapshot may have beyond the tensors that are there before it: a 64th, and plain state, up to half as much."""
 
 
 class Room:
@@ -197,7 +197,8 @@ class Room:
             return False
         share = self._share()
         self._share = lambda: share
-        return self._pool.foresee(share, share + share // _SLACK + _PLAIN_NBYTES, count)
+        beside = share // _SLACK + min(_PLAIN_NBYTES, share // 2)
+        return self._pool.foresee(share, share + beside, count)
 
     def top_up(self) -> bool:
         """Make one of the buffers that the next snapshots will need; False if there are enough. On another thread."""

@@ -1,13 +1,17 @@
 """What memory that outlives the process costs a step, and how soon it brings a run back, beside storage.
 
 Two processes, each a node of its own, take a dense checkpoint at every step; a sleep stands for the work of
-accelerators. Each round measures every way of saving in turn, then kills both ranks and starts them again: with their
-memory, with one node's memory gone (its peer's copy), and with none (storage, in the page cache).
+accelerators. Each round measures every way of saving in turn. Then it kills both ranks of a run and starts them again:
+with their memory; of another run, with one node's memory gone (its peer's copy); and of a third, with none (storage, in
+the page cache).
+
+--write keeps every measurement, and --docs puts those that were kept into the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import signal
 import sys
@@ -25,7 +29,7 @@ if __package__ in (None, ""):
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import report
+from benchmarks import memory_tiers_docs, report
 from benchmarks.memory_tiers_rank import LOOPBACK, RANKS, SENT, STAGER, STEPS
 from benchmarks.ranks import gathered
 
@@ -55,7 +59,9 @@ SPANS = ("imports", "model", "open", "resume", "first step")
 next step, whose checkpoint has begun."""
 PARTS = ("plan", "transfer", "verify", "load")
 """Of ``resume``: what lies where, and what is needed of it; from other nodes; checksums; into the live tensors."""
-BACK = "open + resume"
+BACK, STARTED = "open + resume", "open + resume + first step"
+RATIOS = ("resume", BACK, STARTED)
+"""Told as parts of storage's."""
 _TIMEOUT_SECS = 300.0
 
 Stalls = dict[str, list[dict[str, float]]]
@@ -100,15 +106,16 @@ def stalls(
 
 
 def recoveries(scratch: Path, mib: int, turn: int) -> dict[str, dict[str, float]]:
-    """Source -> seconds of each span, of the slower rank: a life that is killed, and one for each source."""
-    root, kept = scratch / "life", scratch / "kept"
-    root.mkdir()
+    """Source -> seconds of each span, of the slower rank: for each source a life that is killed, and one that follows.
+
+    Each has a run of its own: a copy would take room on the tmpfs that no run takes.
+    """
+    root = scratch / "life"
     order = {"root": str(root), "mib": mib, "memory": WAYS["Memory(replicas=1), no storage"]}
-    run_ranks(scratch, {**order, "job": "first"}, killed=True)
-    root.rename(kept)
     found = {}
     for name in turned(list(LOST), turn):
-        shutil.copytree(kept, root)
+        root.mkdir()
+        run_ranks(scratch, {**order, "job": "first"}, killed=True)
         for node in LOST[name]:
             shutil.rmtree(root / f"node_{node}")
         began, ranks = run_ranks(scratch, {**order, "job": "second"})
@@ -119,9 +126,9 @@ def recoveries(scratch: Path, mib: int, turn: int) -> dict[str, dict[str, float]
         spans = dict(zip(SPANS, (after - before for before, after in pairwise(marks)), strict=True))
         parts = {part: max(each["parts"][part] for each in ranks) for part in PARTS[1:]}
         parts["plan"] = spans["resume"] - sum(parts.values())
-        found[name] = {**spans, **parts, BACK: spans["open"] + spans["resume"], "total": marks[-1] - marks[0]}
+        back = spans["open"] + spans["resume"]
+        found[name] = {**spans, **parts, BACK: back, STARTED: back + spans["first step"], "total": marks[-1] - marks[0]}
         shutil.rmtree(root)
-    shutil.rmtree(kept)
     return found
 
 
@@ -157,10 +164,10 @@ def stall_table(found: Stalls, title: str) -> Table:
 
 def recovery_table(found: Recoveries, title: str) -> Table:
     """Milliseconds of each span; ratios against storage."""
-    keys, ratios = (*SPANS, "total"), ("resume", BACK)
-    table = _table(title, *(f"{key} ms" for key in keys), *(f"{key} of storage" for key in ratios))
+    keys = (*SPANS, "total")
+    table = _table(title, *(f"{key} ms" for key in keys), *(f"{key} of storage" for key in RATIOS))
     for name, samples in found.items():
-        of_storage = (_ratio(_median(samples, key), _median(found[STORAGE], key)) for key in ratios)
+        of_storage = (_ratio(_median(samples, key), _median(found[STORAGE], key)) for key in RATIOS)
         table.add_row(name, *(f"{_median(samples, key) * 1e3:.0f}" for key in keys), *of_storage)
     return table
 
@@ -208,7 +215,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for memory and store")
     parser.add_argument("--write", action="store_true", help="keep every measurement in --out")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument("--docs", action="store_true", help="measure nothing: put what --out has into the docs")
     args = parser.parse_args(argv)
+    if args.docs:
+        memory_tiers_docs.put(json.loads((args.out / "memory_tiers.json").read_text()))
+        return 0
     stalled: Stalls = {name: [] for name in (IDLE, *WAYS)}
     three: Stalls = {name: [] for name in (IDLE, *THREE)}
     sent: dict[str, list[float]] = {SENT: [], LOOPBACK: []}
@@ -232,10 +243,11 @@ def main(argv: list[str] | None = None) -> int:
         console.print(recovery_table(of_sources, title))
         console.print(parts_table(of_sources, "of which resume"))
     console.print(sends_table(sent, f"{args.mib} MiB from one rank to another", args.mib))
+    options = {name: getattr(args, name) for name in ("mib", "rounds", "iterations", "compute_ms")}
+    facts = {"machine": report.machine(), **options, "stalls": stalled, "three_nodes": three}
+    facts |= {"recoveries": {str(mib): of_sources for mib, of_sources in recovered.items()}, "sends": sent}
+    print("\nas docs/benchmarks.md has them:\n", *memory_tiers_docs.tables(facts), sep="\n")
     if args.write:
-        options = {name: getattr(args, name) for name in ("mib", "rounds", "iterations", "compute_ms")}
-        facts = {"machine": report.machine(), **options, "stalls": stalled, "three_nodes": three}
-        facts |= {"recoveries": recovered, "sends": sent}
         report.write_json(args.out / "memory_tiers.json", facts)
     return 0
 

@@ -207,6 +207,7 @@ def stalls(order: Mapping[str, Any], rank: int) -> dict[str, Any]:
 def first_life(order: Mapping[str, Any], rank: int) -> None:
     """Every step is in memory, here and on the peer, and the first on storage; then the process dies."""
     life = Life(Path(order["root"]), Shard(rank, order["mib"]), order["memory"])
+    life.session.training_begins()
     for _ in range(STEPS):
         life.train(0.0)
         life.wait()
@@ -231,6 +232,7 @@ def second_life(order: Mapping[str, Any], rank: int, marks: list[float]) -> dict
     if restored is None:
         raise RuntimeError("nothing was found")
     life.session.resume_from(restored.manifest, **restored.going_on)
+    life.session.training_begins()
     marks.append(time.monotonic())
     life.step = restored.manifest.step
     life.train(0.0)

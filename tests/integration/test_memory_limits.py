@@ -229,7 +229,7 @@ def test_a_start_on_a_tmpfs_without_a_free_page_makes_room_of_what_the_run_left(
         fill(small)
         assert os.statvfs(small).f_bavail == 0
     assert live(run) == 0, output(run)
-    assert restored(run) >= 12
+    assert restored(run) >= 12, output(run)
     assert "private memory" not in output(run)
     assert_same_run(run)
     assert [path.name for path in left(run)] == ["filler"]

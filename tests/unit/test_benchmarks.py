@@ -328,12 +328,12 @@ def test_memory_tiers_compares_with_private_memory_and_storage():
     told = {name: [{"stall_secs": s, "cpu_secs": c, "to_storage": 0}] for name, (s, c) in stalls.items()}
     columns = [list(column.cells) for column in memory_tiers.stall_table(told, "").columns]
     assert columns[2] == columns[5] == ["-", "1.00", "0.50"]
-    spans = dict.fromkeys((*memory_tiers.SPANS, memory_tiers.BACK, "total"), 1.0)
+    spans = dict.fromkeys((*memory_tiers.SPANS, memory_tiers.BACK, memory_tiers.STARTED, "total"), 1.0)
     slower = {key: 4 * secs for key, secs in spans.items()}
     columns = [
         list(c.cells) for c in memory_tiers.recovery_table({"own": [spans], memory_tiers.STORAGE: [slower]}, "").columns
     ]
-    assert columns[-1] == columns[-2] == ["0.25", "1.00"]
+    assert columns[-1] == columns[-2] == columns[-3] == ["0.25", "1.00"]
 
 
 @pytest.mark.slow

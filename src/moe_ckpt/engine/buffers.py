@@ -324,16 +324,23 @@ class HostBufferPool:
             _let_go(buffer)
 
     def clear(self) -> bool:
-        """Free buffers give back their room, which something else needs more; False if there are none."""
+        """Free buffers give back their room, which a snapshot needs that is due; False if there are none, or if what
+        needs the room is one more of them."""
         with self._lock:
+            if self._ahead:
+                return False
             found = bool(self._free)
             self._let_go_of(tuple(self._free))
             return found
 
-    def top_up(self, count: int) -> bool:
+    def top_up(self, count: int, *, early: bool = False) -> bool:
         """Make one more buffer of the usual size, unless ``count`` exist or the budget is spent; True if it did.
 
         Slow, and meant for a background thread: its pages are touched here.
+
+        Args:
+            count: See above.
+            early: Not at the expense of anything: see ``make_early``.
         """
         with self._lock:
             size, least = self._usual_bytes, self._least_bytes
@@ -341,7 +348,7 @@ class HostBufferPool:
             if not size or there >= count or self._held() + size > self.budget_bytes:
                 return False
             self._begin_ahead(size)
-        return self._make_ahead(size)
+        return self._make_ahead(size, early=early)
 
     def foresee(self, least: int, most: int, count: int) -> bool:
         """Make one more buffer for what may need ``least`` to ``most`` bytes, as ``top_up`` does, before anything is
@@ -352,11 +359,11 @@ class HostBufferPool:
             if self._usual_bytes or there >= count or self._held() + size > self.budget_bytes:
                 return False
             self._begin_ahead(size)
-        return self._make_ahead(size, foreseen=True)
+        return self._make_ahead(size, early=True, foreseen=True)
 
-    def _make_ahead(self, size: int, *, foreseen: bool = False) -> bool:
+    def _make_ahead(self, size: int, *, early: bool, foreseen: bool = False) -> bool:
         try:
-            buffer = self._make(size, early=True)
+            buffer = self._make(size, early=early)
         except (OSError, RuntimeError):
             with self._lock:
                 self._ahead.remove(size)
@@ -400,7 +407,9 @@ class HostBufferPool:
     def is_made_ahead(self, nbytes: int) -> bool:
         """Another thread is making a buffer for so many bytes, and there is none yet."""
         with self._lock:
-            there = any(b.kind == WHOLE and (b.foreseen or _serves(b, nbytes)) and nbytes <= b.nbytes for b in self._free)
+            there = any(
+                b.kind == WHOLE and (b.foreseen or _serves(b, nbytes)) and nbytes <= b.nbytes for b in self._free
+            )
             return not there and any(size >= nbytes for size in self._ahead)
 
     def free_count(self) -> int:
@@ -409,9 +418,10 @@ class HostBufferPool:
             return sum(b.kind == WHOLE for b in self._free)
 
     def fits(self, nbytes: int, spare: int = 0) -> bool:
-        """True if a buffer of ``nbytes`` could be lent out now, once ``spare`` bytes lent out are returned."""
+        """True if a buffer of ``nbytes`` could be lent out now, or as soon as what is made ahead of time is there, once
+        ``spare`` bytes lent out are returned."""
         with self._lock:
-            lent = self._held() - sum(buffer.nbytes for buffer in self._free)
+            lent = self._held() - sum(buffer.nbytes for buffer in self._free) - sum(self._ahead)
             return lent - spare + nbytes <= self.budget_bytes
 
     def _size(self, nbytes: int) -> int:

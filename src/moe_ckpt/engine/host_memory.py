@@ -15,6 +15,7 @@ from moe_ckpt.comm.communicator import largest
 from moe_ckpt.engine import cgroups, host_tier
 from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.early_slots import EarlySlots
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.limited_slots import LimitedSlots
@@ -75,8 +76,10 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
             begun.budget,
             pinned=settings.pinned,
             make_slot=lambda nbytes: tier.make(nbytes),
-            make_early=lambda nbytes: tier.make_early(nbytes),
+            make_early=lambda nbytes: early.make(nbytes),
         )
+        early = EarlySlots(run.comm.rank, files, pool)
+        slots.take_over = early.take_over
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
         limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
         replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate, trouble)

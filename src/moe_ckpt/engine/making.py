@@ -1,4 +1,4 @@
-"""The thread that makes host memory ahead of time: it takes the kernel long to clear pages, and no copy waits for it."""
+"""The thread that makes host memory ahead of time: the kernel takes long to clear pages, and no copy waits for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class MakerThread:
             self._works.append(work)
             if self._thread is not None:
                 return True
-            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            device = torch.cuda.current_device() if is_used else None
             thread = threading.Thread(target=self._run, args=(device,), name="moe_ckpt-make", daemon=True)
             try:
                 thread.start()

@@ -25,15 +25,14 @@ from moe_ckpt.core.memory_retention import (
     newest_checkpoint,
     with_newest_experts,
 )
-from moe_ckpt.core.survivors import GRADIENTS
-from moe_ckpt.engine.buffers import PIECES, WHOLE, HostBuffer, HostBufferPool
+from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.unsettled import Unsettled
 from moe_ckpt.engine.writing import SealedShare
 from moe_ckpt.errors import CoverageError, MemoryFullError
 from moe_ckpt.format.manifest import ModelRecord
-from moe_ckpt.memory.files import FoundSlot, MemoryFiles
+from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.replicas.messages import SealedSlot
 from moe_ckpt.replicas.replication import Replicator
@@ -47,8 +46,6 @@ SEALED, ALONE, NOT_YET, FAILED = 0, 1, 2, 3
 _SAFE = (SEALED, ALONE)
 _AHEAD = 64
 """So many snapshots a peer may be ahead of what all ranks have settled: its copies stay."""
-_KINDS = {"": WHOLE, GRADIENTS: PIECES}
-"""What is in a slot, as its header says -> what a buffer of its size is for."""
 _PARTING_SECS = 5.0
 """Longest wait, at a good end, for peers that still send."""
 _REPORTED = 8
@@ -152,7 +149,6 @@ class MemoryTier:
         self.left, self.replicator = left, replicator
         self.complete_step: int | None = None
         self.complete_since: int | None = None
-        left.take_over = self._take_over
         self._pool = pool
         self._entries: dict[int, _Entry] = {}
         self._unsettled = Unsettled()
@@ -192,40 +188,12 @@ class MemoryTier:
                     return self.files.make(nbytes)
             if self.left.remove():
                 self.complete_step = None  # those of this life are still to come
-        return self._make_in_place(nbytes)
-
-    def _make_in_place(self, nbytes: int) -> Slot:
-        """At the expense of older experts, if need be."""
         while True:
             try:
                 return self.files.make(nbytes)
             except MemoryFullError:
                 if not self._discard_oldest():
                     raise
-
-    def make_early(self, nbytes: int) -> Slot:
-        """The same before it is needed: what earlier lives left stays until this one has a checkpoint.
-
-        Raises: as ``make``.
-        """
-        return self.files.make(nbytes) if self.left.found else self._make_in_place(nbytes)
-
-    def _take_over(self, over: Sequence[FoundSlot]) -> list[FoundSlot]:
-        """Makes buffers of this rank's own slots, whose pages the kernel need not clear; returns the others."""
-        rest = []
-        for found in over:
-            kind, slot = _KINDS.get(found.header.only), found.slot
-            if found.header.rank != self.rank or kind is None or not self._pool.fits_beside(slot.memory.numel()):
-                rest.append(found)
-                continue
-            try:
-                self.files.take_over(slot)
-            except OSError as error:
-                log.info("the memory slot %s is deleted, and not used again: %s", slot.path, error)
-                rest.append(found)
-            else:
-                self._pool.add(slot, kind)
-        return rest
 
     def _discard_oldest(self) -> bool:
         """Remove the oldest slot that only holds older experts; False if there is none."""

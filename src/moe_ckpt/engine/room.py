@@ -19,7 +19,7 @@ log = logging.getLogger("moe_ckpt")
 
 _MAKING_SECS = 0.001
 _SLACK, _PLAIN_NBYTES = 64, 64 << 10
-"""What a snapshot may have beyond the tensors that are there before it: a 64th, and plain state."""
+"""What a snapshot may have beyond the tensors that are there before it: a 64th, and plain state, up to half as much."""
 
 
 class Room:
@@ -162,6 +162,7 @@ class Room:
         again = again and (self._snapshots > 0 or self._always_whole)
         self._snapshots += 1
         more = self._pool.expect(nbytes) if partial or again else False
+        more = more or (again and self._snapshots == 2)  # what has found little room before
         return more or (partial and self._tier.kept > 0)
 
     def foresee(self, share: Callable[[], int] | None) -> None:
@@ -196,15 +197,19 @@ class Room:
             return False
         share = self._share()
         self._share = lambda: share
-        return self._pool.foresee(share, share + share // _SLACK + _PLAIN_NBYTES, count)
+        beside = share // _SLACK + min(_PLAIN_NBYTES, share // 2)
+        return self._pool.foresee(share, share + beside, count)
 
     def top_up(self) -> bool:
         """Make one of the buffers that the next snapshots will need; False if there are enough. On another thread."""
         try:
-            return self._pool.top_up(self._buffers + self._tier.kept)
-        except (OSError, RuntimeError) as error:
+            early = self._tier.outlives_process and self._snapshots == 1  # from the second one on it is due
+            return self._pool.top_up(self._buffers + self._tier.kept, early=early)
+        except OSError as error:  # training makes it, at the expense of something, or says why it cannot
+            log.info("no memory is made before it is needed: %s", error)
+        except RuntimeError as error:
             log.warning("no further host buffer could be allocated in advance, snapshots will retry: %s", error)
-            return False
+        return False
 
     @property
     def _buffers(self) -> int:

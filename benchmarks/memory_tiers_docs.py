@@ -1,0 +1,95 @@
+"""The tables of ``memory_tiers.py`` as the documentation has them: all columns, those too that speak against us."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+_IDLE, _PRIVATE, _STORAGE = "no checkpoint", "private memory, storage", "storage in the page cache"
+_SPANS = ("imports", "model", "open", "resume", "plan", "transfer", "verify", "load", "first step", "total")
+_HEADS = {"open": "`open`", "plan": "of it plan"}
+_RATIOS = {
+    "resume": ("resume",),
+    "open + resume": ("open", "resume"),
+    "open + resume + first step": ("open", "resume", "first step"),
+}
+_LOST = {"a peer's memory": "a peer's memory, one node lost", _STORAGE: f"{_STORAGE}, both lost"}
+
+Samples = Sequence[Mapping[str, float]]
+
+
+def tables(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yields each table in Markdown.
+
+    Args:
+        facts: As ``memory_tiers.py --write`` keeps them.
+    """
+    for nodes, key in ((2, "stalls"), (3, "three_nodes")):
+        yield _stalls(f"{nodes} nodes", facts[key])
+    for mib, of_sources in facts["recoveries"].items():
+        yield _recoveries(f"{mib} MiB, restored from", of_sources)
+
+
+def put(facts: Mapping[str, Any], page: Path = PAGE) -> None:
+    """Each table takes the place of the one on the page whose first head is the same.
+
+    Raises:
+        ValueError: There is none, or more than one.
+    """
+    text = page.read_text()
+    for table in tables(facts):
+        head = table[: table.index("|", 2) + 1]
+        found = re.findall(rf"^{re.escape(head)}.*\n(?:\|.*\n)*", text, flags=re.M)
+        if len(found) != 1:
+            raise ValueError(f"{page} has {len(found)} tables that begin with {head!r}, and is to have one")
+        text = text.replace(found[0], table)
+    page.write_text(text)
+
+
+def _stalls(title: str, found: Mapping[str, Samples]) -> str:
+    """Of each way but none: stall, CPU time beyond that of no checkpoint, and that as a part of private memory's."""
+    idle = _median(found[_IDLE], "cpu_secs")
+    private = _median(found[_PRIVATE], "cpu_secs") - idle
+    rows = []
+    for name, samples in found.items():
+        beyond = _median(samples, "cpu_secs") - idle
+        cells = f"{_median(samples, 'stall_secs') * 1e3:.1f}", f"{beyond * 1e3:.0f}", _ratio(beyond, private)
+        if name != _IDLE:
+            rows.append([_said(name), *cells])
+    return _table([title, "stall ms", "CPU ms beyond no checkpoint", "of private memory's CPU"], rows)
+
+
+def _said(way: str) -> str:
+    """A way of saving, with code marked as such."""
+    found = re.sub(r"Memory\([^)]*\)", lambda match: f"`{match[0]}`", way)
+    return found.replace("DCP _ReplicationStager", "DCP's `_ReplicationStager`")
+
+
+def _recoveries(title: str, found: Mapping[str, Samples]) -> str:
+    """Of each source: milliseconds of each span and of the parts of one, and what they are of storage's."""
+    rows = []
+    for name, samples in found.items():
+        spans = (f"{_median(samples, key) * 1e3:.0f}" for key in _SPANS)
+        ratios = (_ratio(_median(samples, *keys), _median(found[_STORAGE], *keys)) for keys in _RATIOS.values())
+        rows.append([_LOST.get(name, name), *spans, *ratios])
+    heads = (_HEADS.get(key, key) for key in _SPANS)
+    return _table([title, *heads, *(f"{name}, of storage's" for name in _RATIOS)], rows)
+
+
+def _median(samples: Samples, *keys: str) -> float:
+    return median(sum(each[key] for key in keys) for each in samples)
+
+
+def _ratio(value: float, reference: float) -> str:
+    return f"{value / reference:.2f}" if reference > 0 else "-"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
+    said = ["| " + " | ".join(cells) + " |" for cells in lines]
+    said[1] = said[1].replace(" ", "")
+    return "\n".join(said) + "\n"

@@ -50,6 +50,8 @@ SOME = {
     "moetion": ("MoEtion", {"experts": 1}),
 }
 HELD = {"ep2-dp2": Setup(**EXPERTS_DATA), "pp2-ep2": Setup(**PIPELINE_EXPERTS)}
+SEEDS, LEAST_KILLS = range(6), 3
+assert LEAST_KILLS * len(SEEDS) * len(SOME) * len(HELD) >= 100
 
 
 def drawn(rng: random.Random) -> tuple[int, ...]:
@@ -104,14 +106,14 @@ def test_gradient_logs(name, seed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("layout", HELD)
 @pytest.mark.parametrize("policy", SOME)
 def test_survivors_of_other_policies(policy, layout, seed, tmp_path):
     """MoC and MoEtion: experts are stale only if nobody that lived on held them."""
     rng = random.Random(f"{policy} {layout} {seed}")
     beside = {"memory": True, "copies": RARELY, "survives": True, "digests": True, "reseed": False}
-    case = Case(HELD[layout], SOME[policy], (), steps=STEPS, **beside)
+    case = Case(HELD[layout], SOME[policy], (), steps=2 * STEPS, **beside)
     kills, kept = 0, {}
     for number in range(LIVES):
         retry(tmp_path)
@@ -124,7 +126,7 @@ def test_survivors_of_other_policies(policy, layout, seed, tmp_path):
     else:
         found = finish(replace(case, kills=(NEVER,) * LIVES), tmp_path)
     print(f"{policy} {layout} {seed}: {kills} kills, computed again {again(tmp_path)}")
-    assert kills
+    assert kills >= LEAST_KILLS
     require_none_torn(tmp_path, kept)
     assert max(again(tmp_path)) <= 1
     if policy == "dense":

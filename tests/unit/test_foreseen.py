@@ -216,3 +216,24 @@ def test_a_part_that_is_not_there_is_said_once(keeper, caplog):
     assert sealed(keeper).keys() == {(2, "state"), (3, "state")}
     said = [record.getMessage() for record in caplog.records]
     assert said == ["memory does not hold the plain state of step 2 before its update: KeyError: 'nowhere'"]
+
+
+def test_where_hooks_may_have_changed_anything_all_of_it_is_kept(keeper):
+    """In a start's first step there is nothing before; by what its update changes the next one is known."""
+    keeper.keep_before(1, 0, [((), of_step(0, 7))], TOKENS).wait(10.0)
+    header = sealed(keeper)[1, "before"]
+    assert unseal(header.state, "")["state"]["changed"] is None
+    keeper.keep_before(2, 0, [((), of_step(1, 8))], TOKENS).wait(10.0)
+    assert sealed(keeper).keys() == {(2, "before")}, "the update before was left out"
+    keeper.keep(2, 0, of_step(2, 8), TOKENS)
+    keeper.keep_before(3, 0, [((), of_step(20, 9))], TOKENS).wait(10.0)
+    found = sealed(keeper)
+    assert found.keys() == {(2, "state"), (3, "before")}
+    body = unseal(found[3, "before"].state, "")["state"]
+    assert (body["state"]["step"], body["changed"]) == (20, ["step"])
+
+
+def test_who_waits_for_a_state_hears_also_that_it_cannot_be_kept(keeper):
+    keeper.keep(1, 0, of_step(1, 1), TOKENS)
+    assert keeper.keep_before(2, 0, [(("nowhere",), side_tensors(1, 0, "nowhere"))], TOKENS).wait(10.0)
+    assert sealed(keeper).keys() == {(1, "state")}

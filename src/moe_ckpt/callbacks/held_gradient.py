@@ -32,7 +32,7 @@ class HeldGradient:
         self.release()
         first = next((each for each in self._module.parameters() if each.requires_grad), None)
         if first is not None:
-            self._hook = first.register_hook(lambda _: until())
+            self._hook = first.register_hook(lambda _: until())  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """The pass is over. Twice does no harm."""

@@ -40,8 +40,8 @@ AGREEMENT_SECS = 5.0
 """So long ranks that are still there have to agree on the tokens of the newest step."""
 _SEALING_PORTION = 0.05
 """Of an iteration: the longest that an update waits for a snapshot that is being sealed."""
-_FORETELLING_SECS = 1.0
-"""So long a gradient is held back for what its rank has to seal before; usually that takes a millisecond or two."""
+_HOLD_SECS = 1.0
+"""The longest that a gradient waits; usually it takes a millisecond or two."""
 _PLANNING_NBYTES = 20 << 10
 """Of an operator of this rank's share that was never planned before, roughly."""
 _Counted = tuple[Counts, Counts | None]
@@ -112,6 +112,34 @@ class Patience:
             self._in_vain = not sealing.wait(0, _SEALING_PORTION * since)
 
 
+class Hold:
+    """How long a rank's last gradient waits for what the rank seals before it: no other rank makes the update sooner.
+
+    A second at most. After a wait that timed out there is none until the seal is there in time without one.
+    """
+
+    def __init__(self) -> None:
+        self._sealed: threading.Event | None = None
+        self._in_vain = False
+
+    def begins(self, sealed: threading.Event | None) -> None:
+        """Another update is to come.
+
+        Args:
+            sealed: Is set once what is sealed before it is there; None if nothing is.
+        """
+        self._sealed = sealed
+
+    def wait(self) -> None:
+        """On the thread of the backward pass."""
+        if self._sealed is None:
+            return
+        if self._sealed.is_set():
+            self._in_vain = False
+        elif not self._in_vain:
+            self._in_vain = not self._sealed.wait(_HOLD_SECS)
+
+
 class Survivor:
     """Knows the newest step, and seals it. On the training thread, or while that stands still.
 
@@ -122,6 +150,7 @@ class Survivor:
 
     Attributes:
         lends: Whether this rank has what others write of the newest step as they have it.
+        hold: Of this rank's last gradient, after ``reduction_begins``.
     """
 
     def __init__(self, run: RunContext, resources: SessionResources, snapshots: Snapshotter) -> None:
@@ -133,9 +162,8 @@ class Survivor:
         self._kept: int | None = None
         self._patience = Patience(time.perf_counter())
         self._weights: Fingerprint | None = None
-        self._foretold: threading.Event | None = None
-        self._foretelling_is_slow = False
         self.lends = True
+        self.hold = Hold()
 
     @property
     def is_on(self) -> bool:
@@ -220,7 +248,8 @@ class Survivor:
         Returns:
             Whether this rank's plain state before the update is on its way to memory.
         """
-        first, self._foretold = self._step is None, None
+        first = self._step is None
+        self.hold.begins(None)
         if self._states is None or not (first or self._kept == self._step == step - 1):
             return False
         try:
@@ -229,25 +258,12 @@ class Survivor:
                 encoded, side = side_tensors(value, self._run.comm.rank, "/".join(path))
                 pieces.append((path, (encoded, [(entry, tensor.clone()) for entry, tensor in side])))
             index = self._snapshots.booking.run_ledger.index
-            self._foretold = self._states.keep_before(step, index, pieces, tokens())
+            self.hold.begins(self._states.keep_before(step, index, pieces, tokens()))
         except Exception as error:  # of user code, at a moment when nobody else asks it; else a kill costs a step more
             self._kept = None
             log.warning("the plain state before the update of step %d is not kept: %r", step, error)
-        return self._foretold is not None
-
-    def wait_for_foretold(self) -> None:
-        """Waits for what ``reduction_begins`` has begun, before the last gradient leaves this rank: until then no other
-        rank can make the update. After a wait that timed out there is none until it is there in time without.
-
-        On the thread of the backward pass.
-        """
-        kept = self._foretold
-        if kept is None:
-            return
-        if kept.is_set():
-            self._foretelling_is_slow = False
-        elif not self._foretelling_is_slow:
-            self._foretelling_is_slow = not kept.wait(_FORETELLING_SECS)
+            return False
+        return True
 
     def update_begins(self, now: float) -> None:
         """From here on no rank can return to the newest step unless it is sealed: a rank that is killed in this update

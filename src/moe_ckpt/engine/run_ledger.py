@@ -101,6 +101,18 @@ def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
     return catalog.layer_and_expert[at[catalog.is_expert[at]]]
 
 
+@dataclass
+class _LostWindows:
+    """The newest sparse windows that memory and that storage will never have all of."""
+
+    memory: Window | None = None
+    storage: Window | None = None
+
+    def everywhere(self, window: Window | None) -> bool:
+        """Whether neither will have all of it. While memory may, a bad disk costs a window nothing."""
+        return self.memory == self.storage == window
+
+
 class RunLedger:
     """The ledger of saved versions, routing activity, and the snapshots under way.
 
@@ -122,7 +134,6 @@ class RunLedger:
     """
 
     def __init__(self, catalog: Catalog, *, outlives_process: bool = False) -> None:
-        self.catalog = catalog
         self.outlives_process = outlives_process
         self.ledger = Ledger(catalog)
         self.activity = RoutingActivity(self.ledger.tokens.applied.shape)
@@ -133,12 +144,16 @@ class RunLedger:
         self.pending: dict[int, Pending] = {}
         self.sealing: dict[int, Pending] = {}
         self.window: Window | None = None
-        self._lost_in_memory: Window | None = None
-        self._lost_on_storage: Window | None = None
+        self._lost = _LostWindows()
         self.next_slot = 0
         self.owed: Counts | None = None
         self._rescued: frozenset[str] = frozenset()
         self._is_void = False
+
+    @property
+    def catalog(self) -> Catalog:
+        """Of the model."""
+        return self.ledger.catalog
 
     @property
     def tokens(self) -> TokenBook:
@@ -258,15 +273,21 @@ class RunLedger:
                     self.ledger.hold(pending.operators_in(Tier.PEER), pending.step, pending.applied, Tier.PEER)
                 self._rescued -= frozenset(operators)
         elif pending.window is not None:
-            self._lost_in_memory = pending.window
-            self._end_window_that_is_lost(on_storage=not pending.stored)
+            self._lost.memory = pending.window
+            if not pending.stored:
+                self._lost.storage = pending.window
+            if self._lost.everywhere(self.window):
+                self.give_up_window()
 
     def resolved(self, sequence: int, *, committed: bool) -> Pending:
         """A snapshot ended; what it saved counts from now on, if it was committed."""
         pending = self.pending.pop(sequence)
         if not committed and pending.window is not None:
-            self._lost_on_storage = pending.window
-            self._end_window_that_is_lost(in_memory=not self.outlives_process)
+            self._lost.storage = pending.window
+            if not self.outlives_process:
+                self._lost.memory = pending.window
+            if self._lost.everywhere(self.window):
+                self.give_up_window()
         if committed and pending.is_checkpoint:
             kept = None if self.outlives_process else pending.host_only
             whole = pending.window is None
@@ -287,17 +308,6 @@ class RunLedger:
     def needs_everything(self) -> bool:
         """True after ``forget``, until a checkpoint of everything is under way or committed."""
         return self._is_void and not any(pending.is_complete for pending in self.pending.values())
-
-    def _end_window_that_is_lost(self, *, in_memory: bool = False, on_storage: bool = False) -> None:
-        """The window under way ends here if neither will have all of it. While memory may, a bad disk costs it nothing.
-
-        Args:
-            in_memory: Memory will not have it, whatever is known of it.
-            on_storage: Storage will not.
-        """
-        in_memory = in_memory or self._lost_in_memory == self.window
-        if in_memory and (on_storage or self._lost_on_storage == self.window):
-            self.give_up_window()
 
     def give_up_window(self) -> None:
         """No further slot of the window under way will be saved."""

@@ -49,6 +49,10 @@ def _half_removed(real: Callable[..., Any], path: Path) -> None:
     path.with_suffix(HEADER_SUFFIX).unlink(missing_ok=True)
 
 
+def _half_cleared(real: Callable[..., Any], directory: RankDirectory) -> None:
+    _half_removed(real, min(directory.path.glob("*.data")))
+
+
 def _half_sent(real: Callable[..., Any], wire: Wire, data: Any) -> None:
     real(wire, memoryview(data)[: len(data) // 2])
 
@@ -63,6 +67,7 @@ PHASES: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "verified": (ReplicaStore, "keep", _before),
     "acknowledge": (ReplicaStore, "keep", _after),
     "sweep": (RankDirectory, "clear_unsealed", _before),
+    "clear": (RankDirectory, "clear", _half_cleared),
     "remade": (RankShare, "read", _before),
     "end": (MemoryFiles, "close", _before),
 }

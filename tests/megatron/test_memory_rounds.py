@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.integration import memory_phases
+from tests.integration.test_dead_jobs import RANKS, SLOTS, dead_job, files_in
+from tests.integration.test_memory_rounds import STRANGER, others
 from tests.megatron.exactness import (
     Case,
     finish,
+    kill,
     life_of,
     require_exact,
     require_killed,
@@ -20,6 +26,7 @@ from tests.megatron.exactness import (
     start_life,
 )
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS
+from tests.megatron.test_memory import COPIES
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal
 
@@ -89,3 +96,36 @@ def test_three_rounds(tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_rounds(layout, count, tmp_path):
     rounds(LAYOUTS[layout], tmp_path, count)
+
+
+def die_clearing() -> None:
+    """Whichever rank of the second node is the first to remove what a dead job left."""
+    if int(os.environ["RANK"]) >= 2:
+        memory_phases.kill_in("clear", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_of_others_are_never_touched_and_those_of_a_dead_job_are_removed(layout, tmp_path):
+    """On both nodes; a start is killed while it removes the dead job's."""
+    kills = ((1, 4, "train"), (2, 1, "clear"), (3, 8, "train"))
+    case = Case(LAYOUTS[layout], ("Dense", {"every_n_steps": 1}), kills, memory=True, copies=COPIES, steps=10)
+    nodes = [tmp_path / "memory" / f"node_{node}" for node in (0, 1)]
+    for node in nodes:
+        node.mkdir(parents=True)
+    theirs = [others(node, "c" * 32) for node in nodes]
+    before = [told() for told in theirs]
+    kill(replace(case, kills=kills[:1]), tmp_path)
+    dead = [dead_job(node) for node in nodes]
+    second = replace(life_of(case, tmp_path), sabotage=die_clearing, seed=2, number=1)
+    assert -signal.SIGKILL in [outcome.exitcode for outcome in start_life(case, second)]
+    assert 0 < len(files_in(dead[1])) < 2 * SLOTS * RANKS, "it was half removed"
+    third = replace(life_of(case, tmp_path), kill=kills[2], seed=3, number=2)
+    require_killed(start_life(case, third), kills[2])
+    assert not any(each.exists() for each in dead)
+    ended = finish(case, tmp_path)
+    assert ended.resumed[-1] >= 4
+    require_exact(case, tmp_path, ended)
+    assert [told() for told in theirs] == before
+    foreign = ("a" * 32, "b" * 32, "notes.txt", "sem.something", f"moe_ckpt-{STRANGER}")
+    assert [path for path in files(tmp_path) if not any(name in path.parts for name in foreign)] == []

@@ -71,13 +71,13 @@ class SavedOperators:
         self._catalog = catalog
         # Encoded once, since partial checkpoints hold others each time.
         self._rows = [json.dumps(op).encode() + b"," for op in catalog.everything]
-        self._claims: Claims | None = None
+        self._claimed: int | None = None
         self._found: Callable[[tuple[str, ...]], tuple[Fragment, Counts]]
 
     def of(self, request: SnapshotRequest, claims: Claims) -> tuple[Fragment, Counts]:
         """As a list of ids, for documents, and by place. Found once for the newest few requests."""
-        if claims is not self._claims:
-            self._claims, self._found = claims, Remembered(partial(self._find, claims.operators))
+        if claims.operators != self._claimed:
+            self._claimed, self._found = claims.operators, Remembered(partial(self._find, claims.operators))
         return self._found(request.operators)
 
     def _find(self, claimed: int, operators: tuple[str, ...]) -> tuple[Fragment, Counts]:

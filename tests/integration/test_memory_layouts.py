@@ -61,6 +61,10 @@ def in_turn(phases: Sequence[tuple[str, int]]) -> list[Any]:
     return found
 
 
+PAIRED = [f"{list(LAYOUTS)[at % 2]}-{policy}" for at, policy in enumerate(POLICIES)]
+"""Each policy once."""
+
+
 def each_layout(policy: str) -> list[str]:
     return [f"{layout}-{policy}" for layout in LAYOUTS]
 
@@ -282,13 +286,28 @@ def test_a_damaged_copy_of_a_lost_node_leaves_storage(how, name, place):  # noqa
     assert "is damaged: it is set aside, and not used" in output(run)
 
 
+MOMENTS, SEEDS, RUNS = 200, range(20), 20
+EACH = MOMENTS // (len(LAYOUTS) * len(SEEDS))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_killed_at_random_times(seed, layout, place):  # noqa: F811
-    """Up to ten lives are killed; after some of them a node is lost, too."""
+    """Up to ten lives of a run are killed; after some of them a node is lost, too. As many runs as it takes for
+    ``EACH`` kills: those of all cases are ``MOMENTS``."""
     rng = random.Random(seed)
     run = in_memory(replace(layout, to_storage=rng.choice([1, 3, RARELY]), epochs=3), place)
+    kills = [killed_often(run, rng)]
+    while sum(kills) < EACH and len(kills) < RUNS:
+        forget(run)
+        kills.append(killed_often(run, rng))
+    print(f"{kills} lives were killed")
+    assert sum(kills) >= EACH
+
+
+def killed_often(run: Run, rng: random.Random) -> int:
+    """A run whose lives are killed, and which ends alike. Returns how many were killed."""
     kills, unwritten = 0, set[int]()
     while not kills:
         while kills < 10 and KILLED in live_ranks(run, (rng.randrange(2), rng.uniform(0.02, 0.4))):
@@ -299,6 +318,10 @@ def test_killed_at_random_times(seed, layout, place):  # noqa: F811
             retry(run)
         if not kills:  # the first life came to its end before it was killed: all begins anew
             forget(run)
-    print(f"{kills} lives were killed")
     ends_alike(run, unwritten)
     assert_promises_kept(run)
+    return kills
+
+
+def test_the_random_moments_of_all_cases_are_as_many_as_said():
+    assert EACH * len(LAYOUTS) * len(SEEDS) == MOMENTS == 200

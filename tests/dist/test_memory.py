@@ -6,16 +6,18 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.comm.communicator import GlooCommunicator
 from tests.dist.test_host_tier import FATAL_STEP, Life, check_survivor, come_back
 from tests.support.deleting import delete_tree
 from tests.support.processes import run_ranks, start_ranks
-from tests.support.spoiled import spoil_experts
+from tests.support.spoiled import slots_of, spoil_experts
 
 
 def first_life(rank: int, _: int, root: str, fsdp: bool, memory: dict) -> None:
@@ -106,6 +108,52 @@ def test_a_lost_node_comes_back_from_its_peer(tmp_path: Path, fsdp: bool, lost: 
     assert told["step"] == FATAL_STEP - 1
     assert told["fault"].lost_tokens == 0
     assert [path for path in tmp_path.glob("node_*/**/*") if path.is_file()] == []
+
+
+def counted_life(rank: int, ranks: int, root: str, fsdp: bool, memory: dict) -> Counter[int]:
+    """The second life. Returns rank -> bytes that this one gave it: of parts that are divided, and of state and headers
+    beside them. Not of step counts, which all ranks hold alike; each has written some of them and lacks the others."""
+    given_to: Counter[int] = Counter()
+    plain = GlooCommunicator.swap
+
+    def counted(self, given, expected):
+        assert self.world_size == ranks, "numbers are those of the world"
+        for to, tensors in given.items():
+            given_to[to] += sum(tensor.nbytes for tensor in tensors if tensor.nbytes > MOST_COUNTS_NBYTES)
+        plain(self, given, expected)
+
+    GlooCommunicator.swap = counted
+    assert second_life(rank, ranks, root, fsdp, memory)["step"] == FATAL_STEP - 1
+    return +given_to
+
+
+MOST_COUNTS_NBYTES = 3 * torch.tensor(0.0).nbytes
+"""Of what is given in one piece: counts that lie one after the other. What is divided has rows of 8 numbers."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "lost"),
+    [
+        (3, 1, (1,)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(3, 1, ()), (3, 2, (0, 2)), (4, 1, (0,))]),
+    ],
+    ids=lambda value: str(value),
+)
+def test_only_nodes_that_lost_their_memory_receive_bytes(tmp_path: Path, ranks: int, replicas: int, lost: tuple):
+    """Under FSDP2, where each rank has its own part of everything: as much as these parts have, and no rank else."""
+    settings = {"replicas": replicas, "storage_every_n_steps": 1000}
+    killed(tmp_path, True, ranks, **settings)
+    slots = {rank: slots_of(tmp_path / f"node_{rank}", rank)[0] for rank in lost}
+    nbytes = {
+        rank: [path.with_suffix(each).stat().st_size for each in (".data", ".head")] for rank, path in slots.items()
+    }
+    lose(tmp_path, *lost)
+    given = run_ranks(counted_life, ranks, str(tmp_path), True, settings)
+    assert [given[rank] for rank in lost] == [{}] * len(lost), "who lost all has nothing to give"
+    received = sum(given, Counter[int]())
+    assert received.keys() == set(lost)
+    for rank, (data, header) in nbytes.items():
+        assert 0.9 * data <= received[rank] <= data + header, (rank, received)
 
 
 def step_returned_to(rank: int, _: int, root: str, fsdp: bool, memory: dict) -> int:

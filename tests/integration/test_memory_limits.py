@@ -26,7 +26,7 @@ from tests.integration.lives import (
     start,
 )
 from tests.integration.test_memory_kills import DENSE, in_memory, left, small  # noqa: F401 - a fixture
-from tests.integration.test_memory_layouts import lose
+from tests.integration.test_memory_layouts import CASES, PAIRED, lose
 from tests.integration.test_memory_rarely_stored import RARELY, restored
 from tests.support.deleting import delete_tree
 from tests.support.limits import Cgroup, fill, memory_cgroup, small_file_systems
@@ -182,11 +182,14 @@ def test_dev_shm_of_containers_that_are_nodes(experts, layout, nodes, place):  #
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1 << 20], indirect=True)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("full", [(0,), (0, 1)], ids=["one node", "both nodes"])
-def test_nodes_that_are_full_in_mid_run_cost_memory_and_not_the_run(full, layout, nodes, place):  # noqa: F811
+@pytest.mark.parametrize(
+    ("full", "name"),
+    [(full, name) for full in ((0,), (0, 1)) for name in LAYOUTS]
+    + [((at % 2,), name) for at, name in enumerate(PAIRED)],
+)
+def test_nodes_that_are_full_in_mid_run_cost_memory_and_not_the_run(full, name, nodes, place):  # noqa: F811
     """Somebody else takes all of it while the run trains; then a rank is killed, and all start again."""
-    run = replace(placed(replace(DENSE, samples=320, **layout), place), memory=str(nodes))
+    run = replace(placed(replace(CASES[name], samples=320, epochs=2), place), memory=str(nodes))
     filler = threading.Thread(target=fill_after, args=(run, 5, [nodes / f"node_{node}" for node in full]))
     filler.start()
     codes = live_ranks(replace(run, crash=("compute", 50)))

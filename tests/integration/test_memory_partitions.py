@@ -21,7 +21,7 @@ from tests.integration.lives import (
     place,  # noqa: F401 - a fixture
 )
 from tests.integration.test_memory_kills import in_memory, left
-from tests.integration.test_memory_layouts import LAYOUTS, lose, under_way
+from tests.integration.test_memory_layouts import CASES, LAYOUTS, PAIRED, lose, under_way
 from tests.integration.test_memory_rarely_stored import RARELY, restored
 from tests.support.networks import Network, network_or_skip
 from tests.support.waiting import retry_until
@@ -56,11 +56,15 @@ class Cuts:
         return max((line["step"] for line in events(self._run) if line["event"] == "batch"), default=0)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("lost", [False, True], ids=["no node lost", "the one cut off is lost"])
+@pytest.mark.parametrize(
+    ("lost", "name"), [(lost, name) for lost in (False, True) for name in LAYOUTS] + [(True, name) for name in PAIRED]
+)
 def test_a_partition_costs_no_bit(lost, name, place):  # noqa: F811
-    """A short one delays copies. A long one ends those that go through it: that node's loss costs what came after."""
-    run = replace(LAYOUTS[name], to_storage=RARELY, samples=8000, epochs=1, slow_copy_secs=0.1)
+    """A short one delays copies. A long one ends those that go through it: that node's loss costs what came after.
+
+    lost: The one that is cut off, afterwards.
+    """
+    run = replace(CASES[name], to_storage=RARELY, samples=8000, epochs=1, slow_copy_secs=0.1)
     run = in_memory(replace(run, callback={"timeout_secs": TIMEOUT_SECS}), place)
     with network_or_skip(2) as network:
         cuts = Cuts(run, network)
@@ -79,6 +83,6 @@ def test_a_partition_costs_no_bit(lost, name, place):  # noqa: F811
     last = replace(run, slow_copy_secs=0.0)
     assert live_ranks(last) == [0, 0], output(run)
     assert restored(run) >= healed
-    assert (restored(run) <= cut + 2) == lost
+    assert (restored(run) <= cut + 2) == lost, (restored(run), cuts.steps)
     assert_same_run(last, unwritten)
     assert left(run) == []

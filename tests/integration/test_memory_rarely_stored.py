@@ -42,11 +42,12 @@ POLICIES = {
     "checkfreq": replace(
         DENSE, policy=("checkfreq", 2), options={"max_overhead": 0.9, "max_interval": 2}, to_storage=RARELY
     ),
+    "gradient-log": replace(DENSE, policy=("gradient-log", 3), to_storage=RARELY),
 }
 every_policy = pytest.mark.parametrize("policy", POLICIES)
-LONGEST = {"dense": 1, "moc": 1, "moevement": 1, "checkfreq": 2}
+LONGEST = {"dense": 1, "moc": 1, "moevement": 1, "checkfreq": 2, "gradient-log": 1}
 """Steps from one copy to the next at most: CheckFreq's come as often as a busy machine lets it."""
-BEHIND = {"dense": 2, "moc": 2, "moevement": 2 * W + 1, "checkfreq": 4}
+BEHIND = {"dense": 2, "moc": 2, "moevement": 2 * W + 1, "checkfreq": 4, "gradient-log": 2}
 """Steps that a life computes again at most: the one under way and one that is not sealed yet, or two windows, or two
 intervals."""
 

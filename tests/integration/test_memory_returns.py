@@ -30,7 +30,7 @@ from tests.integration.lives import (
     started_ranks,
 )
 from tests.integration.test_memory_kills import in_memory, left
-from tests.integration.test_memory_layouts import LAYOUTS, lose
+from tests.integration.test_memory_layouts import CASES, LAYOUTS, PAIRED, lose
 from tests.integration.test_memory_rarely_stored import RARELY, restored, stored
 from tests.support.waiting import retry_until
 from tests.support.warm import Started
@@ -89,10 +89,10 @@ def test_a_rank_of_an_earlier_start_that_goes_on_does_no_harm(layout, place):  #
     assert left(run) == []
 
 
-@layouts
-def test_a_node_that_comes_back_with_memory_of_an_earlier_start_is_not_gone_on_from(layout, place):  # noqa: F811
+@pytest.mark.parametrize("name", [*LAYOUTS, *PAIRED])
+def test_a_node_that_comes_back_with_memory_of_an_earlier_start_is_not_gone_on_from(name, place):  # noqa: F811
     """Also where its steps are newer than those of the start that went on without it, from storage."""
-    run = in_memory(replace(layout, to_storage=10, samples=320), place)
+    run = in_memory(replace(CASES[name], epochs=2, to_storage=10, samples=320), place)
     assert KILLED in live_ranks(replace(run, crash=("compute", 29))), output(run)
     away = Path(run.memory, "away")
     away.mkdir()
@@ -100,12 +100,13 @@ def test_a_node_that_comes_back_with_memory_of_an_earlier_start_is_not_gone_on_f
     for node in nodes:
         node.rename(away / node.name)
     before = stored(run)
-    assert KILLED in live_ranks(replace(run, crash=("compute", 5))), output(run)
+    further = 5 if name in LAYOUTS else 8
+    assert KILLED in live_ranks(replace(run, crash=("compute", further))), output(run)
     assert restored(run) <= before, "of storage"
     lose(run, AWAY)
     (away / nodes[AWAY].name).rename(nodes[AWAY])
     assert live_ranks(run) == [0, 0], output(run)
-    assert before < restored(run) < before + 5, "of the start that went on, and not of the one that got further"
+    assert before < restored(run) < before + further, "of the start that went on, and not of the one that got further"
     assert_same_run(run)
     assert_store_sound(run, ended=True)
     assert [path for path in left(run) if away not in path.parents] == []

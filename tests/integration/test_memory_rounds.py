@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,10 @@ from tests.integration.test_memory_kills import DENSE, in_memory
 from tests.integration.test_memory_layouts import DDP, FSDP2
 from tests.integration.test_memory_rarely_stored import RARELY
 
-STEPS_OF_EPOCH, STEPS_OF_LIFE = 10, 2
+STEPS_OF_EPOCH, STEPS_OF_LIFE = 10, 3
+"""A life of three steps leaves one more than the one before, however busy the machine: before training begins a
+snapshot it waits until at most one of those before it is not sealed (``when_busy="wait"``, ``max_in_flight``), and when
+one rank is killed after its backward pass, the others have begun all three, too."""
 STRANGER = 4321
 LAYOUTS = {"one": DENSE, "ddp": DDP, "fsdp2": FSDP2}
 SLACK = 4
@@ -41,6 +45,8 @@ SLACK = 4
 HEADER_NBYTES, FAULT_NBYTES = 1 << 10, 64
 """The most by which two headers differ but for the recoveries of the run, which they list; and for each of those."""
 SLOT, STATE_SLOT = "slot", "slot of plain state"
+BUDGET = 1 << 30
+"""Without it each life takes half of what is free when it begins, and how large slots are depends on that a little."""
 SLACK_BYTES = 48 << 20
 """Of resident memory: libraries that one life happens to touch and another does not."""
 
@@ -134,7 +140,7 @@ def assert_no_more_is_left(run: Run, found: list[dict[Path, int]]) -> None:
 
 def rounds(run: Run, place: Path, count: int) -> None:  # noqa: F811
     run = in_memory(replace(run, to_storage=RARELY, watched=True, epochs=count), place)
-    run = replace(run, samples=STEPS_OF_EPOCH * 4 * run.ranks)
+    run = replace(run, samples=STEPS_OF_EPOCH * 4 * run.ranks, callback={**run.callback, "host_memory_bytes": BUDGET})
     root = Path(run.memory, "node_0") if run.replicas else Path(run.memory)
     root.mkdir(exist_ok=True)
     told = others(root, "c" * 32)
@@ -146,8 +152,8 @@ def rounds(run: Run, place: Path, count: int) -> None:  # noqa: F811
         for rank, each in enumerate(taken):
             each.append(split_lives(events(run, rank))[-1][0]["resources"])
         restored.append(split_lives(events(run))[-1][0]["step"] or 0)
-    assert restored == sorted(restored), "no life goes on from before the one before it"
-    assert restored[-1] >= count // 4, "the newest step may still be on its way into memory when its process dies"
+    assert all(one < other for one, other in pairwise(restored)), f"a life left no new step: {restored}"
+    assert restored[-1] >= count - 1
     assert_no_more_is_left(run, found)
     early = slice(1, 1 + count // 3)
     for what, slack in (("descriptors", SLACK), ("threads", SLACK), ("resident", SLACK_BYTES)):

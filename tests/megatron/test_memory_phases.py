@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,9 +38,25 @@ MEMORY += [("acknowledge", 5), ("train", 5), ("forward", 5)]
 STORAGE = [("write", 3), ("fsync", 3), ("rename", 3), ("manifest", 3), ("gc", 4)]
 LIVES, STEPS = 5, 24
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-POLICIES = {"dense": dense(1), "gemini": GEMINI, "windows": moevement(2)}
+CHECKFREQ = ("CheckFreq", {"profile_steps": 2, "max_overhead": 0.9, "max_interval": 2})
+LOG = ("GradientLog", {"window": 3})
+POLICIES = {"dense": dense(1), "gemini": GEMINI, "windows": moevement(2), "checkfreq": CHECKFREQ, "log": LOG}
 LATER = {"send": 40, "seal": 10}
 """Phases of policies that do not save everything at each step."""
+REST = [("reserve", 3), ("copy", 6), ("sealed", 10), ("unseal", 3), ("verified", 5), ("acknowledge", 5), ("train", 7)]
+REST += [("forward", 7)]
+"""Their other phases. See ``integration/test_memory_layouts`` for all of storage's."""
+
+
+def in_turn(phases: Sequence[tuple[str, int]], policies: Sequence[str], every: int = 1) -> list[Any]:
+    """The policies in the phases, every one or every second, under the layouts in turn: which node is lost, too."""
+    found = []
+    for at, policy in enumerate(policies):
+        for number, (phase, n) in enumerate(phases):
+            if (at + number) % every == 0:
+                layout, lost = list(LAYOUTS)[(at + number // every) % 2], (None, 0, 1)[(at + number // 2) % 3]
+                found.append(pytest.param(phase, n, policy, layout, lost, id=f"{phase}-{policy}-{layout}-{lost}"))
+    return found
 
 
 def lose(directory: Path, node: int) -> None:
@@ -108,34 +125,60 @@ def test_killed_in_a_phase_of_memory(phase, n, lost, layout, tmp_path):
 
 
 @pytest.mark.slow
-@layouts
-@pytest.mark.parametrize("policy", ["gemini", "windows"])
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("phase", LATER)
-def test_killed_in_a_phase_of_rarer_checkpoints(phase, lost, policy, layout, tmp_path):
-    """Gemini every other step, and windows of two."""
-    case = replace(layout, policy=POLICIES[policy], steps=16, kills=((2, LATER[phase], phase),))
+@pytest.mark.parametrize(
+    ("phase", "n", "policy", "layout", "lost"),
+    [
+        pytest.param(*each, policy, layout, lost, id=f"{each[0]}-{policy}-{layout}-{lost}")
+        for policy in ("gemini", "windows")
+        for layout in LAYOUTS
+        for each in LATER.items()
+        for lost in (0, 1)
+    ]
+    + in_turn(REST, ["gemini", "windows"], every=2)
+    + in_turn([*LATER.items(), *REST], ["checkfreq", "log"]),
+)
+def test_killed_in_a_phase_of_rarer_checkpoints(phase, n, policy, layout, lost, tmp_path):
+    """Gemini and CheckFreq every other step, windows of two, and a log of gradients with anchors."""
+    often = 2 if policy == "log" else 1  # slots are small, and many
+    case = replace(LAYOUTS[layout], policy=POLICIES[policy], steps=16, kills=((2, often * n, phase),))
     kill(case, tmp_path)
     before = newest(tmp_path)
-    lose(tmp_path, lost)
-    assert ends_alike(case, tmp_path).resumed > [int(before.split("_")[1])], "storage has what the run began with"
+    if lost is not None:
+        lose(tmp_path, lost)
+    resumed = ends_alike(case, tmp_path).resumed
+    assert phase == "reserve" or resumed > [int(before.split("_")[1])], "storage has what the run began with"
 
 
 @pytest.mark.slow
-@layouts
-@pytest.mark.parametrize(("phase", "n"), STORAGE, ids=[phase for phase, _ in STORAGE])
-def test_killed_in_a_phase_of_storage(phase, n, layout, tmp_path):
-    case = replace(layout, kills=((0, n, phase),), copies={"replicas": 1})
+@pytest.mark.parametrize(
+    ("phase", "n", "policy", "layout", "lost"),
+    [pytest.param(*each, "dense", name, None, id=f"{each[0]}-{name}") for name in LAYOUTS for each in STORAGE]
+    + in_turn(STORAGE, [policy for policy in POLICIES if policy != "dense"], every=2),
+)
+def test_killed_in_a_phase_of_storage(phase, n, policy, layout, lost, tmp_path):
+    copies = {"replicas": 1, "storage_every_n_steps": 3 if policy == "log" else 1}
+    case = replace(LAYOUTS[layout], policy=POLICIES[policy], kills=((0, n, phase),), copies=copies)
     kill(case, tmp_path)
+    if lost is not None:
+        lose(tmp_path, lost)
     ends_alike(case, tmp_path)
 
 
+TAKEN_OVER = [("remove", 1), ("sweep", 1)]
+
+
 @pytest.mark.slow
-@layouts
-@pytest.mark.parametrize("phase", ["remove", "sweep"])
-def test_killed_while_what_an_earlier_life_left_is_taken_over(phase, layout, tmp_path):
-    case = replace(layout, kills=((1, 5, "train"), (2, 1, phase)))
+@pytest.mark.parametrize(
+    ("phase", "n", "policy", "layout", "lost"),
+    [pytest.param(*each, "dense", name, None, id=f"{each[0]}-{name}") for name in LAYOUTS for each in TAKEN_OVER]
+    + in_turn(TAKEN_OVER, [policy for policy in POLICIES if policy != "dense"], every=2),
+)
+def test_killed_while_what_an_earlier_life_left_is_taken_over(phase, n, policy, layout, lost, tmp_path):
+    at = 5 if policy == "dense" else 7
+    case = replace(LAYOUTS[layout], policy=POLICIES[policy], kills=((1, at, "train"), (2, n, phase)))
     kill(case, tmp_path)
+    if lost is not None:
+        lose(tmp_path, lost)
     before = newest(tmp_path)
     assert ends_alike(case, tmp_path).resumed[-1] > int(before.split("_")[1])
 
@@ -181,31 +224,49 @@ def test_both_nodes_lost_costs_what_storage_does_not_have(policy, layout, tmp_pa
     assert not any("no node has" in text for rank in ended.results[1:] for text in rank["said"]), "rank 0 alone"
 
 
+MOMENTS, SEEDS, RUNS = 200, range(10), 10
+SOME = {name: POLICIES[name] for name in ("dense", "windows")}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [dense(1), moevement(2)], ids=["dense", "windows"])
+@pytest.mark.parametrize("policy", SOME.values(), ids=SOME)
 @layouts
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_killed_at_random_times(seed, layout, policy, tmp_path):
-    """Up to five lives are killed, 200 in all; after some of them a node is lost, too."""
+    """``LIVES`` are killed, of as many runs as that takes; after some of them a node is lost, too."""
     rng = random.Random(seed)
     copies = {"replicas": 1, "storage_every_n_steps": rng.choice([1, 3, 1000])}
     case = replace(layout, policy=policy, copies=copies, steps=STEPS, reseed=False)
-    kills = lost = 0
-    for number in range(LIVES):
+    kills = list[int]()
+    while sum(kills) < LIVES and len(kills) < RUNS:
+        directory = tmp_path / f"run_{len(kills)}"
+        directory.mkdir()
+        kills.append(killed_often(case, directory, rng, LIVES - sum(kills)))
+    print(f"seed {seed}: {kills} kills")
+    assert kills[0]
+    assert sum(kills) == LIVES
+
+
+def killed_often(case: Case, directory: Path, rng: random.Random, lives: int) -> int:
+    """A run, up to so many ``lives`` of which are killed, and which ends alike. Returns how many were killed."""
+    kills = 0
+    for number in range(lives):
         at = (rng.randrange(case.ranks), rng.randrange(20, 1500), "anywhere")
-        life = replace(life_of(case, tmp_path), kill=at, number=number)
+        life = replace(life_of(case, directory), kill=at, number=number)
         outcomes = start_ranks(live, case.ranks, life, timeout=LIFE_SECS, grace=1.0, preload=WARM)
         kills += at[0] in killed(outcomes)
         if all(outcome.ok for outcome in outcomes):  # it came to its end first
-            found = ended(case, tmp_path, outcomes)
+            found = ended(case, directory, outcomes)
             break
-        retry(tmp_path)
+        retry(directory)
         if rng.random() < 0.3:
-            lose(tmp_path, rng.randrange(2))
-            lost += 1
+            lose(directory, rng.randrange(2))
     else:
-        found = finish(replace(case, kills=(NEVER,) * LIVES), tmp_path)
-    print(f"seed {seed}: {kills} kills, {lost} nodes lost")
-    assert kills
-    require_exact(case, tmp_path, found)
-    assert left(tmp_path) == []
+        found = finish(replace(case, kills=(NEVER,) * lives), directory)
+    require_exact(case, directory, found)
+    assert left(directory) == []
+    return kills
+
+
+def test_the_random_moments_of_all_cases_are_as_many_as_said():
+    assert LIVES * len(LAYOUTS) * len(SOME) * len(SEEDS) == MOMENTS == 200

@@ -95,6 +95,31 @@ def test_links_lead_to_a_heading_that_is_there():
     assert dead == []
 
 
+def named_in(line):
+    """Paths below tests/ of the test files in one line: who stands without a directory is in that of the one before."""
+    directory = None
+    for found in re.findall(r"`(?:tests/)?((?:\w+/)?test_[\w*]+)(?:\.py)?`", line):
+        folder, _, name = found.rpartition("/")
+        directory = folder or directory
+        assert directory is not None, f"{found} is in no directory: {line}"
+        yield f"{directory}/{name}.py"
+
+
+def test_tests_that_the_page_on_failures_names_are_there():
+    """In the rows of its tables and below them."""
+    lines = (DOCS / "failures.md").read_text().splitlines()
+    named = [path for line in lines for path in named_in(line)]
+    assert len(named) >= 60
+    assert [path for path in named if not list((ROOT / "tests").glob(path))] == []
+
+
+def test_tests_that_other_pages_name_are_there():
+    pages = {*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("recipes/*/README.md")}
+    named = {(page.name, path) for page in pages for path in re.findall(r"\btests/[\w/*]+\.py\b", page.read_text())}
+    assert len(named) >= 20
+    assert {(page, path) for page, path in named if not list(ROOT.glob(path))} == set()
+
+
 def messages():
     """Every text in the source, with a gap for each value that is put into it."""
     for module in rules.read_package(SOURCE):

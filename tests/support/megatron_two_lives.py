@@ -24,12 +24,15 @@ from tests.support.recompute import refuse
 
 WARM = "tests.support.megatron_warm"
 RANKS = 4
+RARELY = 1000
 Expert = tuple[int, int]
 Lines = list[dict[str, Any]]
 """Of one rank, one of each iteration."""
 
 
-def attached(built: megatron_gpt.Built, root: str, rank: int, policy: Any, replicas: int = 1) -> Any:
+def attached(
+    built: megatron_gpt.Built, root: str, rank: int, policy: Any, replicas: int = 1, to_storage: int = RARELY
+) -> Any:
     from moe_ckpt import Memory, megatron
 
     node = Path(root, f"node_{rank}")
@@ -40,7 +43,7 @@ def attached(built: megatron_gpt.Built, root: str, rank: int, policy: Any, repli
         built.scheduler,
         policy=policy,
         dirpath=f"{root}/store",
-        memory=Memory(directory=node, replicas=replicas, storage_every_n_steps=1000),
+        memory=Memory(directory=node, replicas=replicas, storage_every_n_steps=to_storage),
         when_busy="wait",
         timeout_secs=60.0,
     )
@@ -55,6 +58,7 @@ def first_life(
     last: int,
     replicas: int = 1,
     refused: tuple[int, int] | None = None,
+    to_storage: int = RARELY,
 ) -> None:
     """refused: a step, and the rank that has no room for copies of it."""
     if refused is not None:
@@ -63,7 +67,7 @@ def first_life(
         if rank == refused[1]:
             refuse(refused[0])
     built = megatron_gpt.build(setup, 1)
-    ckpt, tally = attached(built, root, rank, policies[rank], replicas), Tally(built)
+    ckpt, tally = attached(built, root, rank, policies[rank], replicas, to_storage), Tally(built)
     ckpt.resume()
     with open(f"{root}/rank_{rank}.jsonl", "w") as log:
         for iteration in range(1, last + 1):
@@ -126,9 +130,10 @@ def both_lives(
     lost: Collection[int],
     replicas: int = 1,
     refused: tuple[int, int] | None = None,
+    to_storage: int = RARELY,
 ) -> tuple[list[dict[str, Any]], list[Lines]]:
     """What each rank tells of its second life, and what it wrote down in the first, after which nodes were ``lost``."""
-    order, secs = (str(root), setup, policies, last, replicas, refused), max(240, 3 * last)
+    order, secs = (str(root), setup, policies, last, replicas, refused, to_storage), max(240, 3 * last)
     ended = start_ranks(first_life, RANKS, *order, timeout=secs, preload=WARM)
     assert [each.exitcode for each in ended] == [-signal.SIGKILL] * RANKS, [each.error for each in ended]
     for node in lost:

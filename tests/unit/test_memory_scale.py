@@ -1,4 +1,7 @@
-"""What a step's checkpoint in memory asks of one rank does not grow with the number of ranks: counted, not timed."""
+"""What a step's checkpoint in memory asks of one rank does not grow with the number of ranks: counted, not timed.
+
+The agreement that its numbers ride on does: ``test_tree`` and ``dist/test_agreement_tree`` count its messages.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.memory.slot import Slot
 from moe_ckpt.replicas.wire import Wire
 from tests.unit.engine_parts import ThreadCommunicator
 from tests.unit.test_engine_memory_only import (
@@ -56,23 +61,49 @@ def sent(monkeypatch) -> list[int]:
     return found
 
 
-def test_a_step_asks_a_rank_for_as_much_among_two_ranks_as_among_eight(where, tmp_path, asked, sent):  # noqa: F811
+@pytest.fixture
+def copied(monkeypatch) -> Counter[int]:
+    """Rank -> bytes of its own shares that it has sealed: what its training thread had copied."""
+    found: Counter[int] = Counter()
+    plain = Slot.seal
+
+    def seal(self, header: bytes) -> None:
+        told = decode_slot(header, str(self.path))
+        if self.path.parent.name == f"rank_{told.rank:05d}":
+            found[told.rank] += told.nbytes
+        plain(self, header)
+
+    monkeypatch.setattr(Slot, "seal", seal)
+    return found
+
+
+def test_a_step_asks_a_rank_for_as_much_among_two_ranks_as_among_eight(
+    where,  # noqa: F811
+    tmp_path,
+    asked,
+    sent,
+    copied,
+):
     """Steps of which storage has none: two lives of different length differ by just these."""
-    per_step, bytes_per_rank = {}, {}
+    per_step, bytes_per_rank, most_copied = {}, {}, {}
     for count in (2, 4, 8):
         told = []
         for steps in (4, STEPS):
             nodes = make_nodes(_made(tmp_path / f"{count}_{steps}"), count)
             asked.clear()
             sent.clear()
+            copied.clear()
             replicated((tmp_path / f"store_{count}_{steps}", where[1]), nodes, steps=steps)
-            told.append((asked.copy(), sum(sent) / count))
-        (short, few), (long, many) = told
+            told.append((asked.copy(), sum(sent) / count, copied.copy()))
+        (short, few, copied_in_short), (long, many, copied_in_long) = told
         per_step[count] = {name: long[name] - short[name] for name in ASKED} | {"numbers": long["numbers"]}
         bytes_per_rank[count] = (many - few) / (STEPS - 4)
+        assert copied_in_long.keys() == set(range(count))
+        most_copied[count] = max((copied_in_long - copied_in_short).values()) / (STEPS - 4)
     assert per_step[2] == per_step[4] == per_step[8], per_step
     assert {name for name in ASKED if per_step[2][name]} == {"agree"}, "with the token counts that ranks tell anyway"
     assert bytes_per_rank[8] <= 1.1 * bytes_per_rank[2], "one copy each, however many there are"
+    assert 0 < most_copied[8] < most_copied[4] < most_copied[2], f"ranks divide what all of them hold: {most_copied}"
 
 
 def _made(directory):

@@ -11,61 +11,27 @@ knows only which are lent out; the roles are the pipeline's.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from moe_ckpt.engine.cgroups import free_bytes as _cgroup_free_bytes
+from moe_ckpt.engine.early_buffers import EarlyBuffers
+from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, cuda, let_go, roomy, serves, unregister
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.slot import Slot
 
 log = logging.getLogger("moe_ckpt")
 
+__all__ = ["MIRRORED", "PIECES", "WHOLE", "HostBuffer", "HostBufferPool", "default_budget_bytes", "roomy"]
+
 _SHARE_OF_FREE_MEMORY = 0.5
-_OVERSIZE = 2
 _PAGE_NBYTES = 4096
-_SMALL_BYTES = 1 << 20
-"""Up to here a buffer of any size may serve: what it wastes is not worth another allocation."""
-_MANY = 64
-_STEPS_PER_DOUBLING = 16
-"""Buffers come in so many sizes between one power of two and the next."""
-WHOLE, PIECES, MIRRORED = "whole", "pieces", "mirrored"
-"""What a buffer is for: a snapshot, or all of it but gradients that lie in others; such gradients; duplicates of other
-ranks' shares. One that was of one kind never serves another, for they differ in size and in how long they stay."""
 
 
-@dataclass(eq=False)
-class HostBuffer:
-    """One buffer lent out by the pool. Its memory is the pool's again after ``HostBufferPool.give_back``.
-
-    Attributes:
-        memory: ``[nbytes]`` uint8.
-        slot: Whose bytes these are, if they outlive the process; None for private memory.
-        registered: CUDA was told to page-lock the slot's bytes.
-        kind: What it is for.
-        foreseen: It was made before anybody knew what it must hold, and may be too large.
-        is_cold: Of an earlier life: this process has not touched its pages yet.
-    """
-
-    memory: torch.Tensor
-    slot: Slot | None = None
-    registered: bool = False
-    kind: str = WHOLE
-    foreseen: bool = False
-    is_cold: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel()
-
-
-class HostBufferPool:
+class HostBufferPool(EarlyBuffers):
     """Lends byte buffers; never makes more than ``budget_bytes`` of them. Safe to use from several threads.
 
     Args:
@@ -84,18 +50,10 @@ class HostBufferPool:
         make_slot: Callable[[int], Slot] | None = None,
         make_early: Callable[[int], Slot] | None = None,
     ) -> None:
-        self.budget_bytes = budget_bytes
-        self._pinned = pinned
+        super().__init__(budget_bytes, pinned=pinned)
         self._make_slot, self._make_early = make_slot, make_early or make_slot
         self._said_private = False
-        self._free: list[HostBuffer] = []
-        self._lent: set[HostBuffer] = set()
-        self._making_bytes = 0
-        self._ahead: list[int] = []
-        self._usual_bytes = self._least_bytes = 0  # that a new buffer has, and that it must have
         self._sizes: dict[str, tuple[int, ...]] = {}
-        self._retired = False
-        self._lock = threading.Lock()
 
     def acquire_all(
         self, needs: Sequence[tuple[str, int]], require: Callable[[int], None] | None = None
@@ -149,8 +107,8 @@ class HostBufferPool:
         with self._lock:
             # Where snapshots differ in size, as with ranks that own an expert of only some, all use the largest's.
             usual, free = self._least_bytes if kind == WHOLE else 0, [b for b in self._free if b.kind == kind]
-            fitting = [b for b in free if b.nbytes >= nbytes and _serves(b, max(nbytes, usual))]
-            fitting = fitting or [b for b in free if _serves(b, nbytes)]
+            fitting = [b for b in free if b.nbytes >= nbytes and serves(b, max(nbytes, usual))]
+            fitting = fitting or [b for b in free if serves(b, nbytes)]
             fitting = fitting or [b for b in free if b.foreseen and nbytes <= b.nbytes]
             if fitting:
                 best = min(fitting, key=lambda b: b.nbytes)
@@ -158,12 +116,12 @@ class HostBufferPool:
                 if _is_unsealed(best) and self._is_cut(best, nbytes) and self._is_warm(best):
                     self._lent.add(best)
                     return best
-                _let_go(best)
+                let_go(best)
             if kind == WHOLE:  # what was foreseen is something else
                 self._let_go_of([b for b in self._free if b.foreseen])
             # Free buffers of the wrong size go before the budget is called exhausted.
             while self._free and self._held() + nbytes > self.budget_bytes:
-                _let_go(self._free.pop(0))
+                let_go(self._free.pop(0))
             left = self.budget_bytes - self._held()
             if nbytes > left:
                 return None
@@ -185,7 +143,7 @@ class HostBufferPool:
         try:
             if buffer.registered:
                 buffer.registered, buffer.is_cold = False, True
-                _unregister(buffer.memory)
+                unregister(buffer.memory)
             buffer.memory = buffer.memory[:0]
             buffer.slot.shrink(size)
             buffer.memory = buffer.slot.memory
@@ -252,11 +210,6 @@ class HostBufferPool:
             if not self._retired:
                 self._free.append(HostBuffer(slot.memory, slot, kind=kind, is_cold=True))
 
-    def fits_beside(self, nbytes: int) -> bool:
-        """True if the budget has room for so much beside all that is lent out or free."""
-        with self._lock:
-            return self._held() + nbytes <= self.budget_bytes
-
     def lend_nothing(self) -> HostBuffer:
         """Returns an empty buffer, which needs no room, for an empty snapshot."""
         buffer = HostBuffer(torch.empty(0, dtype=torch.uint8))
@@ -280,26 +233,26 @@ class HostBufferPool:
             if buffer.nbytes and usual and self._held() + buffer.nbytes <= self.budget_bytes:
                 self._free.append(buffer)
             else:
-                _let_go(buffer)
+                let_go(buffer)
 
     def _is_usual(self, buffer: HostBuffer) -> bool:
         if buffer.kind == WHOLE:
-            return not self._least_bytes or _serves(buffer, self._least_bytes)
-        return any(_serves(buffer, nbytes) for nbytes in self._sizes.get(buffer.kind, ()))
+            return not self._least_bytes or serves(buffer, self._least_bytes)
+        return any(serves(buffer, nbytes) for nbytes in self._sizes.get(buffer.kind, ()))
 
     def discard(self, buffer: HostBuffer) -> None:
         """The lender no longer reads or writes ``buffer``, whose room is needed for something else."""
         with self._lock:
             if buffer in self._lent:
                 self._lent.remove(buffer)
-                _let_go(buffer)
+                let_go(buffer)
 
     def retire(self) -> None:
         """Lends and keeps no more buffers. A lent buffer lives as long as its user."""
         with self._lock:
             self._retired, self.budget_bytes = True, 0
             for buffer in self._free:
-                _let_go(buffer)
+                let_go(buffer)
             self._free.clear()
             self._lent.clear()
 
@@ -313,7 +266,7 @@ class HostBufferPool:
                 return False
             self._least_bytes, more = nbytes, nbytes > self._usual_bytes
             self._usual_bytes = self._size(nbytes) if more else self._usual_bytes
-            wrong = [b for b in self._free if b.kind == WHOLE and not _serves(b, nbytes)]
+            wrong = [b for b in self._free if b.kind == WHOLE and not serves(b, nbytes)]
             self._let_go_of(wrong)
             return more or bool(wrong)
 
@@ -321,7 +274,7 @@ class HostBufferPool:
         """Of free ones."""
         for buffer in buffers:
             self._free.remove(buffer)
-            _let_go(buffer)
+            let_go(buffer)
 
     def clear(self) -> bool:
         """Free buffers give back their room, which a snapshot needs that is due; False if there are none, or if what
@@ -333,124 +286,12 @@ class HostBufferPool:
             self._let_go_of(tuple(self._free))
             return found
 
-    def top_up(self, count: int, *, early: bool = False) -> bool:
-        """Make one more buffer of the usual size, unless ``count`` exist or the budget is spent; True if it did.
-
-        Slow, and meant for a background thread: its pages are touched here.
-
-        Args:
-            count: See above.
-            early: Not at the expense of anything: see ``make_early``.
-        """
-        with self._lock:
-            size, least = self._usual_bytes, self._least_bytes
-            there = sum(b.kind == WHOLE and _serves(b, least) for b in (*self._free, *self._lent))
-            if not size or there >= count or self._held() + size > self.budget_bytes:
-                return False
-            self._begin_ahead(size)
-        return self._make_ahead(size, early=early)
-
-    def foresee(self, least: int, most: int, count: int) -> bool:
-        """Make one more buffer for what may need ``least`` to ``most`` bytes, as ``top_up`` does, before anything is
-        known of what is usual."""
-        with self._lock:
-            there = sum(b.kind == WHOLE and b.nbytes >= least for b in (*self._free, *self._lent))
-            size = self._size(most)
-            if self._usual_bytes or there >= count or self._held() + size > self.budget_bytes:
-                return False
-            self._begin_ahead(size)
-        return self._make_ahead(size, early=True, foreseen=True)
-
-    def _make_ahead(self, size: int, *, early: bool, foreseen: bool = False) -> bool:
-        try:
-            buffer = self._make(size, early=early)
-        except (OSError, RuntimeError):
-            with self._lock:
-                self._ahead.remove(size)
-            raise
-        buffer.foreseen = foreseen
-        if not self._pinned:
-            ctypes.memset(buffer.memory.data_ptr(), 0, size)
-        self._end_ahead(buffer)
-        return True
-
-    def warm_up(self) -> bool:
-        """Touch, and page-lock, one slot of an earlier life, as a background thread; False if there is none."""
-        with self._lock:
-            buffer = next((b for b in self._free if b.is_cold), None)
-            if buffer is None:
-                return False
-            self._free.remove(buffer)
-            self._begin_ahead(buffer.nbytes)
-        if self._is_warm(buffer):
-            self._end_ahead(buffer)
-            return True
-        with self._lock:
-            self._making_bytes -= buffer.nbytes
-            self._ahead.remove(buffer.nbytes)
-        _let_go(buffer)
-        return True
-
-    def _begin_ahead(self, size: int) -> None:
-        self._making_bytes += size
-        self._ahead.append(size)
-
-    def _end_ahead(self, buffer: HostBuffer) -> None:
-        with self._lock:
-            self._making_bytes -= buffer.nbytes
-            self._ahead.remove(buffer.nbytes)
-            if not self._retired:
-                self._free.append(buffer)
-                return
-        _let_go(buffer)
-
-    def is_made_ahead(self, nbytes: int) -> bool:
-        """Another thread is making a buffer for so many bytes, and there is none yet."""
-        with self._lock:
-            there = any(
-                b.kind == WHOLE and (b.foreseen or _serves(b, nbytes)) and nbytes <= b.nbytes for b in self._free
-            )
-            return not there and any(size >= nbytes for size in self._ahead)
-
-    def free_count(self) -> int:
-        """Buffers for whole snapshots that nobody has."""
-        with self._lock:
-            return sum(b.kind == WHOLE for b in self._free)
-
     def fits(self, nbytes: int, spare: int = 0) -> bool:
         """True if a buffer of ``nbytes`` could be lent out now, or as soon as what is made ahead of time is there, once
         ``spare`` bytes lent out are returned."""
         with self._lock:
             lent = self._held() - sum(buffer.nbytes for buffer in self._free) - sum(self._ahead)
             return lent - spare + nbytes <= self.budget_bytes
-
-    def _size(self, nbytes: int) -> int:
-        """Of a buffer for so many bytes: ``roomy``, unless the budget then held fewer of them, where it holds few."""
-        count = self.budget_bytes // nbytes
-        return min(roomy(nbytes), self.budget_bytes // count) if 0 < count <= _MANY else roomy(nbytes)
-
-    @property
-    def is_making(self) -> bool:
-        """A buffer is being made by another thread."""
-        with self._lock:
-            return self._making_bytes > 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory held now, lent out or free."""
-        with self._lock:
-            return self._held()
-
-    def _held(self) -> int:
-        return self._making_bytes + sum(buffer.nbytes for buffer in (*self._free, *self._lent))
-
-
-def _let_go(buffer: HostBuffer) -> None:
-    """The buffer is no longer used. Private memory is freed with the object."""
-    if buffer.slot is not None:
-        if buffer.registered:
-            _unregister(buffer.memory)
-        buffer.slot.remove()
 
 
 def _is_unsealed(buffer: HostBuffer) -> bool:
@@ -466,27 +307,7 @@ def _is_unsealed(buffer: HostBuffer) -> bool:
 
 def _register(memory: torch.Tensor) -> None:
     """Page-lock mapped memory, in place. Raises ``RuntimeError`` where CUDA refuses it."""
-    torch.cuda.check_error(int(_cuda().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
-
-
-def _unregister(memory: torch.Tensor) -> None:
-    torch.cuda.check_error(int(_cuda().cudaHostUnregister(memory.data_ptr())))
-
-
-def _cuda() -> Any:
-    """The CUDA runtime, of which torch has these two functions."""
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _serves(buffer: HostBuffer, nbytes: int) -> bool:
-    """True if the buffer is neither too small nor so large that it is wasted."""
-    return nbytes <= buffer.nbytes <= max(_OVERSIZE * nbytes, _SMALL_BYTES)
-
-
-def roomy(nbytes: int) -> int:
-    """Rounds up by at most 1/16, so that snapshots that differ by a few bytes use the same buffers."""
-    grain = max(1, (1 << nbytes.bit_length() - 1) // _STEPS_PER_DOUBLING)
-    return -(-nbytes // grain) * grain
+    torch.cuda.check_error(int(cuda().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
 
 
 def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:

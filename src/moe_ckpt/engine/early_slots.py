@@ -56,7 +56,8 @@ class EarlySlots:
 
     def _is_taken(self, found: FoundSlot) -> bool:
         kind, slot, nbytes = _KINDS.get(found.header.only), found.slot, found.slot.memory.numel()
-        if found.header.rank != self._rank or kind is None or not self._pool.fits_beside(nbytes):
+        left = self._pool.budget_bytes - self._pool.held_bytes
+        if found.header.rank != self._rank or kind is None or nbytes > left:
             return False
         try:
             if free_bytes(str(self._files.path)) < nbytes:

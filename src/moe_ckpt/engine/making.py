@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 
 import torch
+
+from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.room import Room
+from moe_ckpt.slices.expected import ExpectedShare
 
 log = logging.getLogger("moe_ckpt")
 
@@ -38,7 +43,7 @@ class MakerThread:
             thread = threading.Thread(target=self._run, args=(device,), name="moe_ckpt-make", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # training makes its own then
+            except RuntimeError:  # no thread to be had
                 self._works.clear()
                 return False
             self._thread = thread
@@ -55,7 +60,7 @@ class MakerThread:
                 work = self._works[0]
             try:
                 again = work()
-            except Exception:
+            except Exception:  # whatever it is, training makes its own then
                 log.exception("memory could not be made ahead of time")
                 again = False
             if not again:
@@ -67,3 +72,53 @@ class MakerThread:
             self._closing, thread = True, self._thread
         if thread is not None:
             thread.join()
+
+
+class AheadOfTime:
+    """Has made what the next snapshots of a rank need, as far as it is known before. For the training thread.
+
+    Args:
+        run: The session's.
+        room: Of the buffers.
+        is_wanted: Of the first snapshots, too: memory that outlives the process takes long to make.
+        always_whole: Each snapshot of the policy holds everything.
+    """
+
+    def __init__(self, run: RunContext, room: Room, *, is_wanted: bool, always_whole: bool) -> None:
+        self._run, self._room, self._always_whole = run, room, always_whole
+        self._waits = is_wanted
+        self._thread = MakerThread()
+
+    def training_begins(self, *, whole: bool) -> None:
+        """The state is as it will be, but for what the optimizer has yet to make. Counts once.
+
+        Args:
+            whole: The first snapshot will have everything, whatever the policy.
+        """
+        if not self._waits:
+            return
+        self._waits = False
+        share = self._share() if whole or self._always_whole else None
+        self._room.begin_ready()
+        if not self._thread.start(lambda: self._room.make_ready(share)):
+            self._room.end_ready()
+
+    def _share(self) -> Callable[[], int]:
+        """Returns what says how many bytes a snapshot of everything has, on any thread: it may take a while."""
+        run = self._run
+        tensors, specs = run.state.tensors(), run.state.specs()
+
+        @functools.cache
+        def share() -> int:
+            expected = ExpectedShare(tensors, specs)
+            return expected.nbytes(run.catalog, run.placement, run.settings.sharding, run.comm.rank)
+
+        return share
+
+    def top_up(self) -> None:
+        """A snapshot began after which more are needed."""
+        self._thread.start(self._room.top_up)
+
+    def close(self) -> None:
+        """As ``MakerThread.close``."""
+        self._thread.close()

@@ -28,7 +28,7 @@ from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_memory import HostMemory
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.limited_slots import requires_room
-from moe_ckpt.engine.making import MakerThread
+from moe_ckpt.engine.making import AheadOfTime
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.persisting import Persister
@@ -41,7 +41,6 @@ from moe_ckpt.policies.base import needs_of as needs_of_policy
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copier import Copier, Copy
-from moe_ckpt.slices.expected import ExpectedShare
 from moe_ckpt.slices.mirroring import MirroredShares
 from moe_ckpt.slices.request import SnapshotRequest
 
@@ -101,13 +100,11 @@ class Pipeline:
             require,
             always_whole=always_whole,
         )
-        self._always_whole = always_whole
-        self._run = run
-        self._is_foreseen = False
+        is_wanted = self.memory is not None
+        self._ahead = AheadOfTime(run, self._room, is_wanted=is_wanted, always_whole=always_whole)
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
         self._sequence = self.next_memory_sequence = 0
-        self._maker = MakerThread()
 
     @property
     def memory(self) -> MemoryTier | None:
@@ -144,30 +141,9 @@ class Pipeline:
         """See ``Room.is_used_up``."""
         return self._room.is_used_up
 
-    def foresee(self, *, whole: bool) -> None:
-        """Training begins, with the state that it has now: from here on a thread makes what the first snapshots
-        need, as far as that is known. Once; only memory that outlives the process takes long to make.
-
-        Args:
-            whole: The first snapshot will have everything, whatever the policy.
-        """
-        if self._is_foreseen or self.memory is None:
-            return
-        self._is_foreseen = True
-        self._room.foresee(self._expected() if whole or self._always_whole else None)
-        if not self._maker.start(self._room.make_ready):
-            self._room.foresee_nothing()
-
-    def _expected(self) -> Callable[[], int]:
-        """Returns what says how many bytes a snapshot of everything has, on any thread: it may take a while."""
-        run = self._run
-        tensors, specs = run.state.tensors(), run.state.specs()
-
-        def share() -> int:
-            expected = ExpectedShare(tensors, specs)
-            return expected.nbytes(run.catalog, run.placement, run.settings.sharding, run.comm.rank)
-
-        return share
+    def training_begins(self, *, whole: bool) -> None:
+        """See ``AheadOfTime``."""
+        self._ahead.training_begins(whole=whole)
 
     def begin(
         self,
@@ -237,7 +213,7 @@ class Pipeline:
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
         if self._room.used(request, needs):
-            self._maker.start(self._room.top_up)
+            self._ahead.top_up()
         return snapshot
 
     def step_begins(self) -> None:
@@ -321,7 +297,7 @@ class Pipeline:
         try:
             self.join()
         finally:
-            self._maker.close()
+            self._ahead.close()
             try:
                 ended = self.stages.close(timeout_secs, afterwards)
             finally:

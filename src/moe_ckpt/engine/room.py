@@ -50,9 +50,8 @@ class Room:
     ) -> None:
         self._pool, self._tier, self._stages, self._settings = pool, tier, stages, settings
         self._always_whole = always_whole
-        self._share: Callable[[], int] | None = None
-        self._foreseen = threading.Event()
-        self._foreseen.set()
+        self._is_ready = threading.Event()
+        self._is_ready.set()
         self._rank, self._operators, self._require = rank, operators, require
         self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
         self._window_size = 1
@@ -130,7 +129,7 @@ class Room:
 
     def _wait_for_making(self, nbytes: int, until: float) -> None:
         """Until the copying thread has made what it is making for such a snapshot: to make another takes as long."""
-        self._foreseen.wait(max(0.0, until - time.monotonic()))
+        self._is_ready.wait(max(0.0, until - time.monotonic()))
         while self._pool.is_made_ahead(nbytes) and time.monotonic() < until:
             time.sleep(_MAKING_SECS)
 
@@ -165,40 +164,36 @@ class Room:
         more = more or (again and self._snapshots == 2)  # what has found little room before
         return more or (partial and self._tier.kept > 0)
 
-    def foresee(self, share: Callable[[], int] | None) -> None:
-        """Training begins: ``make_ready`` is about to be called, on another thread, for which snapshots wait.
+    def begin_ready(self) -> None:
+        """``make_ready`` is about to be called, on another thread, and the first snapshot waits for it."""
+        self._is_ready.clear()
 
-        Args:
-            share: Bytes of the next snapshot, roughly; None where nobody knows.
-        """
-        self._share = share
-        self._foreseen.clear()
+    def end_ready(self) -> None:
+        """It is not going to be called."""
+        self._is_ready.set()
 
-    def foresee_nothing(self) -> None:
-        """``make_ready`` is not going to be called."""
-        self._foreseen.set()
-
-    def make_ready(self) -> bool:
+    def make_ready(self, share: Callable[[], int] | None) -> bool:
         """Prepare one of the buffers that the first snapshots of this life will need; False if there are enough.
 
         On another thread, which does not have to hurry.
+
+        Args:
+            share: Bytes of the first snapshot, roughly; None where nobody knows.
         """
         try:
-            return self._pool.warm_up() or self._make_foreseen()
+            return self._pool.warm_up() or self._make_foreseen(share)
         except (OSError, RuntimeError) as error:
             log.info("no memory is made before the first snapshot: %s", error)
             return False
         finally:
-            self._foreseen.set()
+            self._is_ready.set()
 
-    def _make_foreseen(self) -> bool:
+    def _make_foreseen(self, share: Callable[[], int] | None) -> bool:
         count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
-        if self._share is None or self._pool.free_count() >= count:
+        if share is None or self._pool.free_count() >= count:
             return False
-        share = self._share()
-        self._share = lambda: share
-        beside = share // _SLACK + min(_PLAIN_NBYTES, share // 2)
-        return self._pool.foresee(share, share + beside, count)
+        beside = share() // _SLACK + min(_PLAIN_NBYTES, share() // 2)
+        return self._pool.foresee(share(), share() + beside, count)
 
     def top_up(self) -> bool:
         """Make one of the buffers that the next snapshots will need; False if there are enough. On another thread."""

@@ -161,7 +161,7 @@ class CheckpointSession:
             if needs_of(self._run.policy).windows:
                 known = 0 if keeper is None else keeper.dense_step(stored)
                 [self._planner.dense_step] = largest(self.comm, [known])
-        self._resources.pipeline.foresee(whole=self.run_ledger.needs_everything)
+        self._resources.pipeline.training_begins(whole=self.run_ledger.needs_everything)
         self._run.tell(Resumed(manifest.step))
         return fault
 
@@ -177,7 +177,7 @@ class CheckpointSession:
             self._resources.memory.left.training_begins()
         ledger = self.run_ledger
         is_new = ledger.newest is None and ledger.committed_step is None
-        self._resources.pipeline.foresee(whole=is_new or ledger.needs_everything)
+        self._resources.pipeline.training_begins(whole=is_new or ledger.needs_everything)
         self._run.tell(TrainingBegins())
 
     def begin_run(self, capture: Capture, step: int = 0, *, wait: bool = True) -> None:

@@ -26,6 +26,7 @@ from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.fingerprint import Fingerprint
 from moe_ckpt.engine.limited_slots import requires_room
+from moe_ckpt.engine.pipeline import Pipeline
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Plain, Snapshot, side_tensors
 from moe_ckpt.engine.snapshotting import Snapshotter
@@ -314,7 +315,7 @@ class Survivor:
         whole = newest is not None and newest.step == step and newest.request.is_whole(catalog)
         whole = whole and tokens[1] is None  # else it waits for tokens that no rank will tell any more
         if not whole:
-            self._require_room()
+            _require_room(self._run, self._resources)
         found = [] if newest is None or not whole else [newest]
         begin = functools.partial(self._begin, tokens, until)
         if not whole:
@@ -328,14 +329,8 @@ class Survivor:
                 found.append(begin(save_full(step, every), lambda **_: told, lent))
             except (MoECheckpointError, OSError) as error:  # its own goes on
                 log.warning("rank %d does not keep what rank %d writes of step %d: %s", rank, lent, step, error)
-        self._wait(found[0], until)
+        _wait(self._resources.pipeline, found[0], until)
         return sum(each.nbytes for each in found if each is not newest)
-
-    def _require_room(self) -> None:
-        """Raises ``MemoryFullError`` if not even planning, of this rank's share and the other's, may find room."""
-        memory, shares = self._resources.memory, 2 * len(self._run.catalog.operators) // self._run.comm.world_size
-        if memory is not None:
-            requires_room(memory.files.path, self._run.settings.local_ranks)(shares * _PLANNING_NBYTES)
 
     def _lesson(self, step: int, plain: Encode, until: float, of: int) -> Plain:
         """What this rank's update changed of its plain state: the rank that it lends for may have died in its own."""
@@ -377,16 +372,23 @@ class Survivor:
             raise RuntimeError("nothing was counted")
         return before, self._tokens.result().applied
 
-    def _wait(self, own: Snapshot, until: float) -> None:
-        """Until it is sealed, and what was begun after it as well."""
-        pipeline, slot = self._resources.pipeline, own.buffer.slot
-        pipeline.join()
-        in_time = pipeline.stages.wait(0, _left(until))
-        if slot is not None and slot.is_sealed:
-            return
-        if not in_time:
-            raise TimeoutError
-        raise RuntimeError(own.refused or "its slot could not be sealed; see the warning above")
+
+def _require_room(run: RunContext, resources: SessionResources) -> None:
+    """Raises ``MemoryFullError`` if not even planning, of this rank's share and the other's, may find room."""
+    memory, shares = resources.memory, 2 * len(run.catalog.operators) // run.comm.world_size
+    if memory is not None:
+        requires_room(memory.files.path, run.settings.local_ranks)(shares * _PLANNING_NBYTES)
+
+
+def _wait(pipeline: Pipeline, own: Snapshot, until: float) -> None:
+    """Until it is sealed, and what was begun after it as well."""
+    pipeline.join()
+    in_time, slot = pipeline.stages.wait(0, _left(until)), own.buffer.slot
+    if slot is not None and slot.is_sealed:
+        return
+    if not in_time:
+        raise TimeoutError
+    raise RuntimeError(own.refused or "its slot could not be sealed; see the warning above")
 
 
 def _left(until: float) -> float:

@@ -101,6 +101,21 @@ def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
     return catalog.layer_and_expert[at[catalog.is_expert[at]]]
 
 
+@dataclass
+class _Lacks:
+    """What is missing.
+
+    Attributes:
+        in_memory: The newest sparse window of which some rank's memory will not have a step.
+        on_storage: The same of storage.
+        everything: Nothing on storage may be built upon (``RunLedger.forget``).
+    """
+
+    in_memory: Window | None = None
+    on_storage: Window | None = None
+    everything: bool = False
+
+
 class RunLedger:
     """The ledger of saved versions, routing activity, and the snapshots under way.
 
@@ -133,12 +148,10 @@ class RunLedger:
         self.pending: dict[int, Pending] = {}
         self.sealing: dict[int, Pending] = {}
         self.window: Window | None = None
-        self._lost_in_memory: Window | None = None
-        self._lost_on_storage: Window | None = None
         self.next_slot = 0
         self.owed: Counts | None = None
         self._rescued: frozenset[str] = frozenset()
-        self._is_void = False
+        self._lacks = _Lacks()
 
     @property
     def tokens(self) -> TokenBook:
@@ -258,21 +271,21 @@ class RunLedger:
                     self.ledger.hold(pending.operators_in(Tier.PEER), pending.step, pending.applied, Tier.PEER)
                 self._rescued -= frozenset(operators)
         elif pending.window is not None:
-            self._lost_in_memory = pending.window
+            self._lacks.in_memory = pending.window
             self._end_window_that_is_lost(on_storage=not pending.stored)
 
     def resolved(self, sequence: int, *, committed: bool) -> Pending:
         """A snapshot ended; what it saved counts from now on, if it was committed."""
         pending = self.pending.pop(sequence)
         if not committed and pending.window is not None:
-            self._lost_on_storage = pending.window
+            self._lacks.on_storage = pending.window
             self._end_window_that_is_lost(in_memory=not self.outlives_process)
         if committed and pending.is_checkpoint:
             kept = None if self.outlives_process else pending.host_only
             whole = pending.window is None
             self.ledger.record(pending.step, pending.stored_operators, pending.applied, kept=kept, whole=whole)
             self.ledger.pay(pending.relaid)
-            self._is_void = self._is_void and not pending.is_complete
+            self._lacks.everything = self._lacks.everything and not pending.is_complete
             self.committed_step = pending.step
         return pending
 
@@ -281,12 +294,12 @@ class RunLedger:
         self.ledger.forget()
         self.committed_step = None
         self.give_up_window()
-        self._is_void = True
+        self._lacks.everything = True
 
     @property
     def needs_everything(self) -> bool:
         """True after ``forget``, until a checkpoint of everything is under way or committed."""
-        return self._is_void and not any(pending.is_complete for pending in self.pending.values())
+        return self._lacks.everything and not any(pending.is_complete for pending in self.pending.values())
 
     def _end_window_that_is_lost(self, *, in_memory: bool = False, on_storage: bool = False) -> None:
         """The window under way ends here if neither will have all of it. While memory may, a bad disk costs it nothing.
@@ -295,8 +308,8 @@ class RunLedger:
             in_memory: Memory will not have it, whatever is known of it.
             on_storage: Storage will not.
         """
-        in_memory = in_memory or self._lost_in_memory == self.window
-        if in_memory and (on_storage or self._lost_on_storage == self.window):
+        in_memory = in_memory or self._lacks.in_memory == self.window
+        if in_memory and (on_storage or self._lacks.on_storage == self.window):
             self.give_up_window()
 
     def give_up_window(self) -> None:

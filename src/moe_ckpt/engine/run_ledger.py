@@ -102,15 +102,18 @@ def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
 
 
 @dataclass
-class _LostWindows:
-    """The newest sparse windows that memory and that storage will never have all of."""
+class _Lacks:
+    """What is missing.
 
-    memory: Window | None = None
-    storage: Window | None = None
+    Attributes:
+        in_memory: The newest sparse window of which some rank's memory will not have a step.
+        on_storage: The same of storage.
+        everything: Nothing on storage may be built upon (``RunLedger.forget``).
+    """
 
-    def everywhere(self, window: Window | None) -> bool:
-        """Whether neither will have all of it. While memory may, a bad disk costs a window nothing."""
-        return self.memory == self.storage == window
+    in_memory: Window | None = None
+    on_storage: Window | None = None
+    everything: bool = False
 
 
 class RunLedger:
@@ -134,6 +137,7 @@ class RunLedger:
     """
 
     def __init__(self, catalog: Catalog, *, outlives_process: bool = False) -> None:
+        self.catalog = catalog
         self.outlives_process = outlives_process
         self.ledger = Ledger(catalog)
         self.activity = RoutingActivity(self.ledger.tokens.applied.shape)
@@ -144,16 +148,10 @@ class RunLedger:
         self.pending: dict[int, Pending] = {}
         self.sealing: dict[int, Pending] = {}
         self.window: Window | None = None
-        self._lost = _LostWindows()
         self.next_slot = 0
         self.owed: Counts | None = None
         self._rescued: frozenset[str] = frozenset()
-        self._is_void = False
-
-    @property
-    def catalog(self) -> Catalog:
-        """Of the model."""
-        return self.ledger.catalog
+        self._lacks = _Lacks()
 
     @property
     def tokens(self) -> TokenBook:
@@ -273,27 +271,21 @@ class RunLedger:
                     self.ledger.hold(pending.operators_in(Tier.PEER), pending.step, pending.applied, Tier.PEER)
                 self._rescued -= frozenset(operators)
         elif pending.window is not None:
-            self._lost.memory = pending.window
-            if not pending.stored:
-                self._lost.storage = pending.window
-            if self._lost.everywhere(self.window):
-                self.give_up_window()
+            self._lacks.in_memory = pending.window
+            self._end_window_that_is_lost(on_storage=not pending.stored)
 
     def resolved(self, sequence: int, *, committed: bool) -> Pending:
         """A snapshot ended; what it saved counts from now on, if it was committed."""
         pending = self.pending.pop(sequence)
         if not committed and pending.window is not None:
-            self._lost.storage = pending.window
-            if not self.outlives_process:
-                self._lost.memory = pending.window
-            if self._lost.everywhere(self.window):
-                self.give_up_window()
+            self._lacks.on_storage = pending.window
+            self._end_window_that_is_lost(in_memory=not self.outlives_process)
         if committed and pending.is_checkpoint:
             kept = None if self.outlives_process else pending.host_only
             whole = pending.window is None
             self.ledger.record(pending.step, pending.stored_operators, pending.applied, kept=kept, whole=whole)
             self.ledger.pay(pending.relaid)
-            self._is_void = self._is_void and not pending.is_complete
+            self._lacks.everything = self._lacks.everything and not pending.is_complete
             self.committed_step = pending.step
         return pending
 
@@ -302,12 +294,23 @@ class RunLedger:
         self.ledger.forget()
         self.committed_step = None
         self.give_up_window()
-        self._is_void = True
+        self._lacks.everything = True
 
     @property
     def needs_everything(self) -> bool:
         """True after ``forget``, until a checkpoint of everything is under way or committed."""
-        return self._is_void and not any(pending.is_complete for pending in self.pending.values())
+        return self._lacks.everything and not any(pending.is_complete for pending in self.pending.values())
+
+    def _end_window_that_is_lost(self, *, in_memory: bool = False, on_storage: bool = False) -> None:
+        """The window under way ends here if neither will have all of it. While memory may, a bad disk costs it nothing.
+
+        Args:
+            in_memory: Memory will not have it, whatever is known of it.
+            on_storage: Storage will not.
+        """
+        in_memory = in_memory or self._lacks.in_memory == self.window
+        if in_memory and (on_storage or self._lacks.on_storage == self.window):
+            self.give_up_window()
 
     def give_up_window(self) -> None:
         """No further slot of the window under way will be saved."""

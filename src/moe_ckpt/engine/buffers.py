@@ -51,7 +51,7 @@ class HostBufferPool(EarlyBuffers):
         make_early: Callable[[int], Slot] | None = None,
     ) -> None:
         super().__init__(budget_bytes, pinned=pinned)
-        self._make_slot, self._make_early = make_slot, make_early or make_slot
+        self._make_slot, self._make_slot_early = make_slot, make_early or make_slot
         self._said_private = False
         self._sizes: dict[str, tuple[int, ...]] = {}
 
@@ -166,13 +166,25 @@ class HostBufferPool(EarlyBuffers):
             return False
         return True
 
-    def _make(self, size: int, require: Callable[[int], None] | None = None, *, early: bool = False) -> HostBuffer:
+    def _make(self, size: int, require: Callable[[int], None] | None = None) -> HostBuffer:
         """New memory for bytes that are already counted as being made; the caller counts the buffer instead."""
+        return self._made(size, self._make_slot, require, or_private=require is None)
+
+    def _make_early(self, size: int) -> HostBuffer:
+        return self._made(size, self._make_slot_early, None, or_private=False)
+
+    def _made(
+        self,
+        size: int,
+        make: Callable[[int], Slot] | None,
+        require: Callable[[int], None] | None,
+        *,
+        or_private: bool,
+    ) -> HostBuffer:
         try:
             if require is not None:
                 require(size)
-            make, or_none = (self._make_early, False) if early else (self._make_slot, require is None)
-            slot = None if make is None else self._slot(size, make, or_none=or_none)
+            slot = None if make is None else self._slot(size, make, or_none=or_private)
             if slot is not None:
                 return HostBuffer(slot.memory, slot, registered=self._pinned)
             return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))

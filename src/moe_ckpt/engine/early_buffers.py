@@ -32,8 +32,12 @@ class EarlyBuffers(ABC):
         self._lock = threading.Lock()
 
     @abstractmethod
-    def _make(self, size: int, require: Callable[[int], None] | None = None, *, early: bool = False) -> HostBuffer:
+    def _make(self, size: int, require: Callable[[int], None] | None = None) -> HostBuffer:
         """New memory for bytes that are already counted as being made, which they are not if it raises."""
+
+    @abstractmethod
+    def _make_early(self, size: int) -> HostBuffer:
+        """The same at the expense of nothing else."""
 
     @abstractmethod
     def _is_warm(self, buffer: HostBuffer) -> bool:
@@ -69,7 +73,7 @@ class EarlyBuffers(ABC):
 
     def _make_ahead(self, size: int, *, early: bool, foreseen: bool = False) -> bool:
         try:
-            buffer = self._make(size, early=early)
+            buffer = self._make_early(size) if early else self._make(size)
         except (OSError, RuntimeError):
             with self._lock:
                 self._ahead.remove(size)

@@ -277,12 +277,7 @@ class Fit:
         if alone:
             survivor, own = self.session.survivor, self.host.own
             if survivor.reduction_begins(self.host.step + 1, own, self._counter.peek, paused=self._hooks_since_step):
-                self._held.hold(self._hold)
-
-    def _hold(self) -> None:
-        began = time.perf_counter()
-        self.session.survivor.hold.wait()
-        self.session.add_stall(time.perf_counter() - began)
+                self._held.hold(lambda: self.session.add_stall(survivor.hold.wait()))
 
     def before_optimizer(self) -> None:
         """Gradients are final, before clipping."""

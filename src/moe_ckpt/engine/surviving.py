@@ -130,14 +130,16 @@ class Hold:
         """
         self._sealed = sealed
 
-    def wait(self) -> None:
-        """On the thread of the backward pass."""
+    def wait(self) -> float:
+        """On the thread of the backward pass. Returns how many seconds it took."""
+        began = time.perf_counter()
         if self._sealed is None:
-            return
+            return 0.0
         if self._sealed.is_set():
             self._in_vain = False
         elif not self._in_vain:
             self._in_vain = not self._sealed.wait(_HOLD_SECS)
+        return time.perf_counter() - began
 
 
 class Survivor:
@@ -314,12 +316,12 @@ class Survivor:
         whole = newest is not None and newest.step == step and newest.request.is_whole(catalog)
         whole = whole and tokens[1] is None  # else it waits for tokens that no rank will tell any more
         if not whole:
-            self._require_room()
+            _require_room(self._run, self._resources)
         found = [] if newest is None or not whole else [newest]
         begin = functools.partial(self._begin, tokens, until)
         if not whole:
             found.append(begin(save_full(step, catalog.everything), plain, rank))
-        lent, logs = self._lends(rank), needs_of(self._run.policy).gradients
+        lent, logs = _lent(self._run) if self.lends else None, needs_of(self._run.policy).gradients
         if lent is not None and not whole:
             # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
             every = catalog.everything if self._is_lent_whole or logs else tuple(op.id for op in catalog.experts)
@@ -331,12 +333,6 @@ class Survivor:
         self._wait(found[0], until)
         return sum(each.nbytes for each in found if each is not newest)
 
-    def _require_room(self) -> None:
-        """Raises ``MemoryFullError`` if not even planning, of this rank's share and the other's, may find room."""
-        memory, shares = self._resources.memory, 2 * len(self._run.catalog.operators) // self._run.comm.world_size
-        if memory is not None:
-            requires_room(memory.files.path, self._run.settings.local_ranks)(shares * _PLANNING_NBYTES)
-
     def _lesson(self, step: int, plain: Encode, until: float, of: int) -> Plain:
         """What this rank's update changed of its plain state: the rank that it lends for may have died in its own."""
         if self._states is None or self._tokens is None:
@@ -344,16 +340,6 @@ class Survivor:
         if self._kept != step:
             self._keep(self._states, step, plain(), self._tokens)
         return self._states.lesson(step, of, _left(until))
-
-    def _lends(self, rank: int) -> int | None:
-        """Whose share this rank seals besides its own."""
-        if not self.lends:
-            return None
-        placement = self._run.placement
-        found = lends(rank, placement.expert_peers or placement.peers)
-        if found is None and needs_of(self._run.policy).gradients:  # nobody has its experts, but some have the rest
-            return lends(rank, placement.peers)
-        return found
 
     def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int) -> Snapshot:
         applied, own = tokens
@@ -387,6 +373,22 @@ class Survivor:
         if not in_time:
             raise TimeoutError
         raise RuntimeError(own.refused or "its slot could not be sealed; see the warning above")
+
+
+def _require_room(run: RunContext, resources: SessionResources) -> None:
+    """Raises ``MemoryFullError`` if not even planning, of this rank's share and the other's, may find room."""
+    memory, shares = resources.memory, 2 * len(run.catalog.operators) // run.comm.world_size
+    if memory is not None:
+        requires_room(memory.files.path, run.settings.local_ranks)(shares * _PLANNING_NBYTES)
+
+
+def _lent(run: RunContext) -> int | None:
+    """Whose share this rank seals besides its own."""
+    placement, rank = run.placement, run.comm.rank
+    found = lends(rank, placement.expert_peers or placement.peers)
+    if found is None and needs_of(run.policy).gradients:  # nobody has its experts, but some have the rest
+        return lends(rank, placement.peers)
+    return found
 
 
 def _left(until: float) -> float:

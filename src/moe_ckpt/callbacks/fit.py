@@ -277,7 +277,7 @@ class Fit:
         if alone:
             survivor, own = self.session.survivor, self.host.own
             if survivor.reduction_begins(self.host.step + 1, own, self._counter.peek, paused=self._hooks_since_step):
-                self._held.hold(survivor.hold.wait, self.session.add_stall)
+                self._held.hold(lambda: self.session.add_stall(survivor.hold.wait()))
 
     def before_optimizer(self) -> None:
         """Gradients are final, before clipping."""

@@ -6,10 +6,8 @@ held is that of the first parameter, which the pass usually comes to last.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -25,23 +23,16 @@ class HeldGradient:
         self._module = module
         self._hook: RemovableHandle | None = None
 
-    def hold(self, until: Callable[[], None], waited: Callable[[float], None]) -> None:
+    def hold(self, until: Callable[[], None]) -> None:
         """In the pass that begins now, the gradient waits.
 
         Args:
             until: Returns when it has waited enough. Not called if that parameter gets no gradient.
-            waited: Told how long that was, in seconds.
         """
-
-        def wait(_: torch.Tensor) -> None:
-            began = time.perf_counter()
-            until()
-            waited(time.perf_counter() - began)
-
         self.release()
         first = next((each for each in self._module.parameters() if each.requires_grad), None)
         if first is not None:
-            self._hook = first.register_hook(wait)  # type: ignore[no-untyped-call]
+            self._hook = first.register_hook(lambda _: until())  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """The pass is over. Twice does no harm."""

@@ -26,7 +26,6 @@ from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.fingerprint import Fingerprint
 from moe_ckpt.engine.limited_slots import requires_room
-from moe_ckpt.engine.pipeline import Pipeline
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Plain, Snapshot, side_tensors
 from moe_ckpt.engine.snapshotting import Snapshotter
@@ -131,14 +130,16 @@ class Hold:
         """
         self._sealed = sealed
 
-    def wait(self) -> None:
-        """On the thread of the backward pass."""
+    def wait(self) -> float:
+        """On the thread of the backward pass. Returns how many seconds it took."""
+        began = time.perf_counter()
         if self._sealed is None:
-            return
+            return 0.0
         if self._sealed.is_set():
             self._in_vain = False
         elif not self._in_vain:
             self._in_vain = not self._sealed.wait(_HOLD_SECS)
+        return time.perf_counter() - began
 
 
 class Survivor:
@@ -320,7 +321,7 @@ class Survivor:
         begin = functools.partial(self._begin, tokens, until)
         if not whole:
             found.append(begin(save_full(step, catalog.everything), plain, rank))
-        lent, logs = self._lends(rank), needs_of(self._run.policy).gradients
+        lent, logs = _lent(self._run) if self.lends else None, needs_of(self._run.policy).gradients
         if lent is not None and not whole:
             # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
             every = catalog.everything if self._is_lent_whole or logs else tuple(op.id for op in catalog.experts)
@@ -329,7 +330,7 @@ class Survivor:
                 found.append(begin(save_full(step, every), lambda **_: told, lent))
             except (MoECheckpointError, OSError) as error:  # its own goes on
                 log.warning("rank %d does not keep what rank %d writes of step %d: %s", rank, lent, step, error)
-        _wait(self._resources.pipeline, found[0], until)
+        self._wait(found[0], until)
         return sum(each.nbytes for each in found if each is not newest)
 
     def _lesson(self, step: int, plain: Encode, until: float, of: int) -> Plain:
@@ -339,16 +340,6 @@ class Survivor:
         if self._kept != step:
             self._keep(self._states, step, plain(), self._tokens)
         return self._states.lesson(step, of, _left(until))
-
-    def _lends(self, rank: int) -> int | None:
-        """Whose share this rank seals besides its own."""
-        if not self.lends:
-            return None
-        placement = self._run.placement
-        found = lends(rank, placement.expert_peers or placement.peers)
-        if found is None and needs_of(self._run.policy).gradients:  # nobody has its experts, but some have the rest
-            return lends(rank, placement.peers)
-        return found
 
     def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int) -> Snapshot:
         applied, own = tokens
@@ -372,6 +363,17 @@ class Survivor:
             raise RuntimeError("nothing was counted")
         return before, self._tokens.result().applied
 
+    def _wait(self, own: Snapshot, until: float) -> None:
+        """Until it is sealed, and what was begun after it as well."""
+        pipeline, slot = self._resources.pipeline, own.buffer.slot
+        pipeline.join()
+        in_time = pipeline.stages.wait(0, _left(until))
+        if slot is not None and slot.is_sealed:
+            return
+        if not in_time:
+            raise TimeoutError
+        raise RuntimeError(own.refused or "its slot could not be sealed; see the warning above")
+
 
 def _require_room(run: RunContext, resources: SessionResources) -> None:
     """Raises ``MemoryFullError`` if not even planning, of this rank's share and the other's, may find room."""
@@ -380,15 +382,13 @@ def _require_room(run: RunContext, resources: SessionResources) -> None:
         requires_room(memory.files.path, run.settings.local_ranks)(shares * _PLANNING_NBYTES)
 
 
-def _wait(pipeline: Pipeline, own: Snapshot, until: float) -> None:
-    """Until it is sealed, and what was begun after it as well."""
-    pipeline.join()
-    in_time, slot = pipeline.stages.wait(0, _left(until)), own.buffer.slot
-    if slot is not None and slot.is_sealed:
-        return
-    if not in_time:
-        raise TimeoutError
-    raise RuntimeError(own.refused or "its slot could not be sealed; see the warning above")
+def _lent(run: RunContext) -> int | None:
+    """Whose share this rank seals besides its own."""
+    placement, rank = run.placement, run.comm.rank
+    found = lends(rank, placement.expert_peers or placement.peers)
+    if found is None and needs_of(run.policy).gradients:  # nobody has its experts, but some have the rest
+        return lends(rank, placement.peers)
+    return found
 
 
 def _left(until: float) -> float:

@@ -13,7 +13,7 @@ from benchmarks.sim_reality_contestants import Contestant
 from benchmarks.sim_reality_runs import NODE_EVERY, RealRun
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.sim.cluster import Cluster
-from moe_ckpt.sim.failures import Event, Failures, Poisson
+from moe_ckpt.sim.failures import FailureEvent, Failures, Poisson
 from moe_ckpt.sim.iteration import pipeline_slots
 from moe_ckpt.sim.lives import Restarts
 from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
@@ -176,10 +176,14 @@ def trace(contestant: Contestant, real: RealRun, seed: int | None = None) -> Tra
     if seed is not None:
         rng = np.random.Generator(np.random.PCG64(seed))
         kills = tuple(sorted(max(0.0, at + NEARBY_SECS * (2 * rng.random() - 1)) for at in kills))
-    found: list[Event] = []
+    found: list[FailureEvent] = []
     for at, rank, lost in zip(kills, real.victims, real.took_node, strict=True):
         node = rank * contestant.nodes // contestant.ranks
-        found += [Event(at, node), Event(at, node, joins=True)] if lost else [Event(at, node, process=True)]
+        found += (
+            [FailureEvent(at, node), FailureEvent(at, node, joins=True)]
+            if lost
+            else [FailureEvent(at, node, process=True)]
+        )
     return Trace(given=tuple(found))
 
 

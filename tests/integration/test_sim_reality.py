@@ -12,7 +12,7 @@ from benchmarks import sim_reality
 from benchmarks.sim_reality_compare import compare, final_step, measured, piped, trace
 from benchmarks.sim_reality_contestants import CONTESTANTS
 from benchmarks.sim_reality_runs import Life, RealRun, kill_times, run, steps_again
-from moe_ckpt.sim.failures import Event
+from moe_ckpt.sim.failures import FailureEvent
 from moe_ckpt.sim.profile import read_profile
 from tests.sim.builders import scenario
 from tests.support.inprocess_job import has_extension
@@ -63,9 +63,9 @@ def test_who_fails_in_the_simulation():
     real = real_run((), took_node=(False, True), victims=(1, 1))
     real = replace(real, kills=(5.0, 9.0))
     assert trace(BY_NAME["peers"], real).given == (
-        Event(5.0, 1, process=True),
-        Event(9.0, 1),
-        Event(9.0, 1, joins=True),
+        FailureEvent(5.0, 1, process=True),
+        FailureEvent(9.0, 1),
+        FailureEvent(9.0, 1, joins=True),
     )
     both = replace(real, took_node=(False, False), victims=(2, 0))
     assert [event.node for event in trace(BY_NAME["localized"], both).given] == [2, 0], "a stage is a node"

@@ -7,8 +7,8 @@ from typing import Any
 
 from moe_ckpt.policies import Dense, MoEvement
 from moe_ckpt.policies.base import Policy
-from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
-from moe_ckpt.sim.failures import Event, Failures, NoFailures
+from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
+from moe_ckpt.sim.failures import FailureEvent, Failures, NoFailures
 from moe_ckpt.sim.load import ExpertLoad
 from moe_ckpt.sim.model import ModelSpec, Precision
 from moe_ckpt.sim.scenario import Outcome, Scenario
@@ -34,8 +34,8 @@ CLUSTER = Cluster(
 """Eight GPUs. All state of the toy model, about 280 kB, is copied in 0.2 to 0.3 s and stored in 0.7 s."""
 
 
-def layout(parallel: Parallel | None = None, **cluster: Any) -> Layout:
-    return Layout(MODEL, replace(CLUSTER, **cluster), parallel or Parallel(pp=4, dp=1, ep=2))
+def layout(parallel: Parallel | None = None, **cluster: Any) -> ClusterLayout:
+    return ClusterLayout(MODEL, replace(CLUSTER, **cluster), parallel or Parallel(pp=4, dp=1, ep=2))
 
 
 def scenario(
@@ -72,7 +72,7 @@ def sparse(window: int | None = 4, **given: Any) -> Scenario:
 
 def trace(*events: tuple[float, int] | tuple[float, int, bool]) -> Trace:
     """Of (seconds, node) or (seconds, node, joins)."""
-    return Trace(given=tuple(Event(*event) for event in events))
+    return Trace(given=tuple(FailureEvent(*event) for event in events))
 
 
 def predicted(outcome: Outcome) -> dict[str, Any]:

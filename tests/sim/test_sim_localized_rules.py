@@ -12,7 +12,7 @@ from moe_ckpt.core.localized import Segment, local_recovery
 from moe_ckpt.sim import run
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.failing import Failing
-from moe_ckpt.sim.failures import Event
+from moe_ckpt.sim.failures import FailureEvent
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.traces import Trace
 from tests.sim.builders import LOCAL, sparse
@@ -56,7 +56,7 @@ def test_segments_are_those_of_the_trainers_rule(laid_out, data):
     events, at = [], FIRST_SECS
     for node, pause, process in zip(dead, pauses, processes, strict=True):
         at += pause
-        events.append(Event(at, node, process=process))
+        events.append(FailureEvent(at, node, process=process))
     tried = sparse(
         4,
         failures=Trace(given=tuple(events)),

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.failures import Event
+from moe_ckpt.sim.failures import FailureEvent
 from moe_ckpt.sim.resources import use_of
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.traces import Trace
 from moe_ckpt.sim.training import Iteration
-from moe_ckpt.sim.upstream_log import UpstreamLog
+from moe_ckpt.sim.upstream_log import SimulatedUpstreamLog
 from tests.sim.builders import LOCAL, sparse
 
 WINDOW, LOGGED = 4, 50e3
@@ -23,21 +23,21 @@ WINDOW, LOGGED = 4, 50e3
 def run(*kills, logged=LOGGED, **system):
     """Four stages of two ranks, a node each."""
     iteration = Iteration(secs=1.0, update_secs=0.1, stage_secs=0.4, boundary_bytes=logged)
-    events = Trace(given=tuple(Event(at, node, process=True) for at, node in kills)) if kills else None
+    events = Trace(given=tuple(FailureEvent(at, node, process=True) for at, node in kills)) if kills else None
     given = {**LOCAL, **system}
     tried = sparse(WINDOW, failures=events, iteration=iteration, system=given, duration_secs=200.0)
     return simulate(tried), tried
 
 
 def test_bytes_in_host_memory_by_the_formula():
-    log = UpstreamLog(10.0)
+    log = SimulatedUpstreamLog(10.0)
     assert [log.held_bytes(window) for window in (None, 1, 4)] == [30.0, 30.0, 90.0]
-    assert UpstreamLog(10.0, 75.0).held_bytes(4) == 70.0, "whole iterations"
-    assert UpstreamLog(10.0, 5.0).held_bytes(4) == 0.0
-    assert UpstreamLog(0.0, 5.0).held_bytes(4) == 0.0
-    assert [UpstreamLog(10.0, 75.0).reaches(steps) for steps in (6, 7)] == [True, False], "one is under way"
-    assert UpstreamLog(10.0).reaches(10**6)
-    assert UpstreamLog(0.0, 75.0).reaches(10**6), "nothing is sent"
+    assert SimulatedUpstreamLog(10.0, 75.0).held_bytes(4) == 70.0, "whole iterations"
+    assert SimulatedUpstreamLog(10.0, 5.0).held_bytes(4) == 0.0
+    assert SimulatedUpstreamLog(0.0, 5.0).held_bytes(4) == 0.0
+    assert [SimulatedUpstreamLog(10.0, 75.0).reaches(steps) for steps in (6, 7)] == [True, False], "one is under way"
+    assert SimulatedUpstreamLog(10.0).reaches(10**6)
+    assert SimulatedUpstreamLog(0.0, 75.0).reaches(10**6), "nothing is sent"
 
 
 def test_what_a_run_and_its_planner_say():
@@ -105,5 +105,5 @@ def test_memory_of_the_node_itself_is_enough_for_a_killed_process():
     told, tried = run((100.5, 1), durable="node", storage_every_secs=20.0)
     assert told.recovered == {"host": 1, "peer": 0, "storage": 0}
     assert told.history[0].useful_steps == 100
-    lost = replace(tried, failures=Trace(given=(Event(100.5, 1),)))
+    lost = replace(tried, failures=Trace(given=(FailureEvent(100.5, 1),)))
     assert simulate(lost).recovered == {"host": 0, "peer": 0, "storage": 1}

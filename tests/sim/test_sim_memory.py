@@ -12,7 +12,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Gemini, MoC, MoEvement
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.failures import Event, Poisson, Weibull
+from moe_ckpt.sim.failures import FailureEvent, Poisson, Weibull
 from moe_ckpt.sim.recovery import Copies
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.traces import Trace
@@ -24,12 +24,12 @@ PEERS = {"durable": "peers", "replicas": 1}
 
 
 def killed(at, node=0):
-    return Event(at, node, process=True)
+    return FailureEvent(at, node, process=True)
 
 
 def told(*events, policy=None, duration_secs=200.0, **given):
     """After these events, each a killed process or (seconds, node) of a lost one."""
-    failures = Trace(given=tuple(one if isinstance(one, Event) else Event(*one) for one in events))
+    failures = Trace(given=tuple(one if isinstance(one, FailureEvent) else FailureEvent(*one) for one in events))
     return simulate(scenario(policy or Dense(10), failures=failures, duration_secs=duration_secs, **given))
 
 
@@ -86,8 +86,8 @@ def test_what_is_complete_in_memory_lags_by_the_copy_and_by_the_replication():
         assert step_after(killed(100 + copy - 0.01), system=system) == 90
         assert step_after(killed(100 + copy + 0.01), system=system) == 100
     for system, secs in ((PEERS, copy + send), (three, copy + 3 * send)):
-        assert step_after(Event(100 + secs - 0.01, 0), system=system) == 90
-        assert step_after(Event(100 + secs + 0.01, 0), system=system) == 100
+        assert step_after(FailureEvent(100 + secs - 0.01, 0), system=system) == 90
+        assert step_after(FailureEvent(100 + secs + 0.01, 0), system=system) == 100
 
 
 def test_a_second_kill_before_the_next_checkpoint_comes_back_likewise():

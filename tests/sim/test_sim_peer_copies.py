@@ -19,7 +19,7 @@ from moe_ckpt.policies import Dense, MoEvement
 from moe_ckpt.replicas.messages import SealedSlot
 from moe_ckpt.replicas.replication import Replicator, Roster
 from moe_ckpt.replicas.wire import Listener
-from moe_ckpt.sim.failures import Event
+from moe_ckpt.sim.failures import FailureEvent
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.traces import Trace
 from tests.sim.builders import MODEL, scenario
@@ -85,18 +85,18 @@ def restored(*events, policy=None, cluster=SLOW, **system):
 
 
 def test_a_killed_process_goes_on_from_its_own_memory_and_a_lost_node_from_the_newest_copy():
-    steps, recovered = restored(Event(45.6, 0, process=True))
+    steps, recovered = restored(FailureEvent(45.6, 0, process=True))
     assert steps == [45], "all that was trained"
     assert recovered["host"] == 1
-    older, recovered = restored(Event(45.6, 0))
+    older, recovered = restored(FailureEvent(45.6, 0))
     assert recovered["peer"] == 1
     assert 35 < older[0] < 45, "some steps got no copy"
-    assert restored(Event(45.6, 0), cluster={"nic_bytes_per_sec": 1e6})[0] == [45]
+    assert restored(FailureEvent(45.6, 0), cluster={"nic_bytes_per_sec": 1e6})[0] == [45]
 
 
 def test_a_start_keeps_no_copies_of_other_steps_than_it_goes_on_from():
     """So a node that is lost before peers have something of the new life takes all ranks back to storage."""
-    _, recovered = restored(Event(45.6, 0, process=True), Event(52.0, 1), storage_every_n_steps=10)
+    _, recovered = restored(FailureEvent(45.6, 0, process=True), FailureEvent(52.0, 1), storage_every_n_steps=10)
     assert (recovered["host"], recovered["storage"]) == (1, 1)
 
 
@@ -119,7 +119,7 @@ def test_moving_ahead_changes_nothing():
         for busy in ("skip", "wait"):
             tried = scenario(
                 policy,
-                failures=Trace(given=(Event(145.6, 0, process=True), Event(301.3, 1))),
+                failures=Trace(given=(FailureEvent(145.6, 0, process=True), FailureEvent(301.3, 1))),
                 cluster=SLOW,
                 system={**PEERS, "when_busy": busy, "storage_every_n_steps": 50},
                 duration_secs=500.0,

@@ -6,7 +6,7 @@ import pytest
 
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.failures import Event
+from moe_ckpt.sim.failures import FailureEvent
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.surviving import Survivors
 from moe_ckpt.sim.traces import Trace
@@ -18,7 +18,7 @@ SHARED = Parallel(pp=1, dp=4, ep=2)
 
 
 def killed(at, node=0):
-    return Event(at, node, process=True)
+    return FailureEvent(at, node, process=True)
 
 
 def run(policy, *events, parallel=ALIKE, durable="node", survivors=True, stored=None, **given):
@@ -50,15 +50,15 @@ def test_sealing_takes_as_long_as_a_copy_of_everything():
 def test_a_node_takes_with_it_what_it_sealed():
     alone = {"nodes": 8, "gpus_per_node": 1}
     for cluster in ({}, alone):  # alone, too: what others lend lacks the plain state of its ranks
-        assert run(Dense(50), Event(205.5, 0), durable="peers", cluster=cluster).history[0].useful_steps == 200
-    kept = run(Dense(50), killed(205.5), Event(212.0, 0), durable="peers", stored=100)
+        assert run(Dense(50), FailureEvent(205.5, 0), durable="peers", cluster=cluster).history[0].useful_steps == 200
+    kept = run(Dense(50), killed(205.5), FailureEvent(212.0, 0), durable="peers", stored=100)
     assert kept.recovered == {"host": 1, "peer": 0, "storage": 1}
     assert [each.useful_steps for each in kept.history[:2]] == [205, 200], "no peer has what was sealed"
 
 
 def test_a_node_that_is_lost_during_the_recovery():
     """The restart takes 4 s from 206.5 on."""
-    one = run(Dense(50), killed(205.5), Event(208.0, 0), durable="peers")
+    one = run(Dense(50), killed(205.5), FailureEvent(208.0, 0), durable="peers")
     assert one.history[0].useful_steps == 200
 
 
@@ -82,7 +82,7 @@ def test_experts_of_ranks_that_live_on_are_fresh():
     """Of a checkpoint of the newest step; only what the dead rank held a part of is as old as its copy."""
     sealed, without = lost_tokens(MoC(k=1), killed(205.85))
     assert 0 < sealed < without
-    sealed, without = lost_tokens(MoC(k=1), Event(205.85, 0))
+    sealed, without = lost_tokens(MoC(k=1), FailureEvent(205.85, 0))
     assert sealed == without, "every expert has a part on every node"
 
 
@@ -117,5 +117,5 @@ def test_in_place_a_restart_is_shorter_where_a_spare_is_there():
     kept = run(Dense(1), killed(205.5), cluster=in_place)
     assert kept.spent.down == pytest.approx(run(Dense(1), killed(205.5)).spent.down - 3.0)
     late = {"spare_nodes": 0, "repair_secs": 30.0}
-    waits = run(Dense(1), Event(205.5, 0), durable="peers", cluster={**in_place, **late})
-    assert waits.spent.down == run(Dense(1), Event(205.5, 0), durable="peers", cluster=late).spent.down
+    waits = run(Dense(1), FailureEvent(205.5, 0), durable="peers", cluster={**in_place, **late})
+    assert waits.spent.down == run(Dense(1), FailureEvent(205.5, 0), durable="peers", cluster=late).spent.down

@@ -15,7 +15,7 @@ from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.moetion import MOST_GRADIENTS
 from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.failures import Event, NoFailures
+from moe_ckpt.sim.failures import FailureEvent, NoFailures
 from moe_ckpt.sim.load import ExpertLoad, tokens_of
 from moe_ckpt.sim.recovery import host_nodes
 from moe_ckpt.sim.resources import host_bytes
@@ -27,7 +27,7 @@ CATALOG = MODEL.catalog
 PEERS = {"durable": "peers", "replicas": 1, "storage_every_n_steps": 50}
 SMALL = {"pcie_bytes_per_sec": 20e3, "nic_bytes_per_sec": 20e3}
 """Neither a copy nor a send of everything fits in an iteration, and a send takes longer."""
-ALL_NODES = tuple(Event(70.6, node) for node in range(4))
+ALL_NODES = tuple(FailureEvent(70.6, node) for node in range(4))
 WIDE = Parallel(pp=1, dp=1, ep=8)
 
 
@@ -53,7 +53,7 @@ def run(policy, *events, secs=80.0, **given):
 
 
 def killed(at, node=0):
-    return Event(at, node, process=True)
+    return FailureEvent(at, node, process=True)
 
 
 def last_held(seen, step, tier):
@@ -89,7 +89,7 @@ def test_memory_gets_two_sets_and_storage_one():
     ("event", "tiers"),
     [
         (killed(45.6), (Tier.HOST, Tier.HOST)),
-        (Event(45.6, 0), (Tier.PEER, Tier.HOST)),
+        (FailureEvent(45.6, 0), (Tier.PEER, Tier.HOST)),
     ],
     ids=["a process", "a node"],
 )
@@ -135,7 +135,7 @@ def test_a_guard_around_it_sees_the_same():
 
 def test_with_links_for_everything_there_is_nothing_to_choose():
     fast = {"pcie_bytes_per_sec": 1e6, "nic_bytes_per_sec": 1e6}
-    _, outcome, seen = run(MoEtion(), Event(45.6, 0), cluster=fast)
+    _, outcome, seen = run(MoEtion(), FailureEvent(45.6, 0), cluster=fast)
     assert outcome.lost_tokens == 0
     assert {len(plan.operators() + plan.operators(Tier.HOST)) for _, plan in seen} == {len(CATALOG.everything)}
 
@@ -171,7 +171,7 @@ def test_a_step_weighs_what_the_formula_says():
     assert outcome.window == 4
 
 
-@pytest.mark.parametrize(("event", "where"), [(killed(45.6), "host"), (Event(45.6, 0), "peer")])
+@pytest.mark.parametrize(("event", "where"), [(killed(45.6), "host"), (FailureEvent(45.6, 0), "peer")])
 def test_a_failure_costs_the_step_under_way_and_what_is_not_complete_yet(event, where):
     tried, outcome, seen = run(GradientLog(window=4), event, secs=70.0, **LOG)
     assert outcome.recovered[where] == 1
@@ -219,7 +219,7 @@ def test_a_log_that_peers_do_not_get_whole_is_no_way_back_for_a_lost_node():
     assert 0 < sent < sum(costs_of(tried).bytes_of.stored(plan).sent for _, plan in seen)
     assert outcome.recovered["host"] == 1
     assert outcome.history[0].useful_steps > 40
-    _, lost, _ = run(GradientLog(window=4), Event(45.6, 0), system=system, **slow)
+    _, lost, _ = run(GradientLog(window=4), FailureEvent(45.6, 0), system=system, **slow)
     assert lost.recovered["peer"] == 1
     assert lost.history[0].useful_steps == 1, "the snapshot of everything that the log begins with"
 
@@ -279,7 +279,7 @@ def test_gradients_take_the_place_of_full_state_on_the_way_to_peers():
 
 
 def test_a_failure_makes_the_updates_since_full_copies_once_more():
-    lost = (Event(100.5, 1), Event(300.5, 2))
+    lost = (FailureEvent(100.5, 1), FailureEvent(300.5, 2))
     tried = scenario(MoEtion(experts=8), system=MEMORY, duration_secs=600.0, failures=Trace(given=lost))
     logs = replace(tried, system=replace(tried.system, policy=MoEtion(experts=8, recompute=True)))
     assert simulate(tried).spent.replay == 0.0

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ckpt.driver.states import TRANSITIONS, Event, Lifecycle, State
+from moe_ckpt.driver.states import TRANSITIONS, Action, Lifecycle, State
 from moe_ckpt.errors import ConfigError
 
 HAPPY = {
-    "new run": (Event.OPEN, Event.RESUME, Event.JOIN, Event.BEGIN, Event.JOIN, Event.STEP, Event.SAVE, Event.FINISH),
-    "window": (Event.OPEN, Event.RESUME_WINDOW, Event.BEGIN, Event.STEP, Event.STEP, Event.REPLAYED, Event.STEP),
-    "nothing to train": (Event.OPEN, Event.FINISH, Event.CLOSE, Event.CLOSE),
-    "failed": (Event.OPEN, Event.CLOSE, Event.CLOSE),
-    "never opened": (Event.CLOSE, Event.OPEN),
+    "new run": (
+        Action.OPEN,
+        Action.RESUME,
+        Action.JOIN,
+        Action.BEGIN,
+        Action.JOIN,
+        Action.STEP,
+        Action.SAVE,
+        Action.FINISH,
+    ),
+    "window": (Action.OPEN, Action.RESUME_WINDOW, Action.BEGIN, Action.STEP, Action.STEP, Action.REPLAYED, Action.STEP),
+    "nothing to train": (Action.OPEN, Action.FINISH, Action.CLOSE, Action.CLOSE),
+    "failed": (Action.OPEN, Action.CLOSE, Action.CLOSE),
+    "never opened": (Action.CLOSE, Action.OPEN),
 }
 
 
@@ -27,14 +36,14 @@ def test_what_runs_do(events):
 def test_every_state_is_left_and_reached():
     reached = {after for events in TRANSITIONS.values() for after in events.values()}
     assert TRANSITIONS.keys() == set(State) == reached
-    assert all(Event.CLOSE in events for events in TRANSITIONS.values()), "whatever happened, threads are let go of"
+    assert all(Action.CLOSE in events for events in TRANSITIONS.values()), "whatever happened, threads are let go of"
 
 
 @pytest.mark.parametrize("state", State)
 def test_what_cannot_be_names_the_call_and_what_to_do(state):
     run = Lifecycle({state: "call resume() first"})
     run.state = state
-    for event in set(Event) - TRANSITIONS[state].keys():
+    for event in set(Action) - TRANSITIONS[state].keys():
         with pytest.raises(ConfigError, match=r"after_step\(\): call resume\(\) first \(") as refused:
             run.move(event, "after_step()")
         assert state.value in str(refused.value)
@@ -43,7 +52,7 @@ def test_what_cannot_be_names_the_call_and_what_to_do(state):
 
 def test_memory_holds_no_state_of_the_run_while_a_window_is_computed_again():
     for state in (State.WINDOW, State.REPLAYING):
-        assert Event.SAVE not in TRANSITIONS[state]
-    assert Event.STEP not in TRANSITIONS[State.WINDOW], "training begins first"
-    assert Event.REPLAYED not in TRANSITIONS[State.TRAINING]
-    assert Event.FINISH not in TRANSITIONS[State.CLOSED], "what was let go of is not saved any more"
+        assert Action.SAVE not in TRANSITIONS[state]
+    assert Action.STEP not in TRANSITIONS[State.WINDOW], "training begins first"
+    assert Action.REPLAYED not in TRANSITIONS[State.TRAINING]
+    assert Action.FINISH not in TRANSITIONS[State.CLOSED], "what was let go of is not saved any more"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.megatron.blocks import Part, place
+from moe_ckpt.megatron.blocks import BlockPart, place
 from moe_ckpt.megatron.inventory import (
     Sharding,
     _require_known_state,
@@ -48,7 +48,7 @@ def test_ranks_blocks_put_together_are_the_whole(dim, gated):
         mine = torch.cat([half.chunk(ranks, dim)[rank] for half in halves], dim).contiguous()
         shape, axes = sharded(tuple(mine.shape), dim, Sharding(rank, ranks), gated)
         assert shape == (8, 8)
-        part = Part("w", shape, 0, axes)
+        part = BlockPart("w", shape, 0, axes)
         for placed in place(part, 0, part.stop):
             block = mine.view(-1)[placed.first :][: torch.Size(placed.memory_shape).numel()].view(placed.memory_shape)
             for axis, (low, length) in enumerate(placed.narrow):

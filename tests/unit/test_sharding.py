@@ -15,7 +15,7 @@ from moe_ckpt.core.sharding import (
     GRAIN_BYTES,
     SHARDINGS,
     RowRange,
-    Unit,
+    ShardingUnit,
     in_dealing_order,
     parts_equal,
     parts_none,
@@ -31,8 +31,8 @@ from moe_ckpt.slices.local_state import LocalState
 from tests.unit.builders import catalog, pieces_of
 
 
-def unit(number: int, rows: int, row_bytes: int, whole_bytes: int = 0, first: int = 0) -> Unit:
-    return Unit(f"non_expert/{number:03}", Span(f"p{number}"), first, first + rows, row_bytes, whole_bytes)
+def unit(number: int, rows: int, row_bytes: int, whole_bytes: int = 0, first: int = 0) -> ShardingUnit:
+    return ShardingUnit(f"non_expert/{number:03}", Span(f"p{number}"), first, first + rows, row_bytes, whole_bytes)
 
 
 @st.composite

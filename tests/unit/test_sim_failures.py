@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.conf import register
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.failures import Components, Event, NoFailures, Poisson, Weibull
+from moe_ckpt.sim.failures import Components, FailureEvent, NoFailures, Poisson, Weibull
 from moe_ckpt.sim.formulas import Component, observed_mtbf_hours
 
 CONF = Path(__file__).parents[2] / "src" / "moe_ckpt" / "conf" / "simulate" / "failures"
@@ -38,12 +38,20 @@ SOURCES = [Poisson(600), Weibull(600, 0.7), Weibull(600, 2), Components(TABLE)]
 
 def test_golden_numbers():
     """On any machine; to be changed only if results that were published may change."""
-    assert first(Poisson(600), 3, seed=7) == [Event(588.650318, 10), Event(1485.474543, 2), Event(1699.622056, 10)]
-    assert first(Weibull(600, 0.7), 3, seed=7) == [Event(461.242919, 10), Event(1302.916942, 2), Event(1411.704855, 10)]
+    assert first(Poisson(600), 3, seed=7) == [
+        FailureEvent(588.650318, 10),
+        FailureEvent(1485.474543, 2),
+        FailureEvent(1699.622056, 10),
+    ]
+    assert first(Weibull(600, 0.7), 3, seed=7) == [
+        FailureEvent(461.242919, 10),
+        FailureEvent(1302.916942, 2),
+        FailureEvent(1411.704855, 10),
+    ]
     assert first(Components(TABLE), 3, nodes=512, seed=7) == [
-        Event(15479.934725, 397),
-        Event(19505.945675, 447),
-        Event(19589.243249, 408),
+        FailureEvent(15479.934725, 397),
+        FailureEvent(19505.945675, 447),
+        FailureEvent(19589.243249, 408),
     ]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
+from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
 from moe_ckpt.sim.iteration import Timing, breakdown, bubble_fraction, estimate, heaviest_chunk, pipeline_slots
 from moe_ckpt.sim.model import ModelSpec, Precision
 from moe_ckpt.sim.training import Batch
@@ -26,7 +26,9 @@ FP16 = Precision()
 
 
 def cost(batch=64, micro=1, cluster=CLUSTER, model=MODEL, precision=FP16, timing=None, **parallel):
-    return breakdown(Layout(model, cluster, Parallel(**parallel)), Batch(batch, micro), precision, timing or Timing())
+    return breakdown(
+        ClusterLayout(model, cluster, Parallel(**parallel)), Batch(batch, micro), precision, timing or Timing()
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_interleaved_stages_need_a_multiple_of_micro_batches():
 )
 def test_what_crosses_the_boundaries_of_a_stage_by_hand(parallel, messages):
     """Of each micro-batch activations of 2 bytes go on and gradients back; ranks of a stage share it."""
-    layout = Layout(MODEL, CLUSTER, Parallel(**parallel))
+    layout = ClusterLayout(MODEL, CLUSTER, Parallel(**parallel))
     found = estimate(layout, Batch(16, 2), FP16)
     assert found.boundary_bytes == 8 * messages * (2 * 128 * 64 * 2) / parallel.get("ep", 1)
     assert estimate(layout, Batch(16, 2), FP16, Timing(secs=1.0)).boundary_bytes == found.boundary_bytes
@@ -166,14 +168,14 @@ def test_arithmetic_in_one_byte_is_faster():
 
 
 def test_an_estimate_is_the_sum_of_its_costs():
-    layout, batch = Layout(MODEL, CLUSTER, Parallel(pp=4, dp=2, ep=2)), Batch(64, 2)
+    layout, batch = ClusterLayout(MODEL, CLUSTER, Parallel(pp=4, dp=2, ep=2)), Batch(64, 2)
     found, parts = estimate(layout, batch, FP16), breakdown(layout, batch, FP16)
     assert found.secs == pytest.approx(19 * parts.micro_secs + parts.sync_secs + parts.update_secs, rel=1e-12)
     assert (found.update_secs, found.stage_secs, found.frozen_saving) == (parts.update_secs, parts.stage_secs, 1 / 3)
 
 
 def test_what_is_given_is_taken():
-    layout, batch = Layout(MODEL, CLUSTER, Parallel(pp=4)), Batch(64, 2)
+    layout, batch = ClusterLayout(MODEL, CLUSTER, Parallel(pp=4)), Batch(64, 2)
     whole = estimate(layout, batch, FP16)
     half = estimate(layout, batch, FP16, Timing(secs=whole.secs / 2))
     assert half.secs == whole.secs / 2
@@ -184,13 +186,13 @@ def test_what_is_given_is_taken():
 
 
 def test_a_given_time_keeps_its_last_bit():
-    layout, batch = Layout(MODEL, CLUSTER, Parallel(pp=4)), Batch(64, 2)
+    layout, batch = ClusterLayout(MODEL, CLUSTER, Parallel(pp=4)), Batch(64, 2)
     for secs in (tenths / 10 for tenths in range(1, 100)):
         assert estimate(layout, batch, FP16, Timing(secs=secs)).secs == secs
 
 
 def test_without_a_width_the_time_must_be_given():
-    layout, batch = Layout(replace(MODEL, shapes=None), CLUSTER, Parallel(pp=4)), Batch(64, 2)
+    layout, batch = ClusterLayout(replace(MODEL, shapes=None), CLUSTER, Parallel(pp=4)), Batch(64, 2)
     with pytest.raises(ConfigError, match=r"model 'm'.*not known.*give iteration.secs"):
         estimate(layout, batch, FP16)
     found = estimate(layout, batch, FP16, Timing(secs=3.0))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
+from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
 from moe_ckpt.sim.model import LayerShape, ModelSpec, Precision
 
 SMALL = ModelSpec("small", layers=4, hidden=8, experts=4, top_k=2, expert_ffn=16, vocab=100, seq=32, moe_every=2)
@@ -67,7 +67,7 @@ def test_bytes_follow_the_precision():
 
 def layout(layers, **parallel):
     model = replace(SMALL, layers=layers, moe_every=1).build()
-    return Layout(model, Cluster("c", nodes=32), Parallel(**parallel))
+    return ClusterLayout(model, Cluster("c", nodes=32), Parallel(**parallel))
 
 
 @pytest.mark.parametrize(

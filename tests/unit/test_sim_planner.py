@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies import CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement
-from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
+from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.failures import Poisson
 from moe_ckpt.sim.load import ExpertLoad
@@ -28,7 +28,7 @@ LINKS = {"pcie_bytes_per_sec": 1e9, "nic_bytes_per_sec": 4e9, "storage_bytes_per
 
 
 def scenario(system: System | None = None, mtbf_secs: float = 600.0, **cluster) -> Scenario:
-    layout = Layout(MODEL, Cluster("two", 2, 4, **{**LINKS, **cluster}), Parallel(2, 1, 4))
+    layout = ClusterLayout(MODEL, Cluster("two", 2, 4, **{**LINKS, **cluster}), Parallel(2, 1, 4))
     return Scenario(
         layout,
         Precision(),

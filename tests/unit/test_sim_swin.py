@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
+from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
 from moe_ckpt.sim.iteration import breakdown
 from moe_ckpt.sim.model import LayerShape, Precision
 from moe_ckpt.sim.swin import SwinSpec
@@ -81,16 +81,16 @@ def test_work_is_that_of_the_published_model():
     """SwinV2-S takes 11.5 G multiplications and additions forward at 256 x 256 with windows of 8 (table 8); three times
     that with backward, and each is two operations."""
     model = replace(SWIN, image_size=256, window_size=8).build()
-    found = breakdown(Layout(model, ONE_GPU, Parallel()), Batch(1, 1), Precision())
+    found = breakdown(ClusterLayout(model, ONE_GPU, Parallel()), Batch(1, 1), Precision())
     assert found.compute_secs * 1e12 == pytest.approx(6 * 11.5e9, rel=0.03)
 
 
 def test_what_is_sent_goes_by_each_layers_own_width():
     """Ranks exchange the tokens of 9 layers of 144 x 384 and of one of 36 x 768; stages send at most 48 x 48 x 96."""
     cluster = replace(ONE_GPU, gpus_per_node=8, alpha_secs=0.0, nvlink_bytes_per_sec=1e9)
-    found = breakdown(Layout(SWIN.build(), cluster, Parallel(ep=8)), Batch(8, 8), Precision())
+    found = breakdown(ClusterLayout(SWIN.build(), cluster, Parallel(ep=8)), Batch(8, 8), Precision())
     assert found.exchange_secs == pytest.approx(4 * 2 * (9 * 144 * 384 + 36 * 768) * 7 / 8 / 1e9)
-    staged = breakdown(Layout(SWIN.build(), cluster, Parallel(pp=8)), Batch(8, 1), Precision())
+    staged = breakdown(ClusterLayout(SWIN.build(), cluster, Parallel(pp=8)), Batch(8, 1), Precision())
     assert staged.send_secs == pytest.approx(2 * 2 * 48 * 48 * 96 / 1e9)
 
 

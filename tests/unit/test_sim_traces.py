@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import failure_trace
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.failures import Event
+from moe_ckpt.sim.failures import FailureEvent
 from moe_ckpt.sim.traces import Trace
 
 HEADER = "time,event,node\n"
@@ -32,7 +32,12 @@ def events(trace, nodes=12, most=1000):
 
 def test_a_trace_is_read_as_written(written):
     trace = written(HEADER + "412.5,remove,7\n1030,add,7\n1030,remove,0\n2e3,remove,7\n")
-    expected = [Event(412.5, 7), Event(1030.0, 7, joins=True), Event(1030.0, 0), Event(2000.0, 7)]
+    expected = [
+        FailureEvent(412.5, 7),
+        FailureEvent(1030.0, 7, joins=True),
+        FailureEvent(1030.0, 0),
+        FailureEvent(2000.0, 7),
+    ]
     assert events(trace) == events(trace) == expected
     assert trace.mean_secs is None
     assert events(Trace(given=tuple(expected))) == expected
@@ -40,7 +45,7 @@ def test_a_trace_is_read_as_written(written):
 
 def test_spreadsheets_comments_blanks_and_spaces(written):
     text = '\ufeff# made by hand\r\n\r\ntime, event, node\r\n1, remove, 3\r\n # later\r\n\r\n2,"add",3\r\n'
-    assert events(written(text)) == [Event(1.0, 3), Event(2.0, 3, joins=True)]
+    assert events(written(text)) == [FailureEvent(1.0, 3), FailureEvent(2.0, 3, joins=True)]
 
 
 @pytest.mark.parametrize(
@@ -79,11 +84,11 @@ def test_bad_rows_are_refused_when_the_trace_is_made(written, text, line, said):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((Event(5.0, 1), Event(4.0, 2)), "event 2 of the trace given: time 4.0 is before 5.0"),
-        ((Event(-1.0, 1),), r"event 1 of the trace given\(time=-1.0\)"),
-        ((Event(float("nan"), 1),), r"event 1 of the trace given\(time=nan\)"),
-        ((Event(1.0, -1),), r"event 1 of the trace given\(node=-1\)"),
-        ((Event(1.0, 1, joins=True),), "node 1 is added, but is there"),
+        ((FailureEvent(5.0, 1), FailureEvent(4.0, 2)), "event 2 of the trace given: time 4.0 is before 5.0"),
+        ((FailureEvent(-1.0, 1),), r"event 1 of the trace given\(time=-1.0\)"),
+        ((FailureEvent(float("nan"), 1),), r"event 1 of the trace given\(time=nan\)"),
+        ((FailureEvent(1.0, -1),), r"event 1 of the trace given\(node=-1\)"),
+        ((FailureEvent(1.0, 1, joins=True),), "node 1 is added, but is there"),
     ],
 )
 def test_bad_events_are_refused_too(given, said):
@@ -104,13 +109,16 @@ def test_a_node_that_training_does_not_have_is_named_before_the_first_event(writ
     ("make", "said"),
     [
         (Trace, "give one of both"),
-        (lambda: Trace("a.csv", (Event(1.0, 1),)), "give one of both"),
+        (lambda: Trace("a.csv", (FailureEvent(1.0, 1),)), "give one of both"),
         (lambda: Trace("nowhere/a.csv"), "nowhere/a.csv.*cannot be read"),
         (lambda: Trace("package:other.csv"), "'package:other.csv'.*this package has gcp_like_6h.csv"),
         (lambda: Trace("package:../failures/gcp_like_6h.csv"), "this package has"),
-        (lambda: Trace(given=(Event(9.0, 1),), period_secs=8), "until 9.0 s; period_secs must not be below that"),
-        (lambda: Trace(given=(Event(9.0, 1),), period_secs=0), r"Trace\(period_secs=0\)"),
-        (lambda: Trace(given=(Event(0.0, 1),), repeat=True), "without end; give period_secs"),
+        (
+            lambda: Trace(given=(FailureEvent(9.0, 1),), period_secs=8),
+            "until 9.0 s; period_secs must not be below that",
+        ),
+        (lambda: Trace(given=(FailureEvent(9.0, 1),), period_secs=0), r"Trace\(period_secs=0\)"),
+        (lambda: Trace(given=(FailureEvent(0.0, 1),), repeat=True), "without end; give period_secs"),
     ],
 )
 def test_bad_settings_are_refused(make, said):
@@ -137,11 +145,11 @@ def test_it_repeats_with_all_nodes_back(written):
     text = HEADER + "1,remove,3\n2,remove,5\n4,add,3\n"
     again = events(written(text, repeat=True), most=8)
     assert again == [
-        Event(1.0, 3), Event(2.0, 5), Event(4.0, 3, joins=True), Event(4.0, 5, joins=True),
-        Event(5.0, 3), Event(6.0, 5), Event(8.0, 3, joins=True), Event(8.0, 5, joins=True),
+        FailureEvent(1.0, 3), FailureEvent(2.0, 5), FailureEvent(4.0, 3, joins=True), FailureEvent(4.0, 5, joins=True),
+        FailureEvent(5.0, 3), FailureEvent(6.0, 5), FailureEvent(8.0, 3, joins=True), FailureEvent(8.0, 5, joins=True),
     ]  # fmt: skip
     spaced = events(written(text, repeat=True, period_secs=100), most=5)
-    assert spaced[3:] == [Event(100.0, 5, joins=True), Event(101.0, 3)]
+    assert spaced[3:] == [FailureEvent(100.0, 5, joins=True), FailureEvent(101.0, 3)]
     assert len(events(written(text, period_secs=100))) == 3
 
 

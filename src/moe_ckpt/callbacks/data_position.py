@@ -33,7 +33,7 @@ GENERATORS_KEY = "moe_ckpt_loader_generators"
 
 
 @dataclass(frozen=True)
-class Dealer:
+class BatchDealer:
     """A loader's recoverable sampler, and how the loader makes batches of its samples."""
 
     sampler: RecoverableDistributedSampler
@@ -68,16 +68,16 @@ class Dealer:
         return min(self.sampler.length, start + batches * self.batch_size * self.sampler.num_replicas)
 
 
-def dealer_of(loader: object) -> Dealer | None:
+def dealer_of(loader: object) -> BatchDealer | None:
     """Returns the loader's recoverable sampler; None if it has none, or a batch sampler of another kind."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     if batch_sampler is None:  # batch_size=None: each sample is a batch
         sampler = getattr(loader, "sampler", None)
-        return Dealer(sampler, 1, False) if isinstance(sampler, RecoverableDistributedSampler) else None
+        return BatchDealer(sampler, 1, False) if isinstance(sampler, RecoverableDistributedSampler) else None
     sampler = getattr(batch_sampler, "sampler", None)
     if not isinstance(sampler, RecoverableDistributedSampler) or not _plain(batch_sampler):
         return None
-    return Dealer(sampler, batch_sampler.batch_size, batch_sampler.drop_last)
+    return BatchDealer(sampler, batch_sampler.batch_size, batch_sampler.drop_last)
 
 
 def _plain(batch_sampler: object) -> bool:
@@ -147,7 +147,7 @@ class DataPosition:
                 None if dealer is None else self._position(trainer, at, dealer) for at, dealer in enumerate(dealers)
             ]
 
-    def _position(self, trainer: Any, at: int, dealer: Dealer) -> dict[str, int]:
+    def _position(self, trainer: Any, at: int, dealer: BatchDealer) -> dict[str, int]:
         sampler, progress = dealer.sampler, trainer.fit_loop.epoch_loop.batch_progress
         if progress.is_last_batch:
             consumed = sampler.length  # also where limit_train_batches or drop_last leaves some out
@@ -219,7 +219,7 @@ def _generator_of(loader: object) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) and isinstance(loader, _Stateful) else None
 
 
-def _move(trainer: Any, dealers: list[Dealer | None], stored: list[dict[str, int] | None] | None) -> None:
+def _move(trainer: Any, dealers: list[BatchDealer | None], stored: list[dict[str, int] | None] | None) -> None:
     """Sets the samplers to their epoch and stored position; to the epoch's beginning unless it is resumed midway."""
     if stored is not None and len(stored) != len(dealers):
         raise ConfigError(
@@ -251,7 +251,7 @@ def _check_world(trainer: Any, sampler: RecoverableDistributedSampler) -> None:
         )
 
 
-def _go_on(trainer: Any, dealers: list[Dealer | None], *, known: bool) -> _Start:
+def _go_on(trainer: Any, dealers: list[BatchDealer | None], *, known: bool) -> _Start:
     """Sets the loops to the samplers' positions."""
     loop = trainer.fit_loop
     dealt = [None if dealer is None else (dealer.whole, dealer.left) for dealer in dealers]
@@ -278,7 +278,7 @@ def _go_on(trainer: Any, dealers: list[Dealer | None], *, known: bool) -> _Start
     )
 
 
-def _say(trainer: Any, dealers: list[Dealer | None]) -> None:
+def _say(trainer: Any, dealers: list[BatchDealer | None]) -> None:
     for dealer in dealers:
         if dealer is not None and trainer.is_global_zero:
             sampler = dealer.sampler
@@ -291,7 +291,9 @@ def _say(trainer: Any, dealers: list[Dealer | None]) -> None:
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
 
-def _without(states: list[dict[str, Any]], loaders: list[Any], dealers: list[Dealer | None]) -> list[dict[str, Any]]:
+def _without(
+    states: list[dict[str, Any]], loaders: list[Any], dealers: list[BatchDealer | None]
+) -> list[dict[str, Any]]:
     """Returns states of stateful loaders, empty for those that start at the position of their recoverable sampler."""
     ours = [dealer is not None for dealer, each in zip(dealers, loaders, strict=True) if isinstance(each, _Stateful)]
     return [{} if has else state for has, state in zip(ours, states, strict=True)]

@@ -31,7 +31,7 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.messages import say_halted, say_inexact, say_resumed
 from moe_ckpt.driver.run import Driver
-from moe_ckpt.driver.states import Event, State
+from moe_ckpt.driver.states import Action, State
 from moe_ckpt.engine.finishing import read_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
@@ -243,7 +243,7 @@ class Fit:
         Args:
             update: Parameters change by an optimizer's update, so that the agreement is received as well.
         """
-        if self.driver.lifecycle.allows(Event.JOIN):
+        if self.driver.lifecycle.allows(Action.JOIN):
             self.driver.before_update(receive=update)
 
     def _before_bypassing(self) -> None:

@@ -30,7 +30,7 @@ PARTS = ("useful", "stall", "lost", "down", "idle", "retrieve", "replay")
 
 
 @dataclass(frozen=True)
-class Span:
+class Timespan:
     """Of one figure over the seeds."""
 
     mean: float
@@ -66,9 +66,9 @@ class Result:
         rest = [f"{key}={value}" for key, value in self.combination.varied if key != "policy"]
         return ", ".join((self.first.system, *rest))
 
-    def over_seeds(self, figure: Callable[[Outcome], float]) -> Span:
+    def over_seeds(self, figure: Callable[[Outcome], float]) -> Timespan:
         values = [float(figure(one)) for one in self.outcomes]
-        return Span(fsum(values) / len(values), min(values), max(values))
+        return Timespan(fsum(values) / len(values), min(values), max(values))
 
     def share(self, part: str) -> float:
         """Portion of all time, of one of ``PARTS``, on average over the seeds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import compress
 
-from moe_ckpt.cli.sim_runs import PARTS, Result, Span
+from moe_ckpt.cli.sim_runs import PARTS, Result, Timespan
 from moe_ckpt.sim.scenario import Outcome
 from moe_ckpt.tables import PIPED_WIDTH, drawn
 
@@ -123,12 +123,12 @@ def _sources(result: Result) -> list[str]:
     return ["recovered from " + ", ".join(f"{said} {_spread(spans[tier], '{:.0f}')}" for tier, said in SOURCES.items())]
 
 
-def _stall(result: Result) -> Span:
+def _stall(result: Result) -> Timespan:
     """Milliseconds."""
     return result.over_seeds(lambda one: one.mean_stall_secs * 1e3)
 
 
-def _of(result: Result, name: str) -> Span:
+def _of(result: Result, name: str) -> Timespan:
     figure: Callable[[Outcome], float] = lambda one: getattr(one, name) or 0  # noqa: E731
     return result.over_seeds(figure)
 
@@ -137,7 +137,7 @@ def _percent(share: float) -> str:
     return f"{share:.1%}"
 
 
-def _spread(span: Span, form: str) -> str:
+def _spread(span: Timespan, form: str) -> str:
     """The mean, and the least and the most where they differ from it as printed."""
     mean, least, most = (form.format(value) for value in (span.mean, span.least, span.most))
     return mean if least == most else f"{mean} ({least} to {most})"

@@ -17,14 +17,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moe_ckpt import conf
 from moe_ckpt.errors import ConfigError, MoECheckpointError
-from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
+from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
 from moe_ckpt.sim.failures import Failures
 from moe_ckpt.sim.iteration import Timing, estimate
 from moe_ckpt.sim.load import ExpertLoad
 from moe_ckpt.sim.model import ModelSpec, Precision, SimModel
 from moe_ckpt.sim.scenario import Scenario
 from moe_ckpt.sim.swin import SwinSpec
-from moe_ckpt.sim.system import MemoryTier, System
+from moe_ckpt.sim.system import SimulatedMemory, System
 from moe_ckpt.sim.training import Batch, Iteration
 
 CONFIG_DIR = Path(conf.__file__).parent / "simulate"
@@ -65,17 +65,17 @@ def scenario_of(cfg: DictConfig) -> Scenario:
 
 def _system(cfg: DictConfig) -> System:
     system = _made(cfg, "policy", System)
-    return _made(cfg, "memory", MemoryTier).applied_to(system) if _known(cfg, "memory") else system
+    return _made(cfg, "memory", SimulatedMemory).applied_to(system) if _known(cfg, "memory") else system
 
 
-def layout_of(cfg: DictConfig) -> Layout:
+def layout_of(cfg: DictConfig) -> ClusterLayout:
     """The model on the cluster. Raises ``ConfigError`` as ``scenario_of``."""
     spec: ModelSpec | SwinSpec | SimModel = _made(cfg, "model", ModelSpec, SwinSpec, SimModel)
     model = spec if isinstance(spec, SimModel) else spec.build()
-    return Layout(model, _made(cfg, "cluster", Cluster), _made(cfg, "parallel", Parallel))
+    return ClusterLayout(model, _made(cfg, "cluster", Cluster), _made(cfg, "parallel", Parallel))
 
 
-def _iteration(cfg: DictConfig, layout: Layout, batch: Batch, precision: Precision) -> Iteration:
+def _iteration(cfg: DictConfig, layout: ClusterLayout, batch: Batch, precision: Precision) -> Iteration:
     timing = _made(cfg, "iteration", Timing, Iteration)
     return estimate(layout, batch, precision, timing) if isinstance(timing, Timing) else cast(Iteration, timing)
 

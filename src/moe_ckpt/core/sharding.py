@@ -37,7 +37,7 @@ Name = tuple[str, Span]
 
 
 @dataclass(frozen=True)
-class Unit:
+class ShardingUnit:
     """One operator's span of one parameter, that is its rows ``[start, stop)``, with all state that belongs to them.
 
     Attributes:
@@ -82,7 +82,7 @@ class RowRange:
 
 
 class _OnRank(dict[int, tuple[RowRange, ...]]):
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: ShardingUnit) -> None:
         super().__init__()
         self._start, self._stop = unit.start, unit.stop
 
@@ -105,7 +105,7 @@ class Shares:
         loads: ``[R]`` bytes that each rank writes, experts included.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[ShardingUnit, ...]
     dealt: tuple[tuple[RowRange, ...], ...]
     loads: tuple[int, ...]
 
@@ -118,17 +118,17 @@ class Shares:
         return max(self.loads)
 
 
-def in_dealing_order(units: Iterable[Unit]) -> list[Unit]:
+def in_dealing_order(units: Iterable[ShardingUnit]) -> list[ShardingUnit]:
     """Biggest first; ties by name, so that the order in which a rank found them does not matter."""
     return sorted(units, key=lambda unit: (-unit.nbytes, unit.operator, unit.span.parameter, unit.start))
 
 
-def parts_none(units: Iterable[Unit]) -> Parts:
+def parts_none(units: Iterable[ShardingUnit]) -> Parts:
     """Rank 0 writes every unit, in one copy."""
     return {unit.name: unit.whole_on[0] for unit in units}
 
 
-def parts_equal(ordered: Sequence[Unit], ranks: int) -> Parts:
+def parts_equal(ordered: Sequence[ShardingUnit], ranks: int) -> Parts:
     """Fixed shares of a whole model's units, from ``in_dealing_order``: longest processing time, nothing split.
 
     The peak, experts left out, is within 4/3 of the best that whole tensors allow (Graham 1969).
@@ -137,7 +137,7 @@ def parts_equal(ordered: Sequence[Unit], ranks: int) -> Parts:
     return {unit.name: parts for unit, parts in zip(ordered, dealt, strict=True)}
 
 
-def shares_fixed(parts: Parts, units: Iterable[Unit], preload: Sequence[int]) -> Shares:
+def shares_fixed(parts: Parts, units: Iterable[ShardingUnit], preload: Sequence[int]) -> Shares:
     """``parts``, each a whole unit, of those ``units`` that a checkpoint holds, and the loads that follow."""
     chosen, loads = tuple(units), list(preload)
     dealt = tuple(parts[unit.name] for unit in chosen)
@@ -146,7 +146,7 @@ def shares_fixed(parts: Parts, units: Iterable[Unit], preload: Sequence[int]) ->
     return Shares(chosen, dealt, tuple(loads))
 
 
-def shares_adaptive(ordered: Sequence[Unit], preload: Sequence[int], grain_bytes: int = GRAIN_BYTES) -> Shares:
+def shares_adaptive(ordered: Sequence[ShardingUnit], preload: Sequence[int], grain_bytes: int = GRAIN_BYTES) -> Shares:
     """Assigns units so that the bytes of experts and of the rest together are balanced over the ranks.
 
     Args:
@@ -185,7 +185,9 @@ def water_level(preload: Sequence[int], nbytes: int) -> int:
     raise ValueError("preload: there must be at least one rank")
 
 
-def _fill(ordered: Sequence[Unit], loads: list[int], level: int, grain_bytes: int) -> tuple[tuple[RowRange, ...], ...]:
+def _fill(
+    ordered: Sequence[ShardingUnit], loads: list[int], level: int, grain_bytes: int
+) -> tuple[tuple[RowRange, ...], ...]:
     """Give each unit to the rank with the least bytes, splitting what would rise above ``level``; adds to ``loads``.
 
     Each split fills a rank, so there are about R of them, however many units.
@@ -217,7 +219,7 @@ def _fill(ordered: Sequence[Unit], loads: list[int], level: int, grain_bytes: in
     return tuple(found)
 
 
-def _first_rows(unit: Unit, start: int, left: int, room: int) -> tuple[int, int]:
+def _first_rows(unit: ShardingUnit, start: int, left: int, room: int) -> tuple[int, int]:
     """(stop, bytes) of the rows from ``start`` on that fit into ``room``; at least one, and never no bytes."""
     if unit.row_bytes == 0:
         return unit.stop, left

@@ -19,7 +19,7 @@ from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, say_changes
 from moe_ckpt.driver.rejoining import Rejoining, note_replayed, unlogged
 from moe_ckpt.driver.replaying import Repeated, Replaying
-from moe_ckpt.driver.states import Advice, Event, Lifecycle, State
+from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
@@ -196,7 +196,7 @@ class Driver:
         memory = self.options.memory
         secs = 0.0 if memory is None else memory.sealing_secs
         self.surviving = Surviving(session.survivor, secs, self._unit, comm.rank)
-        self.lifecycle.move(Event.OPEN, "open()")
+        self.lifecycle.move(Action.OPEN, "open()")
 
     def resume(
         self,
@@ -215,7 +215,7 @@ class Driver:
         Raises:
             NoCheckpointError, ConfigError, FinishedRunError: Training cannot resume from the store.
         """
-        self.lifecycle.require(Event.RESUME, "resume()")
+        self.lifecycle.require(Action.RESUME, "resume()")
         options = self.options
         if options.resume != "never":
             restored = self._resume(
@@ -235,11 +235,11 @@ class Driver:
             messages.say_weights(self._unit, self._host.load_weights(options.weights_from, self.comm), self.comm.rank)
         elif otherwise is None:
             messages.say_new(options.dirpath, options.resume, self.session.generation, self.comm.rank)
-        self.lifecycle.move(Event.RESUME, "resume()")
+        self.lifecycle.move(Action.RESUME, "resume()")
 
     def resume_elsewhere(self) -> None:
         """The framework loads what training begins with."""
-        self.lifecycle.move(Event.RESUME, "resume()")
+        self.lifecycle.move(Action.RESUME, "resume()")
 
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         self.session.run_ledger.check(manifest)
@@ -262,17 +262,17 @@ class Driver:
                 restored.going_on,
                 changed="; ".join(map(str, changes)),
             )
-            self.lifecycle.move(Event.RESUME_WINDOW, "resume()")
+            self.lifecycle.move(Action.RESUME_WINDOW, "resume()")
         if restored.local is not None:
             if restored.replay is None:
-                self.lifecycle.move(Event.RESUME, "resume()")
+                self.lifecycle.move(Action.RESUME, "resume()")
         elif self.replaying is not None:
             messages.say_replayed(self._unit, self.replaying.steps[0], manifest.step, restored.place, dirpath, rank)
             self._say_left_behind(restored)
         else:
             finished = read_finished(self._storage, self.comm, manifest)
             fault = self.session.resume_from(manifest, **restored.going_on)
-            self.lifecycle.move(Event.RESUME, "resume()")
+            self.lifecycle.move(Action.RESUME, "resume()")
             plt, goes_on, besides = self.session.run_ledger.tokens.plt, True, ""
             if finished is not None:
                 goes_on, besides = self._host.go_on_from_end(manifest, finished, changes, plt)
@@ -304,7 +304,7 @@ class Driver:
             new: Nothing was restored.
             wait: Wait until that is committed; False where ranks arrive one after the other.
         """
-        self.lifecycle.move(Event.BEGIN, "begin_training()")
+        self.lifecycle.move(Action.BEGIN, "begin_training()")
         if new and self.options.needs.windows:
             self.session.begin_run(self._host.capture, self._host.step, wait=wait)
             self._undrained = not wait
@@ -320,7 +320,7 @@ class Driver:
         Args:
             receive: As of the session's.
         """
-        self.lifecycle.require(Event.JOIN, "before_update()")
+        self.lifecycle.require(Action.JOIN, "before_update()")
         with self.surviving.joining(update=receive and self.lifecycle.state is State.TRAINING):
             self.session.before_update(receive=receive)
             if self._undrained:
@@ -339,7 +339,7 @@ class Driver:
             SaveFailedError: Too many checkpoints failed in a row.
             ReplayDivergedError: The replayed step differs from the recorded one.
         """
-        self.lifecycle.move(Event.STEP, "after_update()")
+        self.lifecycle.move(Action.STEP, "after_update()")
         step = self._host.step
         if self.restored is not None and self.restored.plain:
             self.restored = replace(self.restored, plain={})
@@ -370,7 +370,7 @@ class Driver:
         local = self.local
         if replaying.done:
             self.replaying = None
-            self.lifecycle.move(Event.REPLAYED, "replay")
+            self.lifecycle.move(Action.REPLAYED, "replay")
         if local is not None and not local.is_over:
             local.step_replayed(tokens, last=replaying.done)
         elif replaying.done:
@@ -391,7 +391,7 @@ class Driver:
         local = self.local
         if self.replaying is not None or (local is not None and local.part.recovery.step == self._host.step):
             return False  # the latter: ranks that kept that step do not come by here
-        self.lifecycle.require(Event.SAVE, "save()")
+        self.lifecycle.require(Action.SAVE, "save()")
         self.session.save_complete(self._host.step, self._host.capture)
         ended = self.session.drain(self._host.step) if wait else ()
         if ended and not ended[-1].committed:
@@ -402,7 +402,7 @@ class Driver:
 
     def catch_up(self) -> None:
         """Training ended: completes ``last`` with what the ranks agreed on."""
-        self.lifecycle.require(Event.FINISH, "finish()")
+        self.lifecycle.require(Action.FINISH, "finish()")
         self.last = self.last and self.session.catch_up(self.last)
 
     def finish(self, *, moved: bool, ended: bool = True) -> None:
@@ -417,7 +417,7 @@ class Driver:
         Raises:
             SaveFailedError: It could not be committed.
         """
-        self.lifecycle.move(Event.FINISH, "finish()")
+        self.lifecycle.move(Action.FINISH, "finish()")
         self.surviving.enter(Moment.UNKNOWN)
         self.surviving.termination.unwatch()
         window = self.replaying  # memory holds no state that ever was
@@ -459,7 +459,7 @@ class Driver:
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Releases threads and lock. Safe to call twice, and after ``finish``."""
-        self.lifecycle.move(Event.CLOSE, "close()")
+        self.lifecycle.move(Action.CLOSE, "close()")
         if self.lifecycle.state is State.NEW:
             return
         self.surviving.termination.unwatch()

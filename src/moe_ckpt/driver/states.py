@@ -28,7 +28,7 @@ class State(Enum):
     CLOSED = "the store was closed before the run ended"
 
 
-class Event(Enum):
+class Action(Enum):
     """What an adapter asks for."""
 
     OPEN = "open"
@@ -43,21 +43,21 @@ class Event(Enum):
     CLOSE = "close"
 
 
-_ENDS = {Event.FINISH: State.ENDED, Event.CLOSE: State.CLOSED}
-TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
-    State.NEW: {Event.OPEN: State.OPEN, Event.CLOSE: State.NEW},
-    State.OPEN: {Event.RESUME: State.READY, Event.RESUME_WINDOW: State.WINDOW, **_ENDS},
-    State.READY: {Event.BEGIN: State.TRAINING, Event.JOIN: State.READY, Event.SAVE: State.READY, **_ENDS},
-    State.WINDOW: {Event.BEGIN: State.REPLAYING, Event.JOIN: State.WINDOW, **_ENDS},
-    State.TRAINING: dict.fromkeys((Event.JOIN, Event.STEP, Event.SAVE), State.TRAINING) | _ENDS,
+_ENDS = {Action.FINISH: State.ENDED, Action.CLOSE: State.CLOSED}
+TRANSITIONS: Mapping[State, Mapping[Action, State]] = {
+    State.NEW: {Action.OPEN: State.OPEN, Action.CLOSE: State.NEW},
+    State.OPEN: {Action.RESUME: State.READY, Action.RESUME_WINDOW: State.WINDOW, **_ENDS},
+    State.READY: {Action.BEGIN: State.TRAINING, Action.JOIN: State.READY, Action.SAVE: State.READY, **_ENDS},
+    State.WINDOW: {Action.BEGIN: State.REPLAYING, Action.JOIN: State.WINDOW, **_ENDS},
+    State.TRAINING: dict.fromkeys((Action.JOIN, Action.STEP, Action.SAVE), State.TRAINING) | _ENDS,
     State.REPLAYING: {
-        Event.JOIN: State.REPLAYING,
-        Event.STEP: State.REPLAYING,
-        Event.REPLAYED: State.TRAINING,
+        Action.JOIN: State.REPLAYING,
+        Action.STEP: State.REPLAYING,
+        Action.REPLAYED: State.TRAINING,
         **_ENDS,
     },
-    State.ENDED: {Event.CLOSE: State.ENDED},
-    State.CLOSED: {Event.CLOSE: State.CLOSED},
+    State.ENDED: {Action.CLOSE: State.ENDED},
+    State.CLOSED: {Action.CLOSE: State.CLOSED},
 }
 """What may happen in each state, and the state after it."""
 
@@ -76,11 +76,11 @@ class Lifecycle:
         self.state = State.NEW
         self._advice = advice
 
-    def allows(self, event: Event) -> bool:
+    def allows(self, event: Action) -> bool:
         """Returns whether this may happen now."""
         return event in TRANSITIONS[self.state]
 
-    def require(self, event: Event, call: str) -> None:
+    def require(self, event: Action, call: str) -> None:
         """Raises ``ConfigError`` unless ``event`` may happen now.
 
         Args:
@@ -91,7 +91,7 @@ class Lifecycle:
             advice = self._advice.get(self.state, "it cannot be called now")
             raise ConfigError(f"{call}: {advice} ({self.state.value})")
 
-    def move(self, event: Event, call: str) -> None:
+    def move(self, event: Action, call: str) -> None:
         """``event`` happens. Raises as ``require``."""
         self.require(event, call)
         self.state = TRANSITIONS[self.state][event]

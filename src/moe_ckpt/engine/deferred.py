@@ -10,7 +10,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a device's work, such as ``torch.cuda.Event``."""
 
     def synchronize(self) -> None:
@@ -26,7 +26,7 @@ class Deferred(Generic[T]):
         events: None if the value needs no device.
     """
 
-    def __init__(self, make: Callable[[], T], events: Sequence[Event] = ()) -> None:
+    def __init__(self, make: Callable[[], T], events: Sequence[DeviceEvent] = ()) -> None:
         self._make = make
         self._events = events
         self._values: list[T] = []

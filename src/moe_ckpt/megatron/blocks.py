@@ -39,7 +39,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockPart:
     """A contiguous piece of a live parameter that holds elements of one whole tensor.
 
     Attributes:
@@ -84,9 +84,9 @@ class Placed:
     order: Shape
 
 
-def whole(name: str, shape: Shape) -> Part:
+def whole(name: str, shape: Shape) -> BlockPart:
     """Returns the part of a parameter that is a whole tensor."""
-    return Part(name, shape, 0, straight(shape))
+    return BlockPart(name, shape, 0, straight(shape))
 
 
 def straight(shape: Shape) -> tuple[Axis, ...]:
@@ -94,7 +94,7 @@ def straight(shape: Shape) -> tuple[Axis, ...]:
     return tuple(Axis(dim, (Segment(0, size, 0),)) for dim, size in enumerate(shape))
 
 
-def place(part: Part, start: int, stop: int) -> Iterator[Placed]:
+def place(part: BlockPart, start: int, stop: int) -> Iterator[Placed]:
     """Yields the blocks of ``part`` in elements ``[start, stop)`` of the parameter's flat memory.
 
     At most ``2 * ndim - 1`` per combination of segments. ``Placed.first`` counts from ``start``.
@@ -133,7 +133,7 @@ def _inner(shape: Shape, index: int, start: int, stop: int) -> Iterator[tuple[in
         yield index * prod(shape[1:]) + first, (index, *corner), (1, *size)
 
 
-def _split(part: Part, first: int, corner: Shape, shape: Shape) -> Iterator[Placed]:
+def _split(part: BlockPart, first: int, corner: Shape, shape: Shape) -> Iterator[Placed]:
     """Yields one block of memory, cut where the segments of its axes end."""
     cuts = [_overlaps(axis, low, low + size) for axis, low, size in zip(part.axes, corner, shape, strict=True)]
     order = _permutation(part.axes)

@@ -17,7 +17,7 @@ from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.replaying import Recompute
 from moe_ckpt.driver.run import Driver
-from moe_ckpt.driver.states import Event, State
+from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
@@ -261,7 +261,7 @@ class MegatronCheckpoint:
         lifecycle, generators = self._driver.lifecycle, self._host.generators
         if lifecycle.state in (State.TRAINING, State.REPLAYING):
             return
-        lifecycle.require(Event.BEGIN, "begin_training()")
+        lifecycle.require(Action.BEGIN, "begin_training()")
         if self._first is not None:
             self._first.close()
         if self.upstream is not None:
@@ -285,14 +285,14 @@ class MegatronCheckpoint:
         Raises:
             ConfigError: ``resume`` was not called, or ``finish`` or ``close`` was, or no forward pass was seen.
         """
-        self._driver.lifecycle.require(Event.JOIN, "before_step()")
+        self._driver.lifecycle.require(Action.JOIN, "before_step()")
         self._require_begun()
         self._driver.before_update()
         self._host.loop.join()
 
     def _require_begun(self) -> None:
         """Begins training if it has not begun. Raises ``ConfigError`` if it is too late for that."""
-        if not self._driver.lifecycle.allows(Event.BEGIN):
+        if not self._driver.lifecycle.allows(Action.BEGIN):
             return
         if self._host.generators.due or (self._driver.restored_step is None and self.options.needs.windows):
             raise ConfigError(
@@ -333,7 +333,7 @@ class MegatronCheckpoint:
         """
         began = time.perf_counter()
         self._require_begun()
-        self._driver.lifecycle.require(Event.STEP, "after_step()")
+        self._driver.lifecycle.require(Action.STEP, "after_step()")
         updated = has_updated(self) if updated is None else updated
         tokens = _counted(self, iteration, consumed_samples, counters, updated=updated)
         if self.upstream is not None:

@@ -13,7 +13,7 @@ from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.recording import Ignored, StepRecorder
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.megatron.gradients import capture_gradients, inner_optimizers, weights_from_masters
-from moe_ckpt.megatron.inventory import Inventory
+from moe_ckpt.megatron.inventory import ModelInventory
 
 
 class GradientLogging:
@@ -32,7 +32,7 @@ class GradientLogging:
 
     def __init__(
         self,
-        inventory: Inventory,
+        inventory: ModelInventory,
         optimizer: Any,
         chunks: Sequence[Any],
         options: Options,

@@ -20,8 +20,8 @@ from moe_ckpt.gradients.coupling import Coupling, register
 from moe_ckpt.gradients.units import Unit, UnitBlock
 from moe_ckpt.gradients.updates import GradientConsumer
 from moe_ckpt.megatron.blocks import Placed, place
-from moe_ckpt.megatron.inventory import Inventory, LiveParameter
-from moe_ckpt.megatron.optimizers import MASTER, Slot, leaves, slots
+from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
+from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
 
 _ELEMENTWISE = ("FusedAdam", "FusedSGD")
 """Apex's and Transformer Engine's, which ``leaves`` accepts beside torch's."""
@@ -33,7 +33,7 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def capture_gradients(
-    inventory: Inventory,
+    inventory: ModelInventory,
     optimizer: Any,
     chunks: Sequence[Any],
     consumer: GradientConsumer,
@@ -83,7 +83,7 @@ def weights_from_masters(optimizer: Any, chunks: Sequence[Any]) -> None:
 
 
 class _Describe:
-    def __init__(self, inventory: Inventory, optimizer: Any) -> None:
+    def __init__(self, inventory: ModelInventory, optimizer: Any) -> None:
         known = {live.parameter: live for live in inventory.parameters}
         self._found = {
             id(slot.updated): (at, known[parameter], slot)
@@ -106,7 +106,7 @@ class _Describe:
         )
 
 
-def _pieces(live: LiveParameter, slot: Slot, start: int, stop: int) -> Iterator[UnitBlock]:
+def _pieces(live: LiveParameter, slot: StateSlot, start: int, stop: int) -> Iterator[UnitBlock]:
     """Yields the blocks in elements ``[start, stop)`` of a parameter, which are contiguous in what is updated."""
     for part in live.parts:
         # Without a range ``place`` counts from the part's own first element.

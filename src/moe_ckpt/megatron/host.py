@@ -21,7 +21,7 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import Loaded
 from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.hyperparameters import changes, configured
-from moe_ckpt.megatron.inventory import Inventory
+from moe_ckpt.megatron.inventory import ModelInventory
 from moe_ckpt.megatron.loop import Loop, Progress
 from moe_ckpt.megatron.sparing import Spares
 from moe_ckpt.megatron.state import MegatronTrainingState
@@ -59,7 +59,7 @@ class MegatronHost(Host):
     def __init__(
         self,
         chunks: Sequence[nn.Module],
-        inventory: Inventory,
+        inventory: ModelInventory,
         optimizer: Any,
         stateful: Mapping[str, Stateful],
         options: Options,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.megatron.blocks import Axis, Part, Segment, straight
+from moe_ckpt.megatron.blocks import Axis, BlockPart, Segment, straight
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.world import Owner
 
@@ -45,7 +45,7 @@ class LiveParameter:
     """A parameter of this rank: ``parts`` tile its flat memory; each has an owner."""
 
     parameter: nn.Parameter
-    parts: tuple[Part, ...]
+    parts: tuple[BlockPart, ...]
     owners: tuple[Owner, ...]
 
     @property
@@ -66,7 +66,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class Inventory:
+class ModelInventory:
     """What this rank holds.
 
     Attributes:
@@ -78,7 +78,7 @@ class Inventory:
     buffers: Mapping[str, torch.Tensor]
 
 
-def take_inventory(chunks: Sequence[nn.Module]) -> Inventory:
+def take_inventory(chunks: Sequence[nn.Module]) -> ModelInventory:
     """Returns what this rank's model chunks hold, wrapped (DDP, ``Float16Module``) or not.
 
     Raises:
@@ -95,7 +95,7 @@ def take_inventory(chunks: Sequence[nn.Module]) -> Inventory:
         layers += model.layers.values()
         parameters += model.parameters()
         buffers |= model.buffers()
-    return Inventory(tuple(parameters), tuple(layers), buffers)
+    return ModelInventory(tuple(parameters), tuple(layers), buffers)
 
 
 def chunks_of(model_chunks: Sequence[nn.Module] | nn.Module) -> list[nn.Module]:
@@ -207,7 +207,7 @@ class _Chunk:
                 continue
             tied = name == "output_layer.weight" and getattr(parameter, "shared_embedding", False)
             whole_name = TIED if tied else self._name(name)
-            part = Part(whole_name, *self._dense_axes(name, parameter))
+            part = BlockPart(whole_name, *self._dense_axes(name, parameter))
             yield LiveParameter(parameter, (part,), (self._owner(name, whole_name),))
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -291,7 +291,7 @@ class _Chunk:
                 "SequentialMLP (local_experts), GroupedMLP (weight1, weight2) and TEGroupedMLP (linear_fc1.weight0)."
             )
         parts = tuple(
-            Part(f"{whole_moe}.experts.{expert}.{suffix}", shape, start, axes)
+            BlockPart(f"{whole_moe}.experts.{expert}.{suffix}", shape, start, axes)
             for expert, (suffix, shape, start, axes) in found.items()
         )
         return LiveParameter(parameter, parts, tuple((whole_moe, expert) for expert in found))

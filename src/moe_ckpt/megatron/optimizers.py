@@ -28,7 +28,7 @@ _DISTINCT_STEP = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class StateSlot:
     """One parameter in its optimizer on this rank.
 
     Attributes:
@@ -153,46 +153,46 @@ def require_quiet_weights(optimizer: Any) -> None:
         )
 
 
-def slots(optimizer: Any) -> dict[nn.Parameter, Slot]:
+def slots(optimizer: Any) -> dict[nn.Parameter, StateSlot]:
     """Returns the slot of each model parameter that any optimizer updates."""
     core = megatron_core()
-    readers: dict[type, Callable[[Any], Iterator[tuple[nn.Parameter, Slot]]]] = {
+    readers: dict[type, Callable[[Any], Iterator[tuple[nn.Parameter, StateSlot]]]] = {
         core.fp32_optimizer: _of_fp32,
         core.float16_optimizer: _of_float16,
         core.distributed_optimizer: _of_distributed,
     }
-    found: dict[nn.Parameter, Slot] = {}
+    found: dict[nn.Parameter, StateSlot] = {}
     for leaf in leaves(optimizer):
         found.update(readers[type(leaf)](leaf))
     return found
 
 
-def _of_fp32(leaf: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
+def _of_fp32(leaf: Any) -> Iterator[tuple[nn.Parameter, StateSlot]]:
     for group in leaf.optimizer.param_groups:
         for parameter in group["params"]:
-            yield parameter, Slot(leaf, parameter, None, None)
+            yield parameter, StateSlot(leaf, parameter, None, None)
 
 
-def _of_float16(leaf: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
+def _of_float16(leaf: Any) -> Iterator[tuple[nn.Parameter, StateSlot]]:
     for models, masters in zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True):
         for parameter, master in zip(models, masters, strict=True):
-            yield parameter, Slot(leaf, master, master, None)
+            yield parameter, StateSlot(leaf, master, master, None)
     for group in leaf.fp32_from_fp32_groups:
         for parameter in group:
-            yield parameter, Slot(leaf, parameter, None, None)
+            yield parameter, StateSlot(leaf, parameter, None, None)
 
 
-def _of_distributed(leaf: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
+def _of_distributed(leaf: Any) -> Iterator[tuple[nn.Parameter, StateSlot]]:
     shards = dict(_shards(leaf))
     for buffer in leaf.buffers:
         for parameter in buffer.params:
             updated, gathered = shards.get(parameter), tuple(_gathered(leaf, buffer, parameter))
             if updated is None:
-                yield parameter, Slot(leaf, None, None, (0, 0), gathered)
+                yield parameter, StateSlot(leaf, None, None, (0, 0), gathered)
                 continue
             own = leaf._get_model_param_range_map(parameter)["param"]
             master = None if parameter.dtype is torch.float32 else updated
-            yield parameter, Slot(leaf, updated, master, (own.start, own.end), gathered)
+            yield parameter, StateSlot(leaf, updated, master, (own.start, own.end), gathered)
 
 
 def _gathered(leaf: Any, buffer: Any, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:
@@ -224,7 +224,7 @@ def _shards(leaf: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
             yield from zip(parameters, updated, strict=True)
 
 
-def state_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def state_tensors(slot: StateSlot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (state name, tensor) of all state but the step count.
 
     Raises:
@@ -241,7 +241,7 @@ def state_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield key, value
 
 
-def make_state(slot: Slot, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> None:
+def make_state(slot: StateSlot, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> None:
     """Makes the parameter's state have exactly the tensors ``names``; new ones are zero."""
     if slot.updated is None:
         return

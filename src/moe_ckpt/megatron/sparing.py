@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.driver.replaying import StepSource
-from moe_ckpt.megatron.inventory import Inventory
-from moe_ckpt.megatron.optimizers import STEP, Slot, leaves, slots
+from moe_ckpt.megatron.inventory import ModelInventory
+from moe_ckpt.megatron.optimizers import STEP, StateSlot, leaves, slots
 from moe_ckpt.modeling.sparing import WithoutGradients
 from moe_ckpt.recovery.replay import Replay
 
@@ -99,7 +99,7 @@ class Sparing(StepSource):
         facts: Of the optimizer.
     """
 
-    def __init__(self, chunks: Sequence[Any], inventory: Inventory, optimizer: Any, facts: GradientFacts) -> None:
+    def __init__(self, chunks: Sequence[Any], inventory: ModelInventory, optimizer: Any, facts: GradientFacts) -> None:
         self._chunks, self._inventory, self._facts = chunks, inventory, facts
         self._slots = slots(optimizer)
         self._leaves = leaves(optimizer)
@@ -134,17 +134,17 @@ class Sparing(StepSource):
             setattr(owner, name, value)
             self._put_back.append(lambda: setattr(owner, name, before))
 
-    def _skip_updates(self, frozen: Sequence[Slot]) -> None:
+    def _skip_updates(self, frozen: Sequence[StateSlot]) -> None:
         for leaf in self._leaves:
             # What has no state yet gets it, and its count, by an update.
             own = [slot for slot in frozen if slot.leaf is leaf and slot.updated is not None and slot.state]
 
-            def before(optimizer: Any, args: Any, kwargs: Any, own: Sequence[Slot] = own) -> None:
+            def before(optimizer: Any, args: Any, kwargs: Any, own: Sequence[StateSlot] = own) -> None:
                 for slot in own:
                     if slot.updated is not None:
                         slot.updated.grad = None
 
-            def after(optimizer: Any, args: Any, kwargs: Any, own: Sequence[Slot] = own) -> None:
+            def after(optimizer: Any, args: Any, kwargs: Any, own: Sequence[StateSlot] = own) -> None:
                 for slot in own:
                     if isinstance(count := slot.state.get(STEP), torch.Tensor):
                         count += 1  # all parameters have one count
@@ -176,7 +176,9 @@ class Spares:
         records: The policy has windows.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], inventory: Inventory, optimizer: Any, *, records: bool) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], inventory: ModelInventory, optimizer: Any, *, records: bool
+    ) -> None:
         self._parts = chunks, inventory, optimizer
         self._possible = may_spare(chunks, optimizer)
         self._facts = GradientFacts(optimizer) if records and self._possible else None

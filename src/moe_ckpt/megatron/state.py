@@ -13,9 +13,9 @@ from torch import nn
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.megatron import hyperparameters, optimizer_class
-from moe_ckpt.megatron.blocks import Part, Placed, place
-from moe_ckpt.megatron.inventory import Inventory, LiveParameter
-from moe_ckpt.megatron.optimizers import MASTER, STEP, Slot, make_state, slots, state_tensors
+from moe_ckpt.megatron.blocks import BlockPart, Placed, place
+from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
+from moe_ckpt.megatron.optimizers import MASTER, STEP, StateSlot, make_state, slots, state_tensors
 from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World
 from moe_ckpt.modeling.watching import Entries, Memory, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
@@ -39,7 +39,7 @@ class MegatronTrainingState:
     holders: dense state by all data-parallel ranks together, an expert by its owner.
     """
 
-    def __init__(self, inventory: Inventory, optimizer: Any) -> None:
+    def __init__(self, inventory: ModelInventory, optimizer: Any) -> None:
         self._inventory = inventory
         self._optimizer = optimizer
         self._slots = slots(optimizer) if optimizer is not None else {}
@@ -204,7 +204,9 @@ class MegatronTrainingState:
                     flags = replicated, writer is not None
                     yield _tensor(key, part, placed, flat[part.start :], *flags, writer=writer)
 
-    def _sharded(self, live: LiveParameter, part: Part, slot: Slot, weights: torch.Tensor) -> Iterator[StateTensor]:
+    def _sharded(
+        self, live: LiveParameter, part: BlockPart, slot: StateSlot, weights: torch.Tensor
+    ) -> Iterator[StateTensor]:
         """Yields tensors of a parameter in a distributed optimizer: this rank writes the range that it updates."""
         start, stop = slot.range or (0, 0)
         group = self.groups.expert if live.is_expert else self.groups.dense
@@ -235,7 +237,10 @@ class _Views:
     """What views were made of, to find changes quickly: once or twice per step."""
 
     def __init__(
-        self, parameters: Sequence[LiveParameter], slots: Mapping[nn.Parameter, Slot], tensors: Sequence[StateTensor]
+        self,
+        parameters: Sequence[LiveParameter],
+        slots: Mapping[nn.Parameter, StateSlot],
+        tensors: Sequence[StateTensor],
     ) -> None:
         self._tensors = tensors
         used = [slot for live in parameters if (slot := slots.get(live.parameter)) and slot.updated is not None]
@@ -264,7 +269,7 @@ class _Views:
         return self._memory.same(places_among(self._tensors, of))
 
 
-def _viewed(parameter: nn.Parameter, slot: Slot | None) -> Iterator[torch.Tensor]:
+def _viewed(parameter: nn.Parameter, slot: StateSlot | None) -> Iterator[torch.Tensor]:
     """The tensors that a parameter's views are of."""
     yield parameter
     if slot is not None and slot.updated is not None:
@@ -280,7 +285,7 @@ def _keep_bias_exact(router: Any) -> None:
         widen()
 
 
-def _divided(slot: Slot, start: int, stop: int, end: int) -> Iterator[tuple[int | None, int, int]]:
+def _divided(slot: StateSlot, start: int, stop: int, end: int) -> Iterator[tuple[int | None, int, int]]:
     """Yields the ranges of a parameter of which one is updated here, each with the other rank that updates it if that
     is known, and has the same there."""
     others = sorted((low, high, rank) for rank, low, high in slot.gathered)
@@ -292,7 +297,7 @@ def _divided(slot: Slot, start: int, stop: int, end: int) -> Iterator[tuple[int 
             yield None, low, high
 
 
-def _optimizer_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _optimizer_tensors(slot: StateSlot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """(key, flat tensor) of master weights and state that exist now."""
     if slot.master is not None:
         yield f"optim/0/{name}/{MASTER}", slot.master.detach().view(-1)
@@ -302,7 +307,7 @@ def _optimizer_tensors(slot: Slot, name: str) -> Iterator[tuple[str, torch.Tenso
 
 def _tensor(
     key: str,
-    part: Part,
+    part: BlockPart,
     placed: Placed,
     flat: torch.Tensor,
     replicated: bool,

@@ -14,7 +14,7 @@ from torch import nn
 
 from moe_ckpt.modeling import words
 from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
-from moe_ckpt.modeling.watching import Entries, Versions
+from moe_ckpt.modeling.watching import DictVersions, Entries
 
 _TABLES = attrgetter("_parameters", "_modules", "_buffers")
 _PART = 8192
@@ -61,14 +61,14 @@ class _Modules:
         self._types = list(map(type, modules))
         self._words = words.types_and_attributes(modules)
         self._attributes = list(map(vars, modules))
-        self._versions = Versions(self._attributes)
+        self._versions = DictVersions(self._attributes)
         # In a row, not in tuples: the garbage collector looks at each.
         self._tables: list[object] = list(chain.from_iterable(map(_TABLES, modules)))
         self._children = Entries([module._modules for module in modules])
         self._parameters = Entries([module._parameters for module in modules])
         self._buffers = [module._buffers for module in modules]
         self._counts = list(map(len, self._buffers))
-        self._buffer_versions = Versions(self._buffers)
+        self._buffer_versions = DictVersions(self._buffers)
 
     def same(self) -> bool:
         return (

@@ -39,7 +39,7 @@ _VERSIONED = {dict, defaultdict}
 """The order of an ``OrderedDict`` may change while its version does not."""
 
 
-class Versions:
+class DictVersions:
     """Tells which of some dicts may have been changed, by their versions."""
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
@@ -99,7 +99,7 @@ class Entries:
         self._free = [] if all(self._held) else list(map(not_, self._held))
         self.values = list(compress(values, self._held))
         self.loose = [any(not isinstance(value, kind) for value in each.values()) for each in dicts]
-        self._versions = Versions(dicts)
+        self._versions = DictVersions(dicts)
 
     def same(self) -> bool:
         return self._plain and self._versions.same(self._compare)

@@ -103,7 +103,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterLayout:
     """A model on a cluster.
 
     Raises:

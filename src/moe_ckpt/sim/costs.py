@@ -9,12 +9,12 @@ from functools import cached_property
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.policies.base import ALL_SENT, Measured
 from moe_ckpt.sim.clock import down_to_clock, on_clock
-from moe_ckpt.sim.cluster import Layout
+from moe_ckpt.sim.cluster import ClusterLayout
 from moe_ckpt.sim.model import Precision
-from moe_ckpt.sim.snapshot_bytes import Snapshot, SnapshotBytes
+from moe_ckpt.sim.snapshot_bytes import SnapshotBytes, SnapshotSize
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.training import Iteration
-from moe_ckpt.sim.upstream_log import UpstreamLog
+from moe_ckpt.sim.upstream_log import SimulatedUpstreamLog
 
 
 class Costs:
@@ -28,7 +28,7 @@ class Costs:
         bytes_of: What its snapshots weigh.
     """
 
-    def __init__(self, layout: Layout, precision: Precision, iteration: Iteration, system: System) -> None:
+    def __init__(self, layout: ClusterLayout, precision: Precision, iteration: Iteration, system: System) -> None:
         self.layout, self.system = layout, system
         self.iteration = replace(
             iteration,
@@ -60,31 +60,31 @@ class Costs:
         """Bytes per second of one rank to other nodes, beside training's own traffic."""
         return self.layout.cluster.nic_bytes_per_sec * self.layout.cluster.nic_share / self.layout.ranks_per_node
 
-    def copy_secs(self, snapshot: Snapshot) -> float:
+    def copy_secs(self, snapshot: SnapshotSize) -> float:
         return snapshot.rank / self.copy_rate
 
     @cached_property
-    def log(self) -> UpstreamLog:
+    def log(self) -> SimulatedUpstreamLog:
         """What the rank with most of it logs; nothing where all ranks go back."""
         logged = self.iteration.boundary_bytes if self.system.rollback == "localized" else 0.0
-        return UpstreamLog(logged, self.system.upstream_bytes)
+        return SimulatedUpstreamLog(logged, self.system.upstream_bytes)
 
-    def move_secs(self, snapshot: Snapshot) -> float:
+    def move_secs(self, snapshot: SnapshotSize) -> float:
         """Storage is shared by all, so it is their bytes together that count there; a peer's link is not."""
         if self.system.durable == "node":
             return 0.0
         return self.storage_secs(snapshot) if self.system.durable == "storage" else snapshot.sent / self.move_rate
 
-    def storage_secs(self, snapshot: Snapshot) -> float:
+    def storage_secs(self, snapshot: SnapshotSize) -> float:
         """To write it to storage, or to read it from there, all ranks together."""
         return snapshot.total / self.layout.cluster.storage_bytes_per_sec
 
-    def stall_secs(self, snapshot: Snapshot) -> float:
+    def stall_secs(self, snapshot: SnapshotSize) -> float:
         """What training takes longer: also a wait, if the copy is longer than the time between two updates. An upstream
         log adds none: the rate is what snapshots get beside it."""
         return max(0.0, self.copy_secs(snapshot) - self.iteration.open_secs) + self.drag_secs(snapshot)
 
-    def drag_secs(self, snapshot: Snapshot) -> float:
+    def drag_secs(self, snapshot: SnapshotSize) -> float:
         """What training takes longer though it does not wait for the copy."""
         return snapshot.rank * self.iteration.drag_secs_per_byte
 

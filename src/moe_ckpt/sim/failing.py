@@ -18,7 +18,7 @@ from moe_ckpt.core.window import Window
 from moe_ckpt.sim.clock import on_clock
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.durable import Durable
-from moe_ckpt.sim.failures import Event
+from moe_ckpt.sim.failures import FailureEvent
 from moe_ckpt.sim.recovery import Copies, Recoveries, Repair, host_nodes
 from moe_ckpt.sim.state import State
 from moe_ckpt.sim.surviving import Survivors
@@ -88,7 +88,7 @@ class _Failure:
     restarted: tuple[int, ...] = ()
 
 
-def _failures(events: Iterator[Event], spares: Spares) -> Iterator[_Failure]:
+def _failures(events: Iterator[FailureEvent], spares: Spares) -> Iterator[_Failure]:
     """Nodes that join become spares as they pass by, up to the requested failure."""
     for at, together in groupby(events, key=lambda event: on_clock(event.at_secs)):
         nodes, restarted = list[int](), list[int]()
@@ -136,7 +136,7 @@ class Failing:
     stranded: a dead node is never replaced. hopeless: one recovery was started again ``FUTILE_FAILURES`` times.
     """
 
-    def __init__(self, costs: Costs, recoveries: Recoveries, events: Iterator[Event], spares: Spares) -> None:
+    def __init__(self, costs: Costs, recoveries: Recoveries, events: Iterator[FailureEvent], spares: Spares) -> None:
         self._costs, self._recoveries, self._spares = costs, recoveries, spares
         self._layout, self._host_nodes = costs.layout, host_nodes(costs.layout)
         self._copies = Copies(costs.layout, costs.system.replicas if costs.system.durable == "peers" else 0)

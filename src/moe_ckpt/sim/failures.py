@@ -17,7 +17,7 @@ from moe_ckpt.sim.formulas import Component, system_mtbf_hours
 
 
 @dataclass(frozen=True)
-class Event:
+class FailureEvent:
     """What happens to one node.
 
     Attributes:
@@ -36,7 +36,7 @@ class Event:
 class Failures(Protocol):
     """Where failures come from."""
 
-    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[FailureEvent]:
         """In order of time, without end unless the source has one.
 
         Args:
@@ -69,7 +69,7 @@ class NoFailures:
     def mean_secs(self) -> float | None:
         return None
 
-    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[FailureEvent]:
         return iter(())
 
 
@@ -81,7 +81,7 @@ class Poisson:
     the same node.
 
     Attributes:
-        process_share: Portion of failures that end processes only (``Event.process``).
+        process_share: Portion of failures that end processes only (``FailureEvent.process``).
         domain_share: Portion that takes all of the ``domain_nodes`` neighbours that share a rack or a switch with the
             node. The rest takes the node alone.
     """
@@ -110,25 +110,25 @@ class Poisson:
     def mean_secs(self) -> float | None:
         return self.mtbf_secs
 
-    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[FailureEvent]:
         whole(f"{type(self).__name__}.events", nodes=nodes)
         return self._drawn(rng, nodes)
 
-    def _drawn(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+    def _drawn(self, rng: np.random.Generator, nodes: int) -> Iterator[FailureEvent]:
         at = 0.0
         while True:
             at += self._between(_waiting(rng))
             node, place = divmod(rng.random() * nodes, 1.0)  # one draw: the place in the node's share says what dies
             yield from self._at(_whole_micros(at), int(node), place, nodes)
 
-    def _at(self, secs: float, node: int, place: float, nodes: int) -> Iterator[Event]:
+    def _at(self, secs: float, node: int, place: float, nodes: int) -> Iterator[FailureEvent]:
         if place < self.process_share:
-            yield Event(secs, node, process=True)
+            yield FailureEvent(secs, node, process=True)
         elif place >= 1 - self.domain_share:
             first = node - node % self.domain_nodes
-            yield from (Event(secs, one) for one in range(first, min(first + self.domain_nodes, nodes)))
+            yield from (FailureEvent(secs, one) for one in range(first, min(first + self.domain_nodes, nodes)))
         else:
-            yield Event(secs, node)
+            yield FailureEvent(secs, node)
 
     def _between(self, waiting: float) -> float:
         """Seconds between two failures, from an exponential draw of mean 1."""
@@ -188,11 +188,11 @@ class Components:
     def mean_secs(self) -> float | None:
         return system_mtbf_hours(self.parts) * 3600
 
-    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[FailureEvent]:
         whole("Components.events", nodes=nodes)
         return self._drawn(rng, nodes)
 
-    def _drawn(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+    def _drawn(self, rng: np.random.Generator, nodes: int) -> Iterator[FailureEvent]:
         mean = system_mtbf_hours(self.parts) * 3600
         reach = list(accumulate(one.failures_per_hour for one in self.parts))
         at = 0.0
@@ -202,7 +202,7 @@ class Components:
             failed = next((one for one, end in zip(self.parts, reach, strict=True) if point < end), self.parts[-1])
             group = failed.blast_nodes * _below(rng, -(-nodes // failed.blast_nodes))
             for node in range(group, min(group + failed.blast_nodes, nodes)):
-                yield Event(_whole_micros(at), node)
+                yield FailureEvent(_whole_micros(at), node)
 
 
 def _components(table: Mapping[str, Mapping[str, Any]] | Sequence[Component]) -> tuple[Component, ...]:

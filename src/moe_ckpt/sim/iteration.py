@@ -2,8 +2,8 @@
 
 An estimate for planning: loads are even, kernels all reach the same portion of the peak, nothing is recomputed,
 messages between stages are not hidden, and layers are dealt to stages so that the slowest has least to do, the head
-counted in (``Layout`` decides where state lies). Of the nine experiments of MoEvement whose iteration can be derived
-from its tables 3 and 7, it gives 0.5 to 2.2 times that: a measured ``secs`` is always better, and overrides it.
+counted in (``ClusterLayout`` decides where state lies). Of the nine experiments of MoEvement whose iteration can be
+derived from its tables 3 and 7, it gives 0.5 to 2.2 times that: a measured ``secs`` is always better, and overrides it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import fsum
 from moe_ckpt.core.operators import Operator, OperatorKind, non_expert_id
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import MOST, above_zero, at_least, given, portion, whole
-from moe_ckpt.sim.cluster import Cluster, Layout
+from moe_ckpt.sim.cluster import Cluster, ClusterLayout
 from moe_ckpt.sim.model import LayerShape, Precision
 from moe_ckpt.sim.training import Batch, Iteration
 
@@ -124,7 +124,7 @@ def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
     return 1 - micro_batches / pipeline_slots(stages, micro_batches, chunks)
 
 
-def estimate(layout: Layout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Iteration:
+def estimate(layout: ClusterLayout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Iteration:
     """One iteration, from what ``timing`` gives and otherwise from ``breakdown``.
 
     Raises:
@@ -153,7 +153,7 @@ def estimate(layout: Layout, batch: Batch, precision: Precision, timing: Timing 
     )
 
 
-def boundary_bytes(layout: Layout, batch: Batch, timing: Timing) -> float:
+def boundary_bytes(layout: ClusterLayout, batch: Batch, timing: Timing) -> float:
     """What the rank with most of it sends to other stages in one iteration, which an upstream log keeps.
 
     Of each micro-batch every chunk of the model but the last sends activations on, and every one but the first sends
@@ -169,7 +169,7 @@ def boundary_bytes(layout: Layout, batch: Batch, timing: Timing) -> float:
     return batch.micro_batches(parallel.dp) * messages * _message_bytes(layout, batch, timing)
 
 
-def breakdown(layout: Layout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Breakdown:
+def breakdown(layout: ClusterLayout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Breakdown:
     """The estimate alone; ``secs``, ``update_secs`` and ``stage_secs`` of ``timing`` are not looked at.
 
     Raises:
@@ -222,7 +222,7 @@ def _cut(weights: Sequence[float], limit: float) -> list[slice]:
     return [*found, slice(start, len(weights))]
 
 
-def _flops(layout: Layout) -> list[float]:
+def _flops(layout: ClusterLayout) -> list[float]:
     """Per token of a sequence, forward and backward: before the first layer, of each layer, and after the last.
 
     What comes before the first layer sees as many tokens as that one, what comes after the last as many as that.
@@ -240,7 +240,7 @@ def _flops(layout: Layout) -> list[float]:
     return [flops * (shape.tokens / model.seq) for flops, shape in zip(found, seen, strict=True)]
 
 
-def _exchange_layers(layout: Layout, tokens: float, timing: Timing) -> list[float]:
+def _exchange_layers(layout: ClusterLayout, tokens: float, timing: Timing) -> list[float]:
     """Seconds of each layer with experts, at the places of ``_flops``."""
     model, shapes = layout.model, _shapes(layout)
     found = [0.0] * (len(shapes) + 2)
@@ -258,7 +258,7 @@ class _Stage:
     expert: int = 0
 
 
-def _stages(layout: Layout) -> list[_Stage]:
+def _stages(layout: ClusterLayout) -> list[_Stage]:
     model, found = layout.model, [_Stage() for _ in range(layout.parallel.pp)]
     for operator in model.catalog.operators:
         stage, count = found[layout.stage_of[operator.id]], model.elements[operator.id]
@@ -269,14 +269,14 @@ def _stages(layout: Layout) -> list[_Stage]:
     return found
 
 
-def _used(operator: Operator, layout: Layout) -> float:
+def _used(operator: Operator, layout: ClusterLayout) -> float:
     """Portion of the operator's parameters that an average token is multiplied by."""
     if operator.kind is OperatorKind.EXPERT:
         return layout.model.top_k / layout.model.catalog.layers[operator.layer or 0].experts
     return 0.0 if operator.id == _EMBEDDING else 1.0  # looked up
 
 
-def _shapes(layout: Layout) -> tuple[LayerShape, ...]:
+def _shapes(layout: ClusterLayout) -> tuple[LayerShape, ...]:
     if layout.model.shapes is None:
         raise ConfigError(
             f"model {layout.model.name!r}: the widths of its layers (shapes) are not known, so an iteration cannot be "
@@ -285,33 +285,33 @@ def _shapes(layout: Layout) -> tuple[LayerShape, ...]:
     return layout.model.shapes
 
 
-def _values(layout: Layout, shape: LayerShape) -> float:
+def _values(layout: ClusterLayout, shape: LayerShape) -> float:
     """That a layer works on, per token of a sequence."""
     return shape.width * shape.tokens / layout.model.seq
 
 
-def _spread(layout: Layout) -> int:
+def _spread(layout: ClusterLayout) -> int:
     """Ranks over which a layer's experts are spread before they repeat."""
     return min(layout.parallel.ep, *(layer.experts for layer in layout.model.catalog.layers))
 
 
-def _within_node(cluster: Cluster, layout: Layout, ranks: int) -> bool:
+def _within_node(cluster: Cluster, layout: ClusterLayout, ranks: int) -> bool:
     """Whether groups of so many neighbouring ranks each lie in one node."""
     return cluster.gpus_per_node % ranks == 0 or layout.parallel.ranks <= cluster.gpus_per_node
 
 
-def _tokens(layout: Layout, batch: Batch) -> float:
+def _tokens(layout: ClusterLayout, batch: Batch) -> float:
     """Of a micro-batch: all ranks of a stage share it, and this is the share of one of them."""
     return batch.micro_sequences * layout.model.seq / layout.parallel.ep
 
 
-def _message_bytes(layout: Layout, batch: Batch, timing: Timing) -> float:
+def _message_bytes(layout: ClusterLayout, batch: Batch, timing: Timing) -> float:
     """Of one micro-batch, from one stage to the next, by one rank: the widest that there is."""
     most = max(_values(layout, shape) for shape in _shapes(layout))
     return _tokens(layout, batch) * most * timing.activation_bytes
 
 
-def _send_secs(layout: Layout, nbytes: float) -> float:
+def _send_secs(layout: ClusterLayout, nbytes: float) -> float:
     """Of one micro-batch: activations forward and gradients backward, once per chunk."""
     parallel, cluster = layout.parallel, layout.cluster
     if parallel.pp == 1:
@@ -321,7 +321,7 @@ def _send_secs(layout: Layout, nbytes: float) -> float:
     return 2 * parallel.vpp * (cluster.alpha_secs + nbytes / rate)
 
 
-def _exchange_secs(layout: Layout, values: float, timing: Timing) -> float:
+def _exchange_secs(layout: ClusterLayout, values: float, timing: Timing) -> float:
     """Of one micro-batch in one MoE layer: tokens to their experts and back, forward and backward."""
     cluster, ep = layout.cluster, layout.parallel.ep
     if ep == 1:
@@ -332,14 +332,14 @@ def _exchange_secs(layout: Layout, values: float, timing: Timing) -> float:
     return 4 * (cluster.alpha_secs * (ep - 1) + nbytes / rate)
 
 
-def _all_reduce_secs(layout: Layout, stage: _Stage, timing: Timing) -> float:
+def _all_reduce_secs(layout: ClusterLayout, stage: _Stage, timing: Timing) -> float:
     """Of one stage's gradients: experts over the ranks that hold the same ones, the rest over the whole stage."""
     width, spread = layout.parallel.stage_ranks, _spread(layout)
     dense = _ring_secs(layout, width, 1, stage.dense * timing.gradient_bytes)
     return dense + _ring_secs(layout, width // spread, spread, stage.expert / spread * timing.gradient_bytes)
 
 
-def _ring_secs(layout: Layout, ranks: int, stride: int, nbytes: float) -> float:
+def _ring_secs(layout: ClusterLayout, ranks: int, stride: int, nbytes: float) -> float:
     """All-reduce of ``nbytes`` in a ring over every ``stride``-th of neighbouring ranks."""
     cluster = layout.cluster
     if ranks == 1:
@@ -351,7 +351,7 @@ def _ring_secs(layout: Layout, ranks: int, stride: int, nbytes: float) -> float:
     return 2 * (ranks - 1) * (cluster.alpha_secs + nbytes / ranks / rate)
 
 
-def _update_secs(layout: Layout, stage: _Stage, precision: Precision, timing: Timing) -> float:
+def _update_secs(layout: ClusterLayout, stage: _Stage, precision: Precision, timing: Timing) -> float:
     """State is read and written, gradients are read, compute weights written; each rank has an equal share (ZeRO-1)."""
     share = (stage.dense + stage.expert) / layout.parallel.stage_ranks
     per_parameter = 2 * precision.full_bytes + timing.gradient_bytes + precision.compute_bytes

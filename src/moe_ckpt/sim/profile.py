@@ -16,7 +16,7 @@ from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, S
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.profile import MAX_PROFILE_BYTES, Life, OperatorRow, Profile, ProfiledModel, decode_profile
-from moe_ckpt.sim.cluster import Cluster, Layout, Parallel
+from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
 from moe_ckpt.sim.failures import Failures
 from moe_ckpt.sim.lives import Pace, Restarts
 from moe_ckpt.sim.load import ExpertLoad
@@ -176,9 +176,9 @@ class RunProfile:
     def _rate(self, name: str, field: str) -> float:
         return self._known(self.pace.newest(name), name, f"let a checkpoint be committed, or give {field}")
 
-    def layout(self, cluster: Cluster | None = None, parallel: Parallel | None = None) -> Layout:
+    def layout(self, cluster: Cluster | None = None, parallel: Parallel | None = None) -> ClusterLayout:
         """The run's own, or its model elsewhere."""
-        return Layout(self.sim_model, cluster or self.cluster(), parallel or self.parallel)
+        return ClusterLayout(self.sim_model, cluster or self.cluster(), parallel or self.parallel)
 
     def iteration(self) -> Iteration:
         pace = self.pace

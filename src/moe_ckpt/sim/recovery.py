@@ -13,7 +13,7 @@ import numpy.typing as npt
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
-from moe_ckpt.sim.cluster import Layout
+from moe_ckpt.sim.cluster import ClusterLayout
 from moe_ckpt.sim.costs import Costs
 from moe_ckpt.sim.surviving import expert_ranks
 
@@ -137,7 +137,7 @@ class Recoveries:
 class Copies:
     """Where the copies of a layout's ranks lie, by the placement that a trainer uses (``core.replica_placement``)."""
 
-    def __init__(self, layout: Layout, replicas: int) -> None:
+    def __init__(self, layout: ClusterLayout, replicas: int) -> None:
         """replicas: of each rank; 0: none but its own.
 
         Raises:
@@ -153,7 +153,7 @@ class Copies:
         return any(holders <= gone for node in gone for holders in self._holders[node])
 
 
-def host_nodes(layout: Layout) -> Counts:
+def host_nodes(layout: ClusterLayout) -> Counts:
     """``[L, E, n]``: nodes whose ranks copy a part of the expert into their memory; padded with -1."""
     ranks = expert_ranks(layout)
     return np.where(ranks < 0, -1, ranks // layout.cluster.gpus_per_node)

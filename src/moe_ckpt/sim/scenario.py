@@ -9,7 +9,7 @@ from typing import Any
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import MOST_WHOLE, above_zero, at_least, given, whole
 from moe_ckpt.sim.clock import MOST_SECS
-from moe_ckpt.sim.cluster import Layout
+from moe_ckpt.sim.cluster import ClusterLayout
 from moe_ckpt.sim.failures import Failures
 from moe_ckpt.sim.load import ExpertLoad
 from moe_ckpt.sim.model import Precision
@@ -33,7 +33,7 @@ class Scenario:
             nothing.
     """
 
-    layout: Layout
+    layout: ClusterLayout
     precision: Precision
     batch: Batch
     iteration: Iteration

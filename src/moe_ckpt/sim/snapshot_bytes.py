@@ -13,11 +13,11 @@ from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.policies.base import Sends
-from moe_ckpt.sim.cluster import Layout
+from moe_ckpt.sim.cluster import ClusterLayout
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class SnapshotSize:
     """Bytes of one snapshot.
 
     Attributes:
@@ -39,7 +39,7 @@ class SnapshotBytes:
         sends: What of it goes to peers.
     """
 
-    def __init__(self, layout: Layout, sizes: Mapping[str, OperatorBytes], sends: Sends) -> None:
+    def __init__(self, layout: ClusterLayout, sizes: Mapping[str, OperatorBytes], sends: Sends) -> None:
         self._layout, self._sizes, self._sends = layout, sizes, sends
         self._catalog = layout.model.catalog
         self._slots = lru_cache(maxsize=256)(self._window_slots)
@@ -47,34 +47,34 @@ class SnapshotBytes:
         self._logged = lru_cache(maxsize=256)(self._logged_step)
 
     @cached_property
-    def dense(self) -> Snapshot:
+    def dense(self) -> SnapshotSize:
         return self._heaviest(self._catalog.everything)
 
-    def plan(self, plan: SnapshotPlan) -> Snapshot:
+    def plan(self, plan: SnapshotPlan) -> SnapshotSize:
         """A plan without a window, as it is copied: what then stays in host memory with it."""
         host_only = plan.operators(Tier.HOST)
         if plan.gradients:
             return self._logged(plan.operators() + host_only, plan.gradients)
         return self._partial(plan.operators() + host_only) if host_only else self.stored(plan)
 
-    def stored(self, plan: SnapshotPlan) -> Snapshot:
+    def stored(self, plan: SnapshotPlan) -> SnapshotSize:
         """A plan without a window, as it is sent to storage or peers."""
         if plan.gradients:
             return self._logged(plan.operators(), plan.gradients)
         return self.dense if plan.operators() is self._catalog.everything else self._partial(plan.operators())
 
-    def window(self, window: Window) -> tuple[Snapshot, ...]:
+    def window(self, window: Window) -> tuple[SnapshotSize, ...]:
         """Each slot of a window."""
         return self._slots(window.slots)
 
-    def held(self, window: Window | None) -> Snapshot:
+    def held(self, window: Window | None) -> SnapshotSize:
         """What a checkpoint consists of: all state, and in a window's slots the compute weights of later ones, too."""
         if window is None:
             return self.dense
         slots = self.window(window)
-        return Snapshot(*(sum(getattr(slot, name) for slot in slots) for name in ("rank", "total", "sent")))
+        return SnapshotSize(*(sum(getattr(slot, name) for slot in slots) for name in ("rank", "total", "sent")))
 
-    def _window_slots(self, slots: tuple[tuple[str, ...], ...]) -> tuple[Snapshot, ...]:
+    def _window_slots(self, slots: tuple[tuple[str, ...], ...]) -> tuple[SnapshotSize, ...]:
         """As ``core.window.share_bytes`` and ``slot_bytes`` have it, all operators at once."""
         table, size = self._table, len(slots)
         slot = np.empty(len(table.full), dtype=np.int64)
@@ -94,20 +94,20 @@ class SnapshotBytes:
             ranks = -(-even // np.asarray(placement.stages)[:, None]) - (-most // (placement.expert_ranks or 1))
             found.append((ranks.max(axis=0), even.sum(axis=0) + owned.sum(axis=0)))
         (ranks, total), (sent, _) = found
-        return tuple(map(Snapshot, ranks.tolist(), total.tolist(), (sent * (not self._sends.nothing)).tolist()))
+        return tuple(map(SnapshotSize, ranks.tolist(), total.tolist(), (sent * (not self._sends.nothing)).tolist()))
 
-    def _heaviest(self, operators: tuple[str, ...]) -> Snapshot:
+    def _heaviest(self, operators: tuple[str, ...]) -> SnapshotSize:
         """All of them in full."""
         at, table = self._catalog.places_of(operators), self._table
         return self._dealt(_only(table.full, at), _only(table.sent, at))
 
-    def _logged_step(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> Snapshot:
+    def _logged_step(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> SnapshotSize:
         table, places = self._table, self._catalog.places_of
         consumed = _only(table.gradient, places(gradients))
         full, sent = (_only(each, places(anchored)) + consumed for each in (table.full, table.sent))
         return self._dealt(full, sent)
 
-    def log(self, steps: Counts) -> Snapshot:
+    def log(self, steps: Counts) -> SnapshotSize:
         """What a recovery loads of a log of gradients.
 
         Args:
@@ -116,9 +116,9 @@ class SnapshotBytes:
         table = self._table
         return self._dealt(table.full + table.gradient * steps, table.sent + table.gradient * steps)
 
-    def _dealt(self, saved: Counts, sent: Counts) -> Snapshot:
+    def _dealt(self, saved: Counts, sent: Counts) -> SnapshotSize:
         """saved, sent: ``[operators]`` bytes of each."""
-        return Snapshot(self._busiest(saved), int(saved.sum()), 0 if self._sends.nothing else self._busiest(sent))
+        return SnapshotSize(self._busiest(saved), int(saved.sum()), 0 if self._sends.nothing else self._busiest(sent))
 
     def _busiest(self, weights: Counts) -> int:
         """Bytes on the busiest rank: experts on their owners, the rest spread evenly over the ranks of its stage."""
@@ -162,7 +162,7 @@ def _only(weights: Counts, places: Counts) -> Counts:
     return found
 
 
-def _table(layout: Layout, sizes: Mapping[str, OperatorBytes], sends: Sends) -> _Table:
+def _table(layout: ClusterLayout, sizes: Mapping[str, OperatorBytes], sends: Sends) -> _Table:
     catalog, placement = layout.model.catalog, layout.placement
     full = np.array([sizes[op].full for op in catalog.everything], dtype=np.int64)
     experts = catalog.expert_at

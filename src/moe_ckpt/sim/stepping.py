@@ -22,7 +22,7 @@ from moe_ckpt.sim.flushing import Flushing
 from moe_ckpt.sim.known_windows import KnownWindows
 from moe_ckpt.sim.load import DriftingLoad, ExpertLoad
 from moe_ckpt.sim.moving_ledger import MovingRunLedger
-from moe_ckpt.sim.snapshot_bytes import Snapshot
+from moe_ckpt.sim.snapshot_bytes import SnapshotSize
 from moe_ckpt.sim.state import State
 from moe_ckpt.sim.system import System
 from moe_ckpt.sim.track import Track
@@ -240,7 +240,7 @@ class Stepper:
         behind = are_behind(len(sends), system.max_in_flight, window_size)
         return system.durable == "peers" and goes_to_peers(plan, behind=behind, waits=system.when_busy == "wait")
 
-    def _when(self, now: float, copied: Snapshot, moved: Snapshot, *, sent: bool) -> When:
+    def _when(self, now: float, copied: SnapshotSize, moved: SnapshotSize, *, sent: bool) -> When:
         """When a snapshot that begins now is durable; one after the other is moved. What host memory keeps is not.
 
         Args:

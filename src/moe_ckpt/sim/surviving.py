@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.survivors import lends
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.sim.cluster import Layout
+from moe_ckpt.sim.cluster import ClusterLayout
 
 
 class Survivors:
@@ -21,7 +21,7 @@ class Survivors:
         seal: Whether they seal anything (``System.survivors``).
     """
 
-    def __init__(self, layout: Layout, *, seal: bool) -> None:
+    def __init__(self, layout: ClusterLayout, *, seal: bool) -> None:
         self._layout, self._seal = layout, seal
 
     def dead(self, nodes: Iterable[int], restarted: Iterable[int]) -> set[int]:
@@ -65,7 +65,7 @@ class Survivors:
         return expert_ranks(self._layout)
 
 
-def expert_ranks(layout: Layout) -> Counts:
+def expert_ranks(layout: ClusterLayout) -> Counts:
     """Returns ``[L, E, n]`` ranks that copy a part of the expert into their memory; padded with -1."""
     placement, parallel = layout.placement, layout.parallel
     most = max((len(owners) for owners in placement.owners), default=0)

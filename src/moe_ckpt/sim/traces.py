@@ -27,7 +27,7 @@ import numpy as np
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.sim.checks import above_zero, at_least, flag, given, whole
-from moe_ckpt.sim.failures import Event
+from moe_ckpt.sim.failures import FailureEvent
 
 HEADER = ["time", "event", "node"]
 SHIPPED = "package:"
@@ -56,7 +56,7 @@ class Trace:
     """
 
     path: str | None = None
-    given: tuple[Event, ...] = ()
+    given: tuple[FailureEvent, ...] = ()
     repeat: bool = False
     period_secs: float | None = None
 
@@ -91,7 +91,7 @@ class Trace:
         """None: a trace may have failures close together, which says nothing against the others."""
         return None
 
-    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[Event]:
+    def events(self, rng: np.random.Generator, nodes: int) -> Iterator[FailureEvent]:
         """The same each time, whatever ``rng``."""
         whole("Trace.events", nodes=nodes)
         if self._extent.node >= nodes:
@@ -100,7 +100,7 @@ class Trace:
             )
         return self._rounds()
 
-    def _rounds(self) -> Iterator[Event]:
+    def _rounds(self) -> Iterator[FailureEvent]:
         start = 0.0
         while True:
             away: set[int] = set()
@@ -112,7 +112,7 @@ class Trace:
                 return
             start += self._period
             for node in sorted(away):
-                yield Event(_micros(start), node, joins=True)
+                yield FailureEvent(_micros(start), node, joins=True)
 
     @property
     def _period(self) -> float:
@@ -134,7 +134,7 @@ class Trace:
             raise ConfigError(f"{self._name}: no event in it; for a run without failures use failures: none")
         return _Extent(last_secs, node, where)
 
-    def _rows(self) -> Iterator[tuple[str, Event]]:
+    def _rows(self) -> Iterator[tuple[str, FailureEvent]]:
         """(where it stands, event), checked."""
         if self.path is None:
             yield from _in_order((f"event {number} of the trace given", e) for number, e in enumerate(self.given, 1))
@@ -179,7 +179,7 @@ def _shipped(name: str) -> IO[str]:
     return folder.joinpath(name).open("r", encoding="utf-8")
 
 
-def _parsed(path: str, handle: IO[str]) -> Iterator[tuple[str, Event]]:
+def _parsed(path: str, handle: IO[str]) -> Iterator[tuple[str, FailureEvent]]:
     reader = csv.reader(handle)
     headed = False
     for row in reader:
@@ -197,7 +197,7 @@ def _parsed(path: str, handle: IO[str]) -> Iterator[tuple[str, Event]]:
         raise ConfigError(f"{path}: empty; the first row must be {','.join(HEADER)}")
 
 
-def _event(where: str, fields: list[str]) -> Event:
+def _event(where: str, fields: list[str]) -> FailureEvent:
     if len(fields) != len(HEADER):
         raise ConfigError(f"{where}: {len(fields)} fields; there must be {len(HEADER)}: {','.join(HEADER)}")
     time, event, node = fields
@@ -207,10 +207,10 @@ def _event(where: str, fields: list[str]) -> Event:
         raise ConfigError(f"{where}: event {event!r} must be 'remove', 'add' or 'kill'")
     if not _NODE.fullmatch(node):
         raise ConfigError(f"{where}: node {node!r} is not a whole number from 0 on")
-    return Event(float(time), int(node), joins=event == "add", process=event == "kill")
+    return FailureEvent(float(time), int(node), joins=event == "add", process=event == "kill")
 
 
-def _in_order(rows: Iterable[tuple[str, Event]]) -> Iterator[tuple[str, Event]]:
+def _in_order(rows: Iterable[tuple[str, FailureEvent]]) -> Iterator[tuple[str, FailureEvent]]:
     """The same, checked against those before. Keeps only the nodes that are away."""
     latest, away = 0.0, set[int]()
     for where, event in rows:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class UpstreamLog:
+class SimulatedUpstreamLog:
     """Of the rank with most of it.
 
     Attributes:

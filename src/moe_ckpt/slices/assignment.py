@@ -17,8 +17,8 @@ from moe_ckpt.core.sharding import (
     Name,
     Parts,
     RowRange,
+    ShardingUnit,
     Shares,
-    Unit,
     in_dealing_order,
     parts_equal,
     parts_none,
@@ -68,7 +68,7 @@ class Weights:
         experts: Operator -> bytes.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[ShardingUnit, ...]
     experts: Mapping[str, int]
 
 
@@ -148,11 +148,11 @@ def coupled_operators(catalog: Catalog, specs: Sequence[TensorSpec]) -> tuple[fr
     return tuple(groups)
 
 
-def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, int]) -> Iterable[Unit]:
+def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, int]) -> Iterable[ShardingUnit]:
     for name in of_rows.keys() | whole.keys():
         op, span = name
         start, stop = span.rows(catalog.parameters[span.parameter]) if name in of_rows else (0, 0)
-        yield Unit(op, span, start, stop, of_rows.get(name, 0), whole.get(name, 0))
+        yield ShardingUnit(op, span, start, stop, of_rows.get(name, 0), whole.get(name, 0))
 
 
 class Given(NamedTuple):
@@ -194,7 +194,7 @@ def _nothing(rank: int) -> Mapping[str, Sequence[Given]]:
 
 
 def _given(
-    dealt: Iterable[tuple[Unit, Sequence[RowRange]]], peers: Mapping[int, int], rank: int
+    dealt: Iterable[tuple[ShardingUnit, Sequence[RowRange]]], peers: Mapping[int, int], rank: int
 ) -> Mapping[str, Sequence[Given]]:
     """See ``WriteAssignment.given``; peers: rank -> its number in the parts."""
     number, found = peers.get(rank, -1), dict[str, list[Given]]()
@@ -276,7 +276,7 @@ class Sharder:
             return shares_adaptive(units, preload)
         return shares_fixed(self._fixed, units, preload)
 
-    def _chosen(self, units: Sequence[Unit], places: Numbers) -> list[Unit]:
+    def _chosen(self, units: Sequence[ShardingUnit], places: Numbers) -> list[ShardingUnit]:
         """Those of the operators at ``places``."""
         everything = self._catalog.everything
         chosen = {everything[at] for at in places[~self._catalog.is_expert[places]].tolist()}

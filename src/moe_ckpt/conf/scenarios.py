@@ -24,7 +24,7 @@ from moe_ckpt.sim.load import ExpertLoad
 from moe_ckpt.sim.model import ModelSpec, Precision, SimModel
 from moe_ckpt.sim.scenario import Scenario
 from moe_ckpt.sim.swin import SwinSpec
-from moe_ckpt.sim.system import SimulatedMemory, System
+from moe_ckpt.sim.system import MemoryTier, System
 from moe_ckpt.sim.training import Batch, Iteration
 
 CONFIG_DIR = Path(conf.__file__).parent / "simulate"
@@ -65,7 +65,7 @@ def scenario_of(cfg: DictConfig) -> Scenario:
 
 def _system(cfg: DictConfig) -> System:
     system = _made(cfg, "policy", System)
-    return _made(cfg, "memory", SimulatedMemory).applied_to(system) if _known(cfg, "memory") else system
+    return _made(cfg, "memory", MemoryTier).applied_to(system) if _known(cfg, "memory") else system
 
 
 def layout_of(cfg: DictConfig) -> ClusterLayout:

@@ -134,7 +134,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class SimulatedMemory:
+class MemoryTier:
     """The group ``memory``: memory as a Trainer has it by ``moe_ckpt.Memory``, in place of what the system says itself.
 
     Attributes:

@@ -39,7 +39,7 @@ class StepConsensus:
         sends: What must be sent to some rank's peers (``MirroredShares.sends``).
         used_up: Some rank's budget has no room beside what memory must keep, or may have to.
         in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
-        secs: Rank 0's clock.
+        secs: Rank 0's clock; None before the ranks have agreed on a step.
         persist_secs: The longest time one of them took from beginning to commit.
     """
 
@@ -52,7 +52,7 @@ class StepConsensus:
     copies_behind: bool = False
     used_up: bool = False
     in_memory: tuple[int, ...] = ()
-    secs: float = 0.0
+    secs: float | None = None
     sends: Sends = ALL_SENT
 
 
@@ -236,7 +236,7 @@ def _consensus(values: Sequence[int]) -> StepConsensus:
         ),
         lost=frozenset(first + i for i in range(count) if lost >> i & 1),
         storage_busy=bool(values[12]),
-        secs=values[13] / _NANO,
+        secs=_secs(values[13]),
         copies_behind=bool(values[14]),
         sends=Sends(*map(bool, values[18:22])),
         used_up=bool(values[22]),

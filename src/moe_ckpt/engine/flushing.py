@@ -69,7 +69,7 @@ class StorageFlush:
             self.skips += 1
             self._say_behind(plan.step)
         elif goes:
-            self._last, self._behind = (plan.step, consensus.secs or None), False
+            self._last, self._behind = (plan.step, consensus.secs), False
         self._window, self._window_goes = plan.window, goes
         return goes
 
@@ -85,7 +85,7 @@ class StorageFlush:
             self.skips += not self._behind
             self._say_behind(plan.step)
             return False
-        self._last, self._behind = (plan.step, consensus.secs or None), False
+        self._last, self._behind = (plan.step, consensus.secs), False
         return True
 
     @staticmethod
@@ -126,12 +126,12 @@ class StorageFlush:
         iteration_secs = measured.iteration_secs or measured.recent_iteration_secs
         step, secs = self._last or (None, None)
         if step is not None and secs is None:
-            self._last = step, secs = step, consensus.secs or None  # 0: the ranks have agreed on no step yet
+            self._last = step, secs = step, consensus.secs
         return self._cadence.due(
             StorageFacts(
                 plan.step,
                 step,
-                0.0 if secs is None else consensus.secs - secs,
+                0.0 if secs is None or consensus.secs is None else consensus.secs - secs,
                 measured.persist_secs,
                 iteration_secs,
                 len(ledger.tokens.faults),

@@ -128,7 +128,7 @@ class Room:
             return None
 
     def _wait_for_making(self, nbytes: int, until: float) -> None:
-        """Until the copying thread has made what it is making for such a snapshot: to make another takes as long."""
+        """Until another thread has made what it is making for such a snapshot: to make one more takes as long."""
         self._is_ready.wait(max(0.0, until - time.monotonic()))
         while self._pool.is_made_ahead(nbytes) and time.monotonic() < until:
             time.sleep(_MAKING_SECS)

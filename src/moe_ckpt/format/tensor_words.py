@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
 from operator import attrgetter, is_, methodcaller
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -128,39 +129,51 @@ class _GradientLayout:
     nothing: int
 
 
-class Requiring:
-    """Which tensors require a gradient: the words that say so, and some other things that autograd notes.
+class _Noted:
+    """What autograd notes of some tensors.
 
     Args:
         tensors: Which this keeps alive.
         layout: Of torch's objects.
         gradients: Likewise.
+
+    Attributes:
+        levels: Words that lead to the notes; each is to be read only where the one before is what it was.
+        there: Places of the tensors of which something is noted.
+        notes: Addresses of that.
+        is_known: Whether the tensors' objects are as torch says.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: _Layout, gradients: _GradientLayout) -> None:
         impls = _numbers(map(_CDATA, tensors), len(tensors))
         objects, pointers = Words(tensors, _ids(tensors) + layout.tensor), Words(tensors, impls + gradients.noted)
         noted = pointers.read().astype(np.int64)
-        there = np.flatnonzero(noted)
-        required = Words(tensors, noted[there] + gradients.required)
-        self._levels = objects, pointers, required  # each is read only where the one before is what it was
+        self.levels = objects, pointers
+        self.there = np.flatnonzero(noted)
+        self.notes = noted[self.there]
+        self.is_known = objects.are(impls)
+
+
+class Requiring:
+    """Which tensors require a gradient: the words that say so, and some other things that autograd notes.
+
+    Args:
+        tensors: Which this keeps alive.
+        noted: Of them.
+        gradients: Of torch's objects.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], noted: _Noted, gradients: _GradientLayout) -> None:
+        required = Words(tensors, noted.notes + gradients.required)
+        self._levels = *noted.levels, required
         found = np.zeros(len(tensors), dtype=bool)
-        found[there] = required.read() & np.uint64(gradients.bit) > 0
+        found[noted.there] = required.read() & np.uint64(gradients.bit) > 0
         asked = np.fromiter(map(_REQUIRES_GRAD, tensors), bool, len(tensors))
-        self.is_known = objects.are(impls) and np.array_equal(found, asked)
+        self.is_known = noted.is_known and np.array_equal(found, asked)
 
     def same(self) -> bool:
         """True only if they all do, or do not, as they did."""
         return all(words.same() for words in self._levels)
-
-
-def requiring(tensors: Sequence[torch.Tensor]) -> Requiring | None:
-    """Which of them require a gradient; None where that cannot be read."""
-    layout, gradients = _layout(), _gradient_layout()
-    if layout is None or gradients is None or not tensors:
-        return None
-    found = Requiring(tensors, layout, gradients)
-    return found if found.is_known else None
 
 
 class Gradients:
@@ -168,36 +181,45 @@ class Gradients:
 
     Args:
         tensors: Which this keeps alive.
-        layout: Of torch's objects.
-        gradients: Likewise.
+        noted: Of them.
+        gradients: Of torch's objects.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], layout: _Layout, gradients: _GradientLayout) -> None:
-        impls = _numbers(map(_CDATA, tensors), len(tensors))
-        self._levels = Words(tensors, _ids(tensors) + layout.tensor), Words(tensors, impls + gradients.noted)
-        noted = self._levels[1].read().astype(np.int64)
-        self._there = np.flatnonzero(noted)
-        self._memory, self._places = spanned(noted[self._there] + gradients.gradient)
+    def __init__(self, tensors: Sequence[torch.Tensor], noted: _Noted, gradients: _GradientLayout) -> None:
+        self._noted = noted
+        self._memory, self._places = spanned(noted.notes + gradients.gradient)
         self._nothing = np.uint64(gradients.nothing)
         self._absent = np.ones(len(tensors), dtype=bool)
-        asked = _numbers(map(is_, map(_GRADIENT, tensors), repeat(None)), len(tensors))
-        self.is_known = self._levels[0].are(impls) and np.array_equal(self._look(), asked)
+        asked = np.fromiter(map(is_, map(_GRADIENT, tensors), repeat(None)), bool, len(tensors))
+        self.is_known = noted.is_known and np.array_equal(self._look(), asked)
 
     def absent(self) -> npt.NDArray[np.bool_] | None:
         """Returns for each tensor whether it has none; None if autograd keeps its notes elsewhere by now."""
-        return self._look() if all(words.same() for words in self._levels) else None
+        return self._look() if all(words.same() for words in self._noted.levels) else None
 
     def _look(self) -> npt.NDArray[np.bool_]:
-        self._absent[self._there] = self._memory.take(self._places) == self._nothing
+        self._absent[self._noted.there] = self._memory.take(self._places) == self._nothing
         return self._absent
+
+
+def requiring(tensors: Sequence[torch.Tensor]) -> Requiring | None:
+    """Which of them require a gradient; None where that cannot be read."""
+    return _of_gradients(Requiring, tensors)
 
 
 def gradients_of(tensors: Sequence[torch.Tensor]) -> Gradients | None:
     """Which of them have a gradient; None where that cannot be read."""
+    return _of_gradients(Gradients, tensors)
+
+
+_Read = TypeVar("_Read", Requiring, Gradients)
+
+
+def _of_gradients(kind: type[_Read], tensors: Sequence[torch.Tensor]) -> _Read | None:
     layout, gradients = _layout(), _gradient_layout()
     if layout is None or gradients is None or not tensors:
         return None
-    found = Gradients(tensors, layout, gradients)
+    found = kind(tensors, _Noted(tensors, layout, gradients), gradients)
     return found if found.is_known else None
 
 

@@ -51,6 +51,7 @@ from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.engine.agreement import StepAgreement
+from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import CheckFreq, Dense, Gemini, GradientLog, MoC, MoEtion
@@ -97,7 +98,8 @@ class Run:
     ("read", n) at the n-th read of the store; ("raise", n) and ("sigterm", n) stop it at the n-th backward pass;
     ("stop", n) stops it by SIGSTOP before that, when the ranks have agreed on the step before, ("stop updated", n) when
     it has written the n-th update, both with none of its copies on its way to a peer;
-    ("compute, sealed", n) kills it there once the step before is sealed, ("forward", n) before that, ("reduced", n)
+    ("compute, sealed", n) kills it there once the step before is sealed, ("compute, stored", n) once storage has a
+    checkpoint besides the first, ("forward", n) before that, ("reduced", n)
     after it, when all gradients are reduced, ("updating", n) in the optimizer, ("failing", n) makes the optimizer
     raise, ("updated", n) kills when it has written the n-th update, ("hook", n) in the last callback's hook after that,
     ("ended", n) when its step is final, and its peers do not know its tokens; ("train end", 1) when training ended;
@@ -459,6 +461,8 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
         memory_phases.kill_in(*run.crash)
     elif run.crash is not None and run.crash[0] == "compute, sealed":
         return None, _kills_once_sealed(run.crash[1])
+    elif run.crash is not None and run.crash[0] == "compute, stored":
+        return None, _kills_once_stored(Path(str(run.store)), run.crash[1])
     elif run.crash is not None and run.crash[0] in ("stop", "stop updated"):
         return _slow_copies(run), stands_still(*run.crash)
     elif run.crash is not None and run.crash[0] in ("raise", "sigterm", "forward"):
@@ -514,6 +518,22 @@ def _kills_once_sealed(n: int) -> Callable[[int], None]:
             kill_process()
 
     Slot.seal = seal  # type: ignore[method-assign]
+    return kill
+
+
+def _kills_once_stored(store: Path, n: int) -> Callable[[int], None]:
+    """In the n-th backward pass of a process, when the store has a checkpoint besides the first."""
+    passes = itertools.count(1)
+
+    def kill(step: int) -> None:
+        if next(passes) == n:
+            until = time.monotonic() + 60.0
+            while len(list(store.glob(f"*/{MANIFEST_NAME}"))) < 2:
+                if time.monotonic() > until:
+                    raise StopHere(f"not stored before step {step + 1}")
+                time.sleep(0.01)
+            kill_process()
+
     return kill
 
 

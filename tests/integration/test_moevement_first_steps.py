@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ckpt.testing.faults import Kill, KillSchedule
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
@@ -23,15 +22,14 @@ from tests.integration.lives import (
 RUN = Run(None, policy=("moevement", None), epochs=2, callback={"when_busy": "wait"})
 
 
-@pytest.mark.parametrize(("step", "least"), [(5, 0), (9, 2)])
-def test_a_kill_in_the_first_steps_does_not_cost_all_of_them(place, step, least):  # noqa: F811
+@pytest.mark.parametrize(("step", "when", "least"), [(5, "compute", 0), (9, "compute, stored", 2)])
+def test_a_kill_in_the_first_steps_does_not_cost_all_of_them(place, step, when, least):  # noqa: F811
     """Killed in the forward pass after so many steps. A window of at most four slots begins at step 2."""
-    kills = KillSchedule((Kill(step, 0, "compute"),))
-    run = placed(replace(RUN, kills=kills.to_json()), place)
-    assert live(run) == KILLED, output(run)
+    run = placed(RUN, place)
+    assert live(replace(run, crash=(when, step + 1))) == KILLED, output(run)
     assert live(run) == 0, output(run)
     assert_store_sound(run, ended=True)
     assert_same_run(run)
     first, second = split_lives(events(run))
-    assert max(line["step"] for line in first if line["event"] == "batch") >= step
+    assert max(line["step"] for line in first if line["event"] == "batch") == step
     assert second[0]["step"] >= least

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 import sys
 import threading
 
@@ -209,3 +211,25 @@ def test_after_a_wait_in_vain_there_is_none_until_the_seal_is_in_time(monkeypatc
         hold.begins(sealed)
         hold.wait()
         assert waits == [engine._HOLD_SECS] * expected
+
+
+class Terminated(Exception):
+    """What a launcher's handler of SIGTERM raises."""
+
+
+def test_what_is_kept_is_said_although_the_launcher_stops_the_rank_meanwhile(surviving, recorder, caplog):
+    def terminate(number: int, _: object) -> None:
+        raise Terminated(number)
+
+    def seal(secs: float) -> Survived:
+        signal.raise_signal(signal.SIGTERM)
+        return Survived(7, nbytes=1)
+
+    recorder.seal = seal
+    former = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with caplog.at_level(logging.INFO, "moe_ckpt"), pytest.raises(Terminated):
+            surviving.survive("RuntimeError")
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert "rank 0 keeps its state of step 7 in memory" in caplog.text

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from moe_ckpt.driver.messages import say_not_survived, say_survived
 from moe_ckpt.driver.termination import Termination
-from moe_ckpt.engine.surviving import Survivor
+from moe_ckpt.engine.surviving import Survived, Survivor
 
 log = logging.getLogger("moe_ckpt")
 
@@ -130,12 +130,14 @@ class Surviving:
             if not self.is_whole:
                 log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
                 return
-            with _not_interrupted():
+            with _not_interrupted():  # what it says included: a handler may raise
                 until = time.monotonic() + self._secs
                 found = self._survivor.seal(self._secs)
                 self.settle(max(0.0, until - time.monotonic()))
-        if found is None:
-            return
+                if found is not None:
+                    self._say(why, found)
+
+    def _say(self, why: str, found: Survived) -> None:
         if found.problem:
             say_not_survived(self._unit, found.step, why, found.problem, self._rank, is_open=found.is_open)
         else:

@@ -14,8 +14,9 @@ from benchmarks.sim_reality_runs import NODE_EVERY, RealRun
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.sim.cluster import Cluster
 from moe_ckpt.sim.failures import FailureEvent, Failures, Poisson
-from moe_ckpt.sim.iteration import pipeline_slots
+from moe_ckpt.sim.iteration import Timing, boundary_bytes, pipeline_slots
 from moe_ckpt.sim.lives import Restarts
+from moe_ckpt.sim.model import LayerShape
 from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
 from moe_ckpt.sim.run import simulate
 from moe_ckpt.sim.scenario import Outcome, Scenario
@@ -35,6 +36,7 @@ class Told:
     down: from a kill to an iteration of usual length; loading and computing again are in it.
     slowed: what remains: iterations waited for checkpoints, or took longer than one without.
     again: rank-iterations that were computed a second time.
+    logged, log_held, brought: bytes of an upstream log, as in ``RealRun``.
     """
 
     steps: int
@@ -45,6 +47,9 @@ class Told:
     snapshot_bytes: float
     plt: float
     again: int
+    logged: float = 0.0
+    log_held: float = 0.0
+    brought: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -155,14 +160,19 @@ def cluster_of(contestant: Contestant, profile: RunProfile, real: RealRun) -> Cl
 
 
 def piped(scenario: Scenario, contestant: Contestant) -> Scenario:
-    """A profile does not know micro-batches: how long a pipeline stage takes alone, without the pipeline's bubbles."""
+    """A profile does not know micro-batches, nor widths: how long a pipeline stage takes alone, without the pipeline's
+    bubbles, and what crosses a boundary between stages."""
     loop = contestant.loop
     if loop is None or loop.stages == 1:
         return scenario
     share = loop.microbatches / pipeline_slots(loop.stages, loop.microbatches)
     sequences = scenario.batch.sequences - scenario.batch.sequences % loop.microbatches
     batch = replace(scenario.batch, sequences=sequences, micro_sequences=sequences // loop.microbatches)
-    iteration = replace(scenario.iteration, stage_secs=share * scenario.iteration.open_secs)
+    model = scenario.layout.model
+    shapes = (LayerShape(model.seq, loop.width, model.seq),) * loop.stages
+    layout = replace(scenario.layout, model=replace(model, shapes=shapes))
+    sent = boundary_bytes(layout, batch, Timing(activation_bytes=4))  # fp32
+    iteration = replace(scenario.iteration, stage_secs=share * scenario.iteration.open_secs, boundary_bytes=sent)
     return replace(scenario, batch=batch, iteration=iteration)
 
 
@@ -196,7 +206,8 @@ def measured(real: RealRun, clean_secs: float) -> Told:
     steps, down, lost = final_step(real) - 1, sum(_downs(real, clean_secs)), _lost_secs(real, clean_secs)
     useful = steps * clean_secs
     slowed = real.secs - useful - lost - down
-    return Told(steps, useful / real.secs, lost, down, slowed, real.snapshot_bytes, real.plt, real.again)
+    told = Told(steps, useful / real.secs, lost, down, slowed, real.snapshot_bytes, real.plt, real.again)
+    return replace(told, logged=real.logged, log_held=real.log_held, brought=real.brought)
 
 
 def final_step(real: RealRun) -> int:
@@ -243,4 +254,7 @@ def _of(outcome: Outcome, secs: float, clean_secs: float) -> Told:
         snapshot_bytes=outcome.total_bytes_per_step * iterated,
         plt=outcome.plt,
         again=outcome.steps_again,
+        logged=outcome.logged_bytes_per_step,
+        log_held=outcome.log_bytes,
+        brought=outcome.logged_bytes_per_step,  # as much as a rank sends on, it gets from its neighbours' logs
     )

@@ -23,6 +23,9 @@ import torch
 from benchmarks.bubbles_rank import Stage, run_config
 from moe_ckpt import Memory, policies
 from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.recovery.upstream_logs import LogExchange
+from moe_ckpt.upstream.answering import Received
+from moe_ckpt.upstream.recording import UpstreamLog
 from recipes.gpt_moe_megatron.config import ParallelConfig, RunConfig
 from recipes.gpt_moe_megatron.model import prepare_cpu, start
 
@@ -57,10 +60,13 @@ class Diary:
         with self._path.open("ab", buffering=0) as file:
             file.write(b"\n" + text.encode() + b"\n")
 
-    def step(self, record: StepRecord) -> None:
-        """``train/loss`` marks a step for whoever reads the diary; the loss itself is on the last stage only."""
+    def step(self, record: StepRecord, log: UpstreamLog | None) -> None:
+        """``train/loss`` marks a step for whoever reads the diary; the loss itself is on the last stage only. log: Of
+        this rank's messages, with what it has of the step and in all."""
         told = {"stall_ms": record.stall_secs * 1e3, "begun": record.begun, "bytes": record.nbytes, "plt": record.plt}
         told |= {"replayed": record.replayed, "plt_if_failed_now": record.at_risk_plt}
+        if log is not None:
+            told |= {"logged": log._sizes.get(record.step, 0), "log_held": log.nbytes}
         self.note(step=record.step, **{"train/loss": 0.0}, **{f"moe_ckpt/{name}": each for name, each in told.items()})
 
 
@@ -75,6 +81,7 @@ def train(restart: Any, order: Mapping[str, Any]) -> None:
     else:
         _start_in_place(restart)
     stage = Stage(_run(order), order["act_secs"])
+    _note_brought(diary)
     name, arguments = order["policy"]
     ckpt = megatron.attach(
         stage.built.chunks,
@@ -96,7 +103,21 @@ def train(restart: Any, order: Mapping[str, Any]) -> None:
             stage.gradients(consumed)
             outcome = stage.update()
             done, consumed = done + 1, consumed + stage.run.trainer.global_batch
-            diary.step(ckpt.after_step(done, consumed_samples=consumed, updated=outcome.updated))
+            record = ckpt.after_step(done, consumed_samples=consumed, updated=outcome.updated)
+            diary.step(record, None if ckpt.upstream is None else ckpt.upstream._log)
+
+
+def _note_brought(diary: Diary) -> None:
+    """Bytes of messages that this rank gets from logs, per iteration that it computes again."""
+    received = LogExchange.received
+
+    def noting(exchange: LogExchange) -> dict[int, Received]:
+        found = received(exchange)
+        total = sum(message.nbytes for step in found.values() for each in step.values() for message, _ in each)
+        diary.note(event="brought", bytes=total / max(1, len(found)))
+        return found
+
+    LogExchange.received = noting  # type: ignore[method-assign]
 
 
 def _run(order: Mapping[str, Any]) -> RunConfig:

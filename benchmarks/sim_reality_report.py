@@ -26,6 +26,9 @@ ROWS = (
     ("snapshots, MB", "snapshot_bytes", "{:.0f}", 1e6),
     ("PLT, %", "plt", "{:.3f}", 0.01),
     ("rank-iterations again", "again", "{:.0f}", 1.0),
+    ("log of messages, KB per iteration", "logged", "{:.0f}", 1e3),
+    ("log of messages held, MB", "log_held", "{:.2f}", 1e6),
+    ("log brought, KB per iteration again", "brought", "{:.0f}", 1e3),
 )
 
 

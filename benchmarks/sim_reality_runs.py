@@ -62,6 +62,8 @@ class RealRun:
     took_node: of each kill,
         whether the node's memory went with the process; all of them where that holds nothing. victims: the ranks.
     again: rank-iterations that were computed a second time.
+    logged, log_held, brought: bytes of an upstream log, on the rank with most: what one iteration adds, all of it, and
+        what a recovery brings from others per iteration that it computes again; 0 without a log.
     """
 
     directory: Path
@@ -76,6 +78,9 @@ class RealRun:
     took_node: tuple[bool, ...] = ()
     victims: tuple[int, ...] = ()
     again: int = 0
+    logged: float = 0.0
+    log_held: float = 0.0
+    brought: float = 0.0
 
     @property
     def profile_path(self) -> Path:
@@ -115,7 +120,7 @@ def _seen(job: Job, zero: float, secs: float, took_node: tuple[bool, ...], victi
     diaries = [_by_life(read_lines(job.diary(rank)), job) for rank in range(contestant.ranks)]
     lives = diaries[contestant.witness]
     metrics = [line for life in lives for line in life if "moe_ckpt/stall_ms" in line]
-    every = (line for lives in diaries for life in lives for line in life)
+    every = [line for lives in diaries for life in lives for line in life]
     saved = [line for line in every if line.get("moe_ckpt/begun")]
     times = zip(lives, job.spawned, job.killed, strict=True)
     return RealRun(
@@ -131,6 +136,9 @@ def _seen(job: Job, zero: float, secs: float, took_node: tuple[bool, ...], victi
         took_node=took_node,
         victims=victims,
         again=steps_again(diaries, contestant.witness),
+        logged=max((line["moe_ckpt/logged"] for line in every if "moe_ckpt/logged" in line), default=0.0),
+        log_held=max((line["moe_ckpt/log_held"] for line in every if "moe_ckpt/log_held" in line), default=0.0),
+        brought=max((line["bytes"] for line in every if line.get("event") == "brought"), default=0.0),
     )
 
 

@@ -65,7 +65,9 @@ class LeftSlots:
         with self._lock:
             over = [found for found in self._found if found not in used]
             self._found = [found for found in self._found if found in used]
-        self._delete(over if self.take_over is None else self.take_over(over))
+        if self.take_over is not None:
+            over = self.take_over(over)
+        self._delete(over)  # the only one to know them now: who is last frees their memory, which takes long
 
     def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:
         """This start resumed from a slot.

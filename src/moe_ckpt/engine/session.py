@@ -250,8 +250,7 @@ class CheckpointSession:
             received = time.perf_counter()
             self._agree_secs += received - joined
             if self._run.gradients is not None and self._run.settings.when_busy == "wait":
-                # A log is broken off by a step that is not sealed: so a failure costs the step before, not two.
-                self._resources.pipeline.stages.wait(0, self._run.settings.timeout_secs)
+                self._resources.pipeline.stages.wait_for_seal(self._run.settings.timeout_secs)
             self.survivor.update_begins(received)
             self.add_stall(time.perf_counter() - received)
             self._booking.meter.update_begins(received)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,8 @@ from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.persisting import Persister
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Snapshot
+
+log = logging.getLogger("moe_ckpt")
 
 
 class Stages:
@@ -52,6 +55,17 @@ class Stages:
     def wait(self, left: int, timeout_secs: float) -> bool:
         """Wait until at most ``left`` snapshots are in the next one's way; False if the time ran out."""
         return (self._sealer or self._persister).wait(left, timeout_secs)
+
+    def wait_for_seal(self, timeout_secs: float) -> None:
+        """Of the newest step of a gradient log: one that is not sealed breaks it off, so a failure costs the step
+        before, not two. A warning tells if the time ran out.
+        """
+        if not self.wait(0, timeout_secs):
+            log.warning(
+                "the step before is not sealed in memory after %g s (timeout_secs). Training goes on; a failure costs "
+                "two steps until it is",
+                timeout_secs,
+            )
 
     def wait_for_storage(self, timeout_secs: float) -> bool:
         """Wait until storage has one snapshot more; False if it has none to write, or not in time."""

@@ -1,0 +1,34 @@
+"""What earlier lives left in memory, once it is known what the run goes on from."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from moe_ckpt.engine.left_slots import LeftSlots
+from moe_ckpt.memory.files import FoundSlot
+
+
+@pytest.mark.parametrize("taken", [None, 1])
+def test_who_deletes_slots_is_the_last_to_know_them(taken):
+    """The pages go where the last reference does: not on the training thread, which this is."""
+    known: list[weakref.ref[FoundSlot]] = []
+
+    def delete(found: list[FoundSlot]) -> None:
+        while found:
+            known.append(weakref.ref(found.pop()))
+            assert known[-1]() is None
+
+    left = LeftSlots([_found(at) for at in range(3)], delete)
+    if taken is not None:
+        left.take_over = lambda over: over[taken:]
+    used = left.found[0]
+    left.keep([used])
+    assert len(known) == 2 - (taken or 0)
+    assert left.found == (used,)
+
+
+def _found(number: int) -> FoundSlot:
+    return FoundSlot(SimpleNamespace(path=f"slot_{number}"), SimpleNamespace(step=number, generation=0))

@@ -161,13 +161,12 @@ def cluster_of(contestant: Contestant, profile: RunProfile, real: RealRun) -> Cl
 
 def piped(scenario: Scenario, contestant: Contestant) -> Scenario:
     """A profile does not know micro-batches, nor widths: how long a pipeline stage takes alone, without the pipeline's
-    bubbles, and what crosses a boundary between stages."""
+    bubbles, and what crosses a boundary between stages. Its sequences are of one token."""
     loop = contestant.loop
     if loop is None or loop.stages == 1:
         return scenario
     share = loop.microbatches / pipeline_slots(loop.stages, loop.microbatches)
-    sequences = scenario.batch.sequences - scenario.batch.sequences % loop.microbatches
-    batch = replace(scenario.batch, sequences=sequences, micro_sequences=sequences // loop.microbatches)
+    batch = replace(scenario.batch, sequences=loop.microbatches * loop.tokens, micro_sequences=loop.tokens)
     model = scenario.layout.model
     shapes = (LayerShape(model.seq, loop.width, model.seq),) * loop.stages
     layout = replace(scenario.layout, model=replace(model, shapes=shapes))

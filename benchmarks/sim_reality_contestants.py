@@ -20,12 +20,14 @@ class Loop:
     Attributes:
         stages: Of the pipeline, one rank each; with 1, experts are split over all ranks.
         microbatches: Of an iteration, all ranks.
+        tokens: Of a micro-batch (``bubbles_rank.run_config``).
         log_bytes: ``Memory(upstream_bytes=...)``; None: no log, and all ranks go back.
         in_place: A spare takes a killed process's place, and the others restart within themselves; else all start anew.
     """
 
     stages: int
     microbatches: int = 8
+    tokens: int = 32
     log_bytes: int | None = None
     in_place: bool = False
     act_secs: float = 0.01

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,9 @@ class RealRun:
     took_node: of each kill,
         whether the node's memory went with the process; all of them where that holds nothing. victims: the ranks.
     again: rank-iterations that were computed a second time.
-    logged, log_held, brought: bytes of an upstream log, on the rank with most: what one iteration adds, all of it, and
-        what a recovery brings from others per iteration that it computes again; 0 without a log.
+    logged, log_held, brought: bytes of an upstream log, on the rank with most: what one iteration adds, all of it
+        (the median over iterations: a start holds what the one before left, too), and what a recovery brings from
+        others per iteration that it computes again; 0 without a log.
     """
 
     directory: Path
@@ -137,9 +139,15 @@ def _seen(job: Job, zero: float, secs: float, took_node: tuple[bool, ...], victi
         victims=victims,
         again=steps_again(diaries, contestant.witness),
         logged=max((line["moe_ckpt/logged"] for line in every if "moe_ckpt/logged" in line), default=0.0),
-        log_held=max((line["moe_ckpt/log_held"] for line in every if "moe_ckpt/log_held" in line), default=0.0),
+        log_held=max(map(_log_held, diaries)),
         brought=max((line["bytes"] for line in every if line.get("event") == "brought"), default=0.0),
     )
+
+
+def _log_held(lives: Sequence[Sequence[dict[str, Any]]]) -> float:
+    """Of one rank, by its diary."""
+    held = [line["moe_ckpt/log_held"] for life in lives for line in life if "moe_ckpt/log_held" in line]
+    return median(held) if held else 0.0
 
 
 def steps_again(diaries: Sequence[Sequence[Sequence[dict[str, Any]]]], witness: int) -> int:

@@ -108,6 +108,8 @@ def test_simulation_is_near_a_run_that_was_killed(tmp_path, contestant, monkeypa
     assert found.real.snapshot_bytes == pytest.approx(found.simulated.snapshot_bytes, rel=0.3)
     if contestant.name == "localized":
         assert 0 < found.real.again <= 3 * 2 * 4, "three failures, one rank each, at most two windows"
+        assert found.real.logged == found.real.brought == found.simulated.logged == 8 * 2 * 32 * 128 * 4
+        assert found.real.log_held == pytest.approx(found.simulated.log_held, rel=0.3)
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def _note_brought(diary: Diary) -> None:
         diary.note(event="brought", bytes=total / max(1, len(found)))
         return found
 
-    LogExchange.received = noting  # type: ignore[method-assign]
+    LogExchange.received = noting  # type: ignore[assignment, method-assign]
 
 
 def _run(order: Mapping[str, Any]) -> RunConfig:

@@ -30,7 +30,7 @@ from tests.integration.lives import (
 )
 from tests.integration.pauses import is_stopped, steps_of
 from tests.integration.test_memory_kills import in_memory, left
-from tests.integration.test_memory_layouts import LAYOUTS, lose, under_way
+from tests.integration.test_memory_layouts import CASES, LAYOUTS, PAIRED, lose, under_way
 from tests.integration.test_memory_rarely_stored import RARELY, restored
 from tests.support.waiting import retry_until
 from tests.support.warm import Started
@@ -166,3 +166,27 @@ def test_a_rank_that_does_not_come_to_the_end_of_a_step_ends_training(lost, paus
     for rank in (0, 1):
         assert f"training stops (PeerLostError): rank {rank} keeps its state of step {AT} in memory" in words
     assert comes_back(run, {None: None, "the other": other, "the paused": paused}[lost]) == left_with
+
+
+WINDOWS = 6
+"""Steps of two windows or rounds of three, the most that a return goes back to begin again."""
+
+
+@pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.parametrize(("is_long", "lost"), [(False, 0), (True, 0), (True, 1)])
+def test_under_every_exact_policy_a_pause_costs_no_bit(is_long, lost, name, place):  # noqa: F811
+    """Rank 1 stands still for less than the timeout, or for longer: no more copies then. A node is lost later."""
+    run = run_of(CASES[name], place, timeout_secs=TIMEOUT_SECS)
+    with standing_still(run, "stop", 1) as processes:
+        time.sleep(3 * TIMEOUT_SECS if is_long else SHORT_SECS)
+        os.kill(processes[1].pid, signal.SIGCONT)
+        assert retry_until(lambda: reached(run) >= AT + MORE, LIFE_SECS), output(run)
+        kill_all(run, processes)
+        newest = reached(run)
+    is_cut_off = "rank 1 gets no more copies of rank 0" in output(run)
+    assert is_cut_off == is_long or name.endswith("gradient-log"), "its newest step may be sealed only once all go on"
+    step = comes_back(run, lost)
+    if is_cut_off and lost == 0:
+        assert step < AT, "node 1 has none of node 0's later copies"
+    else:
+        assert step >= newest - WINDOWS

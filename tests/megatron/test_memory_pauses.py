@@ -20,7 +20,7 @@ import pytest
 
 from tests.integration.pauses import is_stopped, steps_of
 from tests.megatron.exactness import LIFE_SECS, WARM, Case, life_of, shards_read
-from tests.megatron.test_memory_phases import DATA, PIPELINE, ends_alike, lose
+from tests.megatron.test_memory_phases import DATA, PIPELINE, POLICIES, ends_alike, lose
 from tests.support.megatron_run import Journal, live
 from tests.support.processes import Outcome, start_ranks
 from tests.support.waiting import retry_until
@@ -195,3 +195,29 @@ def test_a_rank_that_does_not_come_to_the_end_of_an_iteration_ends_training(lost
         assert missed in (outcome.error or "")
     assert f"training stops (PeerLostError): rank 0 keeps its state of iteration {AT} in memory" in still.said(0)
     assert comes_back(still, lost) == left_with
+
+
+WINDOWS = 6
+"""Iterations of two windows or rounds, the most that a return goes back to begin again."""
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "dense"])
+@pytest.mark.parametrize(("is_long", "lost"), [(False, "the other"), (True, "the other"), (True, "the paused")])
+def test_under_every_exact_policy_a_pause_costs_no_bit(is_long, lost, policy, tmp_path):
+    """Rank 2 stands still for less than the timeout, or for longer: no more copies then. A node is lost later."""
+    case = replace(DATA, policy=POLICIES[policy], steps=STEPS, reseed=False, options={"timeout_secs": TIMEOUT_SECS})
+    with standing_still(case, tmp_path, 2, "forward") as still:
+        sources = still.sources
+        if is_long:
+            for each in sources:
+                assert retry_until(lambda: "gets no more copies" in still.said(each), 5 * TIMEOUT_SECS)  # noqa: B023
+        else:
+            time.sleep(SHORT_SECS)
+        still.goes_on()
+        newest = still.kill_all()
+    assert any("gets no more copies" in still.said(rank) for rank in range(4)) == is_long
+    step = comes_back(still, lost)
+    if is_long and lost == "the other":
+        assert step < AT, "the node that stood still has none of the later copies"
+    else:
+        assert step >= newest - WINDOWS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -78,3 +79,17 @@ def test_no_room_is_an_error_where_nothing_is_being_deleted(files, monkeypatch):
     monkeypatch.setattr(Slot, "create", full)
     with pytest.raises(MemoryFullError):
         files.make(NBYTES)
+
+
+def test_nothing_to_delete_takes_no_thread(files, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("one was started"))
+    files.remove([])
+
+
+def test_a_slot_that_is_too_large_takes_nothing_from_others(files, monkeypatch):
+    """The kernel would take all that is free first, and give it back."""
+    monkeypatch.setattr("os.posix_fallocate", lambda *_: pytest.fail("pages were taken"))
+    free = shutil.disk_usage(files.path).free
+    with pytest.raises(MemoryFullError):
+        files.make(2 * free)
+    assert not list(files.path.glob("*.data"))

@@ -233,3 +233,14 @@ def test_what_is_kept_is_said_although_the_launcher_stops_the_rank_meanwhile(sur
     finally:
         signal.signal(signal.SIGTERM, former)
     assert "rank 0 keeps its state of step 7 in memory" in caplog.text
+
+
+def test_a_signal_while_the_session_saves_is_acted_on_when_it_has(surviving, recorder, monkeypatch):
+    ended: list[Moment] = []
+    monkeypatch.setattr(surviving.termination, "settle", lambda: ended.append(surviving.moment))
+    with surviving.saving():
+        assert surviving.ends_soon
+        surviving.survive("SIGTERM")
+        assert not recorder.began.is_set(), "its locks may be the session's"
+        assert not ended
+    assert ended == [Moment.RESTING]

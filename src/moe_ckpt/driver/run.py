@@ -392,7 +392,8 @@ class Driver:
         if self.replaying is not None or (local is not None and local.part.recovery.step == self._host.step):
             return False  # the latter: ranks that kept that step do not come by here
         self.lifecycle.require(Action.SAVE, "save()")
-        self.session.save_complete(self._host.step, self._host.capture)
+        with self.surviving.saving():
+            self.session.save_complete(self._host.step, self._host.capture)
         ended = self.session.drain(self._host.step) if wait else ()
         if ended and not ended[-1].committed:
             raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
@@ -403,7 +404,8 @@ class Driver:
     def catch_up(self) -> None:
         """Training ended: completes ``last`` with what the ranks agreed on."""
         self.lifecycle.require(Action.FINISH, "finish()")
-        self.last = self.last and self.session.catch_up(self.last)
+        with self.surviving.saving():
+            self.last = self.last and self.session.catch_up(self.last)
 
     def finish(self, *, moved: bool, ended: bool = True) -> None:
         """Training ended well: saves a complete last checkpoint, and waits for it.

@@ -110,6 +110,17 @@ class Surviving:
         finally:
             self.enter(Moment.RESTING)
 
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """The session is at work between two steps: to seal in a signal handler could wait for locks held here."""
+        before = self.moment
+        self.enter(Moment.BOOKING)
+        try:
+            yield
+        finally:
+            self.enter(before)
+        self.termination.settle()
+
     def survive(self, why: str) -> None:
         """Training stops: seals the newest step, once. Never raises.
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from moe_ckpt.driver.surviving import Surviving
 
@@ -43,6 +45,7 @@ class Termination:
         self._handled = threading.Event()
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         self._wakes = False
+        self._stream: torch.cuda.Stream | None = None
         self._previous: _ExceptHook = sys.__excepthook__
         self._ours: _ExceptHook | None = None
 
@@ -54,6 +57,7 @@ class Termination:
             sys.excepthook = self._ours
         if not is_main or self._sockets is not None or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -118,5 +122,6 @@ class Termination:
             soon = self._surviving.ends_soon and not self._surviving.is_whole
             if soon and time.monotonic() < until:
                 continue
-            self._surviving.survive("SIGTERM")
+            with torch.cuda.stream(self._stream):  # training's, which its updates are on; a thread has one of its own
+                self._surviving.survive("SIGTERM")
             os._exit(EXIT_CODE)

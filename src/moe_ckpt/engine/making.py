@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -51,7 +52,8 @@ class MakerThread:
 
     def _run(self, device: int | None) -> None:
         if device is not None:  # else what is page-locked belongs to the first device, whichever this rank uses
-            torch.cuda.set_device(device)
+            with contextlib.suppress(RuntimeError):  # training meets the same error, and says so
+                torch.cuda.set_device(device)
         while True:
             with self._lock:
                 if self._closing or not self._works:

@@ -190,8 +190,8 @@ class Room:
 
     def _make_foreseen(self, share: Callable[[], int] | None) -> bool:
         count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
-        if share is None or self._pool.free_count() >= count:
-            return False
+        if share is None or self._pool.free_count() >= count or not share():
+            return False  # a rank that saves nothing needs no room, either
         beside = share() // _SLACK + min(_PLAIN_NBYTES, share() // 2)
         return self._pool.foresee(share(), share() + beside, count)
 

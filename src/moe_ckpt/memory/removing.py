@@ -9,10 +9,11 @@ from moe_ckpt.memory.slot import Slot, remove_files
 
 
 class SlotRemover:
-    """On threads of its own, one for each call. ``remove`` is called on one thread at a time, ``wait`` on any."""
+    """On threads of its own, one for each call that has something to delete. Any thread may call it."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
 
     def remove(self, slots: list[Slot]) -> None:
         """Delete slots. When this returns no later life comes back to them; their memory follows.
@@ -20,19 +21,21 @@ class SlotRemover:
         Args:
             slots: Emptied. Who else knows one of them keeps its memory.
         """
+        if not slots:
+            return
         _unseal(slots)
         thread = threading.Thread(target=_remove, args=(slots,), name="moe_ckpt-remove", daemon=True)
-        self._threads = [each for each in self._threads if each.is_alive()]
         try:
-            thread.start()
+            with self._lock:
+                thread.start()
+                self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         except RuntimeError:  # no thread to be had
             _remove(slots)
-        else:
-            self._threads.append(thread)
 
     def wait(self) -> bool:
         """Until all is deleted; False if nothing was under way."""
-        threads = [each for each in self._threads if each.is_alive()]
+        with self._lock:
+            threads = [each for each in self._threads if each.is_alive()]
         for thread in threads:
             thread.join()
         return bool(threads)

@@ -73,7 +73,7 @@ def test_of_slow_seals_a_kill_costs_the_newest_step_alone(place):  # noqa: F811
 
 def test_an_update_that_waits_no_longer_for_a_seal_says_so(place):  # noqa: F811
     run = logged(replace(LOG, epochs=1, callback={"when_busy": "wait", "timeout_secs": 0.2}), place)
-    assert live(replace(run, sabotage="seals slowly")) == 0, output(run)
+    assert live(replace(run, crash=("compute", 7), sabotage="seals slowly")) == KILLED, output(run)
     assert "the step before is not sealed in memory after 0.2 s (timeout_secs)" in output(run)
 
 

@@ -205,8 +205,8 @@ def measured(real: RealRun, clean_secs: float) -> Told:
     steps, down, lost = final_step(real) - 1, sum(_downs(real, clean_secs)), _lost_secs(real, clean_secs)
     useful = steps * clean_secs
     slowed = real.secs - useful - lost - down
-    told = Told(steps, useful / real.secs, lost, down, slowed, real.snapshot_bytes, real.plt, real.again)
-    return replace(told, logged=real.logged, log_held=real.log_held, brought=real.brought)
+    log = (real.logged, real.log_held, real.brought)
+    return Told(steps, useful / real.secs, lost, down, slowed, real.snapshot_bytes, real.plt, real.again, *log)
 
 
 def final_step(real: RealRun) -> int:

@@ -81,7 +81,8 @@ def train(restart: Any, order: Mapping[str, Any]) -> None:
     else:
         _start_in_place(restart)
     stage = Stage(_run(order), order["act_secs"])
-    _note_brought(diary)
+    if order["log_bytes"] is not None:
+        _note_brought(diary)
     name, arguments = order["policy"]
     ckpt = megatron.attach(
         stage.built.chunks,

@@ -5,24 +5,20 @@ For less than the timeout, or for more; then training goes on, and a node is los
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.integration.pauses import is_stopped, steps_of
-from tests.megatron.exactness import LIFE_SECS, WARM, Case, life_of, shards_read
-from tests.megatron.test_memory_phases import DATA, PIPELINE, POLICIES, ends_alike, lose
-from tests.support.megatron_run import Journal, live
-from tests.support.processes import Outcome, start_ranks
+from tests.megatron.exactness import LIFE_SECS, Case, life_of
+from tests.megatron.running import Running, running
+from tests.megatron.test_memory_phases import DATA, PIPELINE, POLICIES, WINDOWS, comes_back_from_memory, lose
 from tests.support.waiting import retry_until
 
 pytestmark = pytest.mark.slow
@@ -35,101 +31,57 @@ AT, MORE, STEPS = 5, 5, 40
 TIMEOUT_SECS, SHORT_SECS = 4.0, 1.5
 
 
-def begins(directory: str) -> None:
-    """Of each rank: its process, and what it says, are known to the test."""
-    rank = os.environ["RANK"]
-    logging.getLogger("moe_ckpt").addHandler(logging.FileHandler(Path(directory, f"said_{rank}")))
-    Path(directory, f"pid_{rank}").write_text(str(os.getpid()))
-
-
 @dataclass
 class Paused:
-    """A life of which one rank stands still.
+    """A rank of it stands still.
 
-    pids: by rank. outcomes: of all ranks, when they have ended.
     sources: Ranks of the other node whose copies this rank holds; by rank, the newest of these.
     """
 
-    case: Case
-    directory: Path
+    life: Running
     rank: int
-    pids: list[int]
-    outcomes: list[Outcome]
 
     @property
     def nodes(self) -> tuple[int, int]:
         """Its own, and the other one."""
         return self.rank // 2, 1 - self.rank // 2
 
-    def node(self, number: int) -> Path:
-        return self.directory / "memory" / f"node_{number}"
-
-    def said(self, rank: int) -> str:
-        return (self.directory / f"said_{rank}").read_text()
-
     @property
     def sources(self) -> dict[int, int]:
         own, other = self.nodes
-        [held] = self.node(own).glob(f"**/rank_{self.rank:05d}")
+        [held] = self.life.node(own).glob(f"**/rank_{self.rank:05d}")
         found = {rank: steps_of(held, rank) for rank in (2 * other, 2 * other + 1)}
         return {rank: max(steps) for rank, steps in found.items() if steps}
 
-    def newest(self, rank: int) -> int:
-        """Of its own slots on its node."""
-        return max(steps_of(self.node(rank // 2), rank))
-
-    def reached(self) -> int:
-        """The newest iteration that every rank has ended."""
-        path = life_of(self.case, self.directory).journal
-        of_ranks = [[line["updated"] for line in Journal(path, rank).lines() if "updated" in line] for rank in range(4)]
-        return min(max(steps, default=0) for steps in of_ranks)
+    def said(self, rank: int) -> str:
+        return self.life.said(rank)
 
     def goes_on(self) -> None:
-        os.kill(self.pids[self.rank], signal.SIGCONT)
+        os.kill(self.life.pids[self.rank], signal.SIGCONT)
 
     def kill_all(self) -> int:
-        """Some iterations later, and at once: no rank hears of another's death. Returns the newest that all ended."""
-        assert retry_until(lambda: self.reached() >= AT + MORE, LIFE_SECS)
-        for how in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in self.pids:
-                os.kill(pid, how)
-        return self.reached()
+        """Some iterations later."""
+        self.life.comes_to(AT + MORE)
+        return self.life.kill_all()
 
 
 @contextmanager
 def standing_still(case: Case, directory: Path, rank: int, phase: str) -> Iterator[Paused]:
     """Once the ranks whose copies it holds have sealed the newest step, of which it gets none."""
-    life = replace(life_of(case, directory), pause=(rank, AT, phase), sabotage=partial(begins, str(directory)))
-    outcomes: list[Outcome] = []
-
-    def run() -> None:
-        outcomes.extend(start_ranks(live, case.ranks, life, timeout=LIFE_SECS, grace=60.0, preload=WARM))
-
-    running = threading.Thread(target=run)
-    running.start()
-    pids: list[int] = []
-    try:
-        assert retry_until(lambda: all((directory / f"pid_{each}").exists() for each in range(4)), LIFE_SECS)
-        pids += [int((directory / f"pid_{each}").read_text()) for each in range(4)]
-        assert retry_until(lambda: is_stopped(pids[rank]), LIFE_SECS)
-        paused = Paused(case, directory, rank, pids, outcomes)
-        assert retry_until(lambda: all(paused.newest(each) >= AT - 1 for each in paused.sources))
+    with running(case, directory, replace(life_of(case, directory), pause=(rank, AT, phase))) as life:
+        assert retry_until(lambda: is_stopped(life.pids[rank]), LIFE_SECS)
+        paused = Paused(life, rank)
+        assert retry_until(lambda: all(life.newest(each) >= AT - 1 for each in paused.sources))
         assert paused.sources
         yield paused
-        running.join(LIFE_SECS)
-    finally:
-        if running.is_alive() and pids:
-            os.kill(pids[rank], signal.SIGKILL)
-        running.join()
 
 
 def comes_back(paused: Paused, lost: str | None) -> int:
     """The iteration that all resume from, without a node; they then end as if nothing had been."""
+    life = paused.life
     if lost is not None:
-        lose(paused.directory, paused.nodes[lost == "the other"])
-    [resumed] = ends_alike(paused.case, paused.directory).resumed
-    assert shards_read(paused.case, paused.directory) == [[]] * 4, "all of it comes from memory"
-    return resumed
+        lose(life.directory, paused.nodes[lost == "the other"])
+    return comes_back_from_memory(life)
 
 
 @layouts
@@ -140,7 +92,7 @@ def test_a_short_pause_costs_time_and_nothing_else(paused, layout, tmp_path):
     with standing_still(case, tmp_path, paused, "forward") as still:
         time.sleep(SHORT_SECS)
         assert set(still.sources.values()) <= {AT - 3, AT - 2}, "copies are on their way"
-        assert still.reached() == AT - 1, "training waits in its own collectives"
+        assert still.life.reached() == AT - 1, "training waits in its own collectives"
         still.goes_on()
         newest = still.kill_all()
     assert not any("gets no more copies" in still.said(rank) for rank in range(4))
@@ -166,7 +118,7 @@ def test_a_long_pause_costs_what_only_the_lost_node_had(lost, paused, layout, tm
         assert not any("gets no more copies" in still.said(rank) for rank in range(4)), "not before the timeout"
         for source, text in missed.items():
             assert retry_until(lambda: text in still.said(source), 5 * TIMEOUT_SECS), still.said(source)  # noqa: B023
-        assert still.reached() == AT - 1
+        assert still.life.reached() == AT - 1
         still.goes_on()
         newest = still.kill_all()
     for rank in range(4):
@@ -189,16 +141,12 @@ def test_a_rank_that_does_not_come_to_the_end_of_an_iteration_ends_training(lost
         assert left_with >= AT - 3
         time.sleep(2 * TIMEOUT_SECS)
         still.goes_on()
-    for rank, outcome in enumerate(still.outcomes):
+    for rank, outcome in enumerate(still.life.outcomes):
         missed = f"PeerLostError: rank {rank} timed out waiting for all ranks to come to the same step"
         assert outcome.exitcode == 1, outcome
         assert missed in (outcome.error or "")
     assert f"training stops (PeerLostError): rank 0 keeps its state of iteration {AT} in memory" in still.said(0)
     assert comes_back(still, lost) == left_with
-
-
-WINDOWS = 6
-"""Iterations of two windows or rounds, the most that a return goes back to begin again."""
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "dense"])

@@ -20,8 +20,10 @@ from tests.megatron.exactness import (
     life_of,
     require_exact,
     require_killed,
+    shards_read,
     start_life,
 )
+from tests.megatron.running import Running
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, dense, moevement
 from tests.megatron.test_memory import COPIES, GEMINI, left, newest
 from tests.megatron.test_random_kills import NEVER, ended, killed, retry
@@ -42,6 +44,8 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 CHECKFREQ = ("CheckFreq", {"profile_steps": 2, "max_overhead": 0.9, "max_interval": 2})
 LOG = ("GradientLog", {"window": 3})
 POLICIES = {"dense": dense(1), "gemini": GEMINI, "windows": moevement(2), "checkfreq": CHECKFREQ, "log": LOG}
+WINDOWS = 6
+"""Iterations of two windows or rounds, the most that a return goes back to begin again."""
 LATER = {"send": 40, "seal": 10}
 """Phases of policies that do not save everything at each step."""
 REST = [("reserve", 3), ("copy", 6), ("sealed", 10), ("unseal", 3), ("verified", 5), ("acknowledge", 5), ("train", 7)]
@@ -71,6 +75,13 @@ def ends_alike(case: Case, directory: Path) -> Ended:
     require_exact(case, directory, ended)
     assert left(directory) == []
     return ended
+
+
+def comes_back_from_memory(life: Running) -> int:
+    """The iteration that all resume from; they then end as if nothing had been."""
+    [resumed] = ends_alike(life.case, life.directory).resumed
+    assert shards_read(life.case, life.directory) == [[]] * 4
+    return resumed
 
 
 @pytest.mark.slow

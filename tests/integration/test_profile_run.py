@@ -101,6 +101,8 @@ def test_steps_computed_again_are_told_apart_from_loading(place):
     assert one.ready_unix_secs == one.training_unix_secs
     assert one.last_step < two.restored_step + 3
     assert two.first_step == two.restored_step + 1
+    assert (one.plan_secs, one.replayed_steps, two.replayed_steps) == (None, 0, 2)
+    assert 0 < two.plan_secs <= two.load_secs
     assert two.training_unix_secs > two.ready_unix_secs > two.opened_unix_secs + two.load_secs - 0.01
     assert read_profile(path).restarts.replay_secs == two.training_unix_secs - two.ready_unix_secs
 

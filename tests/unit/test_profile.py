@@ -20,7 +20,9 @@ import pytest
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.window import OperatorBytes
+from moe_ckpt.engine.events import Loaded, StepReplayed
 from moe_ckpt.engine.options import Options
+from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import ConfigError, DamagedError, FormatVersionError
 from moe_ckpt.format.manifest import LayerRecord
 from moe_ckpt.format.profile import (
@@ -100,6 +102,8 @@ NEXT = replace(
     last_step_unix_secs=180.0,
     restored_step=39,
     load_secs=2.0,
+    plan_secs=0.5,
+    replayed_steps=2,
     first_step=40,
     last_step=80,
     finished=True,
@@ -216,35 +220,38 @@ def test_a_profile_that_has_grown_is_not_read(tmp_path):
         read_profile(path)
 
 
-@pytest.mark.parametrize("version", [3, 0, None, True, "1"])
+@pytest.mark.parametrize("version", [4, 0, None, True, "1"])
 def test_another_version_is_told_apart(version):
     body = plain() | {"format_version": version, "a field of its own": 1}
     with pytest.raises(FormatVersionError, match="format version"):
         decode_profile(json.dumps(body).encode(), "p")
 
 
-NEW_IN_2 = ("send_bytes_per_sec", "replicas", "sent_bytes", "saved_bytes")
+LACKING_IN_2 = {"plan_secs": None, "replayed_steps": 0}
+LACKING_IN_1 = LACKING_IN_2 | {"send_bytes_per_sec": None, "replicas": 0, "sent_bytes": 0, "saved_bytes": 0}
+LACKING = {1: LACKING_IN_1, 2: LACKING_IN_2}
 
 
-def of_version_1():
-    body = plain() | {"format_version": 1}
-    for row in body["model"]["operators"]:
+def of_version(version):
+    body = plain() | {"format_version": version}
+    for row in body["model"]["operators"] if version == 1 else ():
         del row["gradient_bytes"], row["weight_bytes"]
     for life in body["lives"]:
-        for name in NEW_IN_2:
+        for name in LACKING[version]:
             del life[name]
     return body
 
 
-def test_version_1_is_read_as_if_what_is_new_were_not_known():
-    found = decode_profile(json.dumps(of_version_1()).encode(), "p")
-    unknown = {"send_bytes_per_sec": None, "replicas": 0, "sent_bytes": 0, "saved_bytes": 0}
-    assert found == replace(PROFILE, lives=tuple(replace(each, **unknown) for each in PROFILE.lives))
+@pytest.mark.parametrize("version", LACKING)
+def test_earlier_versions_are_read_as_if_what_is_new_were_not_known(version):
+    found = decode_profile(json.dumps(of_version(version)).encode(), "p")
+    assert found == replace(PROFILE, lives=tuple(replace(each, **LACKING[version]) for each in PROFILE.lives))
 
 
-def test_version_1_with_fields_of_version_2_is_damaged():
-    body = of_version_1()
-    body["lives"][0]["replicas"] = 1
+@pytest.mark.parametrize(("version", "field"), [(1, "replicas"), (1, "replayed_steps"), (2, "replayed_steps")])
+def test_earlier_versions_with_fields_of_later_ones_are_damaged(version, field):
+    body = of_version(version)
+    body["lives"][0][field] = 1
     with pytest.raises(DamagedError, match="lives"):
         decode_profile(json.dumps(body).encode(), "p")
 
@@ -489,7 +496,28 @@ def test_steps_computed_again_are_no_training_yet(tmp_path, path):
     found = read(path).lives[-1]
     assert found.training_unix_secs - found.ready_unix_secs >= 0.05
     assert found.load_secs == pytest.approx(found.ready_unix_secs - found.opened_unix_secs)
+    assert found.plan_secs is None, "nobody noted it"
     assert read_profile(path).restarts.replay_secs >= 0.05
+
+
+def test_a_start_tells_planning_and_steps_computed_again_apart(tmp_path, path):
+    with life(tmp_path, path) as first:
+        first.go(3, settle=True)
+    with life(tmp_path, path) as second:
+        time.sleep(0.02)
+        planned = time.time()
+        time.sleep(0.02)
+        second.session._run.tell(Loaded(planned))
+        second.session.training_begins()
+        for step in (2, 3):
+            second.session._run.tell(StepReplayed(StepRecord(step, replayed=True), second.session.run_ledger))
+        second.session.resume_from(engine_parts.manifests(tmp_path / "store")[-1])
+        second.step = 3
+        second.go()
+    found = read(path).lives[-1]
+    assert 0.02 <= found.plan_secs == pytest.approx(planned - found.opened_unix_secs)
+    assert found.plan_secs + 0.02 <= found.load_secs <= found.ready_unix_secs - found.opened_unix_secs
+    assert found.replayed_steps == 2
 
 
 def test_windows_are_recorded_with_what_they_weigh(tmp_path, path):
@@ -558,7 +586,7 @@ def test_rank_0_alone_writes_and_tells_the_number_of_ranks(tmp_path, path):
 def test_what_is_no_profile_of_this_model_is_put_aside(tmp_path, path, caplog, content):
     text = {
         "foreign": encoded(PROFILE).decode(),
-        "newer": encoded(PROFILE).decode().replace('"format_version": 2', '"format_version": 3'),
+        "newer": encoded(PROFILE).decode().replace('"format_version": 3', '"format_version": 4'),
     }.get(content, content)
     for number in (1, 2):
         with open(path, "w") as file:
@@ -680,14 +708,15 @@ def test_what_the_simulator_is_told():
     assert run.restarts.restart_secs == pytest.approx((8 + 13) / 2)
     assert run.restarts.load_secs == 2
     assert run.restarts.replay_secs == 2
-    assert run.restarts.warm_up_secs == pytest.approx(1.5 - 0.6)
-    assert run.restarts.set_up_secs == pytest.approx(11 - 2 + 0.9)  # the first start is no restart
+    warm_up = (1.5 - 0.6) + (2 - 2 * 0.6)  # of the loop's first step, and of those computed again
+    assert run.restarts.warm_up_secs == pytest.approx(warm_up)
+    assert run.restarts.set_up_secs == pytest.approx(11 - 2 + 0.5 + warm_up)  # the first start is no restart
     assert run.restarts.gap_secs == (2.0,)
     assert run.restarts.downtime_secs == (15.0,)
     cluster = run.cluster(detect_secs=3.0, nic_bytes_per_sec=7.0)
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpus) == (2, 2, 4)
     assert (cluster.pcie_bytes_per_sec, cluster.storage_bytes_per_sec) == (4000.0, 2000.0)
-    assert cluster.restart_secs == pytest.approx(9.9)
+    assert cluster.restart_secs == pytest.approx(9.5 + warm_up)
     assert (cluster.detect_secs, cluster.nic_bytes_per_sec) == (3.0, 7.0)
     assert cluster.host_memory_bytes == 2000.0
     assert run.cluster(restart_secs=1.0, pcie_bytes_per_sec=5.0).pcie_bytes_per_sec == 5.0
@@ -703,8 +732,9 @@ def test_what_a_run_pays_for_is_a_sum_so_means_count():
     longer = (took / laps - 0.6) * 82
     assert run.iteration().drag_secs_per_byte == pytest.approx(longer / 8200)
     restarts = replace(PROFILE, lives=(LIFE, replace(NEXT, finished=False), replace(NEXT, started_unix_secs=129.0)))
-    assert RunProfile("p", restarts).restarts.set_up_secs == pytest.approx(((11 - 2) + (15 - 2)) / 2 + 0.9)
-    anew = replace(PROFILE, lives=(LIFE, replace(NEXT, restored_step=None, load_secs=None)))
+    assert RunProfile("p", restarts).restarts.set_up_secs == pytest.approx(((11 - 1.5) + (15 - 1.5)) / 2 + 1.7)
+    nothing = replace(NEXT, restored_step=None, load_secs=None, plan_secs=None, replayed_steps=0)
+    anew = replace(PROFILE, lives=(LIFE, nothing))
     assert RunProfile("p", anew).restarts.set_up_secs == pytest.approx(11 + 0.9)  # killed before anything was saved
     assert RunProfile("p", replace(PROFILE, lives=(LIFE,))).restarts.set_up_secs == pytest.approx(8 + 0.9)
     waited = replace(PROFILE, lives=(replace(LIFE, waited_secs=1.0), NEXT))
@@ -762,7 +792,7 @@ def test_lives_of_other_runs_and_ends_that_were_meant_are_no_failures():
 def test_a_scenario_from_a_profile():
     scenario = scenario_from(RunProfile("p.json", PROFILE), Poisson(100.0), System("moc", MoC(k=1)), 600.0, seed=3)
     assert scenario.tokens_per_step == 256
-    assert scenario.layout.cluster.restart_secs == pytest.approx(9.9)
+    assert scenario.layout.cluster.restart_secs == pytest.approx(9.5 + 1.7)
     assert (scenario.duration_secs, scenario.seed) == (600.0, 3)
     assert scenario.iteration.secs == pytest.approx(0.6)
 

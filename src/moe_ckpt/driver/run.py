@@ -23,7 +23,7 @@ from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
-from moe_ckpt.engine.events import Observer, StepReplayed, all_of
+from moe_ckpt.engine.events import Loaded, Observer, StepReplayed, all_of
 from moe_ckpt.engine.finishing import read_finished, write_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.record import StepRecord
@@ -227,6 +227,7 @@ class Driver:
                 **options.reading,
             )
             if restored is not None:
+                self._tell(Loaded(restored.planned_unix_secs))
                 self._go_on(restored)
                 return
         if otherwise is not None:

@@ -47,6 +47,17 @@ class Opened:
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """The tensors of a checkpoint are loaded; a sparse window's other steps have yet to be computed again.
+
+    Attributes:
+        planned_unix_secs: When it was known what comes from where; None if nobody noted it.
+    """
+
+    planned_unix_secs: float | None = None
+
+
+@dataclass(frozen=True)
 class Resumed:
     """The state of ``step`` is in place: loaded, or computed again."""
 
@@ -144,6 +155,7 @@ class Closed:
 
 SessionEvent = (
     Opened
+    | Loaded
     | Resumed
     | TrainingBegins
     | Joined

@@ -31,8 +31,8 @@ from moe_ckpt.format.schema import (
 )
 from moe_ckpt.format.sealed import parse_json
 
-PROFILE_VERSION = 2
-"""Version 1 lacks what its readers are given instead in ``_of_version_1``."""
+PROFILE_VERSION = 3
+"""Earlier ones lack what their readers are given instead, see ``_of_earlier``."""
 PROFILE_KIND = "moe_ckpt.profile"
 MAX_PROFILE_BYTES = 1 << 28
 """Of a file that is read at all; a thousand lives of a large model take a few MB."""
@@ -112,7 +112,9 @@ class Life:
         ready_unix_secs: The state is loaded, and the loop is entered.
         training_unix_secs: Likewise, but after a sparse window was computed again.
         last_unix_secs: When this was written down, the end of the life if it came to one.
-        load_secs: From the opening of the store to the restored state.
+        load_secs: From the opening of the store to loaded tensors.
+        plan_secs: Of that, until it was known what comes from where.
+        replayed_steps: Of a sparse window, computed again.
         restored_step: None for a run that began from scratch.
         first_step, last_step: Of this life, steps computed again aside.
         first_step_secs: From ``training_unix_secs`` on.
@@ -148,6 +150,8 @@ class Life:
     training_unix_secs: float | None = None
     finished: bool = False
     load_secs: float | None = None
+    plan_secs: float | None = None
+    replayed_steps: int = 0
     restored_step: int | None = None
     first_step: int | None = None
     last_step: int | None = None
@@ -233,25 +237,28 @@ def decode_profile(raw: bytes | bytearray, path: str) -> Profile:
     if not isinstance(body, dict) or body.get("kind") != PROFILE_KIND:
         raise DamagedError(path, f"is no profile of a run: its kind is not {PROFILE_KIND!r}")
     version = body.get("format_version")
-    if type(version) is not int or version not in (1, PROFILE_VERSION):
+    if type(version) is not int or not 1 <= version <= PROFILE_VERSION:
         raise FormatVersionError(path, version, (1, PROFILE_VERSION))
-    if version == 1:
-        body = _of_version_1(body)
+    body = _of_earlier(version, body)
     require(_PROFILE, body, path)
     model = None if body["model"] is None else _decode_model(path, body["model"])
     return Profile(body["fingerprint"], model, tuple(Life(**life) for life in body["lives"]))
 
 
-def _of_version_1(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same with what later versions tell besides: as not known. What is wrong in it stays so."""
+def _of_earlier(version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with what versions after it tell besides: as not known. What is wrong in it stays so."""
 
     def filled(those: Any, known: Mapping[str, Any]) -> Any:
         if not isinstance(those, list):
             return those
         return [{**known, **each} if isinstance(each, dict) and not known.keys() & each else each for each in those]
 
-    model, lives = body.get("model"), filled(body.get("lives"), _SENDING)
-    if isinstance(model, dict) and "operators" in model:
+    model, lives = body.get("model"), body.get("lives")
+    if version < 3:
+        lives = filled(lives, {"plan_secs": None, "replayed_steps": 0})
+    if version < 2:
+        lives = filled(lives, _SENDING)
+    if version < 2 and isinstance(model, dict) and "operators" in model:
         model = {**model, "operators": filled(model["operators"], {"gradient_bytes": None, "weight_bytes": 0})}
     return {**body, **{name: each for name, each in (("model", model), ("lives", lives)) if name in body}}
 
@@ -304,12 +311,13 @@ _LIFE: Mapping[str, Check] = {
         ("generation", "host_memory_bytes", "begun", "committed", "failed", "skipped", "snapshot_bytes", "assignments"),
         whole(),
     ),
-    "clean_steps": whole(),
+    **dict.fromkeys(("clean_steps", "replayed_steps"), whole()),
     **dict.fromkeys(("started_unix_secs", "opened_unix_secs", "last_unix_secs", "stall_secs", "waited_secs"), _amount),
     **dict.fromkeys(("agree_secs", "clean_secs"), _amount),
     **dict.fromkeys(("ready_unix_secs", "training_unix_secs", "last_step_unix_secs"), maybe(_amount)),
     **dict.fromkeys(
-        ("checkpoint_cost_secs", "persist_secs", "update_secs", "load_secs", "first_step_secs"), maybe(_amount)
+        ("checkpoint_cost_secs", "persist_secs", "update_secs", "load_secs", "plan_secs", "first_step_secs"),
+        maybe(_amount),
     ),
     **dict.fromkeys(("iteration_secs", "recent_iteration_secs"), maybe(_above_zero)),
     **dict.fromkeys(("copy_bytes_per_sec", "persist_bytes_per_sec", "send_bytes_per_sec"), maybe(_above_zero)),

@@ -21,6 +21,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.events import (
     Closed,
     Joined,
+    Loaded,
     Observer,
     Opened,
     Resumed,
@@ -28,6 +29,7 @@ from moe_ckpt.engine.events import (
     SnapshotBegan,
     SnapshotEnded,
     StepEnded,
+    StepReplayed,
     TrainingBegins,
     TrainingEnded,
 )
@@ -100,6 +102,7 @@ class Recorder:
             "opened_unix_secs": now,
             **dict.fromkeys(("stall_secs", "waited_secs", "agree_secs", "clean_secs"), 0.0),
             **dict.fromkeys(("begun", "committed", "failed", "snapshot_bytes", "clean_steps"), 0),
+            "replayed_steps": 0,
         }
         self._recent = _Recent(opened.catalog.layers)
         self._record: StepRecord | None = None
@@ -114,8 +117,12 @@ class Recorder:
     def note(self, event: SessionEvent) -> None:
         """Add what ``event`` tells; now and then, begin to write the file."""
         match event:
+            case Loaded(planned):
+                self._loaded(time.time(), planned)
             case Resumed(step):
                 self._adopted(step)
+            case StepReplayed():
+                self._life["replayed_steps"] += 1
             case TrainingBegins():
                 now = time.time()
                 self._life |= {"ready_unix_secs": now, "training_unix_secs": now}
@@ -137,12 +144,18 @@ class Recorder:
             case Closed(finished):
                 self._close(finished)
 
+    def _loaded(self, unix_secs: float, planned_unix_secs: float | None = None) -> None:
+        opened = self._life["opened_unix_secs"]
+        self._life["load_secs"] = max(0.0, unix_secs - opened)  # clocks may be set back
+        if planned_unix_secs is not None:
+            self._life["plan_secs"] = min(max(0.0, planned_unix_secs - opened), self._life["load_secs"])
+
     def _adopted(self, step: int) -> None:
         """A state that is in place only after the loop was entered was computed again there."""
         now = time.time()
         ready = self._life.get("ready_unix_secs")
-        loaded = now if ready is None else ready
-        self._life["load_secs"] = max(0.0, loaded - self._life["opened_unix_secs"])  # clocks may be set back
+        if "load_secs" not in self._life:  # the framework loaded it
+            self._loaded(now if ready is None else ready)
         self._life["restored_step"] = step
         if ready is not None:
             self._life["training_unix_secs"] = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,6 +68,7 @@ class Restored:
         plan: Where each operator came from; None if storage alone was asked.
         left_behind: What memory had that is newer, and cannot be used; None if nothing.
         local: This rank's part, if only some pipeline stages go back; None if all ranks load the same step.
+        planned_unix_secs: When it was known what comes from where, and no more than reading and copying was left.
     """
 
     manifest: Manifest
@@ -79,6 +81,7 @@ class Restored:
     plan: RecoveryPlan | None = None
     left_behind: LeftBehind | None = None
     local: LocalPart | None = None
+    planned_unix_secs: float | None = None
 
     @property
     def place(self) -> str:
@@ -183,17 +186,18 @@ class Recovery:
         plan = plan_recovery(directory, manifest.step, tuple(manifest.operators), inventories, first=first)
         if comm.rank == 0:
             say_plan(plan, from_directory=True)
+        restored = replace(restored, plan=plan, planned_unix_secs=time.time())
         kept, stored = plan.from_source(inventories[0]), plan.from_source(inventories[-1])
         if stored:
             storage.share(comm, stored, state)
         together(comm, lambda: storage.verify(stored, state))
         if memory is None or not kept:
             together(comm, lambda: storage.prepare_and_write(stored, state))
-            return replace(restored, plan=plan)
+            return restored
         together(comm, lambda: storage.prepare(state))
         lacking = frozenset(memory.write(kept, state))
         together(comm, lambda: storage.write((*stored, *lacking), state))
-        return replace(restored, tokens_from_host=memory.seen([op for op in kept if op not in lacking]), plan=plan)
+        return replace(restored, tokens_from_host=memory.seen([op for op in kept if op not in lacking]))
 
     def _opened(self, directory: str) -> tuple[Restored, StorageSource]:
         """Opens a checkpoint of storage; what this rank's plain state has in memory, too, is not read from there."""
@@ -223,10 +227,16 @@ class Recovery:
         restored, source, plan = found
         if comm.rank == 0:
             say_plan(plan)
-        operators = tuple(opened.manifest.operators)
+        planned_at, operators = time.time(), tuple(opened.manifest.operators)
         together(comm, lambda: source.prepare_and_write(operators, state))
-        tokens = opened.tokens_from_memory(operators)
-        return replace(restored, tokens_from_host=tokens, from_memory=True, beneath=opened.beneath, plan=plan)
+        return replace(
+            restored,
+            tokens_from_host=opened.tokens_from_memory(operators),
+            from_memory=True,
+            beneath=opened.beneath,
+            plan=plan,
+            planned_unix_secs=planned_at,
+        )
 
     def _verified(self, opened: OpenedMemory) -> _Verified:
         """What this rank reads of a checkpoint is as it was written. Changes nothing."""
@@ -273,7 +283,7 @@ class Recovery:
         log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
         if comm.rank == 0:
             say_plan(plan)
-        operators = tuple(manifest.operators)
+        planned_at, operators = time.time(), tuple(manifest.operators)
         if kept.spares_log:
             opened.slots.check_only(stored.path for stored in kept.read)
         from_log = [op for op in operators if op not in kept.operators]
@@ -293,6 +303,7 @@ class Recovery:
             from_memory=True,
             beneath=opened.beneath,
             plan=plan,
+            planned_unix_secs=planned_at,
         )
 
     def _log_source(self, opened: OpenedMemory) -> tuple[Restored, StorageSource] | None:

@@ -7,6 +7,7 @@ and compute the steps since again alone, with what their neighbours logged. If a
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -198,7 +199,7 @@ class LocalAttempt:
         shared = self._divide(reader, manifest, opened, goes_back=goes_back)
         if goes_back:
             source.shared = shared
-        operators = tuple(mine[1].operators)
+        planned_at, operators = time.time(), tuple(mine[1].operators)
         together(comm, lambda: source.verify(operators, state))
         together(comm, lambda: source.prepare_and_write(operators, state))
         part = LocalPart(
@@ -210,7 +211,7 @@ class LocalAttempt:
             joined=_all_as_of(found.step, kept),
             recounts=not self._kept.is_agreed(sealed),
         )
-        return replace(restored, local=part, from_memory=True)
+        return replace(restored, local=part, from_memory=True, planned_unix_secs=planned_at)
 
     def _divide(
         self, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None, *, goes_back: bool

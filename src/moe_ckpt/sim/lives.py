@@ -146,11 +146,17 @@ class Restarts:
 
     @property
     def warm_up_secs(self) -> float | None:
-        """Mean of what a restart's first step took longer than an iteration: loaders and kernels start."""
-        found = [life.first_step_secs for life in self._restarted if life.first_step_secs is not None]
+        """Mean of what a restart's first steps took longer than others: loaders and kernels start."""
+        found = [life for life in self._restarted if life.first_step_secs is not None]
         if not (found and self.pace.is_known):
             return None
-        return max(0.0, fmean(found) - self.pace.clean_iteration_secs)
+        first = fmean(life.first_step_secs or 0.0 for life in found) - self.pace.clean_iteration_secs
+        return max(0.0, first) + fmean(map(self._replay_warm_up_secs, found))
+
+    def _replay_warm_up_secs(self, life: Life) -> float:
+        """Where steps of a window were computed again, the first of those are a restart's first ones."""
+        took = _between(life.ready_unix_secs, life.training_unix_secs) or 0.0
+        return max(0.0, took - life.replayed_steps * self.pace.clean_iteration_secs) if life.replayed_steps else 0.0
 
     @property
     def _restarted(self) -> Sequence[Life]:
@@ -158,9 +164,10 @@ class Restarts:
 
     @property
     def set_up_secs(self) -> float | None:
-        """What a restart takes besides loading and computing steps again: up to a process that can load, from a loaded
-        one to its loop, and the warm-up. This is ``Cluster.restart_secs``. Mean of the restarts, since it is their sum
-        that a run pays for; of the first start where there was none, which may be slower, its files not being cached.
+        """What a restart takes besides loading and computing steps again: up to a process that knows what to load, from
+        a loaded one to its loop, and the warm-up. This is ``Cluster.restart_secs``. Mean of the restarts, since it is
+        their sum that a run pays for; of the first start where there was none, which may be slower, its files not being
+        cached.
         """
         found = [secs for life in self._restarted if (secs := self._set_up(life)) is not None]
         return fmean(found) + (self.warm_up_secs or 0.0) if found else None
@@ -168,7 +175,7 @@ class Restarts:
     @staticmethod
     def _set_up(life: Life) -> float | None:
         secs = _between(life.started_unix_secs, life.ready_unix_secs)
-        return None if secs is None else max(0.0, secs - (life.load_secs or 0.0))
+        return None if secs is None else max(0.0, secs - (life.load_secs or 0.0) + (life.plan_secs or 0.0))
 
     @property
     def gap_secs(self) -> tuple[float, ...]:

@@ -110,11 +110,11 @@ RECORDS = {
     "weight_bytes",
     "moe_ckpt.format.profile.Life": (
         "run_id generation policy ranks ranks_per_node pp dp ep host_memory_bytes started_unix_secs opened_unix_secs "
-        "last_unix_secs ready_unix_secs training_unix_secs finished load_secs restored_step first_step last_step "
-        "first_step_secs last_step_unix_secs iteration_secs recent_iteration_secs clean_steps clean_secs update_secs "
-        "checkpoint_cost_secs persist_secs copy_bytes_per_sec persist_bytes_per_sec send_bytes_per_sec "
-        "replicas sent_bytes saved_bytes stall_secs waited_secs agree_secs begun committed failed skipped "
-        "snapshot_bytes assignments skewness"
+        "last_unix_secs ready_unix_secs training_unix_secs finished load_secs plan_secs replayed_steps restored_step "
+        "first_step last_step first_step_secs last_step_unix_secs iteration_secs recent_iteration_secs clean_steps "
+        "clean_secs update_secs checkpoint_cost_secs persist_secs copy_bytes_per_sec persist_bytes_per_sec "
+        "send_bytes_per_sec replicas sent_bytes saved_bytes stall_secs waited_secs agree_secs begun committed failed "
+        "skipped snapshot_bytes assignments skewness"
     ),
     "moe_ckpt.format.shard.ShardHeader": "run_id step generation rank slices",
     "moe_ckpt.format.shard.SliceEntry": (

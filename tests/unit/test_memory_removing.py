@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory import removing
 from moe_ckpt.memory.files import FoundSlot, MemoryFiles
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.storage.local import free_bytes
+from tests.support.limits import small_file_systems
 from tests.support.replicas import header_of
 
 NBYTES = 4096
@@ -93,3 +97,10 @@ def test_a_slot_that_is_too_large_takes_nothing_from_others(files, monkeypatch):
     with pytest.raises(MemoryFullError):
         files.make(2 * free)
     assert not list(files.path.glob("*.data"))
+
+
+def test_a_tmpfs_without_a_limit_is_not_full(tmp_path):
+    with small_file_systems(0, tmp_path):
+        assert os.statvfs(tmp_path).f_blocks == 0
+        assert free_bytes(str(tmp_path)) == sys.maxsize
+        assert Slot.create(tmp_path / "slot_000", 4096).memory.numel() == 4096

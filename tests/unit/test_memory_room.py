@@ -99,7 +99,7 @@ def test_a_smaller_budget_is_advised_where_a_snapshot_fits_in_it(caplog, free, a
 def start(place: Path, free: int, monkeypatch, ranks: int = 2) -> list[int]:
     """Opens the sessions of a node's ranks where the file system has so much free. Returns bytes of their snapshots."""
     (place / "memory").mkdir(parents=True)
-    monkeypatch.setattr(os, "statvfs", lambda root: SimpleNamespace(f_bavail=free, f_frsize=1))
+    monkeypatch.setattr(os, "statvfs", lambda root: SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=1))
     monkeypatch.setattr(cgroups, "free_bytes", lambda **_: None)
     nbytes = [0] * ranks
 
@@ -131,7 +131,7 @@ def test_a_node_whose_file_system_is_too_small_is_told_of_once_before_training(t
 def test_a_node_that_holds_copies_of_more_ranks_than_others_needs_room_for_each(tmp_path, caplog, monkeypatch):
     """A rack of three nodes, and one of a single node that holds copies of all three."""
     nbytes = start(tmp_path / "alone", 10**9, monkeypatch, ranks=4)[0]
-    monkeypatch.setattr(os, "statvfs", lambda root: SimpleNamespace(f_bavail=9 * nbytes, f_frsize=1))
+    monkeypatch.setattr(os, "statvfs", lambda root: SimpleNamespace(f_bavail=9 * nbytes, f_frsize=1, f_blocks=1))
 
     def begin(comm):
         here = tmp_path / f"memory{comm.rank}"

@@ -13,8 +13,8 @@ from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.engine.buffers import PIECES, WHOLE, HostBufferPool
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory.files import FoundSlot, MemoryFiles
-from moe_ckpt.memory.preflight import free_bytes
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.storage.local import free_bytes
 
 log = logging.getLogger("moe_ckpt")
 

@@ -25,10 +25,11 @@ from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, free_bytes, say_file_system, say_room
+from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, say_file_system, say_room
 from moe_ckpt.replicas.opening import CANNOT_OPEN, open_replication
 from moe_ckpt.replicas.replication import Replicator
 from moe_ckpt.slices.expected import ExpectedShare
+from moe_ckpt.storage.local import free_bytes
 
 _NUMBER_BITS = 62
 """Of what ranks agree on as a whole number."""

@@ -53,16 +53,6 @@ class RoomNeeded:
         return found
 
 
-def free_bytes(root: str) -> int:
-    """What the file system of ``root`` has free for users.
-
-    Raises:
-        OSError: It cannot be asked.
-    """
-    found = os.statvfs(root)
-    return found.f_bavail * found.f_frsize
-
-
 def say_room(root: str, needed: RoomNeeded, free: int, limits: Mapping[str, int | None]) -> None:
     """Warn, once per process and directory, if slots would find no room.
 

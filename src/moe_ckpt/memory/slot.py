@@ -16,6 +16,7 @@ from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.storage.access import PRIVATE
+from moe_ckpt.storage.local import free_bytes
 
 log = logging.getLogger("moe_ckpt")
 
@@ -52,7 +53,8 @@ class Slot:
         data = path.with_suffix(DATA_SUFFIX)
         descriptor = PRIVATE.create(str(data), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _require_room(descriptor, nbytes)
+            if free_bytes(descriptor) < nbytes:  # posix_fallocate would take all that there is first, so that others
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # such as a DataLoader's workers, found none
             os.posix_fallocate(descriptor, 0, nbytes)
             return cls(path, descriptor, nbytes)
         except OSError as error:
@@ -169,15 +171,6 @@ class Slot:
     def forget_starts(self) -> None:
         """Count anew."""
         forget_starts(self.path)
-
-
-def _require_room(descriptor: int, nbytes: int) -> None:
-    """Raises ``OSError`` (ENOSPC) before a byte is taken: the kernel would take all that there is first, so that others
-    on the file system, such as the workers of a DataLoader, found none.
-    """
-    there = os.fstatvfs(descriptor)
-    if there.f_blocks and there.f_bavail * there.f_frsize < nbytes:  # a tmpfs without a limit has no blocks
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def remove_files(path: Path) -> None:

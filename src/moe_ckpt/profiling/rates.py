@@ -32,6 +32,7 @@ from moe_ckpt.slices.copying import CopyProgram
 from moe_ckpt.slices.cuts import Shelf, SliceSource
 from moe_ckpt.storage import LocalStorage, open_storage
 from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.local import free_bytes
 
 MIB = 1 << 20
 Progress = Callable[[str, int, int], None]
@@ -129,8 +130,7 @@ def _storage(directory: str | os.PathLike[str], nbytes: int) -> Storage:
         if not os.path.isdir(storage.root):
             raise ConfigError(f"measure(directory={os.fspath(directory)!r}): is not a directory; create it first")
         storage.probe()
-        status = os.statvfs(storage.root)
-        free = status.f_bavail * status.f_frsize
+        free = free_bytes(storage.root)
         if free < 2 * nbytes:  # a run that is under way on the same disk must not find it full
             raise StoreUnwritableError(
                 f"{storage.root} has {free:,} bytes left, but measuring needs twice the {nbytes:,} that it writes. "

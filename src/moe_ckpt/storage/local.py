@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from moe_ckpt.errors import DamagedError, StoreUnwritableError
@@ -287,6 +288,16 @@ def remove_temporaries_of(path: str | os.PathLike[str]) -> None:
     for found in os.listdir(directory) if os.path.isdir(directory) else ():
         if found.startswith(f".{name}.") and _TEMPORARY.fullmatch(found):
             os.unlink(os.path.join(directory, found))
+
+
+def free_bytes(place: str | int) -> int:
+    """What the file system of a path or an open file has free for users; ``sys.maxsize`` for a tmpfs without a limit.
+
+    Raises:
+        OSError: It cannot be asked.
+    """
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 def make_directories(directory: str, access: Access = PRIVATE) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
-from tests.integration.crash_run import Run, build, final_state, loaders
+from tests.integration.crash_run import Run, StopHere, build, final_state, loaders
 from tests.integration.lives import (
     assert_same_losses,
     assert_store_sound,
@@ -16,6 +18,9 @@ from tests.integration.lives import (
     place,  # noqa: F401 - a fixture
 )
 from tests.integration.test_crash_variations import life
+from tests.integration.test_memory_kills import in_memory
+from tests.integration.test_memory_rarely_stored import RARELY
+from tests.support.mapped import deleted_slots
 
 W = 3
 RUN = Run(None, policy=("moevement", W), epochs=2, callback={"when_busy": "wait"}, trainer={"gradient_clip_val": 0.1})
@@ -61,3 +66,21 @@ def test_the_same_trainer_fits_on(place):  # noqa: F811
     run = replace(RUN, store=str(place / "store"))
     assert_store_sound(run, ended=True)
     assert [(manifest.step, len(manifest.slots)) for manifest in manifests(run.store)] == [(20, 1), (19, W)]
+
+
+def test_what_a_replay_has_read_is_let_go_of(place):  # noqa: F811
+    """Slots of the earlier life are deleted then, and take room for as long as somebody knows them."""
+    run = in_memory(replace(RUN, to_storage=RARELY, epochs=4, memory_options={"survivor_secs": 0}), place)
+    with suppress(StopHere):
+        life(run, stop_at=11)
+    trainer, module, _ = build(run)
+    held = []
+
+    class Looking(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            held.append(deleted_slots(run.memory))
+
+    trainer.callbacks.insert(0, Looking())
+    trainer.fit(module, *loaders(run))
+    assert len(held) > 20
+    assert not held[-2], "long after the replay"

@@ -371,6 +371,8 @@ class Driver:
         local = self.local
         if replaying.done:
             self.replaying = None
+            if self.restored is not None:  # what has read the window holds its memory
+                self.restored = replace(self.restored, replay=None)
             self.lifecycle.move(Action.REPLAYED, "replay")
         if local is not None and not local.is_over:
             local.step_replayed(tokens, last=replaying.done)

@@ -339,8 +339,9 @@ def leave(tier: BufferTier, *, keep: bool) -> None:
     last one: what was left before this session began, by a run that was not started again, is freed.
     """
     nbytes, paths = tier.nbytes, tuple(tier.paths)
-    keep = keep and (nbytes > 0 or any(any(path.glob(f"*{HEADER_SUFFIX}")) for path in paths))  # or plain state alone
-    tier.retire(keep=keep)
+    holds = nbytes > 0 or any(any(path.glob(f"*{HEADER_SUFFIX}")) for path in paths)  # of plain state alone, too
+    tier.retire(keep=keep)  # a rank that holds nothing must not remove what other ranks of the node hold
+    keep = keep and holds
     with _registry_lock:
         if keep:
             _forget(lambda r: not r.in_use and r.passed_over)

@@ -119,6 +119,7 @@ class Persister:
                     self._taken = snapshot.step, time.monotonic()
                 self._renew_lock()
                 resolution = self._resolve(snapshot)
+                del snapshot  # a slot that is removed takes room for as long as somebody knows its bytes
                 with self._changed:
                     self._in_flight -= 1
                     self._taken = None

@@ -339,7 +339,9 @@ class MemoryCheckpoints:
         self.used = {**self.used, **{path: file.share for path, file in files.items()}}
         checker = self._tier.left.checker
         checker.only({self._own[each.number] for each in self.used.values() if each.holder == self._comm.rank})
-        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, self._own, self.paths, files, checker)
+        mine = {file.share.number for file in files.values() if file.share.holder == self._comm.rank}
+        own = {number: self._own[number] for number in sorted(mine)}
+        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, own, self.paths, files, checker)
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
         headers = {rec: head for part in parts for rec, head in part.headers.items() if rec.path in files}
         reader.add(manifest, headers, slots.is_sound)

@@ -115,7 +115,7 @@ class SlotStorage(ReadOnly):
         storage: Of the store.
         comm: The ranks.
         node: This rank's.
-        own: This rank's slots, by their number.
+        own: This rank's slots that ``files`` need, by their number. No others: whoever knows a slot holds its memory.
         paths: Share -> where its slot lies; only those of this node are opened.
         files: Path -> what is read instead of the store's file.
         checker: Has verified some of this rank's slots, if any.
@@ -124,7 +124,7 @@ class SlotStorage(ReadOnly):
     storage: Storage
     comm: Communicator
     node: str
-    own: Sequence[FoundSlot]
+    own: Mapping[int, FoundSlot]
     paths: Paths
     files: Mapping[str, SlotFile]
     checker: SlotChecker | None = None

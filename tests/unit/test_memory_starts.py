@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage
 from tests.support.mapped import deleted_slots
-from tests.unit.engine_parts import MODEL, Life, ThreadRanks, failing, run_threads
+from tests.unit.engine_parts import MODEL, Life, ThreadRanks, run_threads
 from tests.unit.test_engine_host_tier import come_back
 
 STEPS = 6

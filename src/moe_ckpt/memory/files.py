@@ -150,7 +150,8 @@ class MemoryFiles:
     def take_left(self, *, own: bool) -> list[FoundSlot]:
         """Take over what ended lives left on this node, except what living processes hold, or a copy's life left.
 
-        Trouble with one directory or slot is a warning, and costs no other.
+        Trouble with one directory or slot is a warning, and costs no other. Who holds a directory of this rank may be
+        a process that is dying, or a command at work there: that is waited for, some seconds in all.
 
         Args:
             own: What this rank left; else whatever nobody has taken yet. Ranks of a node call it for the former first,
@@ -159,21 +160,24 @@ class MemoryFiles:
         Returns:
             Every slot that opens, of what this call took, the newest step first (``newest_first``).
         """
-        before = len(self._left)
+        before, until = len(self._left), time.monotonic() + (_PATIENCE_SECS if own else 0.0)
         for generation, rank, path in list(rank_directories(self._run)):
             if generation != self.generation and (rank == self.rank) == own:
-                self._take(path)
+                self._take(path, until)
         return newest_first(each for directory in self._left[before:] for each in _open_slots(directory))
 
-    def _take(self, path: Path) -> None:
+    def _take(self, path: Path, until: float) -> None:
+        """until: ``time.monotonic`` to which whoever holds sealed slots is waited for."""
         store = owner_of(path).store
         if store != self._store:
             log.info("%s is not used: it belongs to the store %s", path, store or "(unknown)")
             return
         try:
-            taken = RankDirectory.take(path)
+            while (taken := RankDirectory.take(path)) is None and time.monotonic() < until and _has_sealed(path):
+                time.sleep(_PAUSE_SECS)
             if taken is None:
-                log.info("%s is not used: %s holds it", path, said_holder(holder_of(path)))
+                level = logging.WARNING if _has_sealed(path) and until else logging.INFO
+                log.log(level, "%s is not used: %s holds it", path, said_holder(holder_of(path)))
                 return
             self._left.append(taken)
             taken.clear_unsealed()
@@ -218,6 +222,10 @@ class MemoryFiles:
     @property
     def _run(self) -> Path:
         return self.path.parent.parent
+
+
+def _has_sealed(path: Path) -> bool:
+    return any(path.glob(f"*{HEADER_SUFFIX}"))
 
 
 def newest_first(slots: Iterable[FoundSlot]) -> list[FoundSlot]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt import Memory
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
+from tests.support.deleting import delete_tree
 from tests.support.mapped import deleted_slots
-from tests.unit.engine_parts import MODEL, Life, ThreadRanks, run_threads
+from tests.unit.engine_parts import MODEL, Life, ThreadRanks, failing, run_threads
 from tests.unit.test_engine_host_tier import come_back
 
 STEPS = 6
@@ -75,3 +80,77 @@ def test_what_was_written_to_storage_is_held_no_longer(root):
         one.go(30, settle=True)
         gc.collect()
         assert not deleted_slots(root)
+
+
+HOLDS = """
+import fcntl, sys, time
+with open(sys.argv[1], "r+") as lock:
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    print("locked", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_a_directory_that_is_held_for_a_moment_is_waited_for(root):
+    """By a process that is dying, or a command of ours."""
+    with life(root) as one:
+        one.go(STEPS, settle=True)
+    [lock] = (root / "A").rglob("rank_00000/lock")
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(lock), "1.5"], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"locked\n"
+        with life(root) as two:
+            assert come_back(two)[0].manifest.step == STEPS
+
+
+def test_one_that_is_held_for_longer_costs_its_steps_and_that_is_said(root, monkeypatch, caplog):
+    monkeypatch.setattr("moe_ckpt.memory.files._PATIENCE_SECS", 0.2)
+    with life(root) as one:
+        one.go(STEPS, settle=True)
+    [lock] = (root / "A").rglob("rank_00000/lock")
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(lock), "20"], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"locked\n"
+        with life(root) as two:
+            assert come_back(two)[0].manifest.step == 1, "of storage"
+        assert f"process {holder.pid} holds it" in " ".join(
+            r.message for r in caplog.records if r.levelname == "WARNING"
+        )
+        holder.kill()
+
+
+def test_a_start_that_refuses_the_script_counts_for_nothing(root):
+    """Another precision is no fault of the checkpoint, which three starts would else pass for."""
+    with life(root) as one:
+        one.go(STEPS, settle=True)
+    for _ in range(3):
+        with life(root) as wrong:
+            wrong.state.change = lambda tensors: [replace(each, local=each.local.double()) for each in tensors]
+            with pytest.raises(ConfigError, match="float64"):
+                come_back(wrong)
+    with life(root) as right:
+        assert come_back(right)[0].manifest.step == STEPS
+
+
+@pytest.mark.parametrize("lost", ["damaged", "one node"])
+def test_memory_that_was_all_there_was_is_not_lost_in_silence(root, lost, caplog):
+    """Storage never took a checkpoint."""
+
+    def first(comm):
+        with life(root, "AB"[comm.rank], storage=failing(root / "store", 1, persistent=True), comm=comm) as one:
+            one.go(STEPS, settle=True)
+
+    run_threads(ThreadRanks(2), first)
+    for data in (root / "B").rglob("*.data"):
+        if lost == "damaged":
+            data.write_bytes(bytes(data.stat().st_size))
+        else:
+            delete_tree(root / "B")
+            (root / "B").mkdir()
+            break
+
+    def second(comm):
+        with life(root, "AB"[comm.rank], comm=comm) as two:
+            found = resume_newest(two.storage, two.session.comm, two.state, two.session.tier)
+            assert found is None
+
+    run_threads(ThreadRanks(2), second)
+    assert f"memory held steps of an earlier start, up to {STEPS}, but no whole checkpoint" in caplog.text

@@ -38,6 +38,7 @@ class LeftSlots:
         self.take_over: Callable[[list[FoundSlot]], list[FoundSlot]] | None = None
         self._found = list(found)
         self._delete = delete
+        self._noted: list[FoundSlot] = []
         self._lasting: list[FoundSlot] = []
         self._is_chosen = self._replays = self._gets_on = False
         self._lock = threading.Lock()
@@ -76,8 +77,15 @@ class LeftSlots:
             lasting: It counts until a step ends.
         """
         found.slot.note_start()
+        self._noted.append(found)
         if lasting:
             self._lasting.append(found)
+
+    def withdraw_starts(self) -> None:
+        """This start ends by an error that is no slot's fault, before anything was computed."""
+        for found in self._noted:
+            found.slot.withdraw_start()
+        self._noted.clear()
 
     def training_begins(self) -> None:
         """Without a call of ``keep``, the run resumes from none: a later life must not return to these slots either."""

@@ -28,10 +28,12 @@ from moe_ckpt.memory.directory import (
     user_directory,
 )
 from moe_ckpt.memory.removing import SlotRemover
-from moe_ckpt.memory.slot import Slot, forget_starts, set_aside
+from moe_ckpt.memory.slot import HEADER_SUFFIX, Slot, forget_starts, set_aside
 
 log = logging.getLogger("moe_ckpt")
 
+_PATIENCE_SECS, _PAUSE_SECS = 5.0, 0.01
+"""For whoever holds what this rank left, and how often that is looked at."""
 _ABANDONED_SECS = 86_400.0
 """A run without a living process is over after that; until then it may be waiting for its restart."""
 
@@ -172,11 +174,13 @@ class MemoryFiles:
         if store != self._store:
             log.info("%s is not used: it belongs to the store %s", path, store or "(unknown)")
             return
+        waits = False
         try:
             while (taken := RankDirectory.take(path)) is None and time.monotonic() < until and _has_sealed(path):
+                waits = True
                 time.sleep(_PAUSE_SECS)
             if taken is None:
-                level = logging.WARNING if _has_sealed(path) and until else logging.INFO
+                level = logging.WARNING if waits and _has_sealed(path) else logging.INFO
                 log.log(level, "%s is not used: %s holds it", path, said_holder(holder_of(path)))
                 return
             self._left.append(taken)

@@ -35,6 +35,10 @@ from moe_ckpt.storage.patience import PATIENCE_SECS
 
 __all__ = ["Restored", "other_ranks", "rank_of_state", "resume_newest"]
 log = logging.getLogger("moe_ckpt")
+_ONLY_IN_MEMORY = (
+    "memory held steps of an earlier start, up to %d, but no whole checkpoint that this run can use, and %s holds "
+    "none: all of them are lost. Let storage get one more often: Memory(storage_every_n_steps=...)"
+)
 
 
 def resume_newest(
@@ -78,6 +82,7 @@ def resume_newest(
     recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer, make_dense)
     memory = MemoryCheckpoints(comm, tier, reader) if isinstance(tier, MemoryTier) else None
     directories = memory.standing.stored if memory is not None else _listed(comm, reader)
+    in_memory = None if memory is None else max((share.step for share in memory.shares), default=None)
     passed_over = _PassedOver(comm)
     local = None if memory is None or logs is None else LocalAttempt(recovery, memory, logs)
     for directory, opener in _candidates(directories, memory):
@@ -85,6 +90,8 @@ def resume_newest(
         restored = in_part or recovery.attempt(directory, opener)
         if isinstance(restored, NotUsableError):
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
+                if isinstance(tier, MemoryTier):
+                    tier.left.withdraw_starts()  # else three such starts would pass for a checkpoint that leads nowhere
                 leave_together(comm, restored, directory)
             if memory is not None and opener is not None:
                 memory.set_aside(directory, restored.problem)
@@ -100,6 +107,8 @@ def resume_newest(
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
     if not directories:
+        if in_memory is not None and comm.rank == 0:
+            announce(_ONLY_IN_MEMORY, in_memory, storage.root, level=logging.WARNING)
         return None
     if passed_over.windows:
         raise passed_over.windows[0]

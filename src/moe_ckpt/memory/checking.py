@@ -11,7 +11,6 @@ import torch
 import xxhash
 
 from moe_ckpt.core.survivors import GRADIENTS, PLAIN
-from moe_ckpt.errors import DamagedError
 from moe_ckpt.memory.files import FoundSlot
 
 log = logging.getLogger("moe_ckpt")
@@ -77,8 +76,8 @@ class SlotChecker:
             sound = False
             try:
                 sound = self._is_sound(slot)
-            except DamagedError as error:
-                log.info("%s", str(error))
+            except Exception as error:  # whatever it is, who needs the slot verifies it, and must not wait for ever
+                log.info("%s is not verified ahead of time: %s", slot.slot.path, error)
             with self._changed:
                 if sound and self._current is slot:
                     self._sound.add(slot)

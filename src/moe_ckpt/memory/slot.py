@@ -189,7 +189,7 @@ def forget_starts(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Keep a damaged slot's bytes for whoever wants to look, until its directory is let go of; nobody reads them."""
+    """Nobody reads a damaged slot any more. Its header stays for whoever looks, until its directory is let go of."""
     with contextlib.suppress(OSError):  # else it is found damaged again
         path.with_suffix(HEADER_SUFFIX).rename(path.with_suffix(QUARANTINE_SUFFIX))
 

@@ -1,6 +1,8 @@
 """One run per store, with real processes and real kills."""
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,16 +35,24 @@ TRYER = """
 """
 
 
+@contextlib.contextmanager
+def running(program, root):
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), str(root)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with running(HOLDER, tmp_path) as process:
+        yield process
 
 
 def try_from_another_process(root):
@@ -102,6 +112,74 @@ def test_a_forked_child_neither_keeps_nor_frees_the_lock(tmp_path):
         os.waitpid(child, 0)
         os.close(read_end)
         os.close(write_end)
+
+
+# --- a lock that the kernel has dropped ---
+
+
+@pytest.fixture
+def lost(tmp_path):
+    """A lock that this process holds no more: it has opened and closed the lock's file once more."""
+    with StoreLock(LocalStorage(tmp_path / "store"), "job-1") as lock:
+        shutil.copytree(tmp_path / "store", tmp_path / "copy")
+        yield lock
+
+
+@pytest.mark.parametrize("again", ["refresh", "confirm"])
+def test_a_dropped_lock_is_taken_again(tmp_path, lost, again):
+    getattr(lost, again)()
+    assert "job-1, process" in try_from_another_process(tmp_path / "store")
+    assert not lost.is_lost
+
+
+@pytest.mark.parametrize("again", ["refresh", "confirm"])
+def test_a_dropped_lock_that_another_run_has_taken_is_lost(tmp_path, lost, again):
+    with running(HOLDER, tmp_path / "store") as other:
+        for _ in range(2):
+            with pytest.raises(StoreInUseError, match=rf"job-17, process {other.pid} on "):
+                getattr(lost, again)()
+        assert lost.is_lost
+
+
+@pytest.mark.parametrize("again", ["refresh", "confirm"])
+def test_a_dropped_lock_that_another_run_had_meanwhile_is_lost(tmp_path, lost, again):
+    """What the other one wrote is unknown to this one."""
+    assert try_from_another_process(tmp_path / "store") == "free"
+    for _ in range(2):
+        with pytest.raises(StoreInUseError, match=r"job-18, process \d+ on .*, which had the store meanwhile"):
+            getattr(lost, again)()
+    assert lost.is_lost
+
+
+def test_a_deleted_lock_file_is_made_again_for_a_commit(tmp_path, caplog):
+    with StoreLock(LocalStorage(tmp_path), "job-1") as lock:
+        (tmp_path / ".lock").unlink()
+        lock.refresh()
+        assert os.listdir(tmp_path) == [], "whose store it is, is seen only at a commit"
+        lock.confirm()
+        assert "job-1, process" in try_from_another_process(tmp_path)
+        lock.confirm()
+    assert caplog.text.count("deleted or replaced") == 1
+
+
+def test_a_deleted_lock_file_that_another_run_has_made_again_is_its_own(tmp_path):
+    with StoreLock(LocalStorage(tmp_path), "job-1") as lock:
+        (tmp_path / ".lock").unlink()
+        with running(HOLDER, tmp_path), pytest.raises(StoreInUseError, match="job-17, process"):
+            lock.confirm()
+        with pytest.raises(StoreInUseError, match="job-17, process"):
+            lock.confirm()
+        assert lock.is_lost, "also when the other one has ended: what it wrote is unknown"
+
+
+def test_what_was_never_taken_or_is_released_is_not_taken_again(tmp_path):
+    lock = StoreLock(LocalStorage(tmp_path), "job-1")
+    lock.confirm()
+    with lock:
+        pass
+    lock.refresh()
+    lock.confirm()
+    assert try_from_another_process(tmp_path) == "free"
 
 
 def test_release_twice_is_harmless_and_leaves_no_descriptor(tmp_path):

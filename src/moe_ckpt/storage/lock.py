@@ -3,8 +3,10 @@
 Local: a POSIX record lock on ``<root>/.lock``. The kernel drops it when the process dies, however it
 dies; forked data-loader workers do not inherit it, so a stray worker cannot keep the store locked; NFS
 carries it between hosts. Its trap: closing *any* descriptor of the file drops the lock, so within the
-process nothing else may open it. The registry below sees to that, and refuses a second lock on the
-same store by the same process, which the kernel would grant.
+process nothing else should open it. The registry below sees to that for this package, and refuses a
+second lock on the same store by the same process, which the kernel would grant. Other code (a copy of
+the store made by a callback) is not kept from it, so the lock is taken again before each commit; the
+name in the file tells whether another run had it meanwhile.
 
 Remote, and local file systems without locks: a lease, an object that the holder renews.
 """
@@ -15,13 +17,15 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
+import math
 import os
 import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
@@ -29,11 +33,15 @@ from moe_ckpt.storage.access import ACCESS
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.local import make_directories
 
+log = logging.getLogger("moe_ckpt")
+
 LOCK_NAME = ".lock"
 _LEASE = re.compile(r"lock_(\d{8,})\.json")
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _MAX_TEXT_BYTES = 4096
+_FRESH_SHARE = 0.2
+"""Of a lease's time: so long after a renewal it need not be renewed."""
 
 _registry_guard = threading.Lock()
 _registry: dict[str, tuple[int, str]] = {}
@@ -67,14 +75,22 @@ class StoreLock:
         self.owner = owner
         self._root = storage.root
         self._lease = _Lease(storage, owner, ttl_secs, clock)
+        self._guard = threading.RLock()
         self._descriptor: int | None = None
+        self._text = b""
         self._leased = False
+        self._lost_to = ""
         self._taken = False
         """From ``acquire`` to ``release``, also while somebody else holds what ``retake`` could not get back."""
 
     @property
     def held(self) -> bool:
         return self._descriptor is not None or self._leased
+
+    @property
+    def is_lost(self) -> bool:
+        """Another run was found to have, or to have had, the store: only this run's own files may be touched."""
+        return bool(self._lost_to)
 
     def acquire(self) -> None:
         """Take the lock without waiting.
@@ -83,30 +99,57 @@ class StoreLock:
             StoreInUseError: Names the holder.
             StoreUnwritableError: The lock cannot be written.
         """
-        self._register()
-        try:
+        with self._guard:
+            self._register()
+            self._lost_to = ""
             try:
-                if "://" in self._root or not self._lock_file():
-                    self._lease.acquire()
-                    self._leased = True
-            except OSError as error:
-                if isinstance(error, StoreUnwritableError):
-                    raise
-                raise StoreUnwritableError(f"the lock of the store {self._root} cannot be taken: {error}") from error
-        finally:
-            self._taken = self.held
-            if not self.held:
-                self._unregister()
+                try:
+                    self._take()
+                except OSError as error:
+                    if isinstance(error, StoreUnwritableError):
+                        raise
+                    said = f"the lock of the store {self._root} cannot be taken: {error}"
+                    raise StoreUnwritableError(said) from error
+            finally:
+                self._taken = self.held
+                if not self.held:
+                    self._unregister()
 
     def refresh(self) -> None:
-        """Renew a lease; nothing to do for a lock that the kernel keeps.
+        """Renew a lease. Take the kernel's lock again, which is lost when this process closes the file elsewhere.
+
+        A lock file that was deleted or replaced is left to ``confirm``: it may belong to another store by now.
 
         Raises:
-            StoreInUseError: Another run has taken the lease: stop writing.
+            StoreInUseError: Another run has, or had, the store: stop writing.
             OSError: The store did not answer; try again before ``ttl_secs`` are over.
         """
-        if self._leased:
-            self._lease.renew()
+        with self._noticing_loss():
+            if self._leased:
+                self._lease.renew()
+            elif self._descriptor is not None and self._is_in_place(self._descriptor):
+                self._lock_again(self._descriptor)
+
+    def confirm(self) -> None:
+        """Make sure, just before a commit into a store that was found to be this run's, that the lock is held.
+
+        As ``refresh``, but a lease that was renewed a moment ago serves, and a new lock file is made for one that was
+        deleted or replaced. Does nothing for a lock that was not taken.
+
+        Raises:
+            StoreInUseError: Another run has, or had, the store: do not commit.
+            OSError: The store did not answer.
+        """
+        with self._noticing_loss():
+            if self._leased:
+                if not self._lease.is_fresh:
+                    self._lease.renew()
+            elif self._descriptor is not None and self._is_in_place(self._descriptor):
+                self._lock_again(self._descriptor)
+            elif self._taken:
+                path = os.path.join(self._root, LOCK_NAME)
+                log.warning("the lock file %s was deleted or replaced during training; it is made again", path)
+                self._retake()
 
     def retake(self) -> None:
         """Take the lock again after the store, and perhaps the lock with it, was emptied or replaced.
@@ -115,31 +158,26 @@ class StoreLock:
             StoreInUseError: another run was quicker.
             OSError: the store did not answer.
         """
-        if self._leased:
-            self._lease.retake()
-        elif self._taken:
-            previous, self._descriptor = self._descriptor, None
-            if previous is not None:
-                # First: closing it afterwards would drop the new lock, were it the same file all the time.
-                os.close(previous)
-            if not self._lock_file():
-                self._lease.acquire()
-                self._leased = True
+        with self._guard:
+            self._lost_to = ""
+            with self._noticing_loss():
+                self._retake()
 
     def release(self) -> None:
         """Release the store. Does nothing when the lock is not held."""
-        if not self._taken:
-            return
-        self._taken = False
-        descriptor, self._descriptor = self._descriptor, None
-        leased, self._leased = self._leased, False
-        try:
-            if descriptor is not None:
-                os.close(descriptor)  # the file stays: removing it would race with the next holder
-            if leased:
-                self._lease.drop()
-        finally:
-            self._unregister()
+        with self._guard:
+            if not self._taken:
+                return
+            self._taken = False
+            descriptor, self._descriptor = self._descriptor, None
+            leased, self._leased = self._leased, False
+            try:
+                if descriptor is not None:
+                    os.close(descriptor)  # the file stays: removing it would race with the next holder
+                if leased:
+                    self._lease.drop()
+            finally:
+                self._unregister()
 
     def __enter__(self) -> StoreLock:
         self.acquire()
@@ -161,6 +199,33 @@ class StoreLock:
         with _registry_guard:
             _registry.pop(self._root, None)
 
+    @contextlib.contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """A lock that was lost stays lost: what the other run wrote is unknown to this one."""
+        with self._guard:
+            if self._lost_to:
+                raise StoreInUseError(self._root, self._lost_to)
+            try:
+                yield
+            except StoreInUseError as error:
+                self._lost_to = error.holder
+                raise
+
+    def _take(self) -> None:
+        if "://" in self._root or not self._lock_file():
+            self._lease.acquire()
+            self._leased = True
+
+    def _retake(self) -> None:
+        if self._leased:
+            self._lease.retake()
+        elif self._taken:
+            previous, self._descriptor = self._descriptor, None
+            if previous is not None:
+                # First: closing it afterwards would drop the new lock, were it the same file all the time.
+                os.close(previous)
+            self._take()
+
     def _lock_file(self) -> bool:
         """Lock ``<root>/.lock``; False where the file system has no locks."""
         make_directories(self._root, self._access)
@@ -169,19 +234,41 @@ class StoreLock:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
             try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock(descriptor)
             except OSError as error:
                 if error.errno in _NO_LOCKS:
                     return False
-                if error.errno not in _TAKEN:
-                    raise
-                holder = os.pread(descriptor, _MAX_TEXT_BYTES, 0).decode(errors="replace").strip()
-                raise StoreInUseError(self._root, holder or "which has not written its name yet") from None
+                raise
+            self._text = f"{_describe(self.owner)}\n".encode()[:_MAX_TEXT_BYTES]
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{_describe(self.owner)}\n".encode()[:_MAX_TEXT_BYTES], 0)
+            os.pwrite(descriptor, self._text, 0)
             undo.pop_all()
         self._descriptor = descriptor
         return True
+
+    def _lock(self, descriptor: int) -> None:
+        """Raises ``StoreInUseError`` if another process has locked the file. What is locked already, stays so."""
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            holder = _text_of(os.pread(descriptor, _MAX_TEXT_BYTES, 0))
+            raise StoreInUseError(self._root, holder or "which has not written its name yet") from None
+
+    def _lock_again(self, descriptor: int) -> None:
+        self._lock(descriptor)
+        found = os.pread(descriptor, _MAX_TEXT_BYTES, 0)
+        if found != self._text:
+            holder = _text_of(found) or "which has not written its name"
+            raise StoreInUseError(self._root, f"{holder}, which had the store meanwhile")
+
+    def _is_in_place(self, descriptor: int) -> bool:
+        """The file that is open is the one that other runs would lock."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.lstat(os.path.join(self._root, LOCK_NAME)))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 class _Lease:
@@ -199,6 +286,12 @@ class _Lease:
         self._clock = clock
         self._nonce = secrets.token_hex(8)
         self._number = 0
+        self._renewed_unix_secs = -math.inf
+
+    @property
+    def is_fresh(self) -> bool:
+        """It was renewed so lately that nobody can have taken it over."""
+        return 0 <= self._clock() - self._renewed_unix_secs < self._ttl_secs * _FRESH_SHARE
 
     def acquire(self) -> None:
         numbers = self._numbers()
@@ -250,21 +343,26 @@ class _Lease:
             ) from None
 
     def _put(self, number: int) -> None:
+        renewed = self._clock()
         body = {
             "owner": self._owner,
             "holder": _describe(self._owner),
             "nonce": self._nonce,
-            "unix_secs": self._clock(),
+            "unix_secs": renewed,
         }
         try:
             self._storage.write(_lease_name(number), [json.dumps(body).encode()])
         except FileExistsError:
             raise StoreInUseError(self._storage.root, "a run that took the lock a moment earlier") from None
-        self._number = number
+        self._number, self._renewed_unix_secs = number, renewed
 
 
 def _lease_name(number: int) -> str:
     return f"lock_{number:08d}.json"
+
+
+def _text_of(raw: bytes) -> str:
+    return raw.decode(errors="replace").strip()
 
 
 def _describe(owner: str) -> str:

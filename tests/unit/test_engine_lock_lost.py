@@ -1,16 +1,24 @@
-"""The kernel drops rank 0's lock, because this process has read the lock's file: nothing is committed without it."""
+"""The lock of a store during training: nothing is committed without it.
+
+The kernel drops it when rank 0's process reads the lock's file; a lease runs out unless it is renewed.
+"""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
+import time
+import uuid
 
 import pytest
 
-from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.engine import session
+from moe_ckpt.errors import SaveFailedError, StoreInUseError
+from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.policies import Dense
-from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage import LocalStorage, RemoteStorage, StoreLock
 from tests.unit.engine_parts import Life, manifests
 
 ANOTHER = """
@@ -57,3 +65,28 @@ def test_after_another_run_was_let_in_nothing_is_committed_or_collected(tmp_path
         with pytest.raises(SaveFailedError, match=r"in use by another run \(.*, which had the store meanwhile"):
             life.go(5, settle=True)
     assert files(root) == before
+
+
+class SlowStore(RemoteStorage):
+    """An object store to which a shard takes longer than a lease lasts."""
+
+    secs = 0.0
+
+    def write(self, path, chunks):
+        if path.endswith(".safetensors"):
+            time.sleep(self.secs)
+        return super().write(path, chunks)
+
+
+def test_an_upload_may_take_longer_than_a_lease(monkeypatch):
+    monkeypatch.setattr(session, "StoreLock", functools.partial(StoreLock, ttl_secs=1.0))
+    storage = SlowStore(f"memory://slow-{uuid.uuid4().hex}")
+    with Life(storage, policy=Dense()) as life:
+        storage.secs = 1.5
+        life.go(1)
+        life.session._run.lock._unregister()  # as if the other were another process
+        while life.session._resources.pipeline.stages.storage_in_flight:
+            with pytest.raises(StoreInUseError):
+                StoreLock(RemoteStorage(storage.root), "another run", ttl_secs=1.0).acquire()
+            time.sleep(0.2)
+        assert storage.exists(f"step_00000001/{MANIFEST_NAME}")

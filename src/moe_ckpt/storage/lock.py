@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import logging
 import math
@@ -42,6 +43,9 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVA
 _MAX_TEXT_BYTES = 4096
 _FRESH_SHARE = 0.2
 """Of a lease's time: so long after a renewal it need not be renewed."""
+_WAIT_SHARE = 0.1
+"""Of a lease's time: how often the thread looks."""
+_THREAD = "moe_ckpt-lease"
 
 _registry_guard = threading.Lock()
 _registry: dict[str, tuple[int, str]] = {}
@@ -55,8 +59,8 @@ class StoreLock:
 
     Args:
         storage: Of the store.
-        owner: What names this run to others, and over restarts (a job id): a lease left by a killed process of the same
-            owner is taken over at once.
+        owner: What names this run to others, and over restarts (a job id, see ``job_name``): a lease left by a killed
+            process of the same owner is taken over at once.
         ttl_secs: A lease not renewed for so long is considered dead. Call ``refresh`` several times as often.
         clock: Seconds since the epoch, for leases.
         access: Of the lock's file, see ``LocalStorage``.
@@ -74,12 +78,14 @@ class StoreLock:
         self._access = ACCESS[access]
         self.owner = owner
         self._root = storage.root
+        self._ttl_secs = ttl_secs
         self._lease = _Lease(storage, owner, ttl_secs, clock)
         self._guard = threading.RLock()
         self._descriptor: int | None = None
         self._text = b""
         self._leased = False
         self._lost_to = ""
+        self._released = threading.Event()
         self._taken = False
         """From ``acquire`` to ``release``, also while somebody else holds what ``retake`` could not get back."""
 
@@ -101,7 +107,7 @@ class StoreLock:
         """
         with self._guard:
             self._register()
-            self._lost_to = ""
+            self._lost_to, self._released = "", threading.Event()
             try:
                 try:
                     self._take()
@@ -114,6 +120,16 @@ class StoreLock:
                 self._taken = self.held
                 if not self.held:
                     self._unregister()
+
+    def renew_meanwhile(self) -> None:
+        """Renew a lease on a thread of its own until ``release``, for whoever is busy longer than it lasts.
+
+        An upload of one snapshot may be. What the kernel holds needs no renewing: no thread is made.
+        """
+        with self._guard:
+            if self._leased:
+                renewing = threading.Thread(target=self._renew, args=(self._released,), name=_THREAD, daemon=True)
+                renewing.start()
 
     def refresh(self) -> None:
         """Renew a lease. Take the kernel's lock again, which is lost when this process closes the file elsewhere.
@@ -133,8 +149,8 @@ class StoreLock:
     def confirm(self) -> None:
         """Make sure, just before a commit into a store that was found to be this run's, that the lock is held.
 
-        As ``refresh``, but a lease that was renewed a moment ago serves, and a new lock file is made for one that was
-        deleted or replaced. Does nothing for a lock that was not taken.
+        As ``refresh``, but a lease that was renewed lately serves, and a new lock file is made for one that was deleted
+        or replaced. Does nothing for a lock that was not taken.
 
         Raises:
             StoreInUseError: Another run has, or had, the store: do not commit.
@@ -169,6 +185,7 @@ class StoreLock:
             if not self._taken:
                 return
             self._taken = False
+            self._released.set()
             descriptor, self._descriptor = self._descriptor, None
             leased, self._leased = self._leased, False
             try:
@@ -210,6 +227,17 @@ class StoreLock:
             except StoreInUseError as error:
                 self._lost_to = error.holder
                 raise
+
+    def _renew(self, released: threading.Event) -> None:
+        while not released.wait(self._ttl_secs * _WAIT_SHARE):
+            try:
+                with self._noticing_loss():
+                    if self._leased and not self._lease.is_fresh:
+                        self._lease.renew()
+            except StoreInUseError:
+                return  # the next commit is told
+            except OSError as error:
+                log.warning("the lock of the store could not be renewed, retrying: %s", error)
 
     def _take(self) -> None:
         if "://" in self._root or not self._lock_file():
@@ -276,7 +304,8 @@ class _Lease:
 
     A renewal writes n + 1 and then deletes n, so that the store is never seen without a lease, and a
     takeover that loses the race fails on the name. Object stores give no stronger promise that all of
-    them keep, so the holder checks at every renewal that it still is the holder.
+    them keep, so the holder checks at every renewal that it still is the holder: that the newest object
+    has its nonce. It may be one more than the holder knows of, where the answer to an upload was lost.
     """
 
     def __init__(self, storage: Storage, owner: str, ttl_secs: float, clock: Callable[[], float]) -> None:
@@ -285,7 +314,7 @@ class _Lease:
         self._ttl_secs = ttl_secs
         self._clock = clock
         self._nonce = secrets.token_hex(8)
-        self._number = 0
+        self._number = self._tried = 0
         self._renewed_unix_secs = -math.inf
 
     @property
@@ -294,6 +323,14 @@ class _Lease:
         return 0 <= self._clock() - self._renewed_unix_secs < self._ttl_secs * _FRESH_SHARE
 
     def acquire(self) -> None:
+        try:
+            self._acquire()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.drop()  # it may have landed, and would keep out another job until it has run out
+            raise
+
+    def _acquire(self) -> None:
         numbers = self._numbers()
         if numbers:
             self._check_free(_lease_name(numbers[-1]))
@@ -303,12 +340,14 @@ class _Lease:
 
     def renew(self) -> None:
         numbers = self._numbers()
-        if not numbers or numbers[-1] != self._number or self._read(_lease_name(self._number))[2] != self._nonce:
-            holder = self._read(_lease_name(numbers[-1]))[0] if numbers else "unknown: the lease was deleted"
+        if not numbers:
+            raise StoreInUseError(self._storage.root, "unknown: this run's lease was deleted")
+        holder, _, nonce, _ = self._read(_lease_name(numbers[-1]))
+        if nonce != self._nonce:
             raise StoreInUseError(self._storage.root, f"{holder}, which took over the lease")
-        previous = self._number
-        self._put(previous + 1)
-        self._storage.delete(_lease_name(previous))
+        self._put(numbers[-1] + 1)
+        for number in numbers:
+            self._storage.delete(_lease_name(number))
 
     def retake(self) -> None:
         """As ``renew``, but a lease that was deleted is written again."""
@@ -318,7 +357,9 @@ class _Lease:
             self._put(self._number + 1)
 
     def drop(self) -> None:
-        self._storage.delete(_lease_name(self._number))
+        for number in {self._number, self._tried}:
+            if self._is_own(number):
+                self._storage.delete(_lease_name(number))
 
     def _numbers(self) -> list[int]:
         return sorted(int(match[1]) for name in self._storage.list("") if (match := _LEASE.fullmatch(name)))
@@ -342,6 +383,13 @@ class _Lease:
                 self._storage.root, f"unknown: {name} cannot be read; delete it if no run is active"
             ) from None
 
+    def _is_own(self, number: int) -> bool:
+        """That name may be another run's by now."""
+        try:
+            return self._read(_lease_name(number))[2] == self._nonce
+        except (FileNotFoundError, StoreInUseError):
+            return False
+
     def _put(self, number: int) -> None:
         renewed = self._clock()
         body = {
@@ -350,9 +398,13 @@ class _Lease:
             "nonce": self._nonce,
             "unix_secs": renewed,
         }
+        self._tried = number
         try:
             self._storage.write(_lease_name(number), [json.dumps(body).encode()])
         except FileExistsError:
+            if self._is_own(number):  # of an upload whose answer was lost, and that was not listed yet
+                self._number = number
+                return
             raise StoreInUseError(self._storage.root, "a run that took the lock a moment earlier") from None
         self._number, self._renewed_unix_secs = number, renewed
 
@@ -370,9 +422,18 @@ def _describe(owner: str) -> str:
 
 
 def job_name() -> str:
-    """Name of this job that outlives a restart, for the store's lock."""
+    """Name of this job for the store's lock: a job id that outlives a restart, or one that no other process has.
+
+    A process number is no such name: in each of two containers it may be 1.
+    """
     for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         value = os.environ.get(variable)
         if value and value != "none":
             return f"{variable}={value}"
-    return f"pid {os.getpid()}"
+    return f"no job id, start {_start_of(os.getpid())}"
+
+
+@functools.cache
+def _start_of(pid: int) -> str:
+    """The same in this process always, and another one in every other, forked ones included."""
+    return secrets.token_hex(4)

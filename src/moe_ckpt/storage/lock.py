@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
-from moe_ckpt.storage.access import ACCESS
+from moe_ckpt.storage.access import ACCESS, Access
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.local import make_directories
 
@@ -75,14 +75,12 @@ class StoreLock:
         clock: Callable[[], float] = time.time,
         access: str = "private",
     ) -> None:
-        self._access = ACCESS[access]
         self.owner = owner
         self._root = storage.root
         self._ttl_secs = ttl_secs
         self._lease = _Lease(storage, owner, ttl_secs, clock)
         self._guard = threading.RLock()
-        self._descriptor: int | None = None
-        self._text = b""
+        self._file = _FileLock(storage.root, owner, ACCESS[access])
         self._leased = False
         self._lost_to = ""
         self._released = threading.Event()
@@ -91,7 +89,7 @@ class StoreLock:
 
     @property
     def held(self) -> bool:
-        return self._descriptor is not None or self._leased
+        return self._file.held or self._leased
 
     @property
     def is_lost(self) -> bool:
@@ -143,8 +141,8 @@ class StoreLock:
         with self._noticing_loss():
             if self._leased:
                 self._lease.renew()
-            elif self._descriptor is not None and self._is_in_place(self._descriptor):
-                self._lock_again(self._descriptor)
+            elif self._file.is_in_place:
+                self._file.lock_again()
 
     def confirm(self) -> None:
         """Make sure, just before a commit into a store that was found to be this run's, that the lock is held.
@@ -160,8 +158,8 @@ class StoreLock:
             if self._leased:
                 if not self._lease.is_fresh:
                     self._lease.renew()
-            elif self._descriptor is not None and self._is_in_place(self._descriptor):
-                self._lock_again(self._descriptor)
+            elif self._file.is_in_place:
+                self._file.lock_again()
             elif self._taken:
                 path = os.path.join(self._root, LOCK_NAME)
                 log.warning("the lock file %s was deleted or replaced during training; it is made again", path)
@@ -186,11 +184,9 @@ class StoreLock:
                 return
             self._taken = False
             self._released.set()
-            descriptor, self._descriptor = self._descriptor, None
             leased, self._leased = self._leased, False
             try:
-                if descriptor is not None:
-                    os.close(descriptor)  # the file stays: removing it would race with the next holder
+                self._file.close()
                 if leased:
                     self._lease.drop()
             finally:
@@ -240,7 +236,7 @@ class StoreLock:
                 log.warning("the lock of the store could not be renewed, retrying: %s", error)
 
     def _take(self) -> None:
-        if "://" in self._root or not self._lock_file():
+        if "://" in self._root or not self._file.acquire():
             self._lease.acquire()
             self._leased = True
 
@@ -248,17 +244,38 @@ class StoreLock:
         if self._leased:
             self._lease.retake()
         elif self._taken:
-            previous, self._descriptor = self._descriptor, None
-            if previous is not None:
-                # First: closing it afterwards would drop the new lock, were it the same file all the time.
-                os.close(previous)
+            # First: closing it afterwards would drop the new lock, were it the same file all the time.
+            self._file.close()
             self._take()
 
-    def _lock_file(self) -> bool:
-        """Lock ``<root>/.lock``; False where the file system has no locks."""
+
+class _FileLock:
+    """The kernel's lock on ``<root>/.lock``, whose content names the holder."""
+
+    def __init__(self, root: str, owner: str, access: Access) -> None:
+        self._root = root
+        self._path = os.path.join(root, LOCK_NAME)
+        self._access = access
+        self._owner = owner
+        self._text = b""
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    @property
+    def is_in_place(self) -> bool:
+        """The file that is open is the one that other runs would lock."""
+        try:
+            return self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def acquire(self) -> bool:
+        """False where the file system has no locks."""
         make_directories(self._root, self._access)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = self._access.create(os.path.join(self._root, LOCK_NAME), flags)
+        descriptor = self._access.create(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
             try:
@@ -267,15 +284,31 @@ class StoreLock:
                 if error.errno in _NO_LOCKS:
                     return False
                 raise
-            self._text = f"{_describe(self.owner)}\n".encode()[:_MAX_TEXT_BYTES]
+            self._text = f"{_describe(self._owner)}\n".encode()[:_MAX_TEXT_BYTES]
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, self._text, 0)
             undo.pop_all()
         self._descriptor = descriptor
         return True
 
+    def lock_again(self) -> None:
+        """Lock the open file again, should the kernel have dropped its lock. What is locked stays so."""
+        if self._descriptor is None:
+            return
+        self._lock(self._descriptor)
+        found = os.pread(self._descriptor, _MAX_TEXT_BYTES, 0)
+        if found != self._text:
+            holder = _text_of(found) or "which has not written its name"
+            raise StoreInUseError(self._root, f"{holder}, which had the store meanwhile")
+
+    def close(self) -> None:
+        """The file stays: removing it would race with the next holder."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
     def _lock(self, descriptor: int) -> None:
-        """Raises ``StoreInUseError`` if another process has locked the file. What is locked already, stays so."""
+        """Raises ``StoreInUseError`` if another process has locked the file."""
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -283,20 +316,6 @@ class StoreLock:
                 raise
             holder = _text_of(os.pread(descriptor, _MAX_TEXT_BYTES, 0))
             raise StoreInUseError(self._root, holder or "which has not written its name yet") from None
-
-    def _lock_again(self, descriptor: int) -> None:
-        self._lock(descriptor)
-        found = os.pread(descriptor, _MAX_TEXT_BYTES, 0)
-        if found != self._text:
-            holder = _text_of(found) or "which has not written its name"
-            raise StoreInUseError(self._root, f"{holder}, which had the store meanwhile")
-
-    def _is_in_place(self, descriptor: int) -> bool:
-        """The file that is open is the one that other runs would lock."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.lstat(os.path.join(self._root, LOCK_NAME)))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
 
 
 class _Lease:

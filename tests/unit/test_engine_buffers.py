@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moe_ckpt.engine import buffers
 from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool, default_budget_bytes
+from moe_ckpt.engine.cgroups import available_bytes
 from moe_ckpt.engine.host_tier import HostTier, KeptCheckpoint
 from moe_ckpt.errors import HostMemoryError
 
@@ -363,11 +364,26 @@ def test_no_cgroup_means_no_limit(tmp_path):
     ("limit", "usable"), [(None, 1000 * PAGE), (400 * PAGE, 400 * PAGE), (9000 * PAGE, 1000 * PAGE)]
 )
 def test_the_default_is_half_of_what_is_free_shared_by_local_ranks(monkeypatch, limit, usable):
-    monkeypatch.setattr(buffers.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": PAGE}.__getitem__)
+    monkeypatch.setattr(buffers, "available_bytes", lambda: 1000 * PAGE)
     monkeypatch.setattr(buffers, "_cgroup_free_bytes", lambda **_: limit)
     assert default_budget_bytes(1) == usable // 2
     assert default_budget_bytes(4) == usable // 8
     assert default_budget_bytes(0) == usable // 2
+
+
+def test_page_cache_makes_room(monkeypatch, tmp_path):
+    """A data set that was read fills all memory with page cache, which the kernel gives up when memory is needed."""
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 8000 kB\nCached: 7900 kB\n")
+    monkeypatch.setattr(buffers, "available_bytes", lambda: available_bytes(str(tmp_path / "meminfo")))
+    monkeypatch.setattr(buffers, "_cgroup_free_bytes", lambda **_: None)
+    assert default_budget_bytes(1) == 4000 * 1024
+
+
+def test_where_the_kernel_does_not_say_what_is_available_free_pages_count(monkeypatch, tmp_path):
+    monkeypatch.setattr(buffers, "available_bytes", lambda: available_bytes(str(tmp_path / "none")))
+    monkeypatch.setattr(buffers.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": PAGE}.__getitem__)
+    monkeypatch.setattr(buffers, "_cgroup_free_bytes", lambda **_: None)
+    assert default_budget_bytes(1) == 500 * PAGE
 
 
 def test_the_default_here_is_a_sensible_number():

@@ -1,16 +1,22 @@
 """One run per store, with real processes and real kills."""
 
+import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import uuid
 
 import pytest
 
 from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
-from moe_ckpt.storage import LocalStorage, StoreLock, open_storage
+from moe_ckpt.storage import LocalStorage, RemoteStorage, StoreLock, open_storage
+from moe_ckpt.storage.lock import job_name
 from moe_ckpt.testing import FaultyStorage
 
 HOLDER = """
@@ -33,16 +39,24 @@ TRYER = """
 """
 
 
+@contextlib.contextmanager
+def running(program, root):
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), str(root)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with running(HOLDER, tmp_path) as process:
+        yield process
 
 
 def try_from_another_process(root):
@@ -102,6 +116,74 @@ def test_a_forked_child_neither_keeps_nor_frees_the_lock(tmp_path):
         os.waitpid(child, 0)
         os.close(read_end)
         os.close(write_end)
+
+
+# --- a lock that the kernel has dropped ---
+
+
+@pytest.fixture
+def lost(tmp_path):
+    """A lock that this process holds no more: it has opened and closed the lock's file once more."""
+    with StoreLock(LocalStorage(tmp_path / "store"), "job-1") as lock:
+        shutil.copytree(tmp_path / "store", tmp_path / "copy")
+        yield lock
+
+
+@pytest.mark.parametrize("again", ["refresh", "confirm"])
+def test_a_dropped_lock_is_taken_again(tmp_path, lost, again):
+    getattr(lost, again)()
+    assert "job-1, process" in try_from_another_process(tmp_path / "store")
+    assert not lost.is_lost
+
+
+@pytest.mark.parametrize("again", ["refresh", "confirm"])
+def test_a_dropped_lock_that_another_run_has_taken_is_lost(tmp_path, lost, again):
+    with running(HOLDER, tmp_path / "store") as other:
+        for _ in range(2):
+            with pytest.raises(StoreInUseError, match=rf"job-17, process {other.pid} on "):
+                getattr(lost, again)()
+        assert lost.is_lost
+
+
+@pytest.mark.parametrize("again", ["refresh", "confirm"])
+def test_a_dropped_lock_that_another_run_had_meanwhile_is_lost(tmp_path, lost, again):
+    """What the other one wrote is unknown to this one."""
+    assert try_from_another_process(tmp_path / "store") == "free"
+    for _ in range(2):
+        with pytest.raises(StoreInUseError, match=r"job-18, process \d+ on .*, which had the store meanwhile"):
+            getattr(lost, again)()
+    assert lost.is_lost
+
+
+def test_a_deleted_lock_file_is_made_again_for_a_commit(tmp_path, caplog):
+    with StoreLock(LocalStorage(tmp_path), "job-1") as lock:
+        (tmp_path / ".lock").unlink()
+        lock.refresh()
+        assert os.listdir(tmp_path) == [], "whose store it is, is seen only at a commit"
+        lock.confirm()
+        assert "job-1, process" in try_from_another_process(tmp_path)
+        lock.confirm()
+    assert caplog.text.count("deleted or replaced") == 1
+
+
+def test_a_deleted_lock_file_that_another_run_has_made_again_is_its_own(tmp_path):
+    with StoreLock(LocalStorage(tmp_path), "job-1") as lock:
+        (tmp_path / ".lock").unlink()
+        with running(HOLDER, tmp_path), pytest.raises(StoreInUseError, match="job-17, process"):
+            lock.confirm()
+        with pytest.raises(StoreInUseError, match="job-17, process"):
+            lock.confirm()
+        assert lock.is_lost, "also when the other one has ended: what it wrote is unknown"
+
+
+def test_what_was_never_taken_or_is_released_is_not_taken_again(tmp_path):
+    lock = StoreLock(LocalStorage(tmp_path), "job-1")
+    lock.confirm()
+    with lock:
+        pass
+    lock.refresh()
+    lock.confirm()
+    assert try_from_another_process(tmp_path) == "free"
 
 
 def test_release_twice_is_harmless_and_leaves_no_descriptor(tmp_path):
@@ -211,6 +293,154 @@ def test_an_unreadable_lease_says_what_to_delete(url):
     open_storage(url).write("lock_00000004.json", [b"garbage"])
     with pytest.raises(StoreInUseError, match=r"lock_00000004\.json cannot be read; delete it"):
         StoreLock(open_storage(url), "x").acquire()
+
+
+class NoAnswer(RemoteStorage):
+    """An object store whose answer to the next upload is lost after the object has landed."""
+
+    loses = False
+
+    def write(self, path, chunks):
+        nbytes = super().write(path, chunks)
+        if self.loses:
+            self.loses = False
+            raise TimeoutError("no answer from the store")
+        return nbytes
+
+
+def test_a_renewal_whose_answer_was_lost_is_the_run_s_own(url):
+    storage = NoAnswer(url)
+    lock = StoreLock(storage, "job-1")
+    lock.acquire()
+    for _ in range(2):
+        storage.loses = True
+        with pytest.raises(TimeoutError):
+            lock.refresh()
+    lock.refresh()
+    assert storage.list() == ["lock_00000004.json"]
+    lock.release()
+    assert storage.list() == []
+
+
+def test_no_lease_is_left_behind_a_lost_answer(url):
+    storage = NoAnswer(url)
+    lock = StoreLock(storage, "job-1")
+    storage.loses = True
+    with pytest.raises(StoreUnwritableError, match="no answer"):
+        lock.acquire()
+    assert storage.list() == [], "another job need not wait until it has run out"
+    lock.acquire()
+    storage.loses = True
+    with pytest.raises(TimeoutError):
+        lock.refresh()
+    lock.release()
+    assert storage.list() == []
+
+
+def test_whoever_lost_a_lease_leaves_the_other_s_alone(url):
+    """Somebody deleted the first one's lease, so that the second one's has the same number."""
+    first = StoreLock(open_storage(url), "job-1")
+    first.acquire()
+    open_storage(url).delete("lock_00000001.json")
+    first._unregister()  # as if the other were another process
+    with StoreLock(open_storage(url), "job-2"):
+        with pytest.raises(StoreInUseError, match="job-2"):
+            first.refresh()
+        first.release()
+        assert open_storage(url).list() == ["lock_00000001.json"]
+
+
+NAME = """
+    import sys
+    from moe_ckpt.storage.lock import job_name
+    print(job_name())
+"""
+
+
+def name_in_another_process(**environment):
+    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        environment.setdefault(variable, "none")
+    # As in a container: the same process number, 1, each time.
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable, "-c", textwrap.dedent(NAME)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    if done.stderr.startswith("unshare"):
+        pytest.skip(f"no pid namespaces here: {done.stderr}")
+    return done.stdout.strip()
+
+
+def test_two_containers_without_a_job_id_are_two_owners():
+    first, second = name_in_another_process(), name_in_another_process()
+    assert first != second
+    assert first.startswith("no job id, start ")
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"])
+def test_a_job_id_names_the_job_over_restarts(variable):
+    names = {name_in_another_process(**{variable: "17"}) for _ in range(2)}
+    assert names == {f"{variable}=17"}
+
+
+def test_without_a_job_id_a_process_keeps_its_name_and_a_forked_one_gets_its_own(monkeypatch):
+    for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    name = job_name()
+    assert job_name() == name
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        os.write(write_end, job_name().encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as answer:
+        assert answer.read() not in ("", name)
+    os.wait()
+
+
+def test_a_lease_of_an_earlier_release_is_read(url):
+    lease = {"owner": "pid 1", "holder": "pid 1, process 1 on node-7", "nonce": "0" * 16, "unix_secs": time.time()}
+    open_storage(url).write("lock_00000007.json", [json.dumps(lease).encode()])
+    with pytest.raises(StoreInUseError, match="pid 1, process 1 on node-7"):
+        StoreLock(open_storage(url), job_name()).acquire()
+    with StoreLock(open_storage(url), job_name(), clock=lambda: lease["unix_secs"] + 600):
+        assert open_storage(url).list() == ["lock_00000008.json"]
+
+
+def test_a_lease_is_renewed_while_its_holder_is_busy(url):
+    """An upload may take longer than the lease lasts."""
+    lock = StoreLock(open_storage(url), "job-1", ttl_secs=1.0)
+    lock.acquire()
+    lock.renew_meanwhile()
+    lock._unregister()  # as if the other were another process
+    for _ in range(8):
+        time.sleep(0.25)
+        with pytest.raises(StoreInUseError, match="job-1"):
+            StoreLock(open_storage(url), "job-2", ttl_secs=1.0).acquire()
+    assert int(open_storage(url).list()[0][5:13]) > 2
+    lock.release()
+    assert open_storage(url).list() == []
+    time.sleep(0.5)
+    assert open_storage(url).list() == [], "nothing is renewed any more"
+
+
+def test_a_lease_lost_to_another_run_while_its_holder_is_busy_is_told_at_the_commit(url):
+    lock = StoreLock(open_storage(url), "job-1", ttl_secs=1.0)
+    lock.acquire()
+    lock._unregister()  # as if the other were another process
+    time.sleep(1.1)
+    with StoreLock(open_storage(url), "job-2", ttl_secs=1.0):
+        lock.renew_meanwhile()
+        time.sleep(1.0)
+        assert lock.is_lost
+        with pytest.raises(StoreInUseError, match="job-2"):
+            lock.confirm()
+        lock.release()
+        assert open_storage(url).list() == ["lock_00000002.json"]
+
+
+def test_no_thread_renews_what_the_kernel_holds(tmp_path):
+    before = set(threading.enumerate())
+    with StoreLock(LocalStorage(tmp_path), "job-1") as lock:
+        lock.renew_meanwhile()
+        assert set(threading.enumerate()) == before
 
 
 def test_in_one_process_a_remote_store_is_refused_too(url):

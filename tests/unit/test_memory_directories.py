@@ -512,13 +512,12 @@ def test_what_the_dead_life_left_counts_as_free(where, monkeypatch):  # noqa: F8
     with life(where) as first:
         first.go(1, settle=True)
         nbytes = max(path.stat().st_size for path in files(where[1]) if path.suffix == ".data")
-    machine, real = int(2.5 * nbytes), os.sysconf
+    machine = int(2.5 * nbytes)
 
-    def sysconf(name: str) -> int:
-        free = machine - sum(path.stat().st_size for path in files(where[1]))
-        return {"SC_AVPHYS_PAGES": max(0, free), "SC_PAGE_SIZE": 1}.get(name) if name.startswith("SC_") else real(name)
+    def available() -> int:
+        return max(0, machine - sum(path.stat().st_size for path in files(where[1])))
 
-    monkeypatch.setattr(os, "sysconf", sysconf)
+    monkeypatch.setattr(buffers, "available_bytes", available)
     monkeypatch.setattr(buffers, "_cgroup_free_bytes", lambda **_: None)
     with life(where, when_busy="wait") as second:
         come_back(second)

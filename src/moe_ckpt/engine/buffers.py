@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from moe_ckpt.engine.cgroups import available_bytes
 from moe_ckpt.engine.cgroups import free_bytes as _cgroup_free_bytes
 from moe_ckpt.engine.early_buffers import EarlyBuffers
 from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, cuda, let_go, roomy, serves, unregister
@@ -323,13 +324,17 @@ def _register(memory: torch.Tensor) -> None:
 
 
 def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:
-    """Half of the memory that is free now, within the cgroup's limit, shared by the ranks of this host.
+    """Half of the memory that can be had now, within the cgroup's limit, shared by the ranks of this host.
+
+    Page cache makes room when memory is needed, so it counts as free: a data set that was read must not shrink it.
 
     Args:
         local_ranks: How many they are.
         left_bytes: What snapshots of earlier lives take on this host, which their buffers replace.
     """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = available_bytes()
+    if free is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _cgroup_free_bytes(left_bytes=left_bytes)
     usable = free + left_bytes if limit is None else min(free + left_bytes, limit)
     return int(usable * _SHARE_OF_FREE_MEMORY) // max(1, local_ranks)

@@ -3,8 +3,8 @@
 Rules of this file:
 
 1. A manifest is written only after every file that it names was seen in a listing, and ``store.json`` was read.
-2. Nothing is collected in a store that is not, or no longer, this run's: retention would judge another run's
-   checkpoints. What this run has written there by itself is removed by name.
+2. Nothing is committed or collected in a store that is not, or no longer, this run's, or whose lock it has lost:
+   retention would judge another run's checkpoints. What this run has written there by itself is removed by name.
 """
 
 from __future__ import annotations
@@ -84,10 +84,12 @@ class StoreKeeper:
         Raises:
             FilesGoneError: Somebody deleted or replaced files; names them.
             ForeignStoreError: Another run's store stands in this one's place.
+            StoreInUseError: The lock was lost, and another run has, or had, the store.
             OSError: The storage does not answer.
         """
         names = set(self._storage.list())
         self._require_own(names)
+        self._lock.confirm()
         gone: list[str] = []
         listed = self._listings.names([directory for directory in sorted(needed) if directory in names])
         proven, self._proven = self._proven, {}
@@ -185,7 +187,7 @@ class StoreKeeper:
 
     def _is_own(self) -> bool:
         try:
-            return self._read_identity().run_id == self._identity.run_id
+            return not self._lock.is_lost and self._read_identity().run_id == self._identity.run_id
         except (FileNotFoundError, DamagedError, FormatVersionError):
             return False
 

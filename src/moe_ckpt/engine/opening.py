@@ -94,6 +94,7 @@ def _open(
     storage.probe()
     lock.acquire()
     try:
+        lock.renew_meanwhile()
         patient = PatientStorage(storage, patience_secs)
         names = patient.list()
         steps = {name: parsed for name in names if (parsed := parse_step_dir(name)) is not None}

@@ -28,7 +28,7 @@ class Persister:
 
     Args:
         resolve: Brings one snapshot to its end, on the thread; what it raises ends that.
-        keep_alive: Called about once a minute (renews the lock of a remote store); what it raises ends the thread
+        keep_alive: Called about once a minute (keeps the store's lock); what it raises ends the thread
             unless it is a passing error of the storage.
     """
 

@@ -81,7 +81,9 @@ def densify(
         StoreUnwritableError: The store is full, or cannot be written.
         CoverageError, UnsupportedError, ReplayDivergedError: As ``Densifier.share``.
     """
-    with StoreLock(storage, "moe-ckpt densify"), MemoryOutside(StoreReader(storage), roots) as memory:
+    lock = StoreLock(storage, "moe-ckpt densify")
+    with lock, MemoryOutside(StoreReader(storage), roots) as memory:
+        lock.renew_meanwhile()
         made: list[Densifier] = []
 
         def verify(opened: OpenedMemory) -> None:
@@ -92,7 +94,7 @@ def densify(
         manifest = opened.manifest
         clean_start(storage)
         try:
-            done = _write(storage, made[0], torch.device(device) if device else made[0].device(), tell)
+            done = _write(storage, lock, made[0], torch.device(device) if device else made[0].device(), tell)
             check_checkpoint(StoreReader(storage), StoreReader(storage).manifest(manifest.directory))
         except BaseException:
             _remove(storage, manifest.directory)
@@ -108,7 +110,7 @@ def _remove(storage: Storage, directory: str) -> None:
     storage.delete_dir(directory)
 
 
-def _write(storage: Storage, densifier: Densifier, device: torch.device, tell: Tell) -> Densified:
+def _write(storage: Storage, lock: StoreLock, densifier: Densifier, device: torch.device, tell: Tell) -> Densified:
     manifest, before = densifier.manifest, torch.get_num_threads()
     torch.set_num_threads(densifier.threads(device) or before)
     ranks = range(manifest.world_size)
@@ -128,6 +130,7 @@ def _write(storage: Storage, densifier: Densifier, device: torch.device, tell: T
             nbytes += share.nbytes
     finally:
         torch.set_num_threads(before)
+    lock.confirm()
     made = commit_made(storage, manifest, rows, densifier.parent)
     return Densified(made, densifier.updates, nbytes, here, densifier.devices)
 

@@ -3,8 +3,10 @@
 Local: a POSIX record lock on ``<root>/.lock``. The kernel drops it when the process dies, however it
 dies; forked data-loader workers do not inherit it, so a stray worker cannot keep the store locked; NFS
 carries it between hosts. Its trap: closing *any* descriptor of the file drops the lock, so within the
-process nothing else may open it. The registry below sees to that, and refuses a second lock on the
-same store by the same process, which the kernel would grant.
+process nothing else should open it. The registry below sees to that for this package, and refuses a
+second lock on the same store by the same process, which the kernel would grant. Other code (a copy of
+the store made by a callback) is not kept from it, so the lock is taken again before each commit; the
+name in the file tells whether another run had it meanwhile.
 
 Remote, and local file systems without locks: a lease, an object that the holder renews.
 """
@@ -14,26 +16,36 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
+import logging
+import math
 import os
 import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
-from moe_ckpt.storage.access import ACCESS
+from moe_ckpt.storage.access import ACCESS, Access
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.local import make_directories
+
+log = logging.getLogger("moe_ckpt")
 
 LOCK_NAME = ".lock"
 _LEASE = re.compile(r"lock_(\d{8,})\.json")
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _MAX_TEXT_BYTES = 4096
+_FRESH_SHARE = 0.2
+"""Of a lease's time: so long after a renewal it need not be renewed."""
+_WAIT_SHARE = 0.1
+"""Of a lease's time: how often the thread looks."""
+_THREAD = "moe_ckpt-lease"
 
 _registry_guard = threading.Lock()
 _registry: dict[str, tuple[int, str]] = {}
@@ -47,8 +59,8 @@ class StoreLock:
 
     Args:
         storage: Of the store.
-        owner: What names this run to others, and over restarts (a job id): a lease left by a killed process of the same
-            owner is taken over at once.
+        owner: What names this run to others, and over restarts (a job id, see ``job_name``): a lease left by a killed
+            process of the same owner is taken over at once.
         ttl_secs: A lease not renewed for so long is considered dead. Call ``refresh`` several times as often.
         clock: Seconds since the epoch, for leases.
         access: Of the lock's file, see ``LocalStorage``.
@@ -63,18 +75,26 @@ class StoreLock:
         clock: Callable[[], float] = time.time,
         access: str = "private",
     ) -> None:
-        self._access = ACCESS[access]
         self.owner = owner
         self._root = storage.root
+        self._ttl_secs = ttl_secs
         self._lease = _Lease(storage, owner, ttl_secs, clock)
-        self._descriptor: int | None = None
+        self._guard = threading.RLock()
+        self._file = _FileLock(storage.root, owner, ACCESS[access])
         self._leased = False
+        self._lost_to = ""
+        self._released = threading.Event()
         self._taken = False
         """From ``acquire`` to ``release``, also while somebody else holds what ``retake`` could not get back."""
 
     @property
     def held(self) -> bool:
-        return self._descriptor is not None or self._leased
+        return self._file.held or self._leased
+
+    @property
+    def is_lost(self) -> bool:
+        """Another run was found to have, or to have had, the store: only this run's own files may be touched."""
+        return bool(self._lost_to)
 
     def acquire(self) -> None:
         """Take the lock without waiting.
@@ -83,30 +103,67 @@ class StoreLock:
             StoreInUseError: Names the holder.
             StoreUnwritableError: The lock cannot be written.
         """
-        self._register()
-        try:
+        with self._guard:
+            self._register()
+            self._lost_to, self._released = "", threading.Event()
             try:
-                if "://" in self._root or not self._lock_file():
-                    self._lease.acquire()
-                    self._leased = True
-            except OSError as error:
-                if isinstance(error, StoreUnwritableError):
-                    raise
-                raise StoreUnwritableError(f"the lock of the store {self._root} cannot be taken: {error}") from error
-        finally:
-            self._taken = self.held
-            if not self.held:
-                self._unregister()
+                try:
+                    self._take()
+                except OSError as error:
+                    if isinstance(error, StoreUnwritableError):
+                        raise
+                    said = f"the lock of the store {self._root} cannot be taken: {error}"
+                    raise StoreUnwritableError(said) from error
+            finally:
+                self._taken = self.held
+                if not self.held:
+                    self._unregister()
+
+    def renew_meanwhile(self) -> None:
+        """Renew a lease on a thread of its own until ``release``, for whoever is busy longer than it lasts.
+
+        An upload of one snapshot may be. What the kernel holds needs no renewing: no thread is made.
+        """
+        with self._guard:
+            if self._leased:
+                renewing = threading.Thread(target=self._renew, args=(self._released,), name=_THREAD, daemon=True)
+                renewing.start()
 
     def refresh(self) -> None:
-        """Renew a lease; nothing to do for a lock that the kernel keeps.
+        """Renew a lease. Take the kernel's lock again, which is lost when this process closes the file elsewhere.
+
+        A lock file that was deleted or replaced is left to ``confirm``: it may belong to another store by now.
 
         Raises:
-            StoreInUseError: Another run has taken the lease: stop writing.
+            StoreInUseError: Another run has, or had, the store: stop writing.
             OSError: The store did not answer; try again before ``ttl_secs`` are over.
         """
-        if self._leased:
-            self._lease.renew()
+        with self._noticing_loss():
+            if self._leased:
+                self._lease.renew()
+            elif self._file.is_in_place:
+                self._file.lock_again()
+
+    def confirm(self) -> None:
+        """Make sure, just before a commit into a store that was found to be this run's, that the lock is held.
+
+        As ``refresh``, but a lease that was renewed lately serves, and a new lock file is made for one that was deleted
+        or replaced. Does nothing for a lock that was not taken.
+
+        Raises:
+            StoreInUseError: Another run has, or had, the store: do not commit.
+            OSError: The store did not answer.
+        """
+        with self._noticing_loss():
+            if self._leased:
+                if not self._lease.is_fresh:
+                    self._lease.renew()
+            elif self._file.is_in_place:
+                self._file.lock_again()
+            elif self._taken:
+                path = os.path.join(self._root, LOCK_NAME)
+                log.warning("the lock file %s was deleted or replaced during training; it is made again", path)
+                self._retake()
 
     def retake(self) -> None:
         """Take the lock again after the store, and perhaps the lock with it, was emptied or replaced.
@@ -115,31 +172,25 @@ class StoreLock:
             StoreInUseError: another run was quicker.
             OSError: the store did not answer.
         """
-        if self._leased:
-            self._lease.retake()
-        elif self._taken:
-            previous, self._descriptor = self._descriptor, None
-            if previous is not None:
-                # First: closing it afterwards would drop the new lock, were it the same file all the time.
-                os.close(previous)
-            if not self._lock_file():
-                self._lease.acquire()
-                self._leased = True
+        with self._guard:
+            self._lost_to = ""
+            with self._noticing_loss():
+                self._retake()
 
     def release(self) -> None:
         """Release the store. Does nothing when the lock is not held."""
-        if not self._taken:
-            return
-        self._taken = False
-        descriptor, self._descriptor = self._descriptor, None
-        leased, self._leased = self._leased, False
-        try:
-            if descriptor is not None:
-                os.close(descriptor)  # the file stays: removing it would race with the next holder
-            if leased:
-                self._lease.drop()
-        finally:
-            self._unregister()
+        with self._guard:
+            if not self._taken:
+                return
+            self._taken = False
+            self._released.set()
+            leased, self._leased = self._leased, False
+            try:
+                self._file.close()
+                if leased:
+                    self._lease.drop()
+            finally:
+                self._unregister()
 
     def __enter__(self) -> StoreLock:
         self.acquire()
@@ -161,27 +212,110 @@ class StoreLock:
         with _registry_guard:
             _registry.pop(self._root, None)
 
-    def _lock_file(self) -> bool:
-        """Lock ``<root>/.lock``; False where the file system has no locks."""
+    @contextlib.contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """A lock that was lost stays lost: what the other run wrote is unknown to this one."""
+        with self._guard:
+            if self._lost_to:
+                raise StoreInUseError(self._root, self._lost_to)
+            try:
+                yield
+            except StoreInUseError as error:
+                self._lost_to = error.holder
+                raise
+
+    def _renew(self, released: threading.Event) -> None:
+        while not released.wait(self._ttl_secs * _WAIT_SHARE):
+            try:
+                with self._noticing_loss():
+                    if self._leased and not self._lease.is_fresh:
+                        self._lease.renew()
+            except StoreInUseError:
+                return  # the next commit is told
+            except OSError as error:
+                log.warning("the lock of the store could not be renewed, retrying: %s", error)
+
+    def _take(self) -> None:
+        if "://" in self._root or not self._file.acquire():
+            self._lease.acquire()
+            self._leased = True
+
+    def _retake(self) -> None:
+        if self._leased:
+            self._lease.retake()
+        elif self._taken:
+            # First: closing it afterwards would drop the new lock, were it the same file all the time.
+            self._file.close()
+            self._take()
+
+
+class _FileLock:
+    """The kernel's lock on ``<root>/.lock``, whose content names the holder."""
+
+    def __init__(self, root: str, owner: str, access: Access) -> None:
+        self._root = root
+        self._path = os.path.join(root, LOCK_NAME)
+        self._access = access
+        self._owner = owner
+        self._text = b""
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    @property
+    def is_in_place(self) -> bool:
+        """The file that is open is the one that other runs would lock."""
+        try:
+            return self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def acquire(self) -> bool:
+        """False where the file system has no locks."""
         make_directories(self._root, self._access)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = self._access.create(os.path.join(self._root, LOCK_NAME), flags)
+        descriptor = self._access.create(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
             try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock(descriptor)
             except OSError as error:
                 if error.errno in _NO_LOCKS:
                     return False
-                if error.errno not in _TAKEN:
-                    raise
-                holder = os.pread(descriptor, _MAX_TEXT_BYTES, 0).decode(errors="replace").strip()
-                raise StoreInUseError(self._root, holder or "which has not written its name yet") from None
+                raise
+            self._text = f"{_describe(self._owner)}\n".encode()[:_MAX_TEXT_BYTES]
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{_describe(self.owner)}\n".encode()[:_MAX_TEXT_BYTES], 0)
+            os.pwrite(descriptor, self._text, 0)
             undo.pop_all()
         self._descriptor = descriptor
         return True
+
+    def lock_again(self) -> None:
+        """Lock the open file again, should the kernel have dropped its lock. What is locked stays so."""
+        if self._descriptor is None:
+            return
+        self._lock(self._descriptor)
+        found = os.pread(self._descriptor, _MAX_TEXT_BYTES, 0)
+        if found != self._text:
+            holder = _text_of(found) or "which has not written its name"
+            raise StoreInUseError(self._root, f"{holder}, which had the store meanwhile")
+
+    def close(self) -> None:
+        """The file stays: removing it would race with the next holder."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        """Raises ``StoreInUseError`` if another process has locked the file."""
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            holder = _text_of(os.pread(descriptor, _MAX_TEXT_BYTES, 0))
+            raise StoreInUseError(self._root, holder or "which has not written its name yet") from None
 
 
 class _Lease:
@@ -189,7 +323,8 @@ class _Lease:
 
     A renewal writes n + 1 and then deletes n, so that the store is never seen without a lease, and a
     takeover that loses the race fails on the name. Object stores give no stronger promise that all of
-    them keep, so the holder checks at every renewal that it still is the holder.
+    them keep, so the holder checks at every renewal that it still is the holder: that the newest object
+    has its nonce. It may be one more than the holder knows of, where the answer to an upload was lost.
     """
 
     def __init__(self, storage: Storage, owner: str, ttl_secs: float, clock: Callable[[], float]) -> None:
@@ -198,9 +333,23 @@ class _Lease:
         self._ttl_secs = ttl_secs
         self._clock = clock
         self._nonce = secrets.token_hex(8)
-        self._number = 0
+        self._number = self._tried = 0
+        self._renewed_unix_secs = -math.inf
+
+    @property
+    def is_fresh(self) -> bool:
+        """It was renewed so lately that nobody can have taken it over."""
+        return 0 <= self._clock() - self._renewed_unix_secs < self._ttl_secs * _FRESH_SHARE
 
     def acquire(self) -> None:
+        try:
+            self._acquire()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.drop()  # it may have landed, and would keep out another job until it has run out
+            raise
+
+    def _acquire(self) -> None:
         numbers = self._numbers()
         if numbers:
             self._check_free(_lease_name(numbers[-1]))
@@ -210,12 +359,14 @@ class _Lease:
 
     def renew(self) -> None:
         numbers = self._numbers()
-        if not numbers or numbers[-1] != self._number or self._read(_lease_name(self._number))[2] != self._nonce:
-            holder = self._read(_lease_name(numbers[-1]))[0] if numbers else "unknown: the lease was deleted"
+        if not numbers:
+            raise StoreInUseError(self._storage.root, "unknown: this run's lease was deleted")
+        holder, _, nonce, _ = self._read(_lease_name(numbers[-1]))
+        if nonce != self._nonce:
             raise StoreInUseError(self._storage.root, f"{holder}, which took over the lease")
-        previous = self._number
-        self._put(previous + 1)
-        self._storage.delete(_lease_name(previous))
+        self._put(numbers[-1] + 1)
+        for number in numbers:
+            self._storage.delete(_lease_name(number))
 
     def retake(self) -> None:
         """As ``renew``, but a lease that was deleted is written again."""
@@ -225,7 +376,9 @@ class _Lease:
             self._put(self._number + 1)
 
     def drop(self) -> None:
-        self._storage.delete(_lease_name(self._number))
+        for number in {self._number, self._tried}:
+            if self._is_own(number):
+                self._storage.delete(_lease_name(number))
 
     def _numbers(self) -> list[int]:
         return sorted(int(match[1]) for name in self._storage.list("") if (match := _LEASE.fullmatch(name)))
@@ -249,22 +402,38 @@ class _Lease:
                 self._storage.root, f"unknown: {name} cannot be read; delete it if no run is active"
             ) from None
 
+    def _is_own(self, number: int) -> bool:
+        """That name may be another run's by now."""
+        try:
+            return self._read(_lease_name(number))[2] == self._nonce
+        except (FileNotFoundError, StoreInUseError):
+            return False
+
     def _put(self, number: int) -> None:
+        renewed = self._clock()
         body = {
             "owner": self._owner,
             "holder": _describe(self._owner),
             "nonce": self._nonce,
-            "unix_secs": self._clock(),
+            "unix_secs": renewed,
         }
+        self._tried = number
         try:
             self._storage.write(_lease_name(number), [json.dumps(body).encode()])
         except FileExistsError:
+            if self._is_own(number):  # of an upload whose answer was lost, and that was not listed yet
+                self._number = number
+                return
             raise StoreInUseError(self._storage.root, "a run that took the lock a moment earlier") from None
-        self._number = number
+        self._number, self._renewed_unix_secs = number, renewed
 
 
 def _lease_name(number: int) -> str:
     return f"lock_{number:08d}.json"
+
+
+def _text_of(raw: bytes) -> str:
+    return raw.decode(errors="replace").strip()
 
 
 def _describe(owner: str) -> str:
@@ -272,9 +441,18 @@ def _describe(owner: str) -> str:
 
 
 def job_name() -> str:
-    """Name of this job that outlives a restart, for the store's lock."""
+    """Name of this job for the store's lock: a job id that outlives a restart, or one that no other process has.
+
+    A process number is no such name: in each of two containers it may be 1.
+    """
     for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
         value = os.environ.get(variable)
         if value and value != "none":
             return f"{variable}={value}"
-    return f"pid {os.getpid()}"
+    return f"no job id, start {_start_of(os.getpid())}"
+
+
+@functools.cache
+def _start_of(pid: int) -> str:
+    """The same in this process always, and another one in every other, forked ones included."""
+    return secrets.token_hex(4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.errors import ConfigError, StoreError
+from moe_ckpt.memory import directory
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.replicas.opening import open_replication
 from tests.unit.engine_parts import ThreadRanks, run_threads
@@ -63,6 +67,26 @@ def test_ranks_of_one_directory_are_one_node(tmp_path):
     assert node_of(str(tmp_path / "link")) == node_of(str(tmp_path / "node_0")) != node_of(str(tmp_path / "node_1"))
 
 
+def test_a_machine_of_several_names_is_one_node(tmp_path):
+    """Containers with --ipc=host: each has a host name of its own, and all have the machine's /dev/shm."""
+    elsewhere = ["unshare", "--user", "--map-root-user", "--uts", "--"]
+    if subprocess.run([*elsewhere, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespace for a host name can be made here")
+    named = "import socket, sys; socket.sethostname('elsewhere'); from moe_ckpt.memory.directory import node_of; "
+    asks = [*elsewhere, sys.executable, "-c", named + "print(node_of(sys.argv[1]))", str(tmp_path)]
+    found = subprocess.run(asks, capture_output=True, text=True, check=True, env=os.environ)
+    assert found.stdout.strip() == node_of(str(tmp_path))
+
+
+def test_names_of_machines_count_where_the_kernel_does_not_tell_them_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "boot_id", lambda: "")
+    names = []
+    for name in ("a", "b"):
+        monkeypatch.setattr(directory.socket, "gethostname", lambda name=name: name)
+        names.append(node_of(str(tmp_path)))
+    assert names[0] != names[1]
+
+
 def test_no_copies_need_no_peers(tmp_path):
     assert begin(tmp_path, 2, lambda _: {}) == [None, None]
     assert begin(tmp_path, 1, lambda _: {}) == [None]
@@ -84,7 +108,7 @@ def test_no_copies_need_no_peers(tmp_path):
         (
             3,
             lambda rank: {"replicas": 1, "failure_domain": f"r{rank}", "node": rank // 2},
-            "rank 1 says 'r1', and another rank of its node .* says 'r0'",
+            "rank 1 says 'r1', and rank 0, on the same node .*, says 'r0'",
         ),
     ],
 )

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.comm.lane import Lane, Links
+from moe_ckpt.comm.lane import Lane
+from moe_ckpt.comm.links import Links, take_links
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import PeerLostError, StoreError
 from moe_ckpt.notices import announce
@@ -132,7 +133,8 @@ class GlooCommunicator:
         self._ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
         self.rank, self.world_size = self._ranks.index(dist.get_rank()), len(self._ranks)
         with self._waiting_for("all ranks to start checkpointing", _SHARED_STORE if shares_store() else ""):
-            links = Links(self._ranks, timeout)
+            links = take_links(timeout) if ranks is None else Links(self._ranks, timeout)
+        self._links = links
         self._agreeing = Lane(_AGREEING, links, _AGREED, timeout)  # this one broadcasts
         self._persisting = Lane("moe_ckpt-messages", links, _PERSISTED, _WRITE_TIMEOUT)
         self._node = self._agreeing.node
@@ -257,8 +259,9 @@ class GlooCommunicator:
             lane.abort(error)
 
     def close(self) -> None:
-        for lane in (self._agreeing, self._persisting):
-            lane.close()
+        have_ended = [lane.close() for lane in (self._agreeing, self._persisting)]
+        if all(have_ended):
+            self._links.give_back()
 
 
 def _packed(payloads: Sequence[bytes]) -> bytes:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.comm.links import Links
 from moe_ckpt.core.tree import TreeNode
 from moe_ckpt.errors import PeerLostError, StaleGenerationError
 
@@ -33,32 +34,6 @@ _CLOSED_BY_A_TIMEOUT = "Application timeout caused pair closure"
 
 T = TypeVar("T")
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]
-
-
-class Links:
-    """The connections of some ranks to one another: one gloo group. Made on all of these ranks at the same point.
-
-    Args:
-        ranks: Of the default process group.
-        timeout: As given to torch, for making the group.
-
-    Attributes:
-        ranks: As given; lanes name their places in this list.
-        group: Of these ranks. A wait on it that times out closes its connections, for all of its lanes.
-
-    Raises:
-        RuntimeError: Not all of the ranks came.
-    """
-
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
-        self.ranks = tuple(ranks)
-        everybody = len(self.ranks) == dist.get_world_size()
-        self.group = dist.new_group(
-            None if everybody else list(self.ranks),
-            backend="gloo",
-            timeout=timeout,
-            use_local_synchronization=not everybody,
-        )
 
 
 class Lane:
@@ -79,7 +54,7 @@ class Lane:
     """
 
     def __init__(self, name: str, links: Links, tag: int, timeout: timedelta) -> None:
-        self._ranks, self._group, self._tag = links.ranks, links.group, tag
+        self._links, self._ranks, self._group, self._tag = links, links.ranks, links.group, links.first_tag + tag
         self.node = TreeNode(self._ranks.index(dist.get_rank()), len(self._ranks))
         self.generation = 0
         self._timeout = timeout
@@ -113,6 +88,7 @@ class Lane:
         try:
             result = job()
         except BaseException as error:  # the thread's boundary: raised where the result is waited for
+            self._links.is_sound = False  # peers may wait for what it had still to send
             self._complete(found, partial(found.set_exception, error))
         else:
             self._complete(found, partial(found.set_result, result))
@@ -126,6 +102,7 @@ class Lane:
 
     def abort(self, error: PeerLostError) -> None:
         """Everybody who waits for this lane gets ``error`` now, and so does every later call. On any thread."""
+        self._links.is_sound = False
         with self._lock:
             self._aborted = self._aborted or error
             stuck, self._waited_for = self._waited_for, set()
@@ -138,11 +115,11 @@ class Lane:
         if _CLOSED_BY_A_TIMEOUT in str(error):
             self._is_aborted.wait(_IDLE_SECS)
 
-    def close(self) -> None:
-        """Ends the thread, unless it waits for a peer. The group ends with the default group: destroying it alone would
-        be one more collective, at a time when peers may be gone."""
+    def close(self) -> bool:
+        """Ends the thread, unless it waits for a peer. Returns whether it has ended. The group stays: see ``Links``."""
         self._jobs.put(None)
         self._thread.join(_IDLE_SECS)
+        return not self._thread.is_alive()
 
     # --- by jobs ---
 

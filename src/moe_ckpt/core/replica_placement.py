@@ -116,13 +116,14 @@ def place_replicas(
 def _world(domains: Sequence[Sequence[str]]) -> _World:
     """In the order in which domains and nodes first appear."""
     found: dict[str, dict[str, list[int]]] = {}
-    outer: dict[str, str] = {}
+    outer: dict[str, tuple[str, int]] = {}
     for rank, names in enumerate(domains):
         node, widest = names[0], names[-1]
-        if outer.setdefault(node, widest) != widest:
+        said, first = outer.setdefault(node, (widest, rank))
+        if said != widest:
             raise ConfigError(
-                f"Memory(failure_domain=...): rank {rank} says {widest!r}, and another rank of its node ({node}) says "
-                f"{outer[node]!r}"
+                f"Memory(failure_domain=...): rank {rank} says {widest!r}, and rank {first}, on the same node "
+                f"({node}), says {said!r}. Set the same on all ranks of a node"
             )
         found.setdefault(widest, {}).setdefault(node, []).append(rank)
     grouped = tuple(tuple(map(tuple, nodes.values())) for nodes in found.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import os
 import signal
 import threading
 import time
@@ -57,6 +58,12 @@ class Surviving:
         self._survivor, self._secs, self._unit, self._rank = survivor, secs, unit, rank
         self._once = threading.Lock()
         self._sealing = threading.RLock()
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """False in a forked child: state and slots are its parent's, which goes on."""
+        return os.getpid() == self._pid
 
     @property
     def is_on(self) -> bool:
@@ -122,14 +129,14 @@ class Surviving:
         self.termination.settle()
 
     def survive(self, why: str) -> None:
-        """Training stops: seals the newest step, once. Never raises.
+        """Training stops: seals the newest step, once. Never raises. Does nothing in a forked child.
 
         On the training thread, or on another while that one waits for what will not come.
 
         Args:
             why: For messages.
         """
-        if not self._survivor.is_on:
+        if not self._survivor.is_on or not self.is_here:
             return
         with self._sealing:  # another thread that is at it ends first: this one may be about to end the process
             if not self._once.acquire(blocking=False):

@@ -4,6 +4,9 @@ Launchers send SIGTERM to ranks when another one has failed, and schedulers when
 it, the newest step is sealed before the process ends as it would have. The handler runs on the training thread, between
 two operations of Python. Where that waits in a collective for a peer that is gone, it never comes to the handler; a
 thread, woken by the signal itself, seals the step then, since nothing changes it.
+
+A forked child (a pool's worker) inherits the handler, and the socket by which the signal wakes the thread of its
+parent. So it forgets both before it can get a signal: what ends a child must not end training.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +33,10 @@ HANDLER_SECS = 1.0
 """So long the training thread has to come to the handler, and to the end of a step that it is in the middle of."""
 EXIT_CODE = 128 + signal.SIGTERM
 """Of a process whose training thread never came back."""
+
+_watching: weakref.WeakSet[Termination] = weakref.WeakSet()
+_forking = threading.local()
+"""Of a thread that forks: ``mask``, the signals that it held back before."""
 
 
 class Termination:
@@ -65,23 +73,28 @@ class Termination:
         if not self._wakes:  # an event loop's: without a thread, the handler alone must do
             signal.set_wakeup_fd(before)
         self._sockets = reader, writer
+        _watching.add(self)  # before the handler: no child may inherit that alone
         signal.signal(signal.SIGTERM, self._handle)
         threading.Thread(target=self._wait, args=(reader,), name="moe_ckpt-sigterm", daemon=True).start()
 
     def unwatch(self) -> None:
-        """As before ``watch``."""
+        """As before ``watch``; in a forked child, which has inherited it, without any effect on its parent."""
         ours, self._ours = self._ours, None
         if ours is not None and sys.excepthook is ours:
             sys.excepthook = self._previous
         sockets, self._sockets = self._sockets, None
         if sockets is None:
             return
+        _watching.discard(self)
         if threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._wakes:
                 signal.set_wakeup_fd(-1)
-        sockets[1].shutdown(socket.SHUT_RDWR)  # the thread reads an end, and closes its own
+        if self._surviving.is_here:
+            sockets[1].shutdown(socket.SHUT_RDWR)  # the thread reads an end, and closes its own
+        else:
+            sockets[0].close()  # the child's copy; the thread is its parent's
         sockets[1].close()
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -96,6 +109,9 @@ class Termination:
             self._end()
 
     def _handle(self, number: int, frame: Any) -> None:
+        if not self._surviving.is_here:  # by a handler of the user's that the child has inherited, and hands on to ours
+            self._die()
+            return
         self._came.set()
         if not self._surviving.ends_soon:
             self._end()
@@ -104,6 +120,9 @@ class Termination:
         """Seal, and end as without us."""
         self._handled.set()
         self._surviving.survive("SIGTERM")
+        self._die()
+
+    def _die(self) -> None:
         self.unwatch()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
@@ -125,3 +144,23 @@ class Termination:
             with torch.cuda.stream(self._stream):  # training's, which its updates are on; a thread has one of its own
                 self._surviving.survive("SIGTERM")
             os._exit(EXIT_CODE)
+
+
+def _before_fork() -> None:
+    """SIGTERM to a child that has not forgotten yet would wake its parent's thread: it is held back until then."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]) if _watching else None
+
+
+def _after_fork() -> None:
+    mask, _forking.mask = _forking.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    for each in list(_watching):
+        each.unwatch()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -369,13 +369,14 @@ def node_of(root: str) -> str:
 
     Directories that are not the same are of different nodes even on one machine: that is how tests make nodes of
     processes, and how containers with a ``/dev/shm`` of their own are told apart, which do fail together with their
-    machine (``Memory(failure_domain=...)``).
+    machine (``Memory(failure_domain=...)``). The host name does not count where the kernel says which machine this is:
+    containers that share one ``/dev/shm`` (``--ipc=host``) have one each.
 
     Raises:
         OSError: There is no such directory.
     """
     found = os.stat(root)
-    return f"{socket.gethostname()} {boot_id()} {found.st_dev}:{found.st_ino}"
+    return f"{boot_id() or socket.gethostname()} {found.st_dev}:{found.st_ino}"
 
 
 def boot_id() -> str:

@@ -1,0 +1,163 @@
+"""Gloo groups of our own, and which of them the next session in the same process group takes over.
+
+A group costs descriptors and threads, and only the end of the default group frees them: to destroy it alone would be a
+collective, at a time when peers may be gone. So a session that ends well leaves its group to the next one.
+
+That is so only if it ended well on every rank. Gloo's sends end when they are met by a receive, so where no rank has an
+operation that failed or is still under way, all that was sent has been taken, and nothing of the old session can be
+mistaken for the new one's. A rank knows that of itself alone: so when all come to open the next session, each says in
+the store of the default group which group it could take, and the last to come decides for all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_LOOK = timedelta(seconds=1)
+"""So often a wait in the store is begun again: other threads of the process cannot use the store meanwhile."""
+_PAUSE_SECS = 0.05
+_LANES = 16
+"""Tags of a session's messages, at most."""
+
+
+class Links:
+    """The connections of some ranks to one another: one gloo group. Made on all of these ranks at the same point.
+
+    Args:
+        ranks: Of the default process group.
+        timeout: As given to torch, for making the group.
+        group: Of all ranks, made before; None for a new one.
+
+    Attributes:
+        ranks: As given; lanes name their places in this list.
+        group: Of these ranks. A wait on it that times out closes its connections, for all of its lanes.
+        is_sound: No operation on it has failed or been given up on this rank.
+        first_tag: Tags of this session's messages begin here: another one than those of earlier sessions on the group.
+
+    Raises:
+        RuntimeError: Not all of the ranks came.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+        self.ranks = tuple(ranks)
+        self.is_sound = True
+        self.first_tag = 0
+        self._timeout, self._number = timeout, 0
+        self._world: _World | None = None
+        everybody = len(self.ranks) == dist.get_world_size()
+        self.group = group or dist.new_group(
+            None if everybody else list(self.ranks),
+            backend="gloo",
+            timeout=timeout,
+            use_local_synchronization=not everybody,
+        )
+
+    def lend(self, world: _World, number: int) -> None:
+        """One session has these of ``world``, until ``give_back``."""
+        self._world, self._number = world, number
+        self.first_tag = _LANES * world.opened
+
+    def give_back(self) -> None:
+        """The session ended with nothing under way: another one may take the group. Twice does no harm."""
+        world, self._world = self._world, None
+        if world is not None and self.is_sound:
+            world.free[self._timeout] = self._number, weakref.ref(self.group)
+
+
+class _World:
+    """What this process keeps for one default process group.
+
+    Args:
+        group: That one.
+
+    Attributes:
+        opened: So many times all ranks came to open a session; the same number on all of them.
+        free: Timeout -> number and group that the newest session with it gave back. The default group alone keeps it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.of = weakref.ref(group)
+        self.opened = 0
+        self.free: dict[timedelta, tuple[int, weakref.ref[Any]]] = {}
+        self._name = ""
+
+    def begin(self, links: Links) -> None:
+        """The first group is made: ranks agree on a name in the store, which may hold what dead processes wrote.
+
+        A sum, which no rank has before every other one has made the group as well.
+        """
+        name = torch.tensor([secrets.randbits(62) if dist.get_rank() == 0 else 0])
+        dist.all_reduce(name, group=links.group)
+        self._name = f"moe_ckpt/links/{int(name)}"
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._name)
+
+    def taken(self, timeout: timedelta) -> tuple[int, dist.ProcessGroup] | None:
+        """The group that all ranks can take over, out of ``free``; None, on all of them, if there is none."""
+        number, found = self.free.pop(timeout, (0, None))
+        group = None if found is None else found()
+        if group is None or group not in distributed_c10d._world.pg_map:  # destroyed by somebody
+            number = 0
+        agreed = self._agreed(number, timeout)
+        return (number, group) if agreed and group is not None else None
+
+    def _agreed(self, number: int, timeout: timedelta) -> bool:
+        """Whether all ranks say the same number, and that of a group. Raises ``RuntimeError``: not all of them came."""
+        store, name = distributed_c10d._get_default_store(), f"{self._name}/{self.opened}"
+        store.add(f"{name}/{number}", 1)
+        if store.add(f"{name}/came", 1) == dist.get_world_size():
+            alike = number and store.add(f"{name}/{number}", 0) == dist.get_world_size()
+            store.set(f"{name}/agreed", "1" if alike else "0")
+        _await(store, f"{name}/agreed", timeout)
+        return bool(store.get(f"{name}/agreed") == b"1")
+
+
+_newest: _World | None = None
+
+
+def take_links(timeout: timedelta) -> Links:
+    """Those of all ranks for a new session: of one that is over, or new. All ranks come here at the same point.
+
+    Args:
+        timeout: Longest wait for a rank.
+
+    Raises:
+        RuntimeError: Not all ranks came.
+    """
+    global _newest
+    default = dist.group.WORLD
+    if default is None:
+        raise RuntimeError("torch.distributed has no default process group: call init_process_group first")
+    if _newest is None or _newest.of() is not default:
+        _newest = _World(default)
+    world = _newest
+    world.opened += 1
+    number, group = (world.taken(timeout) if world.has_begun else None) or (world.opened, None)
+    links = Links(range(dist.get_world_size()), timeout, group)
+    links.lend(world, number)
+    if not world.has_begun:
+        world.begin(links)
+    return links
+
+
+def _await(store: Any, key: str, timeout: timedelta) -> None:
+    until = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            store.wait([key], _LOOK)
+            return
+        except RuntimeError as error:
+            if isinstance(error, dist.DistNetworkError) or time.monotonic() > until:
+                raise
+            time.sleep(_PAUSE_SECS)

@@ -155,6 +155,14 @@ class ShrinkingMoE(TinyMoE):
                 parameter *= 0.99
 
 
+class DataShrinkingMoE(TinyMoE):
+    """The same as Megatron's QK-clip does: torch does not count such a change."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for parameter in self.parameters():
+            parameter.data *= 0.99
+
+
 class FamilyMoE(pl.LightningModule):
     """A language model of transformers, freshly initialised, with dropout on its embeddings."""
 
@@ -197,6 +205,7 @@ KINDS: dict[str, type[Any]] = {
     "no-moe": NoMoE,
     "biased": BiasedMoE,
     "shrinking": ShrinkingMoE,
+    "data-shrinking": DataShrinkingMoE,
     "mixtral": MixtralMoE,
     "qwen3": Qwen3MoE,
 }

@@ -105,9 +105,10 @@ class MegatronHost(Host):
         if not self.state.buffers <= found["buffers"].keys():
             reader = StoreReader(open_storage(self._options.dirpath))
             found = found | {"buffers": all_buffers(reader, restored.manifest, self.state.buffers)}
-        restore_stateful(self._stateful, plain["stateful"], restored.path)
         with handing_back("the model and its optimizer", restored.path):
             self.state.load_plain(found)
+        # After the optimizer, as Megatron does: a schedule that overrides the checkpoint's writes its rates there.
+        restore_stateful(self._stateful, plain["stateful"], restored.path)
         iteration, consumed, counters = plain["iteration"], plain["consumed_samples"], plain.get("counters", {})
         self.loop.stand_at(Progress(int(iteration), int(consumed), restored=True, counters=counters))
         changed = settings_changed(restored, self._configured, self._settings())

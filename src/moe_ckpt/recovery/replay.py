@@ -41,7 +41,6 @@ class Replay:
     loaded: int = 0
     shared: SharedReading | None = None
     steps: tuple[int, ...] = field(init=False)
-    _loaded_versions: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.steps = tuple(slot.step for slot in self.manifest.slots)
@@ -77,18 +76,15 @@ class Replay:
             return self.state.tensors()
 
         load_slices(self.reader, self._stored(step), prepared, self.shared)
-        self._loaded_versions = self._versions()
         self.loaded += 1
 
     def repeat(self) -> None:
-        """Loads the newest step once more, if tensors changed in place since: batch-end hooks may change weights."""
-        if self._versions() != self._loaded_versions:
-            load_slices(self.reader, self._stored(self.steps[self.loaded - 1]), self.state.tensors)
-            self._loaded_versions = self._versions()
+        """Loads the newest step once more: batch-end hooks may have changed weights since.
 
-    def _versions(self) -> list[tuple[int, int]]:
-        """Returns address and torch's version counter of every tensor of the state."""
-        return [(tensor.local.data_ptr(), tensor.local._version) for tensor in self.state.tensors()]
+        Always, since torch does not tell of every change: ``.data``, which Megatron's QK-clip writes to, has a version
+        counter of its own.
+        """
+        load_slices(self.reader, self._stored(self.steps[self.loaded - 1]), self.state.tensors)
 
     def upcoming(self) -> Mapping[str, Any]:
         """Returns this rank's recorded plain state of the step that is computed next."""

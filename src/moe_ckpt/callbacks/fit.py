@@ -29,7 +29,7 @@ from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.boosting import Boosting
-from moe_ckpt.driver.messages import say_halted, say_inexact, say_resumed
+from moe_ckpt.driver.messages import say_halted, say_inexact, say_resumed, say_unsaved
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.engine.finishing import read_finished
@@ -88,6 +88,8 @@ class Fit:
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None
         self._held = HeldGradient(module)
+        self._settled = True  # no gradients wait for another batch
+        self._steps_seldom = False  # a batch made no step, so that others may not either
         self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
         if options.needs.gradients:
             stored = options.needs.stored_gradients
@@ -311,11 +313,14 @@ class Fit:
         if last_for_now:
             driver.before_update(receive=False)  # what follows may swap or average weights
         batch = self._watch.book(self.host.step)
+        self._settled = batch.stepped
         self._hooks_since_step = last_for_now or (self._hooks_since_step and not batch.updates)
         if not batch.updates:
             if batch.stepped:
                 self._counter.discard()
                 self.boosting.discard()
+            if driver.replaying is None and self._watch.moved:
+                self._leave_last(last_for_now)
             return
         if windows is not None:
             windows.check_updates(self._policy, batch.updates)
@@ -334,16 +339,27 @@ class Fit:
             self._halt(record.halt)
 
     def _leave_last(self, last_for_now: bool) -> None:
-        """Saves the state of this batch if training ends with it; keeps the plain state if it may end."""
-        driver, last = self.driver, will_stop(self.host.trainer)
-        if driver.options.save_last and last:
+        """Saves the state of the newest step if training ends with this batch; keeps its plain state if it may end.
+
+        That of a step is kept, too, if a batch without one may follow and be the last: then it is too late, since
+        buffers, random numbers and the position in the data have moved on, and gradients are in no checkpoint.
+        """
+        driver, host, last = self.driver, self.host, will_stop(self.host.trainer)
+        self._steps_seldom |= not self._settled
+        if driver.options.save_last and last and self._has_newest:
             # on_train_end comes too late: Lightning has counted the epoch as done by then, and averaging
             # callbacks may have put other weights in.
             driver.save(wait=False)
         if last_for_now:
             driver.before_update(receive=False)
-            if driver.options.save_last and not last:  # what follows may yet decide to
-                self.host.keep()
+        may_end = last_for_now or self._steps_seldom or host.trainer.accumulate_grad_batches > 1
+        if driver.options.save_last and not last and self._settled and may_end:
+            host.keep()
+
+    @property
+    def _has_newest(self) -> bool:
+        """Whether a checkpoint made now would be of the newest step as it was when it was done."""
+        return self._settled or self.host.keeps(self.host.step)
 
     def _halt(self, reason: str) -> None:
         """Ends training as the policy asks, on every rank; ``trainer.should_stop`` is set."""
@@ -357,7 +373,10 @@ class Fit:
 
     def finish(self) -> None:
         """Training ended; runs after all other callbacks' ``on_train_end``."""
-        self.driver.finish(moved=self._watch.moved)
+        driver, save = self.driver, self._has_newest
+        driver.finish(moved=self._watch.moved, save=save)
+        if not save and driver.options.save_last:
+            say_unsaved("step", self.host.step, self.session.run_ledger.committed_step, driver.comm.rank)
 
     def end_untrained(self) -> None:
         """The fit ended. If nothing was left to train, Lightning called no hook of training: the run ends here."""

@@ -108,7 +108,7 @@ class LightningHost(Host):
         return _REPEATED
 
     def capture(self, *, described: bool = False) -> _Plain:
-        if self._kept is not None and self._kept[0] == self.step:
+        if self._kept is not None and self.keeps(self.step):
             return self._kept[1]
         return self._captured(self.generators.state, described=described)
 
@@ -146,6 +146,10 @@ class LightningHost(Host):
     def keep(self) -> None:
         """Keeps the plain state of this step, which Lightning and callbacks change before training may end with it."""
         self._kept = self.step, deepcopy(self.capture())
+
+    def keeps(self, step: int) -> bool:
+        """Whether the plain state of ``step`` is kept."""
+        return self._kept is not None and self._kept[0] == step
 
     def end(self) -> End | None:
         return ended(self.trainer)

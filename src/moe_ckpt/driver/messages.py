@@ -183,3 +183,25 @@ def say_halted(unit: str, step: int, reason: str, rank: int) -> None:
         announce(
             "training ends at %s %d, because the policy asks for it: %s", unit, step, reason, level=logging.WARNING
         )
+
+
+def say_unsaved(unit: str, step: int, newest: int | None, rank: int) -> None:
+    """Training ended where the newest step's state was gone, and is not saved unless it had been.
+
+    Args:
+        step: The newest one.
+        newest: Of the newest checkpoint; None if there is none.
+    """
+    if rank or newest == step:
+        return
+    found, first = (
+        ("the store holds no checkpoint", 1)
+        if newest is None
+        else (f"the newest checkpoint is of {unit} {newest}", newest + 1)
+    )
+    log.warning(
+        "training ended between two optimizer %ss, after %s %d, whose last batch accumulated gradients only, and those "
+        "are in no checkpoint: %s, and the next start computes %ss %d to %d again. Stop training in a batch that makes "
+        "a step, or save more often",
+        *(unit, unit, step, found, unit, first, step),
+    )

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from tests.integration.test_resume_loops import Validated, assert_same, train
 from tests.support.tiny_moe import loader
@@ -97,3 +98,18 @@ def test_what_nobody_could_know_to_keep_is_left_out_and_told(tmp_path, caplog):
     resumed = train(tmp_path / "broken", **options)
     assert resumed[2].restored_step == 4
     assert_same(reference, resumed, before)
+
+
+def test_a_stop_that_lightning_may_not_make_yet_saves_nothing_besides(tmp_path, monkeypatch):
+    saved, real = [], CheckpointSession.save_complete
+
+    def counting(session, step, capture):
+        saved.append(step)
+        real(session, step, capture)
+
+    monkeypatch.setattr(CheckpointSession, "save_complete", counting)
+    _, trainer, _ = train(tmp_path / "epochs", policy=Dense(100), beside=[Asks(2)], min_epochs=2)
+    assert (trainer.global_step, set(saved)) == (16, {16})
+    saved.clear()
+    _, trainer, _ = train(tmp_path / "steps", policy=Dense(100), beside=[Asks(2)], min_steps=11)
+    assert (trainer.global_step, set(saved)) == (11, {11})

@@ -134,6 +134,23 @@ def _loaders_begun(trainer: Any, data_fetcher: Iterator[Any]) -> list[Iterator[A
     return [data_fetcher] if combined._mode == "sequential" else list(combined._iterator.iterators)
 
 
+def leave_broken_validation(trainer: Any) -> None:
+    """Puts modules back into training mode, where an exception has ended a validation, which would do so at its end.
+
+    Else a second fit of the same module would train without dropout. Called in ``on_exception``.
+    """
+    if trainer.validating or trainer.sanity_checking:
+        trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+
+
+def forget_broken_fit(trainer: Any) -> None:
+    """Takes back what an exception left of a fit of this trainer, which the checkpoint's state says nothing of.
+
+    A validation that had run, whose epoch Lightning would take for over, so that a resumed epoch would train nothing.
+    """
+    trainer.fit_loop.epoch_loop.val_loop._has_run = False
+
+
 def go_on_accumulating(trainer: Any) -> None:
     """Accumulates as many batches as ``GradientAccumulationScheduler`` says for this epoch.
 

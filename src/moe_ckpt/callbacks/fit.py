@@ -176,6 +176,9 @@ class Fit:
             go_on_finetuning(host.trainer)
         elif run_ledger is not None:
             self.session.continue_ledger(run_ledger["tokens"], run_ledger["index"])
+        elif driver.restored is not None and driver.restored.plain:
+            # The module's own on_fit_start ran after the restore, and may have frozen what training had thawed.
+            host.state.freeze(driver.restored.plain["plain"].get("frozen"))
         self._watch.begin(host.step)
         if host.windows is not None:
             host.windows.check(self._policy, self._isolate_validation, driver.replaying, self.buckets)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from moe_ckpt.policies import Dense
 from tests.integration.test_resume_loops import StopAt, Validated, assert_same, train
+from tests.support.streams import Stream
+from tests.support.tiny_moe import Tokens
 
 
 class Skips(Validated):
@@ -23,4 +27,40 @@ def test_after_epochs_that_the_module_ended_batches_are_counted_on(tmp_path, ste
     before = train(tmp_path / "broken", StopAt(step, "batch"), **options)
     resumed = train(tmp_path / "broken", **options)
     assert resumed[2].restored_step == step - step % every
+    assert_same(reference, resumed, before)
+
+
+class GoesOn(IterableDataset):
+    """Endless, and each iterator goes on where the one before was left."""
+
+    def __init__(self):
+        self.samples, self.at = Tokens(200), 0
+
+    def __iter__(self):
+        while True:
+            self.at += 1
+            yield self.samples[(self.at - 1) % 200]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+STREAMS = {"goes on": GoesOn, "begins anew": lambda: Stream(Tokens(200))}
+
+
+@pytest.mark.parametrize("validations", [None, 0])
+@pytest.mark.parametrize("step", [4, 5, 7, 10])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_no_sample_of_an_endless_stream_is_left_out_between_epochs(tmp_path, stream, step, validations):
+    def life(store, stop=None):
+        training = StatefulDataLoader(STREAMS[stream](), batch_size=4)
+        options = {"limit_train_batches": 5, "limit_val_batches": validations}
+        return train(tmp_path / store, stop, training=training, **options)
+
+    reference, before = life("whole"), life("broken", StopAt(step, "batch"))
+    resumed = life("broken")
+    assert resumed[2].restored_step == step
     assert_same(reference, resumed, before)

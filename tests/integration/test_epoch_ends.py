@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from moe_ckpt.policies import Dense
 from tests.integration.test_resume_loops import StopAt, Validated, assert_same, train
 from tests.support.streams import Stream
-from tests.support.tiny_moe import Tokens
+from tests.support.tiny_moe import Tokens, loader
 
 
 class Skips(Validated):
@@ -62,5 +63,25 @@ def test_no_sample_of_an_endless_stream_is_left_out_between_epochs(tmp_path, str
 
     reference, before = life("whole"), life("broken", StopAt(step, "batch"))
     resumed = life("broken")
+    assert resumed[2].restored_step == step
+    assert_same(reference, resumed, before)
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+@pytest.mark.parametrize("step", [4, 8, 11, 16, 18, 27])
+def test_a_loader_of_several_epochs_is_made_when_it_would_have_been(tmp_path, step, by_path):
+    class Data(LightningDataModule):
+        def train_dataloader(self):
+            return loader(32)
+
+        def val_dataloader(self):
+            return loader(8, shuffle=False)
+
+    def life(store, stop=None, ckpt_path=None):
+        options = {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}
+        return train(tmp_path / store, stop, ckpt_path, training=Data(), **options)
+
+    reference, before = life("whole"), life("broken", StopAt(step, "batch"))
+    resumed = life("broken", None, str(tmp_path / "broken")) if by_path else life("broken")
     assert resumed[2].restored_step == step
     assert_same(reference, resumed, before)

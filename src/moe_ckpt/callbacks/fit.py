@@ -29,7 +29,7 @@ from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.boosting import Boosting
-from moe_ckpt.driver.messages import say_halted, say_inexact, say_resumed, say_unsaved
+from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_resumed, say_unsaved
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.engine.finishing import read_finished
@@ -88,6 +88,7 @@ class Fit:
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None
         self._held = HeldGradient(module)
+        self._ended = False
         self._settled = True  # no gradients wait for another batch
         self._steps_seldom = False  # a batch made no step, so that others may not either
         self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
@@ -132,13 +133,14 @@ class Fit:
                 optimizers anew for it, which get their state from the checkpoint.
         """
         driver, host = self.driver, self.host
+        before = host.step
         if previous is not None:
             driver.last = previous.driver.last
         if previous is not None and previous.trained_up_to(host.step):
             driver.resume_elsewhere()
-            newest, before = previous.session.committed_directory, previous.session.run_ledger.tokens.applied
+            newest, applied = previous.session.committed_directory, previous.session.run_ledger.tokens.applied
             manifest = open_step(os.path.join(driver.options.dirpath, str(newest)))[1]
-            fault = driver.session.resume_from(manifest, tokens_from_host=before)
+            fault = driver.session.resume_from(manifest, tokens_from_host=applied)
             self.boosting.begin(previous.boosting.captured(), fault.lacking, driver.session.run_ledger)
         elif (named := given_path(host.trainer)) is not None:
             driver.resume_elsewhere()
@@ -148,6 +150,8 @@ class Fit:
             driver.resume(
                 replayer=LogReplayer(host.trainer.optimizers, self.session.catalog, lambda: self._capture(Ignored()))
             )
+            if previous is not None and previous.has_ended_on(host.trainer) and driver.restored_step is not None:
+                say_gone_back("step", driver.restored_step, before, driver.comm.rank)
         if driver.replaying is not None and host.windows is None:
             host.windows = Windows(host.trainer, host.module, self.session.catalog, host.state)
 
@@ -230,6 +234,10 @@ class Fit:
     def trained_up_to(self, step: int) -> bool:
         """Returns whether this fit made updates, and the newest committed checkpoint is of its last, ``step``."""
         return self._watch.moved and self.session.run_ledger.committed_step == step > 0
+
+    def has_ended_on(self, trainer: Any) -> bool:
+        """Returns whether this was a fit of ``trainer`` that came to its end, by no exception."""
+        return self.host.trainer is trainer and self._ended
 
     # --- every step ---
 
@@ -379,6 +387,7 @@ class Fit:
         """Training ended; runs after all other callbacks' ``on_train_end``."""
         driver, save = self.driver, self._has_newest
         driver.finish(moved=self._watch.moved, save=save)
+        self._ended = True
         if not save and driver.options.save_last:
             say_unsaved("step", self.host.step, self.session.run_ledger.committed_step, driver.comm.rank)
 

@@ -205,3 +205,20 @@ def say_unsaved(unit: str, step: int, newest: int | None, rank: int) -> None:
         "a step, or save more often",
         *(unit, unit, step, found, unit, first, step),
     )
+
+
+def say_gone_back(unit: str, step: int, before: int, rank: int) -> None:
+    """A second fit of the same trainer begins at an older step than the first one ended at.
+
+    Args:
+        step: The restored one.
+        before: The last one of the first fit.
+    """
+    if rank or step >= before:
+        return
+    steps = f"{unit}s {step + 1} to {before} are" if before > step + 1 else f"{unit} {before} is"
+    log.warning(
+        "fit() was called again on a Trainer that had come to %s %d, but with save_last=False the newest checkpoint is "
+        "of %s %d: %s computed again. Leave save_last=False out to go on from the end of the fit before",
+        *(unit, before, unit, step, steps),
+    )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from datetime import timedelta
+
 import pytest
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import Timer
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -85,3 +89,23 @@ def test_a_loader_of_several_epochs_is_made_when_it_would_have_been(tmp_path, st
     resumed = life("broken", None, str(tmp_path / "broken")) if by_path else life("broken")
     assert resumed[2].restored_step == step
     assert_same(reference, resumed, before)
+
+
+class UsedUp(Timer):
+    """Two hours of one are over when it is restored."""
+
+    def __init__(self):
+        super().__init__(timedelta(hours=1))
+
+    def state_dict(self):
+        return {"time_elapsed": {"train": 7200.0}}
+
+
+def test_a_timer_that_has_no_time_left_is_named_at_the_resume(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "moe_ckpt")
+    train(tmp_path, StopAt(3, "batch"), beside=[UsedUp()])
+    assert "Timer" not in caplog.text
+    _, trainer, _ = train(tmp_path, beside=[UsedUp()])
+    assert trainer.global_step == 4
+    (said,) = [message for message in caplog.messages if "Timer" in message]
+    assert "max_time" in said

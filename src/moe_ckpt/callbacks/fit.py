@@ -24,7 +24,7 @@ from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import boost_refusal, inexact, require_restartable
+from moe_ckpt.callbacks.support import boost_refusal, inexact, require_restartable, warn_of_timers
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
@@ -192,6 +192,7 @@ class Fit:
         if self.buckets is not None and host.step > 0:
             self.buckets.arrange(bucket_order)
         if driver.restored_step is not None:
+            warn_of_timers(host.trainer)
             forget_broken_fit(host.trainer)
             go_on_accumulating(host.trainer)
         data.put_back(host.trainer, resumed=host.generators.due)

@@ -66,6 +66,9 @@ class Fit:
         options: The user's.
         isolate_validation: The user's.
         k: Experts per layer that the run saved before; None if unknown.
+
+    Attributes:
+        ended: Training came to its end, by no exception.
     """
 
     def __init__(
@@ -88,8 +91,7 @@ class Fit:
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None
         self._held = HeldGradient(module)
-        self._ended = False
-        self._settled = True  # no gradients wait for another batch
+        self.ended = False
         self._steps_seldom = False  # a batch made no step, so that others may not either
         self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
         if options.needs.gradients:
@@ -150,7 +152,8 @@ class Fit:
             driver.resume(
                 replayer=LogReplayer(host.trainer.optimizers, self.session.catalog, lambda: self._capture(Ignored()))
             )
-            if previous is not None and previous.has_ended_on(host.trainer) and driver.restored_step is not None:
+            ended = previous is not None and previous.ended and previous.host.trainer is host.trainer
+            if ended and driver.restored_step is not None:
                 say_gone_back("step", driver.restored_step, before, driver.comm.rank)
         if driver.replaying is not None and host.windows is None:
             host.windows = Windows(host.trainer, host.module, self.session.catalog, host.state)
@@ -235,10 +238,6 @@ class Fit:
     def trained_up_to(self, step: int) -> bool:
         """Returns whether this fit made updates, and the newest committed checkpoint is of its last, ``step``."""
         return self._watch.moved and self.session.run_ledger.committed_step == step > 0
-
-    def has_ended_on(self, trainer: Any) -> bool:
-        """Returns whether this was a fit of ``trainer`` that came to its end, by no exception."""
-        return self.host.trainer is trainer and self._ended
 
     # --- every step ---
 
@@ -326,7 +325,7 @@ class Fit:
         if last_for_now:
             driver.before_update(receive=False)  # what follows may swap or average weights
         batch = self._watch.book(self.host.step)
-        self._settled = batch.stepped
+        self.host.settled = batch.stepped
         self._hooks_since_step = last_for_now or (self._hooks_since_step and not batch.updates)
         if not batch.updates:
             if batch.stepped:
@@ -358,21 +357,16 @@ class Fit:
         buffers, random numbers and the position in the data have moved on, and gradients are in no checkpoint.
         """
         driver, host, last = self.driver, self.host, will_stop(self.host.trainer)
-        self._steps_seldom |= not self._settled
-        if driver.options.save_last and last and self._has_newest:
+        self._steps_seldom |= not self.host.settled
+        if driver.options.save_last and last and self.host.has_newest:
             # on_train_end comes too late: Lightning has counted the epoch as done by then, and averaging
             # callbacks may have put other weights in.
             driver.save(wait=False)
         if last_for_now:
             driver.before_update(receive=False)
         may_end = last_for_now or self._steps_seldom or host.trainer.accumulate_grad_batches > 1
-        if driver.options.save_last and not last and self._settled and may_end:
+        if driver.options.save_last and not last and self.host.settled and may_end:
             host.keep()
-
-    @property
-    def _has_newest(self) -> bool:
-        """Whether a checkpoint made now would be of the newest step as it was when it was done."""
-        return self._settled or self.host.keeps(self.host.step)
 
     def _halt(self, reason: str) -> None:
         """Ends training as the policy asks, on every rank; ``trainer.should_stop`` is set."""
@@ -386,9 +380,9 @@ class Fit:
 
     def finish(self) -> None:
         """Training ended; runs after all other callbacks' ``on_train_end``."""
-        driver, save = self.driver, self._has_newest
+        driver, save = self.driver, self.host.has_newest
         driver.finish(moved=self._watch.moved, save=save)
-        self._ended = True
+        self.ended = True
         if not save and driver.options.save_last:
             say_unsaved("step", self.host.step, self.session.run_ledger.committed_step, driver.comm.rank)
 

@@ -97,7 +97,11 @@ def train(
         **{"max_epochs": 3, **options},
     )
     try:
-        trainer.fit(model, loader(32) if training is None else training, loader(8, shuffle=False), ckpt_path=ckpt_path)
+        if isinstance(training, pl.LightningDataModule):
+            trainer.fit(model, datamodule=training, ckpt_path=ckpt_path)
+        else:
+            data = loader(32) if training is None else training
+            trainer.fit(model, data, loader(8, shuffle=False), ckpt_path=ckpt_path)
     except Stopped:
         assert stop is not None
     else:

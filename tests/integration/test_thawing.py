@@ -64,12 +64,22 @@ class AddsGroup(SecondFrozen, OnlyTrained):
             self.trainer.optimizers[0].add_param_group({"params": list(self.blocks[1].parameters()), "lr": 0.005})
 
 
+class AtFitStart(TinyMoE):
+    """Frozen by the module's own ``on_fit_start``, which runs after the checkpoint was loaded."""
+
+    def on_fit_start(self):
+        self.embed.requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.embed.requires_grad_(self.current_epoch > 0)
+
+
 def backbone():
     return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.005, lambda_func=lambda _: 1.5)
 
 
 KINDS = {"callback": (OnlyTrained, Experts), "backbone": (Backbone, backbone), "hook": (AtEpochs, None)}
-KINDS["hook adds a group"] = AddsGroup, None
+KINDS |= {"hook adds a group": (AddsGroup, None), "hook at the fit's start": (AtFitStart, None)}
 
 
 def run(path, kind, policy, *, stop=None, ckpt_path=None):

@@ -9,6 +9,7 @@ number; ``loop_position`` converts it to Lightning's batch count.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ POSITION_KEY = "moe_ckpt_data_position"
 """In a Lightning checkpoint: one entry for each training loader, the state of its sampler or None."""
 GENERATORS_KEY = "moe_ckpt_loader_generators"
 """Likewise, of the generator that the loader was given."""
+
+
+RELOAD_KEY = "moe_ckpt_loaders_made"
+"""Likewise, the epoch in which the loaders were made, where they are made anew every few epochs."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ class DataPosition:
         self._stored: list[dict[str, int] | None] | None = None
         self._generators: list[torch.Tensor | None] = []
         self._fetch: Mapping[str, Any] = {}
+        self._made: int | None = None
         self._start: _Start | None = None
         self._lookahead: Lookahead | None = None
 
@@ -137,6 +143,9 @@ class DataPosition:
         """Adds the positions as of the last batch that was trained on to a checkpoint."""
         if self._lookahead is not None:
             self._lookahead.save(checkpoint)
+        made = trainer.fit_loop._last_train_dl_reload_epoch
+        if trainer.reload_dataloaders_every_n_epochs > 1 and math.isfinite(made):
+            checkpoint[RELOAD_KEY] = made
         loader = trainer.fit_loop._combined_loader
         dealers = [] if loader is None else [dealer_of(each) for each in loader.flattened]
         generators = [] if loader is None else [_generator_of(each) for each in loader.flattened]
@@ -166,6 +175,7 @@ class DataPosition:
         self._stored = checkpoint.pop(POSITION_KEY, None)
         self._generators = checkpoint.pop(GENERATORS_KEY, [])
         self._fetch = checkpoint.pop(FETCH_KEY, {})
+        self._made = checkpoint.pop(RELOAD_KEY, None)
 
     def put_back(self, trainer: Any, *, resumed: bool) -> None:
         """Sets samplers to the loops' position, and makes a new iterator if it began elsewhere.
@@ -181,6 +191,9 @@ class DataPosition:
             ConfigError: The positions are of other loaders, another dataset, seed or order.
         """
         loop = trainer.fit_loop
+        made, self._made = self._made, None
+        if made is not None and resumed:
+            loop._last_train_dl_reload_epoch = made
         loader, stored, drawn, fetch = loop._combined_loader, self._stored, self._generators, self._fetch
         self._stored, self._generators, self._fetch, self._start = None, [], {}, None
         if loader is None:

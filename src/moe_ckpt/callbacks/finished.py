@@ -155,7 +155,9 @@ def _leave(trainer: Any, finished: Finished) -> None:
 
 def will_stop(trainer: Any) -> bool:
     """Returns whether the batch that just ended is the last one, as far as Lightning knows."""
-    if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps):
+    if trainer.should_stop and may_stop(trainer):
+        return True
+    if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
         return True
     limit = trainer.max_epochs
     return trainer.is_last_batch and limit not in (None, -1) and trainer.current_epoch + 1 >= limit

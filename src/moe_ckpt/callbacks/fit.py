@@ -22,14 +22,14 @@ from moe_ckpt.callbacks.gradients import capture_gradients
 from moe_ckpt.callbacks.held_gradient import HeldGradient
 from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
-from moe_ckpt.callbacks.loop_position import end_whole_epoch, go_on_accumulating
+from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import boost_refusal, inexact, require_restartable
+from moe_ckpt.callbacks.support import boost_refusal, inexact, require_restartable, warn_of_timers
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.boosting import Boosting
-from moe_ckpt.driver.messages import say_halted, say_inexact, say_resumed
+from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_resumed, say_unsaved
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.engine.finishing import read_finished
@@ -66,6 +66,9 @@ class Fit:
         options: The user's.
         isolate_validation: The user's.
         k: Experts per layer that the run saved before; None if unknown.
+
+    Attributes:
+        ended: Training came to its end, by no exception.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Fit:
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None
         self._held = HeldGradient(module)
+        self.ended = False
+        self._steps_seldom = False  # a batch made no step, so that others may not either
         self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
         if options.needs.gradients:
             stored = options.needs.stored_gradients
@@ -130,13 +135,14 @@ class Fit:
                 optimizers anew for it, which get their state from the checkpoint.
         """
         driver, host = self.driver, self.host
+        before = host.step
         if previous is not None:
             driver.last = previous.driver.last
         if previous is not None and previous.trained_up_to(host.step):
             driver.resume_elsewhere()
-            newest, before = previous.session.committed_directory, previous.session.run_ledger.tokens.applied
+            newest, applied = previous.session.committed_directory, previous.session.run_ledger.tokens.applied
             manifest = open_step(os.path.join(driver.options.dirpath, str(newest)))[1]
-            fault = driver.session.resume_from(manifest, tokens_from_host=before)
+            fault = driver.session.resume_from(manifest, tokens_from_host=applied)
             self.boosting.begin(previous.boosting.captured(), fault.lacking, driver.session.run_ledger)
         elif (named := given_path(host.trainer)) is not None:
             driver.resume_elsewhere()
@@ -146,6 +152,9 @@ class Fit:
             driver.resume(
                 replayer=LogReplayer(host.trainer.optimizers, self.session.catalog, lambda: self._capture(Ignored()))
             )
+            ended = previous is not None and previous.ended and previous.host.trainer is host.trainer
+            if ended and driver.restored_step is not None:
+                say_gone_back("step", driver.restored_step, before, driver.comm.rank)
         if driver.replaying is not None and host.windows is None:
             host.windows = Windows(host.trainer, host.module, self.session.catalog, host.state)
 
@@ -174,6 +183,9 @@ class Fit:
             go_on_finetuning(host.trainer)
         elif run_ledger is not None:
             self.session.continue_ledger(run_ledger["tokens"], run_ledger["index"])
+        elif driver.restored is not None and driver.restored.plain:
+            # The module's own on_fit_start ran after the restore, and may have frozen what training had thawed.
+            host.state.freeze(driver.restored.plain["plain"].get("frozen"))
         self._watch.begin(host.step)
         if host.windows is not None:
             host.windows.check(self._policy, self._isolate_validation, driver.replaying, self.buckets)
@@ -183,6 +195,8 @@ class Fit:
         if self.buckets is not None and host.step > 0:
             self.buckets.arrange(bucket_order)
         if driver.restored_step is not None:
+            warn_of_timers(host.trainer)
+            forget_broken_fit(host.trainer)
             go_on_accumulating(host.trainer)
         data.put_back(host.trainer, resumed=host.generators.due)
         host.data = data
@@ -311,11 +325,14 @@ class Fit:
         if last_for_now:
             driver.before_update(receive=False)  # what follows may swap or average weights
         batch = self._watch.book(self.host.step)
+        self.host.settled = batch.stepped
         self._hooks_since_step = last_for_now or (self._hooks_since_step and not batch.updates)
         if not batch.updates:
             if batch.stepped:
                 self._counter.discard()
                 self.boosting.discard()
+            if driver.replaying is None and self._watch.moved:
+                self._leave_last(last_for_now)
             return
         if windows is not None:
             windows.check_updates(self._policy, batch.updates)
@@ -334,16 +351,22 @@ class Fit:
             self._halt(record.halt)
 
     def _leave_last(self, last_for_now: bool) -> None:
-        """Saves the state of this batch if training ends with it; keeps the plain state if it may end."""
-        driver, last = self.driver, will_stop(self.host.trainer)
-        if driver.options.save_last and last:
+        """Saves the state of the newest step if training ends with this batch; keeps its plain state if it may end.
+
+        That of a step is kept, too, if a batch without one may follow and be the last: then it is too late, since
+        buffers, random numbers and the position in the data have moved on, and gradients are in no checkpoint.
+        """
+        driver, host, last = self.driver, self.host, will_stop(self.host.trainer)
+        self._steps_seldom |= not self.host.settled
+        if driver.options.save_last and last and self.host.has_newest:
             # on_train_end comes too late: Lightning has counted the epoch as done by then, and averaging
             # callbacks may have put other weights in.
             driver.save(wait=False)
         if last_for_now:
             driver.before_update(receive=False)
-            if driver.options.save_last and not last:  # what follows may yet decide to
-                self.host.keep()
+        may_end = last_for_now or self._steps_seldom or host.trainer.accumulate_grad_batches > 1
+        if driver.options.save_last and not last and self.host.settled and may_end:
+            host.keep()
 
     def _halt(self, reason: str) -> None:
         """Ends training as the policy asks, on every rank; ``trainer.should_stop`` is set."""
@@ -357,7 +380,11 @@ class Fit:
 
     def finish(self) -> None:
         """Training ended; runs after all other callbacks' ``on_train_end``."""
-        self.driver.finish(moved=self._watch.moved)
+        driver, save = self.driver, self.host.has_newest
+        driver.finish(moved=self._watch.moved, save=save)
+        self.ended = True
+        if not save and driver.options.save_last:
+            say_unsaved("step", self.host.step, self.session.run_ledger.committed_step, driver.comm.rank)
 
     def end_untrained(self) -> None:
         """The fit ended. If nothing was left to train, Lightning called no hook of training: the run ends here."""

@@ -49,6 +49,7 @@ class LightningHost(Host):
         windows: What sparse windows need besides; None where they are neither written nor replayed.
         boosting: See ``Host``; set before the driver opens.
         data: Positions in the data, once training has begun.
+        settled: The newest batch made a step, so that no gradients wait for another batch.
     """
 
     def __init__(self, trainer: Any, module: pl.LightningModule, options: Options) -> None:
@@ -59,6 +60,7 @@ class LightningHost(Host):
         self.generators = Generators(capture_rng, restore_rng)
         self.windows: Windows | None = None
         self.data: DataPosition | None = None
+        self.settled = True
         self._options = options
         self._configured: _Plain = configured(trainer) | {"frozen": _frozen(self.state)}
         self._kept: tuple[int, _Plain] | None = None
@@ -146,6 +148,11 @@ class LightningHost(Host):
     def keep(self) -> None:
         """Keeps the plain state of this step, which Lightning and callbacks change before training may end with it."""
         self._kept = self.step, deepcopy(self.capture())
+
+    @property
+    def has_newest(self) -> bool:
+        """Whether a checkpoint made now would be of the newest step as it was when it was done."""
+        return self.settled or (self._kept is not None and self._kept[0] == self.step)
 
     def end(self) -> End | None:
         return ended(self.trainer)

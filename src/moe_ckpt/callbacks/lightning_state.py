@@ -105,6 +105,7 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
     state = loop_state(trainer.fit_loop)
     if trainer.global_step == 0:  # nothing was done yet, so nothing is due
         return state
+    _count_alike(state["epoch_loop.batch_progress"])
     due = validation_due(trainer)
     if not due and not trainer.is_last_batch:
         return state
@@ -124,6 +125,18 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
         # The step counter for loggers; where a validation runs, Lightning advances it on that path.
         state[own] = state[own] | {"_batches_that_stepped": state[own]["_batches_that_stepped"] + 1}
     return state
+
+
+def _count_alike(progress: dict[str, Any]) -> None:
+    """Makes a batch loop's totals differ only by what differs in this epoch.
+
+    A batch that ends its epoch by -1 of ``on_train_batch_start`` is ready and processed, but neither started nor
+    completed. Totals that differ for that ever after tell Lightning that no batch was done, and the resume counts one
+    number twice.
+    """
+    total, current = progress["total"], progress["current"]
+    before = total["ready"] - current["ready"]
+    progress["total"] = total | {span: before + current[span] for span in current}
 
 
 def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:

@@ -24,11 +24,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import IterableDataset
+
+_PLAIN = (int, float, str, bytes, bool, tuple)
 
 
 def whole_and_left(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[float, float]:
@@ -111,9 +116,14 @@ def end_whole_epoch(trainer: Any) -> None:
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     if not loop.restarting or not loop._num_ready_batches_reached() or loop._is_validation_done:
         return
+    datasets = [dataset for each in trainer.fit_loop._combined_loader.flattened if (dataset := _stateful_stream(each))]
+    before = [deepcopy(dataset.state_dict()) for dataset in datasets]
     with isolate_rng():
         for loader in _loaders_begun(trainer, fetcher):
             next(loader, None)  # asked once, each takes up its position; the next epoch begins anew
+    for dataset, state in zip(datasets, before, strict=True):
+        if _is_where_it_says(dataset):
+            dataset.load_state_dict(state)
     if loop._should_check_val_fx(fetcher):
         return
 
@@ -125,6 +135,34 @@ def end_whole_epoch(trainer: Any) -> None:
     loop.advance = advance
 
 
+def _stateful_stream(loader: Any) -> Any:
+    """Returns the stream in this process that a loader reads, if that keeps its position; else None."""
+    dataset = getattr(loader, "dataset", None)
+    own = isinstance(dataset, IterableDataset) and getattr(loader, "num_workers", 0) == 0
+    return dataset if own and isinstance(dataset, _Stateful) else None
+
+
+def _is_where_it_says(dataset: Any) -> bool:
+    """Returns whether a stream's next iterator goes on where ``state_dict()`` says, as one that never ended does.
+
+    Another kind notes in ``load_state_dict`` where the next iterator begins, and later ones begin anew. To give that
+    its present state changes it, and is undone.
+    """
+    before = dict(vars(dataset))
+    dataset.load_state_dict(deepcopy(dataset.state_dict()))
+    now = vars(dataset)
+    if now.keys() == before.keys() and all(_equal(now[name], value) for name, value in before.items()):
+        return True
+    now.clear()
+    now.update(before)
+    return False
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Returns whether both are the same object, or plain values that are equal."""
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+
+
 def _loaders_begun(trainer: Any, data_fetcher: Iterator[Any]) -> list[Iterator[Any]]:
     """Returns the iterators of all loaders that an epoch takes batches from side by side.
 
@@ -132,6 +170,23 @@ def _loaders_begun(trainer: Any, data_fetcher: Iterator[Any]) -> list[Iterator[A
     """
     combined = trainer.fit_loop._combined_loader
     return [data_fetcher] if combined._mode == "sequential" else list(combined._iterator.iterators)
+
+
+def leave_broken_validation(trainer: Any) -> None:
+    """Puts modules back into training mode, where an exception has ended a validation, which would do so at its end.
+
+    Else a second fit of the same module would train without dropout. Called in ``on_exception``.
+    """
+    if trainer.validating or trainer.sanity_checking:
+        trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+
+
+def forget_broken_fit(trainer: Any) -> None:
+    """Takes back what an exception left of a fit of this trainer, which the checkpoint's state says nothing of.
+
+    A validation that had run, whose epoch Lightning would take for over, so that a resumed epoch would train nothing.
+    """
+    trainer.fit_loop.epoch_loop.val_loop._has_run = False
 
 
 def go_on_accumulating(trainer: Any) -> None:

@@ -31,6 +31,7 @@ from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO, load_s
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.first_callback import FirstCallback
 from moe_ckpt.callbacks.fit import Fit
+from moe_ckpt.callbacks.loop_position import leave_broken_validation
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import STATE_KEY, sharding_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
@@ -256,6 +257,7 @@ class MoECheckpoint(_Unranked):
             self._fit.driver.survive(exception)
             self._data.close()
             self._fit.close(min(10.0, self.options.timeout_secs))
+            leave_broken_validation(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._fit is not None:

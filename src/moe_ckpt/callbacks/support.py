@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -19,6 +21,8 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
 from moe_ckpt.errors import ConfigError, UnsupportedError
+
+log = logging.getLogger("moe_ckpt")
 
 STATE_KEY = "moe_ckpt.MoECheckpoint"
 """Key of ``MoECheckpoint`` among the callback states in a Lightning checkpoint."""
@@ -139,6 +143,17 @@ def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None)
             "at the end of the epoch are computed again)"
         )
     return found
+
+
+def warn_of_timers(trainer: Any) -> None:
+    """Warns of a ``Timer`` (``max_time``) that ends training after the first step, since its time goes on counting."""
+    for callback in trainer.callbacks if trainer.is_global_zero else ():
+        if isinstance(callback, Timer) and (left := callback.time_remaining()) is not None and left <= 0:
+            log.warning(
+                "the Timer (Trainer(max_time=...)) has no time left: it counts the time of all starts of the run "
+                "together, and ends training after one batch. Raise max_time, or set max_steps in its place and let "
+                "the scheduler end the job"
+            )
 
 
 def require_restartable(trainer: Any) -> None:

@@ -183,3 +183,42 @@ def say_halted(unit: str, step: int, reason: str, rank: int) -> None:
         announce(
             "training ends at %s %d, because the policy asks for it: %s", unit, step, reason, level=logging.WARNING
         )
+
+
+def say_unsaved(unit: str, step: int, newest: int | None, rank: int) -> None:
+    """Training ended where the newest step's state was gone, and is not saved unless it had been.
+
+    Args:
+        step: The newest one.
+        newest: Of the newest checkpoint; None if there is none.
+    """
+    if rank or newest == step:
+        return
+    found, first = (
+        ("the store holds no checkpoint", 1)
+        if newest is None
+        else (f"the newest checkpoint is of {unit} {newest}", newest + 1)
+    )
+    log.warning(
+        "training ended between two optimizer %ss, after %s %d, whose last batch accumulated gradients only, and those "
+        "are in no checkpoint: %s, and the next start computes %ss %d to %d again. Stop training in a batch that makes "
+        "a step, or save more often",
+        *(unit, unit, step, found, unit, first, step),
+    )
+
+
+def say_gone_back(unit: str, step: int, before: int, rank: int) -> None:
+    """A second fit of the same trainer begins at an older step than the first one ended at.
+
+    Args:
+        step: The restored one.
+        before: The last one of the first fit.
+    """
+    if rank or step >= before:
+        return
+    steps = f"{unit}s {step + 1} to {before} are" if before > step + 1 else f"{unit} {before} is"
+    log.warning(
+        "fit() was called again on a Trainer that had come to %s %d, but with save_last=False the newest checkpoint is "
+        "of %s %d: %s computed again. Leave save_last=False out to go on from the end of the fit before",
+        *(unit, before, unit, step, steps),
+    )

@@ -410,7 +410,7 @@ class Driver:
         with self.surviving.saving():
             self.last = self.last and self.session.catch_up(self.last)
 
-    def finish(self, *, moved: bool, ended: bool = True) -> None:
+    def finish(self, *, moved: bool, ended: bool = True, save: bool = True) -> None:
         """Training ended well: saves a complete last checkpoint, and waits for it.
 
         A run that came back to its last step from memory has that saved, too, since the end lets go of memory.
@@ -418,6 +418,7 @@ class Driver:
         Args:
             moved: Steps were done in this process, so that there is something to save.
             ended: The run may be finished; the host says whether and how.
+            save: False to leave the checkpoints that there are, as the newest step's state is gone.
 
         Raises:
             SaveFailedError: It could not be committed.
@@ -437,7 +438,7 @@ class Driver:
         self.session.finish(
             self._host.step,
             capture,
-            save_last=self.options.save_last and unsaved and window is None,
+            save_last=self.options.save_last and save and unsaved and window is None,
             note_end=self._note_end if ended and window is None else None,
         )
         self.last = self.last and self.session.completed(self.last)

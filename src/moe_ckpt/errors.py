@@ -322,15 +322,24 @@ class OtherLayoutError(ConfigError):
 
 
 class ReplayDivergedError(UserError, RuntimeError):
-    """Steps that were computed again differ from those that a sparse window holds."""
+    """Steps that were computed again, or updates that were repeated, differ from what was recorded."""
 
-    def __init__(self, step: int, found: str, changed: str = "") -> None:
+    def __init__(self, step: int, found: str, changed: str = "", *, logged: bool = False) -> None:
         cause = f" This script differs from the run's, which may be the cause: {changed}." if changed else ""
-        super().__init__(
-            f"computing step {step} again did not repeat it: {found}.{cause} The state differs from the run's, so "
-            "training stops. Data, seeds and configuration must be those of the run; to return to an older dense "
-            "checkpoint, move the newer step directories away."
-        )
+        if logged:
+            super().__init__(
+                f"repeating the updates of a gradient log did not come to step {step}: {found}. Something other than "
+                "the optimizers seems to have changed weights or optimizer state in a way that is not seen "
+                "(docs/gradient_log.md, Limits), so training stops. The log lies in memory, where each start finds it "
+                "again: run moe-ckpt memory clear on every node to return to the newest checkpoint on storage, and "
+                "take a policy that saves full state (MoEvement, Dense, MoC)"
+            )
+        else:
+            super().__init__(
+                f"computing step {step} again did not repeat it: {found}.{cause} The state differs from the run's, so "
+                "training stops. Data, seeds and configuration must be those of the run; to return to an older dense "
+                "checkpoint, move the newer step directories away."
+            )
         self.step = step
         self.found = found
         self.changed = changed

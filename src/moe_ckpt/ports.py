@@ -168,7 +168,7 @@ class StepGradients:
     Attributes:
         tensors: Live gradients; key ``grad/<optimizer index>/<fqn>``, the rest as of the block that was updated.
         plain: The updates, and the step counts after them, as a tree of plain data and tensors.
-        changed: Names of parameters whose gradients were written to since the update: they are not what it consumed.
+        changed: As ``GradientRecord.edited``.
     """
 
     tensors: Sequence[StateTensor]
@@ -184,6 +184,13 @@ class GradientRecord(Protocol):
 
         Args:
             tensors: Of ``TrainingState``.
+        """
+        ...
+
+    def edited(self) -> Sequence[str]:
+        """Names of parameters that something else than an optimizer has written to since ``forget``.
+
+        Of their weights, optimizer state or consumed gradients. The step does not follow from gradients then.
         """
         ...
 

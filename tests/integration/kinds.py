@@ -155,12 +155,42 @@ class ShrinkingMoE(TinyMoE):
                 parameter *= 0.99
 
 
-class DataShrinkingMoE(TinyMoE):
-    """The same as Megatron's QK-clip does: torch does not count such a change."""
+class SilentlyShrinkingMoE(TinyMoE):
+    """As ``ShrinkingMoE``, by a way that torch does not count."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         for parameter in self.parameters():
-            parameter.data *= 0.99
+            parameter.data.mul_(0.99)
+
+
+class ReplacingMoE(TinyMoE):
+    """As ``ShrinkingMoE``, in memory of their own; right after the optimizer's update."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.99
+
+
+class ForgettingMoE(TinyMoE):
+    """Its optimizer's state is set to zero, replaced or removed in turn (ReLoRA), before or behind an update."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self._forget(self.global_step % 6)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self._forget(self.global_step % 6 - 3)
+
+    def _forget(self, turn):
+        state = self.optimizers(use_pl_optimizer=False).state
+        for parameter in [*state] if turn in (0, 1, 2) else []:
+            moment = state[parameter]["exp_avg"]
+            if turn == 0:
+                moment.zero_()
+            elif turn == 1:
+                state[parameter]["exp_avg"] = moment * 0.5
+            else:
+                del state[parameter]
 
 
 class FamilyMoE(pl.LightningModule):
@@ -205,7 +235,9 @@ KINDS: dict[str, type[Any]] = {
     "no-moe": NoMoE,
     "biased": BiasedMoE,
     "shrinking": ShrinkingMoE,
-    "data-shrinking": DataShrinkingMoE,
+    "shrinking-silently": SilentlyShrinkingMoE,
+    "replacing": ReplacingMoE,
+    "forgetting": ForgettingMoE,
     "mixtral": MixtralMoE,
     "qwen3": Qwen3MoE,
 }

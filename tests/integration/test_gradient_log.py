@@ -135,6 +135,32 @@ def test_however_a_run_is_set_up(name, place):  # noqa: F811
     assert name != "hardly-room" or "has no room for" in output(run)
 
 
+BESIDE = ("shrinking", "shrinking-silently", "replacing", "forgetting")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != BESIDE[1])) for kind in BESIDE]
+)
+def test_what_others_change_beside_the_optimizer_is_saved_in_full(kind, place):  # noqa: F811
+    run = logged(replace(LOG, kind=kind), place)
+    # Steps in full are sealed later: a kill may cost one.
+    assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
+    assert "were changed by something other than the optimizer" in output(run)
+    assert kind == "forgetting" or "saves full state instead of gradients at each step" in output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    assert max(recomputed(run)) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shrinking", "shrinking-silently", "forgetting"])
+def test_what_others_change_on_two_ranks(kind, place):  # noqa: F811
+    run = logged(replace(LOG, ranks=2, kind=kind), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 8)))
+    assert live_ranks(run) == [0, 0], output(run)
+    assert_same_run(run)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",

@@ -49,7 +49,7 @@ def test_what_is_left_out_while_replaying_changes_nothing(place, stacked):  # no
     assert_same_run(run)
 
 
-@pytest.mark.parametrize("kind", ["shrinking", "data-shrinking"])
+@pytest.mark.parametrize("kind", ["shrinking", "shrinking-silently"])
 def test_weights_that_change_at_a_batchs_end_are_put_back_after_that(place, kind):  # noqa: F811
     run = placed(replace(BASE, kind=kind), place)
     assert live(replace(run, crash=("compute", 14))) == KILLED

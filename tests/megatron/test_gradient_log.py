@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.gradients import replay
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.recovery.gradient_log import StoredLog
@@ -22,6 +23,8 @@ from tests.megatron.exactness import (
     life_of,
     require_equal,
     require_exact,
+    require_killed,
+    start_life,
     uninterrupted,
 )
 from tests.megatron.test_exact import (
@@ -34,10 +37,11 @@ from tests.megatron.test_exact import (
     SKIPS,
     TENSOR_EXPERTS,
 )
+from tests.support import megatron_gpt
 from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import live
-from tests.support.processes import start_ranks
+from tests.support.processes import run_ranks, start_ranks
 
 LOG = ("GradientLog", {"window": 3})
 MEMORY = {"storage_every_n_steps": 1000}
@@ -191,6 +195,55 @@ def test_gradients_rounded_for_everybody(name, tmp_path):
     as_consumed = uninterrupted(case.setup, case.ranks, case.steps)
     with pytest.raises(AssertionError, match="tensors"):
         require_equal(as_consumed, ended.results)
+
+
+def _clips() -> None:
+    """Weights are clipped between ``optimizer.step()`` and ``after_step``."""
+    update = megatron_gpt.update
+
+    def clipped(built):
+        made = update(built)
+        with torch.no_grad():
+            for parameter in (each for chunk in built.chunks for each in chunk.parameters() if each.dim() > 1):
+                parameter.clamp_(-0.04, 0.04)
+        return made
+
+    megatron_gpt.update = clipped
+
+
+@pytest.mark.parametrize("name", [pytest.param("alone-sharded", marks=pytest.mark.slow), "alone"])
+def test_weights_that_are_clipped_behind_the_update(name, tmp_path):
+    case = logged({"layers": 2}, ((0, 7, "train"),), ranks=1) if name == "alone" else CASES[name]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "truth").mkdir()
+    life = replace(life_of(case, tmp_path / "run"), kill=case.kills[0], sabotage=_clips)
+    require_killed(start_life(case, life), case.kills[0])
+    ended = finish(case, tmp_path / "run", _clips)
+    assert ended.resumed[-1] >= 5
+    truth = finish(replace(case, kills=()), tmp_path / "truth", _clips)
+    require_equal(truth.results, ended.results)
+
+
+def _attach_with_qk_clip(rank, world_size, directory):
+    built = megatron_gpt.build(Setup(layers=2), seed=1)
+    from moe_ckpt import Memory, megatron
+    from moe_ckpt.policies import GradientLog
+
+    for chunk in built.chunks:
+        chunk.config.qk_clip = True
+    with pytest.raises(ConfigError, match=r"GradientLog and Megatron's qk_clip contradict each other"):
+        megatron.attach(
+            built.chunks,
+            built.optimizer,
+            built.scheduler,
+            policy=GradientLog(window=3),
+            dirpath=f"{directory}/store",
+            memory=Memory(directory=directory, storage_every_n_steps=1000),
+        )
+
+
+def test_qk_clip_is_refused_by_name(tmp_path):
+    run_ranks(_attach_with_qk_clip, 1, str(tmp_path), preload=WARM)
 
 
 @pytest.mark.slow

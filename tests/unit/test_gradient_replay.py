@@ -333,7 +333,7 @@ def test_an_anchor_of_another_step_contradicts_the_step_count(trained):
     way = chains(trained.log.steps, trained.log.spans, 12)["expert/0/1"]
     older = trained.log.anchors["expert/0/1", way.anchor - WINDOW]
     log = replace(trained.log, anchors={**trained.log.anchors, ("expert/0/1", way.anchor): older})
-    with pytest.raises(ReplayDivergedError, match="step of"):
+    with pytest.raises(ReplayDivergedError, match=r"(?s)step of .*run moe-ckpt memory clear on every node"):
         log.replayed(12)
 
 

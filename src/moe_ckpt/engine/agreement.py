@@ -39,6 +39,7 @@ class StepConsensus:
         sends: What must be sent to some rank's peers (``MirroredShares.sends``).
         used_up: Some rank's budget has no room beside what memory must keep, or may have to.
         in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
+        edited: On some rank, something else than an optimizer changed what the step's gradients do not tell.
         secs: Rank 0's clock; None before the ranks have agreed on a step.
         persist_secs: The longest time one of them took from beginning to commit.
     """
@@ -54,6 +55,7 @@ class StepConsensus:
     in_memory: tuple[int, ...] = ()
     secs: float | None = None
     sends: Sends = ALL_SENT
+    edited: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Standing:
         in_memory: ``MemoryTier.reports``; empty without one.
         sends: See ``StepConsensus``.
         used_up: See ``Room.is_used_up``.
+        edited: See ``StepConsensus``; of this rank.
     """
 
     busy: bool
@@ -77,6 +80,7 @@ class Standing:
     in_memory: Sequence[int] = ()
     sends: Sequence[bool] = ALL_SENT
     used_up: bool = False
+    edited: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,7 @@ def step_numbers(standing: Standing, measured: Measured, *, leads: bool) -> Coun
         _nanos(measured.copy_interference_secs),
         *map(int, standing.sends),
         int(standing.used_up),
+        int(standing.edited),
         *standing.in_memory,
     ]
     return np.asarray(numbers, dtype=np.int64)
@@ -240,7 +245,8 @@ def _consensus(values: Sequence[int]) -> StepConsensus:
         copies_behind=bool(values[14]),
         sends=Sends(*map(bool, values[18:22])),
         used_up=bool(values[22]),
-        in_memory=tuple(values[23:]),
+        edited=bool(values[23]),
+        in_memory=tuple(values[24:]),
     )
 
 

@@ -108,8 +108,15 @@ class Bookkeeper:
             self._awaited = tokens
         return tokens
 
-    def send(self, step: int, tokens: Deferred[StepTokens], pipeline: Pipeline) -> None:
-        """Begin to agree on the end of ``step``. All ranks, once a step."""
+    def send(self, step: int, tokens: Deferred[StepTokens], pipeline: Pipeline, *, edited: bool = False) -> None:
+        """Begin to agree on the end of ``step``. All ranks, once a step.
+
+        Args:
+            step: Which.
+            tokens: Of this rank.
+            pipeline: Has the snapshots.
+            edited: See ``Standing``.
+        """
         before = self.run_ledger.tokens.applied.copy()
         ended, memory = pipeline.resolutions(self._newest_ended), pipeline.memory
         self.meter.record_transfers(ended)
@@ -118,7 +125,7 @@ class Bookkeeper:
             self.meter.sends(memory.replicator.send_bytes_per_sec)
         behind = pipeline.storage_busy, pipeline.copies_behind
         used_up = memory is not None and pipeline.is_used_up
-        standing = Standing(pipeline.busy, *behind, ended, in_memory, pipeline.sends, used_up)
+        standing = Standing(pipeline.busy, *behind, ended, in_memory, pipeline.sends, used_up, edited)
         applied = self._agreement.send(step, tokens, standing, self.meter.measured())
         total, self._awaited = self._awaited or Future(), None
         applied.add_done_callback(lambda found: _add(total, before, found))

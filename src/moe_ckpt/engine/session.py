@@ -24,6 +24,7 @@ from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.engine.agreement import StepConsensus, StepTokens
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.edited_steps import EditedSteps
 from moe_ckpt.engine.events import Joined, Observer, Resumed, StepEnded, TrainingBegins, TrainingEnded, all_of
 from moe_ckpt.engine.from_log import OpenLog, require_whole_units
 from moe_ckpt.engine.host_tier import HostTier
@@ -102,6 +103,7 @@ class CheckpointSession:
         self.run_ledger = self._booking.run_ledger
         self.survivor = Survivor(self._run, self._resources, self._snapshots)
         self._stall = self._agree_secs = 0.0
+        self._edits = EditedSteps(gradients, type(policy).__name__)
         self._newest_plan = SnapshotPlan(0)
 
     # --- once, before training ---
@@ -287,9 +289,10 @@ class CheckpointSession:
         pipeline.join()
         loaded = bool(self.run_ledger.pending or self.run_ledger.sealing)
         booking.meter.lap(final_at, loaded=loaded)
+        edited = self._edits.end_with(step)
         asked = time.perf_counter()
         if not booking.late:
-            booking.send(step, tokens, pipeline)
+            booking.send(step, tokens, pipeline, edited=edited)
         consensus = booking.receive(pipeline)
         agree_secs = time.perf_counter() - asked
         ledger = self.run_ledger
@@ -297,7 +300,9 @@ class CheckpointSession:
             plan = save_full(step, self.catalog.everything)
         else:
             context = ledger.context(step, self.comm.world_size, ledger.popularity, consensus.measured)
-            plan = self._snapshots.rooted(self._planner.plan(self._snapshots.informed(context, consensus)))
+            plan = self._snapshots.rooted(
+                self._planner.plan(self._snapshots.informed(context, consensus)), edited=consensus.edited
+            )
         record = StepRecord(step)
         if plan:
             self._newest_plan = plan
@@ -308,7 +313,7 @@ class CheckpointSession:
             if not record.begun:
                 self._snapshots.not_logged(updated=updated)
         if booking.late:
-            booking.send(step, tokens, pipeline)
+            booking.send(step, tokens, pipeline, edited=edited)
         if plan.wait and record.begun:
             booking.receive(pipeline)
             self.drain(step)

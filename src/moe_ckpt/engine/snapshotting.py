@@ -116,9 +116,19 @@ class Snapshotter:
         )
         return replace(context, memory=facts)
 
-    def rooted(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """Returns the plan. If it needs gradients of operators without an anchor, returns a plan of everything instead,
-        or, for a policy that leaves experts out, the plan with those operators in full."""
+    def rooted(self, plan: SnapshotPlan, *, edited: bool = False) -> SnapshotPlan:
+        """Returns the plan, with operators in full instead of their gradients where those lead nowhere.
+
+        If it needs gradients of operators without an anchor, returns a plan of everything instead, or, for a policy
+        that leaves experts out, the plan with those operators in full.
+
+        Args:
+            plan: Equal on every rank.
+            edited: All of them: the step does not follow from gradients, or, where ranks agree late, the one before.
+        """
+        if edited and plan.gradients:
+            everything, planned = self._run.catalog.everything, {*plan.operators(), *plan.gradients}
+            return save_full(plan.step, everything) if planned.issuperset(everything) else anchoring(plan, planned)
         if not plan.gradients or self._since(plan.operators(), plan.gradients) is not None:
             return plan
         if not self._leaves_out:

@@ -7,6 +7,7 @@ loss scaler leaves ``step`` out.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import chain
@@ -140,6 +141,19 @@ class GradientCapture:
                 for unit, parameter in zip(self.units(), chain.from_iterable(lists), strict=True)
             }
         return self._tensors
+
+    def after_updates(self, call: Callable[[int], None]) -> None:
+        """From here on, ``call`` gets the number of each optimizer that has made an update, before other hooks run."""
+        for number, optimizer in enumerate(self._optimizers):
+
+            def after(*_: Any, number: int = number) -> None:
+                call(number)
+
+            handle: RemovableHandle = optimizer.register_step_post_hook(after)
+            hooks = optimizer._optimizer_step_post_hooks
+            if isinstance(hooks, OrderedDict):  # what a hook of the user's writes is no part of the update
+                hooks.move_to_end(handle.id, last=False)
+            self._undo.append(handle.remove)
 
     def release_before(self, owners: Iterable[Any], method: str) -> None:
         """From here on, the consumer releases what it holds before any of ``owners`` runs its method."""

@@ -13,6 +13,7 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.fragment import FixedStrings
 from moe_ckpt.format.shard import GRADIENT
 from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.edits import EditWatch, Named
 from moe_ckpt.gradients.layout import Device, UpdateLayout
 from moe_ckpt.gradients.units import Unit, UnitBlock
 from moe_ckpt.gradients.updates import ConsumedGradients, GradientConsumer, Update
@@ -32,6 +33,8 @@ class StepRecorder(GradientConsumer, GradientRecord):
         release: Called before gradients are overwritten: returns when they are no longer read.
         keys: Of each optimizer, the number that keys of its state have; None for its own.
         stored: Type that wider gradients are saved in, as named in headers, for they have been rounded to it.
+        copies: Weights beside those that are updated, which follow them (``copies_written``).
+        gathered: As of ``EditWatch``.
 
     Attributes:
         rounded: That type, for ``GradientCapture``; None if they stay as they are.
@@ -43,6 +46,9 @@ class StepRecorder(GradientConsumer, GradientRecord):
         release: Callable[[], None],
         keys: Sequence[int] | None = None,
         stored: str | None = None,
+        copies: Named = (),
+        *,
+        gathered: bool = False,
     ) -> None:
         self._optimizers = tuple(optimizers)
         self._release = release
@@ -54,8 +60,7 @@ class StepRecorder(GradientConsumer, GradientRecord):
         self._consumed: list[ConsumedGradients] = []
         self._templates: tuple[Sequence[StateTensor], Mapping[_Place, StateTensor]] = (), {}
         self._names: dict[Any, FixedStrings] = {}
-        self._weights: list[tuple[str, torch.Tensor, int]] = []
-        self._edited: tuple[str, ...] = ()
+        self._edits = EditWatch(self._optimizers, copies, gathered=gathered)
 
     def begin(self, capture: GradientCapture) -> None:
         """Training begins.
@@ -65,6 +70,12 @@ class StepRecorder(GradientConsumer, GradientRecord):
         """
         self._capture = capture
         self._consumed.clear()
+        self._edits.begin(capture)
+
+    def copies_written(self) -> None:
+        """The weights that follow those that optimizers update are as they should be."""
+        if self._capture is not None:
+            self._edits.copies_written(updated=bool(self._consumed))
 
     # --- GradientConsumer ---
 
@@ -89,8 +100,7 @@ class StepRecorder(GradientConsumer, GradientRecord):
                 f"optimizer {number} made two updates in one step, but a log of gradients holds one. Step once per "
                 "batch, or use a policy that saves full state."
             )
-        if not self._consumed:
-            self._edited = tuple(name for name, weight, version in self._weights if weight._version != version)
+        self._edits.before_update(number, first=not self._consumed)
         self._consumed.append(gradients)
 
     def release(self) -> None:
@@ -121,15 +131,16 @@ class StepRecorder(GradientConsumer, GradientRecord):
         ]
         updates = [self._plain(each.update) for each in self._consumed]
         plain = {"updates": updates, "counts": list(self._counts()), "layout": self._layout_of(self._capture)}
-        changed = [name for each in self._consumed for name in each.changed()]
-        return StepGradients(found, plain, (*changed, *self._edited))
+        return StepGradients(found, plain, tuple(self.edited()))
+
+    def edited(self) -> Sequence[str]:
+        """See ``ports.GradientRecord``."""
+        changed = (name for each in self._consumed for name in each.changed())
+        return tuple(dict.fromkeys((*changed, *self._edits.found())))
 
     def forget(self) -> None:
         self._consumed.clear()
-        self._edited = ()
-        if self._capture is not None:
-            weights = {name: weight for (_, name), weight in self._capture.tensors().items()}
-            self._weights = [(name, weight, weight._version) for name, weight in weights.items()]
+        self._edits.forget()
 
     def _layout_of(self, capture: GradientCapture) -> Mapping[str, Any]:
         """Made once for the same tensors."""

@@ -106,7 +106,9 @@ class OptimizerReplay:
         stepped = state.get(block.kind)
         if stepped is not None and not self.coupled(unit.optimizer) and not torch.equal(stepped, values):
             raise ReplayDivergedError(
-                step, f"{block.kind} of {unit.name} is {stepped.tolist()} by its gradients and {values.tolist()} there"
+                step,
+                f"{block.kind} of {unit.name} is {stepped.tolist()} by its gradients and {values.tolist()} there",
+                logged=True,
             )
         state[block.kind] = values
 

@@ -146,7 +146,8 @@ class LogReplayer(UpdateReplayer):
                 elif (number, name) not in stepped:
                     there.copy_(value)
                 elif not torch.equal(there.cpu(), value.cpu()):
-                    raise ReplayDivergedError(step, f"{kind} of {name} is {there.item()}, recorded was {value.item()}")
+                    found = f"{kind} of {name} is {there.item()}, recorded was {value.item()}"
+                    raise ReplayDivergedError(step, found, logged=True)
 
 
 def _updates(log: LoggedSteps, step: int) -> Iterator[Update]:

@@ -277,8 +277,7 @@ class MegatronCheckpoint:
     # --- every iteration ---
 
     def before_step(self) -> None:
-        """Waits for the copy under way, which reads the state that the optimizer changes. Called by
-        ``optimizer.step()``.
+        """Waits for the copy under way, which reads what the optimizer changes. Called by ``optimizer.step()``.
 
         Call it where something else changes weights, before or instead of ``optimizer.step()``.
 
@@ -306,6 +305,7 @@ class MegatronCheckpoint:
         """After ``optimizer.step()``: in a replay, loads the window's weights, which a validation may read."""
         if self._driver.replaying is not None:
             self._driver.replaying.put_back(self.iteration + 1)
+        self._log.stepped()
         self._driver.note(Moment.WRITTEN)
 
     def after_step(

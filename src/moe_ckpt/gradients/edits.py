@@ -1,0 +1,286 @@
+"""Notices what writes to weights or optimizer state beside the optimizers: no log of gradients has that.
+
+What torch counts of each tensor is noted when an update has ended, and compared when the step has, and again when the
+next update begins. Weight clipping at the end of a batch, QK-clip behind ``optimizer.step()``, a momentum set back to
+zero and state that was replaced or removed are seen so, and another memory (``p.data = other``). Writes through
+``p.data`` and by kernels of others are not counted. So some weights in turn are also compared by value: small models as
+a whole at each step, of large ones a few MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.optim import Optimizer
+
+from moe_ckpt.format import tensor_words
+from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.modeling.blocks import block_in
+from moe_ckpt.modeling.watching import Entries
+
+Named = Sequence[tuple[str, torch.Tensor]]
+_MOST_TENSORS, _MOST_BYTES = 64, 4 << 20
+"""Of weights whose values are compared at a step."""
+_FIRST_TURNS, _SELDOM = 3, 64
+"""On a device values are compared at so many steps at first, and then at each so manieth."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Writes:
+    """How often some tensors were written to, and where their memory lies.
+
+    Args:
+        named: Tensors with the names to tell; a DTensor counts by itself, and so does its local block.
+        lie: Of how many, the first ones, the memory is asked for.
+    """
+
+    def __init__(self, named: Named, lie: int) -> None:
+        whole = [tensor for _, tensor in named]
+        blocks = list(map(block_in, whole))
+        apart = [at for at, tensor in enumerate(whole) if blocks[at] is not tensor]
+        self._names = [name for name, _ in named] + [named[at][0] for at in apart]
+        self._blocks, self._lies = blocks, blocks[:lie]
+        self._tensors = blocks + [whole[at] for at in apart]
+        self._counted = [at for at, tensor in enumerate(self._tensors) if not tensor.is_inference()]
+        self._locate()
+        self._counts = self._read()
+
+    def _locate(self) -> None:
+        """Finds where words are. Of what cannot be read, torch is asked."""
+        self._addresses = _addresses(self._lies)
+        self._lying = tensor_words.lying(self._lies)
+        counters = np.zeros(len(self._tensors), dtype=np.int64)
+        if self._lying is not None:  # which tells when a counter may be another one
+            counters[: len(self._blocks)] = tensor_words.counters(self._blocks)
+        self._places = np.flatnonzero(counters)
+        self._words = tensor_words.Counts(counters[self._places])
+        self._asked = [at for at in self._counted if not counters[at]]
+
+    def _lies_still(self) -> bool:
+        if self._lying is not None:
+            return self._lying.same()
+        return np.array_equal(_addresses(self._lies), self._addresses)
+
+    def _read(self) -> npt.NDArray[np.int64]:
+        found = np.zeros(len(self._tensors), dtype=np.int64)
+        if len(self._places):
+            found[self._places] = self._words.read()
+        if self._asked:
+            found[self._asked] = [self._tensors[at]._version for at in self._asked]
+        return found
+
+    def note(self) -> None:
+        """What is there now is as it should be."""
+        if not self._lies_still():
+            self._locate()
+        self._counts = self._read()
+
+    def changed(self) -> Sequence[str]:
+        """Returns the names of those that changed since they were noted, and notes them."""
+        before, where = self._counts, self._addresses
+        self.note()
+        places = before != self._counts
+        if where is not self._addresses:
+            places[: len(where)] |= where != self._addresses
+        return [self._names[at] for at in np.flatnonzero(places).tolist()]
+
+
+class Values:
+    """Some weights in turn, as an update left them, by their bits.
+
+    Args:
+        named: Tensors with the names to tell.
+    """
+
+    def __init__(self, named: Named) -> None:
+        self._named = [(name, tensor) for name, tensor in named if tensor.element_size() in _INTEGERS]
+        self._next = self._turn = 0
+        self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def note(self) -> None:
+        """Copies the next ones."""
+        self._kept, left, self._turn = [], _MOST_BYTES, self._turn + 1
+        for at in range(min(len(self._named), _MOST_TENSORS)):
+            name, tensor = self._named[(self._next + at) % len(self._named)]
+            part = _part(block_in(tensor).detach().view(_INTEGERS[tensor.element_size()]), left, self._turn)
+            if not part.is_cpu and self._turn > _FIRST_TURNS and self._turn % _SELDOM:
+                break  # a comparison waits for the device
+            self._kept.append((name, part, part.clone()))
+            left -= part.nbytes
+            if left <= 0:
+                break
+        self._next += len(self._kept)
+
+    def changed(self) -> Sequence[str]:
+        """Returns the names of those that are others now, and notes these values."""
+        found = [(name, live, copy) for name, live, copy in self._kept if not torch.equal(live, copy)]
+        for _, live, copy in found:
+            copy.copy_(live)
+        return [name for name, _, _ in found]
+
+
+class Marks:
+    """Weights and state of one optimizer, as its update left them.
+
+    Args:
+        weights: What it updates.
+        optimizer: None for tensors without state.
+        by_value: Values are compared, too.
+    """
+
+    def __init__(self, weights: Named, optimizer: Optimizer | None, *, by_value: bool = True) -> None:
+        self._weights, self._optimizer = weights, optimizer
+        self._values = Values(weights if by_value else ())
+        self._note_state()
+
+    def _note_state(self) -> None:
+        live: Mapping[torch.Tensor, dict[str, Any]] = {} if self._optimizer is None else self._optimizer.state
+        found = [(name, live.get(weight, {})) for name, weight in self._weights]
+        self._state = {name: dict(entries) for name, entries in found}
+        self._entries = (
+            Entries([live] if isinstance(live, dict) else [], dict),  # whose entries are whose
+            Entries([entries for _, entries in found], torch.Tensor),
+        )
+        tensors = ((name, value) for name, state in found for value in state.values())
+        self._writes = Writes(
+            [*self._weights, *((n, each) for n, each in tensors if isinstance(each, torch.Tensor))], len(self._weights)
+        )
+
+    def note(self) -> None:
+        """The update has ended."""
+        if self._has_same_state():
+            self._writes.note()
+        else:
+            self._note_state()
+        self._values.note()
+
+    def changed(self) -> Iterable[str]:
+        """Returns the names of weights that changed since, or their state; notes what is there now."""
+        found = dict.fromkeys((*self._writes.changed(), *self._values.changed()))
+        if not self._has_same_state():
+            before = self._state
+            self._note_state()
+            found |= dict.fromkeys(name for name, state in before.items() if not _are_same(state, self._state[name]))
+        return found
+
+    def _has_same_state(self) -> bool:
+        return all(entries.same() for entries in self._entries)
+
+
+class EditWatch:
+    """Of all optimizers of a rank, from ``begin`` on. For the training thread only.
+
+    Args:
+        optimizers: As given to ``GradientCapture``.
+        copies: Further weights, which are written when the optimizers have stepped: the model's, of master weights.
+        gathered: They come from other ranks later, by what torch does not count.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], copies: Named, *, gathered: bool = False) -> None:
+        self._optimizers, self._given, self._gathered = tuple(optimizers), copies, gathered
+        self._capture: GradientCapture | None = None
+        self._of: Mapping[tuple[int, str], torch.Tensor] = {}
+        self._marks: dict[int, Marks] = {}
+        self._copies: Marks | None = None
+        self._found: dict[str, None] = {}
+        self._has_looked = False
+
+    def begin(self, capture: GradientCapture) -> None:
+        """Training begins: from here on, each update is noted."""
+        self._capture = capture
+        capture.after_updates(self._updated)
+
+    def before_update(self, number: int, *, first: bool) -> None:
+        """An optimizer is about to make an update.
+
+        Args:
+            number: Of it.
+            first: No other one has in this step.
+        """
+        self._has_looked = False
+        self._renew()
+        if number in self._marks:
+            self._found |= dict.fromkeys(self._marks[number].changed())
+        if first and self._copies is not None:
+            self._found |= dict.fromkeys(self._copies.changed())
+
+    def _updated(self, number: int) -> None:
+        self._has_looked = False
+        self._renew()
+        if number in self._marks:
+            self._marks[number].note()
+
+    def copies_written(self, *, updated: bool) -> None:
+        """The weights that follow the optimizers' have been written.
+
+        Args:
+            updated: They were: some optimizer stepped.
+        """
+        if not self._given:
+            return
+        if self._copies is None:
+            self._copies = Marks(self._given, None, by_value=not self._gathered)
+            self._copies.note()
+        elif updated:
+            self._copies.note()
+        else:
+            self._found |= dict.fromkeys(self._copies.changed())
+
+    def found(self) -> Sequence[str]:
+        """Returns the names of what was changed by others since ``forget``, until now."""
+        if self._marks and not self._has_looked:
+            self._renew()
+            self._look()
+            self._has_looked = True
+        return tuple(self._found)
+
+    def _look(self) -> None:
+        marks = chain(self._marks.values(), [] if self._copies is None else [self._copies])
+        self._found |= dict.fromkeys(chain.from_iterable(each.changed() for each in marks))
+
+    def forget(self) -> None:
+        """The step was taken in, as it is now."""
+        if self._marks and not self._has_looked:
+            self._renew()
+            self._look()
+        self._has_looked, self._found = False, {}
+
+    def _renew(self) -> None:
+        """What optimizers update may be other tensors than before."""
+        tensors = {} if self._capture is None else self._capture.tensors()
+        if tensors is self._of:
+            return
+        for number, before in self._marks.items():
+            if any(key not in tensors or tensors[key] is not self._of[key] for key in self._of if key[0] == number):
+                continue  # gone with the optimizer's param groups, whose layout is another matter
+            self._found |= dict.fromkeys(before.changed())
+        self._of = tensors
+        weights: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for (number, name), tensor in tensors.items():
+            weights.setdefault(number, []).append((name, tensor))
+        self._marks = {number: Marks(those, self._optimizers[number]) for number, those in weights.items()}
+
+
+def _part(tensor: torch.Tensor, most_bytes: int, turn: int) -> torch.Tensor:
+    """As much of it as that, another part each turn; at least an element."""
+    for axis, size in enumerate(tensor.shape):
+        if tensor.nbytes > most_bytes:
+            length = max(1, size * most_bytes // tensor.nbytes)
+            tensor = tensor.narrow(axis, turn * length % (size - length + 1), length)
+    return tensor
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
+    with torch._C.DisableTorchFunction():  # ``torch.set_default_device`` would run Python for each tensor
+        return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
+
+
+def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two states have the very same tensors."""
+    tensors = [{key: id(value) for key, value in each.items() if torch.is_tensor(value)} for each in (one, other)]
+    return tensors[0] == tensors[1]

@@ -155,6 +155,18 @@ class ShrinkingMoE(TinyMoE):
                 parameter *= 0.99
 
 
+class TargetAtEndMoE(TinyMoE):
+    """A copy of the head, a buffer, follows it when a batch ends, as targets of self-distillation do."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("target", torch.zeros(CLASSES, WIDTH))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.target.lerp_(self.head.weight, 0.3)
+
+
 class FamilyMoE(pl.LightningModule):
     """A language model of transformers, freshly initialised, with dropout on its embeddings."""
 
@@ -197,6 +209,7 @@ KINDS: dict[str, type[Any]] = {
     "no-moe": NoMoE,
     "biased": BiasedMoE,
     "shrinking": ShrinkingMoE,
+    "target-at-end": TargetAtEndMoE,
     "mixtral": MixtralMoE,
     "qwen3": Qwen3MoE,
 }

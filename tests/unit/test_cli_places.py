@@ -98,6 +98,25 @@ def test_a_memory_directory_that_is_not_there_is_called_as_it_was_given(run, her
     assert f"{argv[-1]} file: is a file, not a directory; {what}" in said(capsys, *argv, "file")
 
 
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [
+        ("tpu", "no such choice: 'tpu'; there are cpu, cuda; see moe-ckpt densify --help"),
+        ("cuda:x", "no such choice: 'cuda:x'; there are cpu, cuda"),
+        ("cuda", "torch finds no CUDA device here; give --device cpu, or leave it out"),
+        ("cuda:0", "torch finds no CUDA device here"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(device, why):
+    command = [sys.executable, "-W", "ignore", "-m", "moe_ckpt.cli.main", "densify", "no_store", "--device", device]
+    done = subprocess.run(
+        command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"moe-ckpt densify: --device{':' if 'choice' in why else f' {device}:'} {why}")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 @pytest.mark.parametrize(
     "argv", [("inspect", "{run}"), ("verify", "{run}", "--json"), ("simulate", "setup=tiny", "-q", "--json")]

@@ -72,6 +72,9 @@ def test_a_full_disk_is_said_with_what_to_do():
 def test_the_size_of_files_is_called_as_it_was_given(run, here, capsys):
     err = said(capsys, "export", run, "--to", "safetensors", "--max-file-size", "0", "-o", "out")
     assert "--max-file-size='0': must be a number of bytes" in err
+    for to in ("dcp", "lightning"):
+        err = said(capsys, "export", run, "--to", to, "--max-file-size", "5GB", "-o", "out")
+        assert f"--max-file-size 5GB: is for --to safetensors; {to} takes no size" in err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import TensorMeta
-from tests.support.processes import run_ranks
+from tests.support.processes import run_ranks, start_ranks
 
 
 class Experts(nn.Module):
@@ -222,3 +224,40 @@ def test_columns_and_replicated_tensors():
     flags = {key: (replicated, duplicate) for key, _, _, _, replicated, duplicate, _ in results[1][0]}
     assert flags["model/columns"] == (False, False)
     assert flags["model/norm"] == (True, False)
+
+
+class Torn(RuntimeError):
+    pass
+
+
+def body_torn_forward(rank: int, world_size: int, peer_dies: bool):
+    model = sharded(0)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+    state = TorchTrainingState(model, [opt])
+    train(model, opt, 2, 10)
+    saved, tensors = describe(state), state.tensors()
+
+    def tear(*_) -> None:
+        if not peer_dies:
+            raise Torn
+        if rank == 1:
+            os._exit(1)
+
+    model.layers[0].gate.register_forward_hook(tear)
+    with pytest.raises(RuntimeError):  # the root and the first layer are gathered
+        train(model, opt, 1, 20)
+    assert not hasattr(model.scale, "placements"), "this torch reshards when a forward pass fails: this shows nothing"
+    assert state.tensors() is tensors
+    assert opt.state.keys() == set(model.parameters())
+    return saved, describe(state)
+
+
+@pytest.mark.parametrize("peer_dies", [False, True])
+def test_a_forward_pass_that_was_torn_off_leaves_the_sharded_state(peer_dies):
+    """As a survivor seals its step when a peer has died in the middle of one."""
+    outcomes = start_ranks(body_torn_forward, 2, peer_dies)
+    assert [outcome.ok for outcome in outcomes] == [True, not peer_dies], outcomes
+    for outcome in outcomes[: 2 - peer_dies]:
+        saved, found = outcome.value
+        assert [each[:6] for each in found] == [each[:6] for each in saved]
+        assert all(torch.equal(a[6], b[6]) for a, b in zip(saved, found, strict=True))

@@ -378,6 +378,8 @@ def final_state(trainer: pl.Trainer, module: TinyMoE) -> dict[str, Any]:
         average = getattr(callback, "_average_model", None)
         if average is not None:
             state |= {f"average/{k}": v.detach().clone() for k, v in average.state_dict().items()}
+        if isinstance(callback, OwnAverage):
+            state |= {f"own/{k}": v.clone() for k, v in callback.own_average.items()}
         if isinstance(callback, Pausing):
             state["sum"] = callback.sum
     scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -628,9 +630,29 @@ class OnOneRank(pl.Callback):
         self.count = state_dict["count"]
 
 
+class OwnAverage(pl.Callback):
+    """Averages weights as users write it themselves: Lightning's classes have no part in it."""
+
+    def __init__(self) -> None:
+        self.own_average: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            value = parameter.detach()
+            self.own_average.setdefault(name, value.clone()).lerp_(value, 0.3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.own_average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.own_average = {name: value.clone() for name, value in state_dict["average"].items()}
+
+
 def _beside(name: str, run: Run) -> pl.Callback:
     if name == "rebinding":
         return Rebinding()
+    if name == "own average":
+        return OwnAverage()
     if name in ("counting", "drawing"):
         return OnOneRank(draws=name == "drawing")
     if name in ("pausing", "pausing alike"):

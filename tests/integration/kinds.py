@@ -193,6 +193,18 @@ class ForgettingMoE(TinyMoE):
                 del state[parameter]
 
 
+class TargetAtEndMoE(TinyMoE):
+    """A copy of the head, a buffer, follows it when a batch ends, as targets of self-distillation do."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("target", torch.zeros(CLASSES, WIDTH))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            self.target.lerp_(self.head.weight, 0.3)
+
+
 class FamilyMoE(pl.LightningModule):
     """A language model of transformers, freshly initialised, with dropout on its embeddings."""
 
@@ -238,6 +250,7 @@ KINDS: dict[str, type[Any]] = {
     "shrinking-silently": SilentlyShrinkingMoE,
     "replacing": ReplacingMoE,
     "forgetting": ForgettingMoE,
+    "target-at-end": TargetAtEndMoE,
     "mixtral": MixtralMoE,
     "qwen3": Qwen3MoE,
 }

@@ -71,3 +71,16 @@ def test_compute_weights_are_saved_as_kernels_read_them(place, stacked):  # noqa
     assert all(dtype == ("F32" if ".norm." in key else "BF16") for key, dtype in types.items()), types
     assert live(run) == 0, output(run)
     assert_same_run(run)
+
+
+MIXED = replace(BASE, model={"stacked": False}, trainer={"precision": "bf16-mixed"})
+
+
+@pytest.mark.parametrize("run", [replace(MIXED, beside=("own average",)), replace(MIXED, kind="target-at-end")])
+def test_who_reads_weights_beside_the_kernels_reads_them_whole(place, run):  # noqa: F811
+    """An average of one's own, in a callback and in the module: under bf16 autocast too it is of the fp32 weights."""
+    run = placed(run, place)
+    assert live(replace(run, crash=("compute", 14))) == KILLED
+    assert live(run) == 0, output(run)
+    assert "is saved in full precision" in output(run)
+    assert_same_run(run)

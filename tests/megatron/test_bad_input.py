@@ -79,7 +79,7 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
             "use one whole MoE layer in both places",
         ),
         "shared experts": ("UnsupportedError", "of MoE layer decoder.layers.0.mlp is experts", f"MoE layer {moe}, too"),
-        "no MoE layers": ("NoMoELayerError", "MoC saves some experts", "num_moe_experts", "the Dense policy"),
+        "no MoE layers": ("NoMoELayerError", "MoC saves some experts", "num_moe_experts", "Dense, CheckFreq"),
         "fp8 delayed": ("UnsupportedError", "fp8='hybrid'", "fp8_recipe='delayed'", "'tensorwise'"),
         "fp8 enum": ("UnsupportedError", "fp8_recipe='delayed'"),
         "fp8 tensorwise": ("",),

@@ -86,10 +86,17 @@ def test_copies_are_told_from_what_is_a_rank_s_own(where, tmp_path, capsys):  # 
 
 def test_only_the_runs_that_are_asked_for(where, capsys):  # noqa: F811
     train_and_fail(where)
+    [rank] = told(capsys, "--directory", str(where[1]))["ranks"]
+    said = f"no run whose ID starts with zz; there is {rank['run_id']}\n"
+    for action, code in (("list", 0), ("explain", 0), ("clear", 2), ("retry", 2)):
+        assert main(["memory", action, "--directory", str(where[1]), "--run", "zz"]) == code
+        printed = capsys.readouterr()
+        assert (printed.err if code else printed.out) == ("moe-ckpt memory: " if code else "") + said
     assert told(capsys, "--directory", str(where[1]), "--run", "zz")["ranks"] == []
-    found = told(capsys, "clear", "--directory", str(where[1]), "--run", "zz")
-    assert (found["freed"], found["kept"]) == ({}, [])
+    assert main(["memory", "clear", "--directory", str(where[1]), "--run", "zz", "--json"]) == 2
     assert files(where[1])
+    assert main(["memory", "clear", "--directory", str(where[1]), "--run", rank["run_id"][:6]]) == 0
+    assert not files(where[1])
 
 
 def test_a_lock_is_seen_from_another_process(where):  # noqa: F811

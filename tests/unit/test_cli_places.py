@@ -72,6 +72,9 @@ def test_a_full_disk_is_said_with_what_to_do():
 def test_the_size_of_files_is_called_as_it_was_given(run, here, capsys):
     err = said(capsys, "export", run, "--to", "safetensors", "--max-file-size", "0", "-o", "out")
     assert "--max-file-size='0': must be a number of bytes" in err
+    for to in ("dcp", "lightning"):
+        err = said(capsys, "export", run, "--to", to, "--max-file-size", "5GB", "-o", "out")
+        assert f"--max-file-size 5GB: is for --to safetensors; {to} takes no size" in err
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,25 @@ def test_a_memory_directory_that_is_not_there_is_called_as_it_was_given(run, her
     what = "give the one that the run had as Memory(directory=...)"
     assert f"{argv[-1]} /nope: there is no such directory; {what}" in said(capsys, *argv, "/nope")
     assert f"{argv[-1]} file: is a file, not a directory; {what}" in said(capsys, *argv, "file")
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [
+        ("tpu", "no such choice: 'tpu'; there are cpu, cuda; see moe-ckpt densify --help"),
+        ("cuda:x", "no such choice: 'cuda:x'; there are cpu, cuda"),
+        ("cuda", "torch finds no CUDA device here; give --device cpu, or leave it out"),
+        ("cuda:0", "torch finds no CUDA device here"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(device, why):
+    command = [sys.executable, "-W", "ignore", "-m", "moe_ckpt.cli.main", "densify", "no_store", "--device", device]
+    done = subprocess.run(
+        command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"moe-ckpt densify: --device{':' if 'choice' in why else f' {device}:'} {why}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")

@@ -130,6 +130,7 @@ def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
         (("cluster.pcie_bytes_per_sec=0",), "pcie_bytes_per_sec"),
         (("failures.mtbf_secs=3",), "never advance"),
         (("--profile", "there_is_none.json"), "there_is_none.json"),
+        (("--profile", __file__), f"--profile: {__file__}: "),
         (("setup=tiny", "--seeds", "0"), "seeds"),
         (("setup=tiny", "duration_secs=600", "--seeds", "1", "--trainer-only", "--plot", "roof.xyz"), "roof.xyz"),
         (("--config-dir", "not/there"), "not/there"),

@@ -184,7 +184,10 @@ def test_a_checkpoint_without_optimizer_state_says_so(tmp_path, capsys):
         (["--iteration-secs", "1"], "give --iteration-secs and --bandwidth"),
         (["--window", "99"], "window=99"),
         (["--window", "2", "--order", "soft_count"], "--order soft_count: checkpoints hold token counts only"),
-        (["--window", "2", "--order", "popular"], "order='popular'"),
+        (
+            ["--window", "2", "--order", "popular"],
+            "--order popular: no such order; give hard_count, capacity_",
+        ),
         (["--window", "2", "--budget-fraction", "2"], "budget_fraction=2.0"),
         (["--window", "2", "--host-memory", "10B"], "room for 10; no window does: set --host-memory to "),
     ],

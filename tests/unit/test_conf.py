@@ -427,6 +427,14 @@ def test_a_missing_config_directory_is_explained(tmp_path, monkeypatch):
         config_directory(None)
     with pytest.raises(ConfigError, match="--config-dir nowhere: no such directory"):
         config_directory("nowhere")
+    (tmp_path / "store").mkdir()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for argv in (["--config-dir", "store"], ["--config-dir", "store", "--cfg", "job"]):
+        with pytest.raises(ConfigError, match=r"^--config-dir store: there is no train.yaml in it; give .* 'entry' is"):
+            train_main(argv)
+    with pytest.raises(ConfigError, match=r"^--config-dir store: there is no other.yaml in it"):
+        train_main(["--config-dir", "store", "--config-name=other"])
+    assert not any((tmp_path / "store").iterdir())
 
 
 def test_an_entry_that_is_missing_or_wrong_is_explained(tmp_path):

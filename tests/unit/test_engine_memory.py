@@ -289,7 +289,9 @@ def test_nodes_may_have_budgets_of_their_own(where, tmp_path):
     run_threads(ThreadRanks(2), partial(train, back=True))
 
 
-def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path):
+def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(preflight, "file_system", lambda path: "ext4")
+    monkeypatch.setattr(preflight, "_said", {str(where[1])})
     store, memory = where
     raised = {}
 
@@ -305,6 +307,7 @@ def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path):
     assert "there is no such directory" in str(raised[1])
     assert f"mkdir -p {tmp_path / 'nowhere'}" in str(raised[1])
     assert "rank 1 could not open its memory directory" in str(raised[0])
+    assert "not on a tmpfs" not in caplog.text
     assert files(memory) == []
 
 

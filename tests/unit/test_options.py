@@ -148,6 +148,7 @@ def test_paths():
         ({"pinned": True}, r"MoECheckpoint\(pinned=...\): no such option"),
         ({"zzz": 1}, "no such option; there are: .*when_busy"),
         ({"every_n_steps": 5}, r"it is an option of the policy: policy=Dense\(every_n_steps=...\)"),
+        ({"keep_last": 5}, r"it is an option of the retention: retention=RetentionPolicy\(keep_last=...\)"),
         ({"plt_budgets": 5}, r"did you mean plt_budget\?"),
     ],
 )
@@ -209,7 +210,10 @@ def test_any_rarer_cadence_leaves_steps_for_gradients(cadence):
 @pytest.mark.parametrize("policy", [Gemini(), Guarded(Gemini(5)), AnyOf([Dense(9), Gemini(5)])])
 @pytest.mark.parametrize("memory", [None, Memory()])
 def test_a_policy_for_the_memory_of_peers_asks_for_copies_there(policy, memory):
-    with pytest.raises(ConfigError, match=r"at least 1 peers, and memory=.* keeps copies on 0: .*Memory\(replicas=1\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"at least 1 peer, and memory=(None|Memory\(replicas=0\)) keeps copies on 0: .*Memory\(replicas=1\)",
+    ):
         Options(policy=policy, dirpath="x", memory=memory)
     for replicas in (1, 2):
         assert Options(policy=policy, dirpath="x", memory=Memory(replicas=replicas)).policy == policy

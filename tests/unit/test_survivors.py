@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -131,8 +132,20 @@ def test_ranks_that_stopped_at_different_steps_sealed_nothing_together():
 
 @pytest.mark.parametrize("secs", [-1, True, "soon", float("nan"), None])
 def test_a_time_that_cannot_be(secs):
-    with pytest.raises(ConfigError, match="survivor_secs"):
+    with pytest.raises(ConfigError, match=r"^Memory\(survivor_secs=.*\): must be 0 for never, or greater than 0 and"):
         Memory(survivor_secs=secs)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("replicas", -1), ("budget_bytes", "much"), ("budget_bytes", 0), ("upstream_bytes", 0)),
+        *(("storage_every_n_steps", 0), ("storage_every_secs", "never"), ("directory", "s3://x")),
+    ],
+)
+def test_a_setting_that_cannot_be_is_called_in_one_form(name, value):
+    with pytest.raises(ConfigError, match=re.escape(f"Memory({name}={value!r}): must be ")):
+        Memory(**{name: value})
 
 
 def test_a_time_beyond_the_launchers_patience(monkeypatch):

@@ -13,12 +13,13 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute, may_leave_out
 from moe_ckpt.callbacks.support import inexact
+from moe_ckpt.callbacks.weight_readers import weight_readers
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.driver.replaying import Recompute, Replaying, StepSource
 from moe_ckpt.engine.session import CheckpointSession
@@ -158,14 +159,36 @@ class Windows:
         if self._probed == _PROBED_BATCHES:
             probe, self._probe = self._probe, None
             probe.stop()
-            mine = np.array([probe.narrow(), probe.wide()], dtype=np.int64)
+            seen, wide = probe.narrow(), probe.wide()
+            if self._has_readers(probe.types(seen, wide), session.comm.rank):
+                wide = [1] * len(wide)
+            mine = np.array([seen, wide], dtype=np.int64)
             agreed = session.comm.start_agreement(lambda: np.zeros(0, dtype=np.int64), mine)
 
             def types() -> ComputeTypes:
-                narrow, wide = agreed.result()[1].tolist()
-                return {name: dtype_name(dtype) for name, dtype in probe.types(narrow, wide).items()}
+                narrow, broad = agreed.result()[1].tolist()
+                return {name: dtype_name(dtype) for name, dtype in probe.types(narrow, broad).items()}
 
             self._agreed = types
+
+    def _has_readers(self, types: Mapping[str, torch.dtype], rank: int) -> bool:
+        """Returns whether someone here reads weights beside the kernels; rank 0 says what that costs.
+
+        Args:
+            types: In which kernels read weights that are stored in another type.
+            rank: Of this process.
+        """
+        readers = weight_readers(self._trainer, self._module)
+        if readers and types and rank == 0:
+            log.info(
+                "%s may read weights when a batch ends, and what is made of them is saved: so each frozen operator of "
+                "a sparse window is saved in full precision instead of %s, which makes windows longer and changes no "
+                "result. Without that (state_dict and on_save_checkpoint of a callback, copies of weights in the "
+                "module), slots are lighter. docs/moevement.md",
+                " and ".join(readers),
+                " and ".join(sorted({dtype_name(dtype) for dtype in types.values()})),
+            )
+        return bool(readers)
 
     def close(self) -> None:
         """Removes all hooks from trainer and module. Safe to call twice."""
@@ -178,8 +201,7 @@ class Windows:
 def _casts(trainer: Any, module: pl.LightningModule) -> bool:
     """Returns whether kernels may read weights in another type than their own, and it can be observed which.
 
-    Averaging callbacks read the weights themselves, also in a replay; a model that is observed is not compiled.
+    A model that is observed is not compiled. All ranks must come to the same answer: then they agree on the types.
     """
-    averaged = any(isinstance(c, (WeightAveraging, StochasticWeightAveraging)) for c in trainer.callbacks)
     mixed = isinstance(trainer.precision_plugin, MixedPrecision)
-    return mixed and module.automatic_optimization and not averaged and not is_compiled(module)
+    return mixed and module.automatic_optimization and not is_compiled(module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -46,7 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--step", type=int, help="step to make; default: the newest that can be made")
     parser.add_argument("--list", action="store_true", help="print the steps that can be made, and write nothing")
-    parser.add_argument("--device", help="cpu or cuda; default: the kind that trained, if this machine has it")
+    parser.add_argument(
+        "--device", type=_device, help="cpu or cuda; default: the kind that trained, if this machine has it"
+    )
     parser.add_argument(
         "--import",
         dest="imports",
@@ -66,6 +69,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.gradients.densify import densify, steps_in_memory
     from moe_ckpt.recovery.reader import StoreReader, locate, require_store
 
+    _require_device(args.device)
     storage, directory = locate(args.store)
     if directory is not None:
         raise ConfigError(f"{args.store} is a step directory: give its store, and --step")
@@ -94,6 +98,27 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     print(f"{said(done.manifest.step, done.nbytes, done.updates, done.device)}:", file=sys.stderr)
     print(where)
     return 0
+
+
+def _device(text: str) -> str:
+    """The value of ``--device``. Others that torch knows have no kernels to repeat updates with."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"no such choice: {text!r}; there are cpu, cuda")
+    return text
+
+
+def _require_device(device: str | None) -> None:
+    """See that this machine has what ``--device`` names. Raises ``ConfigError``."""
+    if device is None or device == "cpu":
+        return
+    import torch
+
+    from moe_ckpt.errors import ConfigError
+
+    found, number = torch.cuda.device_count(), int(device.partition(":")[2] or 0)
+    if number >= found:
+        what = f"there are {found}, counted from 0" if found else "torch finds no CUDA device here"
+        raise ConfigError(f"--device {device}: {what}; give --device cpu, or leave it out")
 
 
 def said(step: int, nbytes: int, updates: int, device: Device) -> str:

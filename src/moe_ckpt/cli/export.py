@@ -33,19 +33,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="safetensors: prefix to remove from names, such as 'net.' (default: that of a transformers model inside "
         "the module, else none; '' for none)",
     )
-    parser.add_argument(
-        "--max-file-size", metavar="SIZE", default="50GB", help="safetensors: larger models are split (default: 50GB)"
-    )
+    parser.add_argument("--max-file-size", metavar="SIZE", help="safetensors: larger models are split (default: 50GB)")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the output was written. Says on stderr which step it is of, for a store leaves that open."""
     from moe_ckpt.cli.output import progress_bar
     from moe_ckpt.core.quantities import parse_bytes
+    from moe_ckpt.errors import ConfigError
     from moe_ckpt.format.manifest import Manifest
     from moe_ckpt.interop.export import export
     from moe_ckpt.recovery.memory_source import stale_experts
 
+    size = None if args.max_file_size is None else parse_bytes(args.max_file_size, "--max-file-size")
+    if size is not None and args.to != "safetensors":
+        raise ConfigError(f"--max-file-size {args.max_file_size}: is for --to safetensors; {args.to} takes no size")
     taken: list[Manifest] = []
     with progress_bar("exporting") as progress:
         target = export(
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             args.output,
             progress,
             strip_prefix=args.strip_prefix,
-            max_file_bytes=parse_bytes(args.max_file_size, "--max-file-size"),
+            max_file_bytes=size,
             chosen=taken.append,
         )
     [manifest] = taken

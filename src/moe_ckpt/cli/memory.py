@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from moe_ckpt.errors import ConfigError
+
 if TYPE_CHECKING:
     from moe_ckpt.memory.survey import RankFacts
 
+_NAMED = 8
+"""Runs in a message."""
 ACTIONS = ("list", "explain", "retry", "clear")
 EPILOG = """\
 examples:
@@ -21,7 +25,7 @@ examples:
   moe-ckpt memory clear --run 3f0c             only the run whose ID starts so
   moe-ckpt memory --directory /mnt/tmpfs --json
 
-exit code: 0 done, 1 damage found (explain), 2 the directory cannot be used
+exit code: 0 done, 1 damage found (explain), 2 the directory cannot be used, or no run to clear or retry is called so
 """
 
 
@@ -45,20 +49,32 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.memory.survey import survey
 
     require_memory("--directory", args.directory)
-    found = survey(args.directory, verify=args.action == "explain")
-    found = [each for each in found if each.run_id.startswith(args.run)]
+    everything = survey(args.directory, verify=args.action == "explain")
+    found = [each for each in everything if each.run_id.startswith(args.run)]
     if args.action in ("retry", "clear"):
+        if args.run and not found:
+            raise ConfigError(_nothing(args, everything))
         return _changed(args, found)
     damaged = any(slot.problem for each in found for slot in each.slots)
     if args.json:
         print(json.dumps({"directory": args.directory, "ranks": [_as_json(each) for each in found]}, indent=2))
     elif not found:
-        print(f"{args.directory} holds nothing of this user")
+        print(_nothing(args, everything))
     elif args.action == "list":
         _list(found)
     else:
         _explain(found)
     return int(damaged)
+
+
+def _nothing(args: argparse.Namespace, everything: Sequence[RankFacts]) -> str:
+    """Says what is there where no run is called as ``--run`` has it."""
+    others = list(dict.fromkeys(each.run_id for each in everything))
+    if not others:
+        return f"{args.directory} holds nothing of this user"
+    more = ", ..." if len(others) > _NAMED else ""
+    there = "there is" if len(others) == 1 else "there are"
+    return f"no run whose ID starts with {args.run}; {there} {', '.join(others[:_NAMED])}{more}"
 
 
 def _as_json(facts: RankFacts) -> dict[str, object]:
@@ -128,5 +144,5 @@ def _changed(args: argparse.Namespace, found: Sequence[RankFacts]) -> int:
     for run_id in kept:
         print(f"run {run_id}: a running process holds it, so nothing was changed")
     if not found:
-        print(f"{args.directory} holds nothing of this user")
+        print(_nothing(args, found))
     return 0

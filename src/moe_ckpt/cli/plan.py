@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_ckpt.errors import ConfigError, MissingPackageError
+from moe_ckpt.errors import ConfigError, DamagedError, MissingPackageError
 
 if TYPE_CHECKING:
     from moe_ckpt.profiling.rates import Rates
@@ -196,7 +196,10 @@ def _profiled(path: str, overrides: Sequence[str], cfg: Any, tokens: int | None)
     from moe_ckpt.sim.profile import read_profile, scenario_from
     from moe_ckpt.sim.system import System
 
-    profile = read_profile(path)
+    try:
+        profile = read_profile(path)
+    except DamagedError as error:  # not 1: that tells that no policy can be used
+        raise ConfigError(f"--profile: {error}") from error
     cluster = [key.partition(".")[2] for key in map(_key, overrides) if key.startswith("cluster.")]
     machines = profile.cluster(**{field: value_of(cfg, f"cluster.{field}") for field in cluster})
     # Failures by components are counted from the cluster's nodes and GPUs.

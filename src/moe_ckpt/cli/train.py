@@ -30,6 +30,9 @@ everything but the options above goes to Hydra: overrides, -m, --cfg, --info, --
 """
 
 
+_OWN = "give your own directory with a {} whose 'entry' is the function to call with the composed config"
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand. Arguments that it does not know are Hydra's: parse with ``parse_known_args``."""
     parser = subparsers.add_parser(
@@ -60,6 +63,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     register()
     require_hydras(rest)
     directory = config_directory(args.config_dir)
+    require_config(str(directory) if args.config_dir is None else f"--config-dir {args.config_dir}", directory, rest)
     command, path = list(sys.argv), list(sys.path)
 
     def app(cfg: Any) -> Any:
@@ -127,9 +131,27 @@ def config_directory(given: str | None) -> Path:
         raise ConfigError(f"--config-dir {given}: no such directory")
     raise ConfigError(
         f"no run configs: {directory} does not exist, and no --config-dir was given. The installed package holds "
-        "config groups only; run this in a clone of the repository, or give your own directory with a train.yaml whose "
-        "'entry' is the function to call with the composed config."
+        f"config groups only; run this in a clone of the repository, or {_OWN.format('train.yaml')}."
     )
+
+
+def require_config(given: str, directory: Path, rest: Sequence[str]) -> None:
+    """See that the directory holds the run config. Hydra's words for that name its search path instead.
+
+    Args:
+        given: The directory, as the user wrote it, with its option.
+        directory: The same, absolute.
+        rest: Options of Hydra, which may name another run config than ``train``.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    asked, _ = get_args_parser().parse_known_args([*rest])
+    name = str(asked.config_name or "train").removesuffix(".yaml") + ".yaml"
+    if asked.config_path is None and not (directory / name).is_file():
+        raise ConfigError(f"{given}: there is no {name} in it; {_OWN.format(name)}.")
 
 
 def entry_point(cfg: Any, directory: Path) -> Any:

@@ -29,6 +29,8 @@ rank; give the slower of what it copies to host memory and what it writes to sto
 """
 _NAMES_SHOWN = 6
 _MORE_SIZES = 3
+_ORDERS = ("hard_count", "capacity_normalised", "round_robin")
+"""By what a checkpoint holds."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,6 +122,8 @@ def _policy(args: argparse.Namespace) -> MoEvement:
             f"--order {args.order}: checkpoints hold token counts only; give hard_count, capacity_normalised or "
             "round_robin"
         )
+    if given.get("order", _ORDERS[0]) not in _ORDERS:  # else the choices would be those of a trainer
+        raise ConfigError(f"--order {args.order}: no such order; give {', '.join(_ORDERS[:-1])} or {_ORDERS[-1]}")
     return MoEvement(**given)
 
 

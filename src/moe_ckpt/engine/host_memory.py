@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import secrets
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +99,8 @@ def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _
 
     Before any rank takes anything over: the ranks of a node find the same there.
     """
-    say_file_system(memory.root)
+    if os.path.isdir(memory.root):  # else an error tells that, and it lies nowhere
+        say_file_system(memory.root)
     newest = newest_generation(memory.root, run_id)
     sweep(memory.root, run_id)
     left = left_bytes(memory.root, run_id, run.storage.root)

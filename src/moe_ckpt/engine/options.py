@@ -134,9 +134,10 @@ class Options(Settings):
     def _require_replicas(self) -> None:
         wanted, kept = self.needs.replicas, 0 if self.memory is None else self.memory.replicas
         if wanted > kept:
+            given = "None" if self.memory is None else f"Memory(replicas={kept})"
             raise ConfigError(
                 f"policy={_said(self.policy, self.needs)} needs copies of checkpoints in the memory of at least "
-                f"{wanted} peers, and memory={self.memory!r} keeps copies on {kept}: give "
+                f"{wanted} peer{'s' * (wanted > 1)}, and memory={given} keeps copies on {kept}: give "
                 f"memory=moe_ckpt.Memory(replicas={wanted}), or "
                 + (self.needs.instead or "a policy for storage, such as Dense or CheckFreq")
             )
@@ -147,7 +148,8 @@ class Options(Settings):
         if needs.gradients and needs.replicas and memory is not None and memory.cadence.every_n_steps == 1:
             raise ConfigError(
                 f"policy={_said(self.policy, needs)} sends gradients to peers only at steps that do not go to storage, "
-                f"and with memory={memory!r} each step goes there (storage_every_n_steps=1 is the default): give "
+                f"and with memory=Memory(replicas={memory.replicas}) each step goes there (storage_every_n_steps=1 is "
+                "the default): give "
                 f"memory=moe_ckpt.Memory(replicas={memory.replicas}, storage_every_n_steps=100) or storage_every_secs, "
                 f"or {needs.instead or 'another policy'}"
             )
@@ -224,4 +226,6 @@ def _hint(name: str, known: Sequence[str]) -> str:
     owner = with_option(name)
     if owner is not None:
         return f"it is an option of the policy: policy={owner}({name}=...)"
+    if name in (each.name for each in fields(RetentionPolicy)):
+        return f"it is an option of the retention: retention=RetentionPolicy({name}=...)"
     return nearest(name, known)

@@ -45,7 +45,7 @@ def export(
     progress: Progress | None = None,
     *,
     strip_prefix: str | None = None,
-    max_file_bytes: int | str = MAX_FILE_BYTES,
+    max_file_bytes: int | str | None = None,
     chosen: Callable[[Manifest], None] | None = None,
 ) -> Path:
     """Writes one checkpoint in another format.
@@ -60,7 +60,7 @@ def export(
         progress: Told bytes.
         strip_prefix: Of ``safetensors``: what to take off names, ``"net."`` for instance. None: what a model of
             transformers has its names from; "": nothing.
-        max_file_bytes: Of ``safetensors``: larger models are split, with an index. "5GB" will do.
+        max_file_bytes: Of ``safetensors``: larger models are split, with an index. "5GB" will do. None: 50 GB.
         chosen: Told which checkpoint is taken, before anything is written.
 
     Returns:
@@ -75,7 +75,9 @@ def export(
         raise ConfigError(f"cannot export to {to!r}: choose from {', '.join(TARGETS)}")
     if to != "safetensors" and strip_prefix is not None:
         raise ConfigError(f"strip_prefix={strip_prefix!r} is for safetensors: {to} keeps names as they are")
-    limit = parse_bytes(max_file_bytes, "max_file_bytes")
+    if to != "safetensors" and max_file_bytes is not None:
+        raise ConfigError(f"max_file_bytes={max_file_bytes!r} is for safetensors: {to} does not split files by size")
+    limit = parse_bytes(MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes, "max_file_bytes")
     reader, manifest = open_step(step_path)
     if chosen is not None:
         chosen(manifest)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.core.quantities import parse_bytes, parse_secs
@@ -14,6 +16,9 @@ MOST_REPLICAS = 16
 LONGEST_DOMAIN = 256
 TORCHRUN_GRACE_SECS = 30.0
 """From SIGTERM to SIGKILL, when one of torchrun's ranks has failed."""
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,11 @@ class Memory:
                 )
             object.__setattr__(self, "directory", text)
         if self.budget_bytes is not None:
-            object.__setattr__(self, "budget_bytes", parse_bytes(self.budget_bytes, "Memory(budget_bytes)"))
+            size = _of_memory(lambda: parse_bytes(self.budget_bytes, "budget_bytes"))
+            object.__setattr__(self, "budget_bytes", size)
         self._check_replicas()
         self._check_survivors()
-        StorageCadence(self.storage_every_n_steps, self.storage_every_secs)  # raises for what cannot be
+        _of_memory(lambda: self.cadence)  # raises for what cannot be
 
     def _check_replicas(self) -> None:
         count, domain = self.replicas, self.failure_domain
@@ -85,7 +91,7 @@ class Memory:
     def _check_survivors(self) -> None:
         given = self.survivor_secs
         off = given == 0 and not isinstance(given, (bool, str))
-        secs = 0.0 if off else parse_secs(given, "Memory(survivor_secs)", 3600.0)
+        secs = 0.0 if off else _of_memory(lambda: parse_secs(given, "survivor_secs", 3600.0), "0 for never, or ")
         if secs > TORCHRUN_GRACE_SECS and "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError(
                 f"Memory(survivor_secs={given!r}): torchrun kills ranks {TORCHRUN_GRACE_SECS:g} s after it has asked "
@@ -93,7 +99,8 @@ class Memory:
             )
         object.__setattr__(self, "survivor_secs", secs)
         if self.upstream_bytes is not None:
-            object.__setattr__(self, "upstream_bytes", parse_bytes(self.upstream_bytes, "Memory(upstream_bytes)"))
+            size = _of_memory(lambda: parse_bytes(self.upstream_bytes, "upstream_bytes"))
+            object.__setattr__(self, "upstream_bytes", size)
             if not secs:
                 raise ConfigError(
                     "Memory(upstream_bytes=..., survivor_secs=0): the log is of use only where the other ranks keep "
@@ -114,3 +121,17 @@ class Memory:
     def root(self) -> str:
         """The directory that is used."""
         return DEFAULT_ROOT if self.directory is None else os.path.abspath(self.directory)
+
+
+def _of_memory(made: Callable[[], _T], also: str = "") -> _T:
+    """Returns what ``made`` gives. Its error says that the setting is one of ``Memory``.
+
+    Args:
+        made: Raises ``ConfigError`` as ``name=value: must be ...``.
+        also: What the value may be besides.
+    """
+    try:
+        return made()
+    except ConfigError as error:
+        setting, _, rest = str(error).partition(": must be ")
+        raise ConfigError(f"Memory({setting}): must be {also}{rest}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,6 +45,21 @@ class Block:
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """The modules that ``fully_shard`` was called on."""
     return [m for m in model.modules() if isinstance(m, FSDPModule)] if FSDPModule is not None else []
+
+
+def reshard(module: FSDPModule) -> None:
+    """Put the sharded parameters back, which the optimizers hold, also where a forward pass was torn off in the middle.
+
+    In a forward pass ``FSDPModule.reshard`` keeps whole parameters, or those of a smaller mesh, for the backward pass,
+    which will not come: a peer has died. So each group does it as between passes.
+    """
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # earlier releases of torch
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    for group in groups:
+        with group.use_training_state(type(group._training_state).IDLE):
+            group.reshard()
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.modeling import module_state, param_groups, pretrained
-from moe_ckpt.modeling.blocks import block_in, block_of, fsdp_modules, is_dtensor, is_sharded, layout_of
+from moe_ckpt.modeling.blocks import block_in, block_of, fsdp_modules, is_dtensor, is_sharded, layout_of, reshard
 from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
 from moe_ckpt.modeling.optimizer_view import OptimizerView, scalars_of
 from moe_ckpt.modeling.trainable import Frozen, freeze
@@ -226,8 +226,8 @@ class TorchTrainingState:
     def _refresh(self) -> tuple[Walk, tuple[OptimizerView, ...]]:
         """What model and optimizers consist of now; the very same objects, as long as that is what it was.
 
-        After a forward pass without a backward pass (validation), FSDP2 leaves whole tensors in the place
-        of some sharded parameters. Those are not what the optimizers hold, so the sharded ones are put
+        After a forward pass without a backward pass (validation, a peer that died), FSDP2 leaves whole tensors in the
+        place of some sharded parameters. Those are not what the optimizers hold, so the sharded ones are put
         back first; the next forward pass gathers again.
         """
         walk = self._walked()
@@ -247,7 +247,7 @@ class TorchTrainingState:
         if walk is not None and walk.is_current():
             return walk
         for module in self._sharded_modules:
-            module.reshard()
+            reshard(module)
         if walk is not None and self._sharded_modules and walk.is_current():
             return walk
         return Walk(self._model)

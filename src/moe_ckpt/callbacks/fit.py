@@ -66,9 +66,6 @@ class Fit:
         options: The user's.
         isolate_validation: The user's.
         k: Experts per layer that the run saved before; None if unknown.
-
-    Attributes:
-        ended: Training came to its end, by no exception.
     """
 
     def __init__(
@@ -91,8 +88,6 @@ class Fit:
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None
         self._held = HeldGradient(module)
-        self.ended = False
-        self._steps_seldom = False  # a batch made no step, so that others may not either
         self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
         if options.needs.gradients:
             stored = options.needs.stored_gradients
@@ -152,7 +147,7 @@ class Fit:
             driver.resume(
                 replayer=LogReplayer(host.trainer.optimizers, self.session.catalog, lambda: self._capture(Ignored()))
             )
-            ended = previous is not None and previous.ended and previous.host.trainer is host.trainer
+            ended = previous is not None and previous.host.ended and previous.host.trainer is host.trainer
             if ended and driver.restored_step is not None:
                 say_gone_back("step", driver.restored_step, before, driver.comm.rank)
         if driver.replaying is not None and host.windows is None:
@@ -357,14 +352,13 @@ class Fit:
         buffers, random numbers and the position in the data have moved on, and gradients are in no checkpoint.
         """
         driver, host, last = self.driver, self.host, will_stop(self.host.trainer)
-        self._steps_seldom |= not self.host.settled
         if driver.options.save_last and last and self.host.has_newest:
             # on_train_end comes too late: Lightning has counted the epoch as done by then, and averaging
             # callbacks may have put other weights in.
             driver.save(wait=False)
         if last_for_now:
             driver.before_update(receive=False)
-        may_end = last_for_now or self._steps_seldom or host.trainer.accumulate_grad_batches > 1
+        may_end = last_for_now or self._watch.steps_seldom or host.trainer.accumulate_grad_batches > 1
         if driver.options.save_last and not last and self.host.settled and may_end:
             host.keep()
 
@@ -382,7 +376,7 @@ class Fit:
         """Training ended; runs after all other callbacks' ``on_train_end``."""
         driver, save = self.driver, self.host.has_newest
         driver.finish(moved=self._watch.moved, save=save)
-        self.ended = True
+        self.host.ended = True
         if not save and driver.options.save_last:
             say_unsaved("step", self.host.step, self.session.run_ledger.committed_step, driver.comm.rank)
 

@@ -50,6 +50,7 @@ class LightningHost(Host):
         boosting: See ``Host``; set before the driver opens.
         data: Positions in the data, once training has begun.
         settled: The newest batch made a step, so that no gradients wait for another batch.
+        ended: Training came to its end, by no exception.
     """
 
     def __init__(self, trainer: Any, module: pl.LightningModule, options: Options) -> None:
@@ -60,7 +61,7 @@ class LightningHost(Host):
         self.generators = Generators(capture_rng, restore_rng)
         self.windows: Windows | None = None
         self.data: DataPosition | None = None
-        self.settled = True
+        self.settled, self.ended = True, False
         self._options = options
         self._configured: _Plain = configured(trainer) | {"frozen": _frozen(self.state)}
         self._kept: tuple[int, _Plain] | None = None

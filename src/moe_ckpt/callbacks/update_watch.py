@@ -38,6 +38,9 @@ class UpdateWatch:
         before_update: Called before a raw optimizer steps, under manual optimization.
         after_batch: Called after every batch-end hook.
         is_aside: Whether batches are no part of the run: then ``before_update`` is called here, since no callback is.
+
+    Attributes:
+        steps_seldom: A batch made no step, so that others may not either.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class UpdateWatch:
         after_batch: Callable[[], None],
         is_aside: Callable[[], bool],
     ) -> None:
+        self.steps_seldom = False
         self._updates = self._booked = 0
         self._global_step = self._sure = 0
         self._hooks: list[RemovableHandle] = []
@@ -97,6 +101,7 @@ class UpdateWatch:
         """
         stepped, updates = global_step != self._global_step, self.unbooked
         self._global_step = global_step
+        self.steps_seldom |= not stepped
         if updates and not stepped:
             raise ConfigError(
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "

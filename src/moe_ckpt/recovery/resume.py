@@ -106,16 +106,11 @@ def resume_newest(
                 restored = replace(restored, left_behind=memory.left_behind(restored.manifest))
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
-    if not directories:
-        if in_memory is not None and comm.rank == 0:
-            announce(_ONLY_IN_MEMORY, in_memory, storage.root, level=logging.WARNING)
-        return None
-    if passed_over.windows:
-        raise passed_over.windows[0]
-    raise NoCheckpointError(
-        f"no checkpoint in {storage.root} can be used: {'; '.join(passed_over.problems[:4]) or 'see the other ranks'}. "
-        "To start over, move the directory away or choose another dirpath."
-    )
+    if directories:
+        raise passed_over.error(storage.root)
+    if in_memory is not None and comm.rank == 0:
+        announce(_ONLY_IN_MEMORY, in_memory, storage.root, level=logging.WARNING)
+    return None
 
 
 def _listed(comm: Communicator, reader: StoreReader) -> list[str]:
@@ -150,6 +145,15 @@ class _PassedOver:
             self.unread.append(directory)
         if self._rank == 0:
             log.warning("checkpoint %s is skipped; the next older one is tried", directory)
+
+    def error(self, root: str) -> OtherLayoutError | NoCheckpointError:
+        """What to raise if none is left."""
+        if self.windows:
+            return self.windows[0]
+        return NoCheckpointError(
+            f"no checkpoint in {root} can be used: {'; '.join(self.problems[:4]) or 'see the other ranks'}. "
+            "To start over, move the directory away or choose another dirpath."
+        )
 
 
 def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) -> Iterator[tuple[str, Opener | None]]:

@@ -93,7 +93,7 @@ class StoreLock:
 
     @property
     def is_lost(self) -> bool:
-        """Another run was found to have, or to have had, the store: only this run's own files may be touched."""
+        """Whether another run was found to have the store, or to have had it. Only own files may be touched then."""
         return bool(self._lost_to)
 
     def acquire(self) -> None:

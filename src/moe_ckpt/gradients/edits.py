@@ -3,8 +3,8 @@
 What torch counts of each tensor is noted when an update has ended, and compared when the step has, and again when the
 next update begins. Weight clipping at the end of a batch, QK-clip behind ``optimizer.step()``, a momentum set back to
 zero and state that was replaced or removed are seen so, and another memory (``p.data = other``). Writes through
-``p.data`` and by kernels of others are not counted. So some weights in turn are also compared by value: small models as
-a whole at each step, of large ones a few MiB.
+``p.data`` and by kernels of others are not counted. So on a CPU some weights in turn are also compared by value: small
+models as a whole at each step, of large ones a few MiB. On a device nothing is, since training would wait for it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from moe_ckpt.modeling.watching import Entries
 Named = Sequence[tuple[str, torch.Tensor]]
 _MOST_TENSORS, _MOST_BYTES = 64, 4 << 20
 """Of weights whose values are compared at a step."""
-_FIRST_TURNS, _SELDOM = 3, 64
-"""On a device values are compared at so many steps at first, and then at each so manieth."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -107,9 +105,10 @@ class Values:
         self._kept, left, self._turn = [], _MOST_BYTES, self._turn + 1
         for at in range(min(len(self._named), _MOST_TENSORS)):
             name, tensor = self._named[(self._next + at) % len(self._named)]
-            part = _part(block_in(tensor).detach().view(_INTEGERS[tensor.element_size()]), left, self._turn)
-            if not part.is_cpu and self._turn > _FIRST_TURNS and self._turn % _SELDOM:
-                break  # a comparison waits for the device
+            block = block_in(tensor).detach()
+            if not block.is_cpu:
+                continue  # training would wait for the device at each comparison
+            part = _part(block.view(_INTEGERS[tensor.element_size()]), left, self._turn)
             self._kept.append((name, part, part.clone()))
             left -= part.nbytes
             if left <= 0:

@@ -62,6 +62,7 @@ class LeftSlots:
     def keep(self, used: Collection[FoundSlot]) -> None:
         """The run resumes from these slots, or from none: the others are taken over, or deleted."""
         self._is_chosen = True
+        self._noted.clear()
         self.checker.only(())
         with self._lock:
             over = [found for found in self._found if found not in used]
@@ -121,6 +122,7 @@ class LeftSlots:
 
     def forget(self) -> list[FoundSlot]:
         """Leave their files as they are; returns them."""
+        self._noted.clear()
         self.checker.only(())
         with self._lock:
             found, self._found = self._found, []

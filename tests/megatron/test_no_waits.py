@@ -143,7 +143,7 @@ def test_no_iteration_waits_for_the_device(tmp_path, case):
     ("case", "what", "led"),
     [
         (Case(SMALL, DENSE, broken="counts"), "cpu", "megatron.routing.take"),
-        (Case(SMALL, LOG, broken="gradients"), "item", "gradients.recording.step"),
+        (Case(SMALL, LOG, broken="gradients"), "item", "engine.session.after_update"),
         (Case(SMALL, LOG, broken="join"), "Event.synchronize", "engine.pipeline.join"),
     ],
     ids=["counts", "gradients", "join"],

@@ -117,13 +117,10 @@ def _policy(args: argparse.Namespace) -> MoEvement:
         )
     names = ("window", "max_window", "order", "budget_fraction", "non_experts")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    if given.get("order") in ("soft_count", "time_decayed"):
-        raise ConfigError(
-            f"--order {args.order}: checkpoints hold token counts only; give hard_count, capacity_normalised or "
-            "round_robin"
-        )
-    if given.get("order", _ORDERS[0]) not in _ORDERS:  # else the choices would be those of a trainer
-        raise ConfigError(f"--order {args.order}: no such order; give {', '.join(_ORDERS[:-1])} or {_ORDERS[-1]}")
+    if given.get("order", _ORDERS[0]) not in _ORDERS:  # MoEvement would name the choices of a trainer
+        of_trainers = args.order in ("soft_count", "time_decayed")
+        why = "checkpoints hold token counts only" if of_trainers else "no such order"
+        raise ConfigError(f"--order {args.order}: {why}; give {', '.join(_ORDERS[:-1])} or {_ORDERS[-1]}")
     return MoEvement(**given)
 
 

@@ -162,25 +162,27 @@ class MemoryFiles:
         Returns:
             Every slot that opens, of what this call took, the newest step first (``newest_first``).
         """
-        before, until = len(self._left), time.monotonic() + (_PATIENCE_SECS if own else 0.0)
+        before, until = len(self._left), time.monotonic() + _PATIENCE_SECS if own else None
         for generation, rank, path in list(rank_directories(self._run)):
             if generation != self.generation and (rank == self.rank) == own:
                 self._take(path, until)
         return newest_first(each for directory in self._left[before:] for each in _open_slots(directory))
 
-    def _take(self, path: Path, until: float) -> None:
-        """until: ``time.monotonic`` to which whoever holds sealed slots is waited for."""
+    def _take(self, path: Path, until: float | None) -> None:
+        """until: ``time.monotonic`` to which whoever holds sealed slots is waited for; None: nobody is."""
         store = owner_of(path).store
         if store != self._store:
             log.info("%s is not used: it belongs to the store %s", path, store or "(unknown)")
             return
-        waits = False
         try:
-            while (taken := RankDirectory.take(path)) is None and time.monotonic() < until and _has_sealed(path):
-                waits = True
+            while (taken := RankDirectory.take(path)) is None and time.monotonic() < (until or 0.0):
+                if not _has_sealed(path):
+                    break
                 time.sleep(_PAUSE_SECS)
             if taken is None:
-                level = logging.WARNING if waits and _has_sealed(path) else logging.INFO
+                # What others left is taken by ranks of the node in turn: that one of them holds it is no trouble.
+                is_missed = until is not None and _has_sealed(path)
+                level = logging.WARNING if is_missed else logging.INFO
                 log.log(level, "%s is not used: %s holds it", path, said_holder(holder_of(path)))
                 return
             self._left.append(taken)

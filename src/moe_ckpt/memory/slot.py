@@ -53,8 +53,9 @@ class Slot:
         data = path.with_suffix(DATA_SUFFIX)
         descriptor = PRIVATE.create(str(data), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if free_bytes(descriptor) < nbytes:  # posix_fallocate would take all that there is first, so that others
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # such as a DataLoader's workers, found none
+            # posix_fallocate would take all that there is first, so that others, as a DataLoader's workers, found none.
+            if free_bytes(descriptor) < nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(descriptor, 0, nbytes)
             return cls(path, descriptor, nbytes)
         except OSError as error:

@@ -404,6 +404,19 @@ LARGER_FILE_SYSTEM = (
 """What to do where slots of host memory find no room."""
 
 
+class MemoryGoneError(StoreError, FileNotFoundError):
+    """Somebody deleted what a rank has in memory while it trains."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} is gone: something deleted it while this run trains. It is made again, and no start can return "
+            "to what lay there. Where users log in to compute nodes, systemd-logind does that to /dev/shm when the "
+            "last of a user's sessions ends: set RemoveIPC=no in /etc/systemd/logind.conf, or give "
+            "Memory(directory=...) a tmpfs of its own"
+        )
+        self.path = path
+
+
 class MemoryFullError(StoreError, OSError):
     """The file system of ``Memory(directory=...)`` has no room for a slot."""
 

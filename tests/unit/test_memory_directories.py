@@ -422,7 +422,7 @@ def in_trouble(root: str, how: str, sender: Any) -> None:
     assert first is not None
     assert first.slot is not None
     if how == "removed":
-        delete_tree(begun.path)
+        delete_tree(Path(root))
     elif how == "descriptors":
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
         try:
@@ -460,7 +460,7 @@ def test_private_memory_serves_whatever_the_file_system_has(root, how):
     private, said = told_by(FORK.Process(target=in_trouble, args=(root, how, sender)), receiver)
     assert private == [True, True, True]
     [warning] = said
-    reason = {"removed": "No such file", "descriptors": "Too many open files", "size": "File too large"}[how]
+    reason = {"removed": "no such directory", "descriptors": "Too many open files", "size": "File too large"}[how]
     assert "is kept in private memory" in warning
     assert reason in warning
 

@@ -23,6 +23,8 @@ SIZES = {"a": 5, "b": 40, "c": 8, "d": 100}
 class Place:
     """A slot that is memory only."""
 
+    is_there = True
+
     def __init__(self, nbytes: int, made: list[Place]) -> None:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8)
         self.made = made

@@ -41,6 +41,8 @@ class HostBufferPool(EarlyBuffers):
         make_slot: Makes memory that outlives the process; None for private memory. Where it cannot (no room, no
             descriptor left, a directory that is gone), private memory serves.
         make_early: The same ahead of time, when it may be at the expense of less.
+        fits: Whether such memory may be had for so many bytes; at once, and no promise. Then private memory that served
+            for want of it is given up. None: it serves on.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class HostBufferPool(EarlyBuffers):
         pinned: bool = False,
         make_slot: Callable[[int], Slot] | None = None,
         make_early: Callable[[int], Slot] | None = None,
+        fits: Callable[[int], bool] | None = None,
     ) -> None:
         super().__init__(budget_bytes, pinned=pinned)
-        self._make_slot, self._make_slot_early = make_slot, make_early or make_slot
+        self._make_slot, self._make_slot_early, self._fits = make_slot, make_early or make_slot, fits
         self._said_private = False
         self._sizes: dict[str, tuple[int, ...]] = {}
 
@@ -114,7 +117,9 @@ class HostBufferPool(EarlyBuffers):
             if fitting:
                 best = min(fitting, key=lambda b: b.nbytes)
                 self._free.remove(best)
-                if _is_unsealed(best) and self._is_cut(best, nbytes) and self._is_warm(best):
+                # Not private memory, where there is room again for what outlives the process.
+                usable = (best.slot or not self._fits or not self._fits(best.nbytes)) and _is_unsealed(best)
+                if usable and self._is_cut(best, nbytes) and self._is_warm(best):
                     self._lent.add(best)
                     return best
                 let_go(best)
@@ -201,6 +206,9 @@ class HostBufferPool(EarlyBuffers):
             slot = make(size)
             if self._pinned:
                 _register(slot.memory)
+            if self._said_private:
+                log.info("there is room again for snapshots in memory that outlives this process")
+                self._said_private = False
             return slot
         except (OSError, RuntimeError) as error:
             if slot is not None:
@@ -308,10 +316,12 @@ class HostBufferPool(EarlyBuffers):
 
 
 def _is_unsealed(buffer: HostBuffer) -> bool:
-    """Whoever comes after this process does not take its bytes for what they were; False if that cannot be had."""
+    """Whoever comes after this process does not take its bytes for what they were, but may come to find them; False if
+    that cannot be had."""
     try:
         if buffer.slot is not None:
             buffer.slot.unseal()
+            return buffer.slot.is_there
     except OSError as error:
         log.warning("a memory slot cannot be used again: %s", error)
         return False

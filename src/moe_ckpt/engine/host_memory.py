@@ -79,6 +79,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
             pinned=settings.pinned,
             make_slot=lambda nbytes: tier.make(nbytes),
             make_early=lambda nbytes: early.make(nbytes),
+            fits=files.fits,
         )
         early = EarlySlots(run.comm.rank, files, pool)
         slots.take_over = early.take_over

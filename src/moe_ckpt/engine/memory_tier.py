@@ -30,7 +30,7 @@ from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.unsettled import Unsettled
 from moe_ckpt.engine.writing import SealedShare
-from moe_ckpt.errors import CoverageError, MemoryFullError
+from moe_ckpt.errors import CoverageError, MemoryFullError, MemoryGoneError
 from moe_ckpt.format.manifest import ModelRecord
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
@@ -100,6 +100,12 @@ class _Entry:
         buffers = (self.buffer, self.mirrored, *self.pieces.values())
         return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
+    @property
+    def gone(self) -> str:
+        """One of its slots that somebody has deleted; empty if all are there."""
+        slots = (None if buffer is None else buffer.slot for buffer in (self.buffer, *self.pieces.values()))
+        return next((str(slot.path) for slot in slots if slot is not None and not slot.is_there), "")
+
     def let_go(self, places: Collection[int]) -> list[HostBuffer]:
         """Returns what is not needed once the ranks know what became of the snapshot: duplicates, and gradients."""
         mirrored, self.mirrored = self.mirrored, None
@@ -152,7 +158,7 @@ class MemoryTier:
         self._pool = pool
         self._entries: dict[int, _Entry] = {}
         self._unsettled = Unsettled()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
         """Does nothing: the share was sealed before it went to storage."""
@@ -294,12 +300,15 @@ class MemoryTier:
                     log.warning("memory does not hold the checkpoint of step %d: %s", step, CAUSE)
             for sequence, state in ended.items():
                 entry = self._entries[sequence]
-                entry.step = replace(entry.step, complete=state != FAILED, copied=state == SEALED)
+                complete = state != FAILED and entry.state != FAILED  # the latter: deleted since this rank reported it
+                entry.step = replace(entry.step, complete=complete, copied=state == SEALED)
             self._unsettled.ended(ended)
-            newest = newest_checkpoint(entry.step for entry in self._entries.values())
-            if newest:
-                self.complete_step = self._entries[newest[-1].sequence].training_step
-                self.complete_since = self._entries[newest[0].sequence].training_step
+            newest = self._note_newest()
+            if newest and (gone := self._entries[newest[-1].sequence].gone):
+                log.warning(
+                    "memory does not hold the checkpoint of step %d: %s", self.complete_step, MemoryGoneError(gone)
+                )
+                self.forget_gone()
             self._release_unneeded()
             steps = [entry.step for entry in self._entries.values()]
             kept = {*needed(steps), *self._unsettled.open, *range(self._unsettled.next, self._unsettled.next + _AHEAD)}
@@ -311,6 +320,14 @@ class MemoryTier:
             self.replicator.release_except(kept | spare, spare, over)
         return [Settled(each, state != FAILED, state == SEALED) for each, state in sorted(ended.items())]
 
+    def _note_newest(self) -> list[MemoryStep]:
+        """Returns the snapshots of the newest checkpoint of this life that the ranks hold."""
+        newest = newest_checkpoint(entry.step for entry in self._entries.values())
+        if newest:
+            self.complete_step = self._entries[newest[-1].sequence].training_step
+            self.complete_since = self._entries[newest[0].sequence].training_step
+        return newest
+
     def _release_unneeded(self) -> None:
         steps = [entry.step for entry in self._entries.values()]
         kept = needed(steps) | frozenset(with_newest_experts(steps))
@@ -320,17 +337,13 @@ class MemoryTier:
             if sequence in self._unsettled.open:  # given up here, of which the others are still to hear
                 continue
             del self._entries[sequence]
-            self._give_up(entry)
+            _give_up(entry, self._pool)
         over = _over(self._entries.values())
         for sequence, entry in self._entries.items():
             known = entry.state != NOT_YET and entry.step.complete is not None
             if known and sequence not in self._unsettled.open and not entry.readers:
                 for buffer in entry.let_go({place for place in entry.pieces if (sequence, place) in over}):
                     self._pool.give_back(buffer)
-
-    def _give_up(self, entry: _Entry) -> None:
-        for buffer in entry.let_go_of_all():
-            self._pool.give_back(buffer)
 
     @property
     def is_settled(self) -> bool:
@@ -349,7 +362,7 @@ class MemoryTier:
         """
         with self._lock:
             for entry in _superseded(self._entries.values())[:1]:
-                self._give_up(entry)
+                _give_up(entry, self._pool)
                 return True
             idle = [entry for entry in self._entries.values() if not entry.readers and entry.state in _SAFE]
             logged = _logged(self._entries.values())
@@ -362,10 +375,21 @@ class MemoryTier:
             ):
                 for entry in going:
                     entry.state, entry.step = FAILED, replace(entry.step, complete=False)
-                    self._give_up(entry)
+                    _give_up(entry, self._pool)
                 if going:
                     return True
             return False
+
+    def forget_gone(self) -> None:
+        """Somebody has deleted slots: what was in them is not counted on any more."""
+        with self._lock:
+            for entry in self._entries.values():
+                if entry.state in _SAFE and entry.gone:
+                    entry.state, entry.step = FAILED, replace(entry.step, complete=False)
+                    if not entry.readers:
+                        _give_up(entry, self._pool)
+            if not self._note_newest():
+                self.complete_step = None
 
     @property
     def kept(self) -> int:
@@ -410,6 +434,11 @@ class MemoryTier:
             self._unsettled.open.clear()
             self._entries.clear()  # whoever still uses their bytes keeps them
             self.files.close(keep=keep)
+
+
+def _give_up(entry: _Entry, pool: HostBufferPool) -> None:
+    for buffer in entry.let_go_of_all():
+        pool.give_back(buffer)
 
 
 def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:

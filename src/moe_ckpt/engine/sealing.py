@@ -21,6 +21,7 @@ from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedPart, SealedShare, seal_share
+from moe_ckpt.errors import MemoryGoneError
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, WindowPlace, encode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.compiling import HOST_ONLY
@@ -59,6 +60,8 @@ class MemorySealer:
         except Exception as error:  # whatever it is, the other ranks must learn that this one has nothing
             trouble = f"{type(error).__name__}: {error}"
             log.warning("memory does not hold the checkpoint of step %d: %s", snapshot.step, trouble)
+            if isinstance(error, MemoryGoneError):
+                self._tier.forget_gone()
             if snapshot.share is None:
                 snapshot.refused = trouble
         if snapshot.refused is not None and snapshot.request.since is not None and snapshot.refused not in self._said:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.memory.identity import Identity, identity, identity_at
 from moe_ckpt.memory.logs import is_log
 from moe_ckpt.memory.options import DEFAULT_ROOT
 from moe_ckpt.memory.slot import DATA_SUFFIX, HEADER_SUFFIX, STARTS_SUFFIX
@@ -50,8 +51,8 @@ ELSEWHERE = -1
 _FLOCK = "hhqqi"
 """``struct flock`` of 64-bit Linux: type, whence, start, length, process."""
 
-_owned: set[tuple[int, int]] = set()
-"""Device and inode of the locks of this process: POSIX locks do not keep it from taking its own twice."""
+_owned: set[Identity] = set()
+"""The locks of this process: POSIX locks do not keep it from taking its own twice."""
 _owned_guard = threading.Lock()
 
 
@@ -80,7 +81,7 @@ class RankDirectory:
         self.path = path
         self.is_described = False
         self._descriptor = descriptor
-        self._identity = _identity(os.fstat(descriptor))
+        self._identity = identity(os.fstat(descriptor))
 
     @classmethod
     def take(cls, path: Path) -> RankDirectory | None:
@@ -105,7 +106,7 @@ class RankDirectory:
                         return None
                     raise
                 taken = cls(path, descriptor)
-                if _identity_at(path / LOCK) == taken._identity:
+                if identity_at(path / LOCK) == taken._identity:
                     _owned.add(taken._identity)
                     return taken
                 os.close(descriptor)  # its owner removed it meanwhile: whoever came next has locked another file
@@ -182,9 +183,14 @@ class RankDirectory:
         remove_empty(self.path, self.path.parent, self.path.parent.parent)
 
     @property
+    def is_gone(self) -> bool:
+        """Somebody has deleted it, while it was locked."""
+        return self._descriptor >= 0 and identity_at(self.path / LOCK) != self._identity
+
+    @property
     def _is_held(self) -> bool:
         """False after ``release``, or if it was removed by somebody and another process has made it again."""
-        return self._descriptor >= 0 and _identity_at(self.path / LOCK) in (None, self._identity)
+        return self._descriptor >= 0 and identity_at(self.path / LOCK) in (None, self._identity)
 
     def release(self) -> None:
         """Let others take it. Twice does no harm."""
@@ -195,21 +201,9 @@ class RankDirectory:
                 _owned.discard(self._identity)
 
 
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
-
-
-def _identity_at(path: Path) -> tuple[int, int] | None:
-    """Of what has this name now; None if nothing has."""
-    try:
-        return _identity(path.lstat())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
 def _is_owned(path: Path) -> bool:
     """True if this process holds a directory, by whatever name. To open its lock and close it again would drop it."""
-    return _identity_at(path / LOCK) in _owned
+    return identity_at(path / LOCK) in _owned
 
 
 def entries(path: Path) -> list[Path]:

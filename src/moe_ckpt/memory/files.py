@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ckpt.errors import DamagedError, MemoryFullError
+from moe_ckpt.errors import ConfigError, DamagedError, MemoryFullError
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.directory import (
     FULL,
@@ -29,6 +30,7 @@ from moe_ckpt.memory.directory import (
 )
 from moe_ckpt.memory.removing import SlotRemover
 from moe_ckpt.memory.slot import HEADER_SUFFIX, Slot, forget_starts, set_aside
+from moe_ckpt.storage.local import free_bytes
 
 log = logging.getLogger("moe_ckpt")
 
@@ -66,7 +68,9 @@ class MemoryFiles:
     def __init__(self, root: str, run_id: str, generation: int, life: str, rank: int, store: str) -> None:
         self.run_id, self.generation, self.life, self.rank = run_id, generation, life, rank
         self.boot_id = boot_id()
-        self._store = store
+        self._root, self._store = root, store
+        self._noted: set[int] = set()
+        self._making = threading.Lock()
         self._own = make_rank_directory(root, run_id, generation, rank, store)
         self._left: list[RankDirectory] = []
         self._numbers = itertools.count()
@@ -105,7 +109,19 @@ class MemoryFiles:
                 raise
             return self._make(path, nbytes)
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether a slot may be had. At once, and no promise."""
+        try:
+            return free_bytes(str(self.path)) >= nbytes
+        except FileNotFoundError:  # it is made again
+            return os.path.isdir(self._root)
+        except OSError:
+            return False
+
     def _make(self, path: Path, nbytes: int) -> Slot:
+        with self._making:
+            if self._own.is_gone:
+                self._make_again()
         if not self._own.is_described:
             try:
                 self._own.describe(self._store)
@@ -115,8 +131,20 @@ class MemoryFiles:
                 raise MemoryFullError(str(self.path), nbytes, 0) from error
         return Slot.create(path, nbytes)
 
+    def _make_again(self) -> None:
+        """Somebody has deleted the directory. Raises ``OSError``: it cannot be had any more."""
+        gone = self._own
+        try:
+            self._own = make_rank_directory(self._root, self.run_id, self.generation, self.rank, self._store)
+        except ConfigError as error:
+            raise OSError(str(error)) from error
+        gone.release()
+        for generation in self._noted:
+            self.note_generation(generation)
+
     def note_generation(self, generation: int) -> None:
         """See ``RankDirectory``. A warning tells of trouble."""
+        self._noted.add(generation)
         try:
             self._own.note_generation(generation)
         except OSError as error:

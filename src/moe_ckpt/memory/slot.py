@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from moe_ckpt.errors import DamagedError, MemoryFullError
+from moe_ckpt.errors import DamagedError, MemoryFullError, MemoryGoneError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader, decode_slot
+from moe_ckpt.memory.identity import identity, identity_at
 from moe_ckpt.storage.access import PRIVATE
 from moe_ckpt.storage.local import free_bytes
 
@@ -39,6 +40,7 @@ class Slot:
 
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
         self.path = path
+        self._identity = identity(os.fstat(descriptor))
         mapped = mmap.mmap(descriptor, nbytes)
         self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
 
@@ -95,8 +97,11 @@ class Slot:
 
         Raises:
             MemoryFullError: There is no room for the header.
+            MemoryGoneError: Somebody has deleted the slot.
             OSError: It cannot be written.
         """
+        if not self.is_there:
+            raise MemoryGoneError(str(self.path))
         unfinished = self.path.with_suffix(".tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -109,6 +114,11 @@ class Slot:
                 raise MemoryFullError(str(self.path.parent), len(header), free) from error
             raise
         unfinished.rename(self.path.with_suffix(HEADER_SUFFIX))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its bytes are those of the file that has its name; not once somebody has deleted that."""
+        return identity_at(self.path.with_suffix(DATA_SUFFIX)) == self._identity
 
     @property
     def is_sealed(self) -> bool:

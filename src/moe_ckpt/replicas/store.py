@@ -192,11 +192,11 @@ class ReplicaStore:
     def _slot(self, nbytes: int, place: int) -> Slot:
         with self._lock:
             free = self._free[place == OWN]
-            fitting = [each for each in free if _serves(each, nbytes)]
-            if fitting:
+            while fitting := [each for each in free if _serves(each, nbytes)]:
                 best = min(fitting, key=lambda each: each.memory.numel())
                 free.remove(best)
-                return best
+                if best.is_there:
+                    return best
         try:
             return self._make(nbytes)
         except MemoryFullError:

@@ -1,0 +1,168 @@
+"""Somebody deletes what a run has in memory while it trains, or memory has no room for a while: both come back."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from moe_ckpt import Memory
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.errors import MemoryFullError, MemoryGoneError
+from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.memory.files import MemoryFiles, newest_generation
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.storage import LocalStorage
+from tests.support.deleting import delete_tree
+from tests.unit.engine_parts import Life, ThreadRanks, run_threads
+from tests.unit.test_engine_host_tier import come_back
+
+BEFORE, AFTER = 6, 9
+POLICIES = [Dense(), MoC(k=1), MoEvement(window=2)]
+GONE = {
+    "slots": lambda node: [path.unlink() for path in node.rglob("slot_*")],
+    "bytes": lambda node: [path.unlink() for path in node.rglob("slot_*.data")],
+    "directory": lambda node: [delete_tree(path) for path in node.rglob("rank_*")],
+    "all of this user": lambda node: [delete_tree(path) for path in node.iterdir()],
+    "all": delete_tree,
+}
+"""What is deleted -> how. systemd-logind deletes all of a user's."""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for node in ("A", "B"):
+        (tmp_path / node).mkdir()
+    return tmp_path
+
+
+def life(root: Path, node: str = "A", policy=None, replicas: int = 0, **given) -> Life:
+    memory = Memory(directory=root / node, storage_every_n_steps=1000, replicas=replicas)
+    return Life(LocalStorage(root / "store"), policy=policy or Dense(), memory=memory, **given)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("what", GONE)
+def test_memory_that_somebody_deletes_is_made_again(root, what, policy, caplog):
+    with life(root, policy=policy) as one:
+        one.go(BEFORE, settle=True)
+        GONE[what](root / "A")
+        (root / "A").mkdir(exist_ok=True)
+        one.go(AFTER, settle=True)
+        assert one.records[-1].memory_step >= BEFORE + AFTER - 3
+    said = [record.getMessage() for record in caplog.records if "is gone" in record.getMessage()]
+    assert 1 <= len(said) <= 3
+    assert "RemoveIPC=no" in said[0]
+    if not isinstance(policy, MoEvement):  # whose windows this state cannot replay
+        with life(root, policy=policy) as two:
+            assert come_back(two)[0].manifest.step == BEFORE + AFTER
+    headers = [decode_slot(path.read_bytes(), str(path)) for path in (root / "A").rglob("*.head")]
+    steps = {header.step for header in headers}
+    assert BEFORE + AFTER in steps
+    assert not isinstance(policy, MoEvement) or {one.records[-1].memory_step - 1, one.records[-1].memory_step} <= steps
+
+
+def test_what_is_gone_is_not_counted_on(root):
+    """Until a newer checkpoint is complete."""
+    with life(root, policy=MoEvement(window=4)) as one:
+        one.go(10, settle=True)
+        assert one.records[-1].memory_step == 9
+        GONE["directory"](root / "A")
+        one.go(2, settle=True)
+        assert one.records[-1].memory_step is None
+        one.go(12, settle=True)
+        assert one.records[-1].memory_step == 21
+
+
+def test_a_start_that_used_other_names_says_so_again(root):
+    """Generations that a life has used must not be used by the next."""
+    begun = MemoryFiles(str(root / "A"), "run", 3, "life", 0, "store")
+    begun.note_generation(7)
+    GONE["all of this user"](root / "A")
+    begun.make(100)
+    assert newest_generation(str(root / "A"), "run") == 7
+    begun.close(keep=False)
+
+
+def test_peers_take_copies_again(root):
+    """The holder's directory goes, and then the node whose copies lay there."""
+    done = []
+
+    def train(comm):
+        with life(root, "AB"[comm.rank], replicas=1, comm=comm, local_ranks=1) as one:
+            one.go(BEFORE, settle=True)
+            comm.everyone(b"")
+            if comm.rank == 1:
+                GONE["all of this user"](root / "B")
+            comm.everyone(b"")
+            one.go(AFTER, settle=True)
+            done.append(one.records[-1].memory_step)
+
+    run_threads(ThreadRanks(2), train)
+    assert min(done) >= BEFORE + AFTER - 3
+    delete_tree(root / "A")
+    (root / "A").mkdir()
+    found = []
+
+    def again(comm):
+        with life(root, "AB"[comm.rank], replicas=1, comm=comm, local_ranks=1) as one:
+            found.append(come_back(one)[0].manifest.step)
+
+    run_threads(ThreadRanks(2), again)
+    assert min(found) >= BEFORE + AFTER - 3
+
+
+def test_a_slot_without_its_bytes_is_not_sealed(root):
+    slot = Slot.create(root / "slot_000", 100)
+    (root / "slot_000.data").unlink()
+    with pytest.raises(MemoryGoneError, match="slot_000 is gone"):
+        slot.seal(b"header")
+    Slot.create(root / "slot_000", 100)
+    with pytest.raises(MemoryGoneError, match="slot_000 is gone"):
+        slot.seal(b"header")
+    assert not slot.is_sealed
+
+
+# --- no room for a while ---
+
+
+def test_slots_are_taken_again_when_there_is_room_again(root, monkeypatch, caplog):
+    """As after a DataLoader's workers have ended."""
+    full = [True]
+    create, free = Slot.create, [0]
+
+    def made(path, nbytes):
+        if full[0]:
+            raise MemoryFullError(str(path.parent), nbytes, 0)
+        return create(path, nbytes)
+
+    monkeypatch.setattr(Slot, "create", staticmethod(made))
+    monkeypatch.setattr("moe_ckpt.memory.files.free_bytes", lambda path: free[0])
+    with caplog.at_level(logging.INFO, "moe_ckpt"), life(root) as one:
+        one.go(BEFORE, settle=True)
+        assert one.records[-1].memory_step is None
+        full[0], free[0] = False, 1 << 30
+        one.go(AFTER, settle=True)
+        assert one.records[-1].memory_step >= BEFORE + AFTER - 2
+    assert caplog.text.count("kept in private memory") == 1
+    assert caplog.text.count("there is room again") == 1
+
+
+def test_private_memory_serves_on_as_long_as_there_is_none():
+    def refused(nbytes: int) -> Slot:
+        raise MemoryFullError("/here", nbytes, 0)
+
+    fits = [False]
+    pool = HostBufferPool(1 << 20, make_slot=refused, fits=lambda nbytes: fits[0])
+    first = pool.acquire(5000)
+    assert first is not None
+    pool.give_back(first)
+    assert pool.acquire(5000) is first, "warm"
+    pool.give_back(first)
+    fits[0] = True  # somebody else takes it meanwhile
+    second = pool.acquire(5000)
+    assert second is not None
+    assert second is not first
+    assert second.slot is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from moe_ckpt.memory.files import FoundSlot, MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.storage.local import free_bytes
 from tests.support.limits import small_file_systems
+from tests.support.mapped import deleted_slots
 from tests.support.replicas import header_of
 
 NBYTES = 4096
@@ -46,6 +49,24 @@ def sealed(files: MemoryFiles) -> FoundSlot:
     slot = files.make(NBYTES)
     slot.seal(header_of(slot, NBYTES, step=1, generation=1, rank=0))
     return FoundSlot(*Slot.open(slot.path))
+
+
+def test_a_forked_child_keeps_no_slot_that_its_parent_deletes(files):
+    """As a data loader's workers, which live as long as the training."""
+    found, held = sealed(files), files.make(NBYTES)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    try:
+        files.remove([found])
+        held.remove()
+        files._remover.wait()
+        assert deleted_slots(files.path), "this process holds it"
+        assert not deleted_slots(files.path, child.pid)
+        descriptors = [os.readlink(each) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
+        assert not [path for path in descriptors if path.startswith(str(files.path)) and "slot_" in path]
+    finally:
+        child.kill()
+        child.join()
 
 
 def test_nobody_comes_back_to_what_is_let_go_of_and_nobody_waits_for_it(files, let_go):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import shutil
 from pathlib import Path
-
-import torch
 
 from moe_ckpt.errors import DamagedError, MemoryFullError, MemoryGoneError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.memory.identity import identity, identity_at
+from moe_ckpt.memory.mapping import mapped
 from moe_ckpt.storage.access import PRIVATE
 from moe_ckpt.storage.local import free_bytes
 
@@ -31,7 +29,7 @@ _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 class Slot:
     """Bytes of a file, mapped, until ``remove``; the last user of ``memory`` unmaps them.
 
-    Not safe for use from several threads at once.
+    Not safe for use from several threads at once, nor in a forked child, which has none of its memory.
 
     Attributes:
         path: Of its files, without a suffix.
@@ -41,8 +39,7 @@ class Slot:
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
         self.path = path
         self._identity = identity(os.fstat(descriptor))
-        mapped = mmap.mmap(descriptor, nbytes)
-        self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.memory = mapped(descriptor, nbytes)
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Slot:
@@ -66,7 +63,7 @@ class Slot:
                 raise MemoryFullError(str(path.parent), nbytes, shutil.disk_usage(path.parent).free) from error
             raise
         finally:
-            os.close(descriptor)  # the mapping has its own
+            os.close(descriptor)
 
     @classmethod
     def open(cls, path: Path) -> tuple[Slot, SlotHeader]:

@@ -97,7 +97,15 @@ class MissingPackageError(UserError, ImportError):
 
 
 class NoMoELayerError(UserError, ValueError):
-    """No MoE layer was recognised in the model."""
+    """No MoE layer was recognised in a model, and the policy saves experts."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__(
+            f"{policy} saves some experts of each MoE layer, but no MoE layer was found in the model. Register the "
+            "layer's class with moe_ckpt.register_moe(...), under Megatron set num_moe_experts, or use a policy that "
+            "saves a model without MoE layers, too: Dense, CheckFreq, Gemini, MoEvement or GradientLog."
+        )
+        self.policy = policy
 
 
 class CoverageError(UserError, ValueError):

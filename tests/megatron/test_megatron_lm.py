@@ -167,6 +167,12 @@ def test_an_install_that_nothing_followed_is_said_at_the_end(tmp_path: Path):
     assert "setting up model and checkpoints failed" in found["then"][1]
 
 
+def test_a_loader_whose_position_is_not_saved_is_warned_of(tmp_path: Path):
+    [found] = run_ranks(megatron_lm_refusals.loaders, 1, str(tmp_path), preload=WARM)
+    [told] = found["told"]
+    assert "stateful={'loader': ...}" in told
+
+
 def test_what_cannot_be_checkpointed_is_refused(tmp_path: Path):
     [found] = run_ranks(megatron_lm_refusals.calls, 1, str(tmp_path), preload=WARM)
     assert_refused(

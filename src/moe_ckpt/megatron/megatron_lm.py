@@ -27,7 +27,7 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,11 +35,12 @@ from torch.utils.data import DataLoader
 
 from moe_ckpt.driver.messages import say_halted
 from moe_ckpt.engine.options import Options, OptionValues, make_options
-from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, UnsupportedError
+from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.counters import COUNTED, counters_of, rerun_machine
 from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.modes import moved, require_trainable, warn_of_loader
 from moe_ckpt.megatron.script_values import changed, flat
 from moe_ckpt.megatron.stopping import BegunIteration, close_after
 from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 TRAINING = "megatron.training.training"
-KNOWN = "core_v0.16.1"
-"""The release of Megatron-LM for which this was written."""
 
 REPLACED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "setup_model_and_optimizer": ("pretrain", ()),
@@ -76,7 +75,6 @@ USED = (
     ("megatron.core.num_microbatches_calculator", "update_num_microbatches"),
     ("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
 )
-ARGUMENTS = ("consumed_train_samples", "train_iters", "micro_batch_size", "load", "save")
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _installed: MegatronLM | None = None
@@ -123,7 +121,7 @@ def install(
     replaced = REPLACED_WITH_LOG if logs_messages else REPLACED
     training = find_training(replaced)
     attach_to = functools.partial(attach, policy=policy, dirpath=dirpath, stateful=stateful, **options)
-    _installed = MegatronLM(training, chosen, attach_to, tuple(replaced))
+    _installed = MegatronLM(training, chosen, attach_to, tuple(replaced), stateful or ())
     atexit.register(_say_unused, _installed)
     return _installed
 
@@ -152,9 +150,9 @@ def find_training(replaced: Mapping[str, tuple[str, tuple[str, ...]]]) -> Any:
             "tree, not in the package megatron-core. Put that tree on PYTHONPATH, or, in a training loop of your own, "
             "use megatron.attach"
         ) from error
-    moved = list(_moved_names(training, replaced))
-    if moved:
-        raise _moved(", no ".join(moved))
+    absent = list(_moved_names(training, replaced))
+    if absent:
+        raise moved(", no ".join(absent))
     for module, name in USED:
         look_up(module, name)
     return training
@@ -173,14 +171,6 @@ def _moved_names(training: Any, replaced: Mapping[str, tuple[str, tuple[str, ...
         yield from (f"{TRAINING}.{name}({each})" for each in parameters if each not in known)
 
 
-def _moved(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"this Megatron-LM (megatron-core {megatron_core().version}) has no {what}, which moe_ckpt.megatron.install "
-        f"needs. {KNOWN} has it: use that, or put attach, resume, after_step and finish into the training loop "
-        "(docs/megatron.md), or take a newer moe_ckpt."
-    )
-
-
 class MegatronLM:
     """Megatron-LM's training functions with checkpoints, in this process. ``_<name>`` replaces function ``<name>``.
 
@@ -189,6 +179,7 @@ class MegatronLM:
         options: As given, checked.
         attach_to: Attaches to model, optimizer and scheduler.
         replaced: Names of the functions.
+        stateful: Names of what ``attach_to`` saves beside.
 
     Attributes:
         checkpoint: The result of ``attach``; None until ``pretrain`` has built the model.
@@ -202,12 +193,13 @@ class MegatronLM:
         options: Options,
         attach_to: Callable[[Any, Any, Any], MegatronCheckpoint],
         replaced: Sequence[str],
+        stateful: Collection[str] = (),
     ) -> None:
         self.checkpoint: MegatronCheckpoint | None = None
         self.setting_up = False
         self.options = options
         self._training = training
-        self._attach = attach_to
+        self._attach, self._stateful = attach_to, stateful
         self._updated, self._leaving = True, False  # the newest step updated weights; all ranks will exit
         self._floating_point_operations: Any = 0
         self._begun: BegunIteration | None = None
@@ -243,7 +235,8 @@ class MegatronLM:
 
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         self.setting_up, settings = True, self._args
-        _require_trainable(settings)
+        require_trainable(settings)
+        warn_of_loader(settings, self._stateful)
         if self.checkpoint is not None:  # restarted within this process
             self.checkpoint.close(10.0)
             self.checkpoint = None
@@ -388,7 +381,7 @@ class MegatronLM:
             args = tuple(forward_backward if each is inner else each for each in args)
         result = self._original["train_step"](*args, **kwargs)
         if not isinstance(result, tuple) or len(result) < 4:
-            raise _moved(f"{TRAINING}.train_step returning (losses, skipped, should checkpoint, should exit, ...)")
+            raise moved(f"{TRAINING}.train_step returning (losses, skipped, should checkpoint, should exit, ...)")
         self._updated, self._leaving = not result[1], bool(result[3])
         return result
 
@@ -475,25 +468,3 @@ class MegatronLM:
             ckpt.save()
             return None
         return self._original["save_checkpoint"](*args, **kwargs)
-
-
-def _require_trainable(settings: Any) -> None:
-    """Raises for modes of Megatron-LM in which checkpoints cannot work."""
-    missing = [name for name in ARGUMENTS if not hasattr(settings, name)]
-    if missing:
-        raise _moved(f"args.{missing[0]}")
-    if getattr(settings, "skip_train", False):
-        raise ConfigError(
-            "--skip-train: nothing is trained, so there is no optimizer to attach checkpoints to. Leave "
-            "megatron.install() out, and give --load a checkpoint of Megatron's (megatron.export_torch_dist writes one)"
-        )
-    if getattr(settings, "ckpt_convert_format", None) is not None:
-        raise ConfigError(
-            "--ckpt-convert-format: Megatron-LM converts what --load names and ends, and megatron.install() would load "
-            "the store's newest checkpoint instead. Leave megatron.install() out"
-        )
-    if getattr(settings, "perform_rl_step", False):
-        raise UnsupportedError(
-            "--perform-rl-step: Megatron-LM then loads weights from --load again after setup, over those that "
-            "megatron.install() has restored. Train without it"
-        )

@@ -80,12 +80,7 @@ class MoC:
 
     def check(self, catalog: Catalog) -> None:
         if not catalog.layers:
-            raise NoMoELayerError(
-                "MoC saves some experts of each MoE layer, but no MoE layer was found in the model. "
-                "Register the layer's class with moe_ckpt.register_moe(...), under Megatron set num_moe_experts, or "
-                "use a policy that saves a model without MoE layers, too: Dense, CheckFreq, Gemini, MoEvement or "
-                "GradientLog."
-            )
+            raise NoMoELayerError("MoC")
         for layer in catalog.layers:
             for name, value in (("k", self.k), ("snapshot_k", self.snapshot_k or self.k)):
                 if isinstance(value, int) and value > layer.experts:

@@ -206,12 +206,7 @@ class MoEtion:
 
     def check(self, catalog: Catalog) -> None:
         if not catalog.layers:
-            raise NoMoELayerError(
-                "MoEtion saves some experts of the MoE layers, but no MoE layer was found in the model. "
-                "Register the layer's class with moe_ckpt.register_moe(...), under Megatron set num_moe_experts, or "
-                "use a policy that saves a model without MoE layers, too: Dense, CheckFreq, Gemini, MoEvement or "
-                "GradientLog."
-            )
+            raise NoMoELayerError("MoEtion")
         there = len(catalog.experts)
         if self.experts is not None and self.experts * len(catalog.layers) > there:
             raise ConfigError(

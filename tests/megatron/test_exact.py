@@ -50,6 +50,13 @@ FAST = {
     ),
 }
 SLOW = {
+    "pp2-ep2-mtp": Case(
+        Setup(**PIPELINE_EXPERTS, **SHARDED, mtp=1), moevement(3), ((1, 8, "train"), (2, 1, "replay")), steps=9
+    ),
+    "pp2-ep2-mtp-tied": Case(
+        Setup(**PIPELINE_EXPERTS, **BF16, mtp=1, tied=True), moevement(2), ((3, 6, "train"),), steps=8
+    ),
+    "ep2-dp2-mtp": Case(Setup(**EXPERTS_DATA, **GROUPED, mtp=2, expert_bias=True), dense(2), ((0, 4, "manifest"),)),
     "pp2-ep2-tied-shared": Case(
         Setup(**PIPELINE_EXPERTS, **SHARDED, tied=True, shared_experts=True),
         dense(1),
@@ -136,7 +143,17 @@ def traits(case):
     """Dimension -> values that a case has in it."""
     setup = case.setup
     degrees = {"tp": setup.tp, "pp": setup.pp, "vpp": setup.vpp or 1, "ep": setup.ep}
-    named = ("tied", "shared_experts", "expert_bias", "mla", "dense_first", "recompute", "glu", "capacity_factor")
+    named = (
+        "tied",
+        "shared_experts",
+        "expert_bias",
+        "mla",
+        "mtp",
+        "dense_first",
+        "recompute",
+        "glu",
+        "capacity_factor",
+    )
     return {
         "layout": {" ".join(f"{name}{size}" for name, size in degrees.items() if size > 1)},
         "experts": {"grouped" if setup.grouped else "one by one"},

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import MoECheckpointError
 from moe_ckpt.gradients import replay
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.recovery.gradient_log import StoredLog
@@ -224,14 +224,14 @@ def test_weights_that_are_clipped_behind_the_update(name, tmp_path):
     require_equal(truth.results, ended.results)
 
 
-def _attach_with_qk_clip(rank, world_size, directory):
-    built = megatron_gpt.build(Setup(layers=2), seed=1)
+def _attach_refused(rank, world_size, directory, setup, of_config, match):
+    built = megatron_gpt.build(setup, seed=1)
     from moe_ckpt import Memory, megatron
     from moe_ckpt.policies import GradientLog
 
     for chunk in built.chunks:
-        chunk.config.qk_clip = True
-    with pytest.raises(ConfigError, match=r"GradientLog and Megatron's qk_clip contradict each other"):
+        vars(chunk.config).update(of_config)
+    with pytest.raises(MoECheckpointError, match=match):
         megatron.attach(
             built.chunks,
             built.optimizer,
@@ -242,8 +242,16 @@ def _attach_with_qk_clip(rank, world_size, directory):
         )
 
 
-def test_qk_clip_is_refused_by_name(tmp_path):
-    run_ranks(_attach_with_qk_clip, 1, str(tmp_path), preload=WARM)
+@pytest.mark.parametrize(
+    ("setup", "of_config", "match"),
+    [
+        (Setup(layers=2), {"qk_clip": True}, "GradientLog and Megatron's qk_clip contradict each other"),
+        (Setup(layers=2, pp=2, mtp=1, tied=True), {}, "an output layer that nothing reads"),
+    ],
+    ids=["qk_clip", "tied embeddings"],
+)
+def test_models_are_refused_by_name_on_all_ranks(tmp_path, setup, of_config, match):
+    run_ranks(_attach_refused, setup.pp, str(tmp_path), setup, of_config, match, preload=WARM)
 
 
 @pytest.mark.slow

@@ -116,6 +116,14 @@ def test_other_layouts_of_two_ranks(tmp_path):
     check_moves(tmp_path, 2, start, layouts)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_that_predict_further_tokens_move(tmp_path, tied):
+    """With tied embeddings the last of several stages has an output layer that nothing reads."""
+    base = replace(BASE, mtp=1, tied=tied)
+    check_moves(tmp_path, 2, replace(base, pp=2), [replace(base, pp=2, dist_opt=True), replace(base, ep=2)])
+
+
 @pytest.mark.parametrize(
     "sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "distributed optimizer"]
 )

@@ -57,6 +57,8 @@ class Setup:
     shared_experts: bool = False
     expert_bias: bool = False
     mla: bool = False
+    mtp: int = 0
+    """Layers of multi-token prediction, on the last pipeline stage, which then holds the embedding, too."""
     dropout: float = 0.1
     dense_first: bool = False
     glu: bool = False
@@ -236,6 +238,8 @@ def _transformer_config(setup: Setup) -> Any:
         "finalize_model_grads_func": finalize_model_grads,
         **_moe_options(setup),
     }
+    if setup.mtp:
+        options["mtp_num_layers"] = setup.mtp
     if setup.glu:
         options |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     if setup.recompute:
@@ -296,7 +300,7 @@ def _chunks(setup: Setup, config: Any) -> list[Any]:
 def _model(setup: Setup, config: Any, vp_stage: int | None) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
@@ -304,9 +308,11 @@ def _model(setup: Setup, config: Any, vp_stage: int | None) -> Any:
     if setup.mla:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = _latent_core_attention()
+    predicting = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
+        mtp_block_spec=predicting,
         vocab_size=setup.vocab,
         max_sequence_length=setup.seq,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),

@@ -8,7 +8,7 @@ of their own (``decoder.layers.3.mlp.experts.5.linear_fc1.weight``), so that ``S
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,13 @@ class ModelInventory:
 
     Attributes:
         buffers: By name, those that change results: persistent ones, and those of routers.
+        unread: Parameters that no forward pass reads; none of ``parameters``.
     """
 
     parameters: tuple[LiveParameter, ...]
     layers: tuple[FoundMoE, ...]
     buffers: Mapping[str, torch.Tensor]
+    unread: frozenset[nn.Parameter] = frozenset()
 
 
 def take_inventory(chunks: Sequence[nn.Module]) -> ModelInventory:
@@ -88,14 +90,16 @@ def take_inventory(chunks: Sequence[nn.Module]) -> ModelInventory:
     parameters: list[LiveParameter] = []
     layers: list[FoundMoE] = []
     buffers: dict[str, torch.Tensor] = {}
+    unread: set[nn.Parameter] = set()
     for chunk in chunks:
         inner = unwrapped(chunk)
         _require_known_state(inner)
-        model = _Chunk(inner)
+        unread |= _unread(inner)
+        model = _Chunk(inner, unread)
         layers += model.layers.values()
         parameters += model.parameters()
         buffers |= model.buffers()
-    return ModelInventory(tuple(parameters), tuple(layers), buffers)
+    return ModelInventory(tuple(parameters), tuple(layers), buffers, frozenset(unread))
 
 
 def chunks_of(model_chunks: Sequence[nn.Module] | nn.Module) -> list[nn.Module]:
@@ -108,6 +112,16 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return module
+
+
+def _unread(model: Any) -> set[nn.Parameter]:
+    """Returns the output layer's weight where Megatron makes one, and takes the embedding in its place: with tied
+    embeddings and multi-token prediction, on a later pipeline stage. In other layouts there is none."""
+    is_tied = getattr(model, "share_embeddings_and_output_weights", False)
+    if is_tied and getattr(model, "mtp_process", False) and not model.pre_process and model.post_process:
+        weight = model.output_layer.weight
+        return set() if weight is None else {weight}
+    return set()
 
 
 def _require_known_state(model: nn.Module) -> None:
@@ -156,12 +170,12 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
 
 
 class _Chunk:
-    """One model chunk: names in the whole model, and the layout of its parameters."""
+    """One model chunk: names in the whole model, and the layout of its parameters, without ``unread`` ones."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, unread: Collection[nn.Parameter]) -> None:
         core = megatron_core()
         state = core.parallel_state
-        self._model = model
+        self._model, self._unread = model, unread
         self._dense = Sharding.within(state.get_tensor_model_parallel_group())
         self._expert = Sharding.within(state.get_expert_tensor_parallel_group())
         self._modules = dict(model.named_modules())
@@ -200,6 +214,8 @@ class _Chunk:
 
     def parameters(self) -> Iterator[LiveParameter]:
         for name, parameter in self._model.named_parameters():
+            if parameter in self._unread:
+                continue
             _require_plain(name, parameter)
             moe = next((m for m in self._moe if name.startswith(f"{m}.experts.")), None)
             if moe is not None:

@@ -54,7 +54,7 @@ class MegatronTrainingState:
         self._specs_of: tuple[tuple[str, str], ...] | None = None
         for name, buffer in inventory.buffers.items():
             dtype_name(buffer.dtype, f"buffer {name}")
-        unknown = set(self._slots) - {live.parameter for live in inventory.parameters}
+        unknown = set(self._slots) - {live.parameter for live in inventory.parameters} - inventory.unread
         if unknown:
             shapes = sorted(tuple(p.shape) for p in unknown)[:3]
             raise ConfigError(

@@ -43,6 +43,7 @@ from moe_ckpt.recovery.index import TensorIndex
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.testing import kill_process
 from tests.support import counted_return
+from tests.support.standstill import never_returns
 from tests.support.tiny_moe import Router, TinyMoE
 
 
@@ -363,8 +364,21 @@ def _seals_survivors_late() -> None:
     MemorySealer._seal_own = late  # type: ignore[method-assign]
 
 
+def _stands_still() -> None:
+    """In torchrun's first start rank 1 dies in its seventh batch, and rank 0 is in it for ever, as NCCL would be."""
+    step = TinyMoE.training_step
+
+    def stands(self: TinyMoE, batch: Any, number: int) -> Any:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and self.global_step == 6:
+            kill_process() if os.environ["RANK"] == "1" else never_returns()
+        return step(self, batch, number)
+
+    TinyMoE.training_step = stands  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str, Callable[[], None]] = {
     "spared told": _spared_told,
+    "stands still": _stands_still,
     "norms not given": _norms_not_given,
     "hyperparameters not loaded": _hyperparameters_not_loaded,
     "schedulers not loaded": _schedulers_not_loaded,

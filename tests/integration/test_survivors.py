@@ -40,6 +40,8 @@ from tests.integration.test_memory_rarely_stored import RARELY, restored
 from tests.integration.test_moevement_kills import WINDOWS
 from tests.support import counted_return
 
+LAUNCHER_SECS = 120.0
+"""Until ranks that live on, and have not heard of it, are terminated."""
 POLICIES = {
     "dense every step": replace(DENSE, to_storage=RARELY),
     "dense rarely": replace(DENSE, policy=("dense", 100)),
@@ -86,7 +88,10 @@ def lose(
     alike: tuple[int, ...] = (),
 ) -> list[int]:
     """Exit codes of the ranks under DDP: one dies at its ``n``-th backward pass, and so do those ``alike``; or so many
-    seconds after training began, wherever it is, and others ``beside`` it; the rest hear of it."""
+    seconds after training began, wherever it is, and others ``beside`` it; the rest hear of it.
+
+    Not always: in some broadcasts of Gloo those that live on wait for each other. Whoever waits for long is terminated,
+    as torchrun does at once."""
     seen = len(events(run))
     crash_of = lambda rank: (how, n) if n is not None and rank in (victim, *alike) else None  # noqa: E731
     with started_ranks(run, crash_of) as started:
@@ -96,8 +101,12 @@ def lose(
             started[victim].join(secs)
             for rank in (victim, *beside):
                 started[rank].kill()
-        for process in started:
-            process.join(LIFE_SECS)
+        for secs, end in ((LAUNCHER_SECS, "terminate"), (LIFE_SECS, "kill")):
+            until = time.monotonic() + secs
+            for process in started:
+                process.join(max(0.0, until - time.monotonic()))
+            for process in started:
+                getattr(process, end)()
         return [process.exitcode for process in started]
 
 

@@ -85,9 +85,15 @@ class Started:
             self.exitcode = self._answer()["exit"]
 
     def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
         if self.is_alive():
             with contextlib.suppress(BrokenPipeError):  # it has just ended
-                send(self._connection, {"signal": signal.SIGKILL})
+                send(self._connection, {"signal": number})
 
     def close(self) -> None:
         self._connection.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import multiprocessing
@@ -25,6 +24,7 @@ from moe_ckpt.driver.termination import EXIT_CODE
 from moe_ckpt.memory.options import DEFAULT_ROOT
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage
+from tests.support.standstill import never_returns
 from tests.unit.engine_parts import Life
 
 CHILDREN = 20
@@ -75,13 +75,6 @@ def program_is_terminated() -> int:
     child = subprocess.Popen(["sleep", str(PATIENCE_SECS)])
     child.terminate()
     return child.wait(PATIENCE_SECS)
-
-
-def never_returns() -> None:
-    """As a collective without its peers: no handler of Python's runs, and the thread must see to the signal."""
-    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    for _ in range(2):
-        library.pthread_mutex_lock(mutex)
 
 
 def train(place: str) -> None:

@@ -71,6 +71,11 @@ class Surviving:
         return self._survivor.is_on
 
     @property
+    def is_over(self) -> bool:
+        """Whether sealing was tried already."""
+        return self._once.locked()
+
+    @property
     def is_whole(self) -> bool:
         """Whether the newest step can be sealed now."""
         return self.moment in _WHOLE

@@ -3,7 +3,9 @@
 Launchers send SIGTERM to ranks when another one has failed, and schedulers when time is up. Where nobody else handles
 it, the newest step is sealed before the process ends as it would have. The handler runs on the training thread, between
 two operations of Python. Where that waits in a collective for a peer that is gone, it never comes to the handler; a
-thread, woken by the signal itself, seals the step then, since nothing changes it.
+thread, woken by the signal itself, seals the step then, since nothing changes it. Under ``torchrun``, which kills 30 s
+after the signal, the thread does so as well where somebody else handles it (Lightning does), once the training thread
+has stood still for long.
 
 A forked child (a pool's worker) inherits the handler, and the socket by which the signal wakes the thread of its
 parent. So it forgets both before it can get a signal: what ends a child must not end training.
@@ -24,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_ckpt.memory.options import TORCHRUN_GRACE_SECS
+
 if TYPE_CHECKING:
     from moe_ckpt.driver.surviving import Surviving
 
@@ -31,6 +35,8 @@ _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None
 
 HANDLER_SECS = 1.0
 """So long the training thread has to come to the handler, and to the end of a step that it is in the middle of."""
+LAST_SECS = 2.0
+"""Before ``torchrun`` kills: sealing must have ended."""
 EXIT_CODE = 128 + signal.SIGTERM
 """Of a process whose training thread never came back."""
 
@@ -40,7 +46,9 @@ _forking = threading.local()
 
 
 class Termination:
-    """Handles both from ``watch`` to ``unwatch``, SIGTERM unless somebody else does. All on the main thread.
+    """Handles both from ``watch`` to ``unwatch``. All on the main thread.
+
+    SIGTERM stays with whoever handles it already.
 
     Args:
         surviving: Seals the newest step.
@@ -52,7 +60,7 @@ class Termination:
         self._came = threading.Event()
         self._handled = threading.Event()
         self._sockets: tuple[socket.socket, socket.socket] | None = None
-        self._wakes = False
+        self._wakes = self._is_beside = False
         self._stream: torch.cuda.Stream | None = None
         self._previous: _ExceptHook = sys.__excepthook__
         self._ours: _ExceptHook | None = None
@@ -63,7 +71,11 @@ class Termination:
         if is_main and self._ours is None:
             self._previous, self._ours = sys.excepthook, self._uncaught
             sys.excepthook = self._ours
-        if not is_main or self._sockets is not None or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        if not is_main or self._sockets is not None:
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+        self._is_beside = callable(handler)
+        if handler is not signal.SIG_DFL and not (self._is_beside and "TORCHELASTIC_RUN_ID" in os.environ):
             return
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         reader, writer = socket.socketpair()
@@ -74,7 +86,8 @@ class Termination:
             signal.set_wakeup_fd(before)
         self._sockets = reader, writer
         _watching.add(self)  # before the handler: no child may inherit that alone
-        signal.signal(signal.SIGTERM, self._handle)
+        if not self._is_beside:
+            signal.signal(signal.SIGTERM, self._handle)
         threading.Thread(target=self._wait, args=(reader,), name="moe_ckpt-sigterm", daemon=True).start()
 
     def unwatch(self) -> None:
@@ -136,6 +149,8 @@ class Termination:
 
     def _act(self) -> None:
         """The signal came: if the training thread does not see to it, it waits for what will not come."""
+        if self._is_beside and not self._stands_still():
+            return
         until = time.monotonic() + self._secs
         while not self._handled.wait(HANDLER_SECS):
             soon = self._surviving.ends_soon and not self._surviving.is_whole
@@ -144,6 +159,22 @@ class Termination:
             with torch.cuda.stream(self._stream):  # training's, which its updates are on; a thread has one of its own
                 self._surviving.survive("SIGTERM")
             os._exit(EXIT_CODE)
+
+    def _stands_still(self) -> bool:
+        """Waits until the training thread has been at one place for as long as ``torchrun`` gives beside sealing, or it
+        is about to kill; False as soon as the step is sealed, or training over."""
+        since = time.monotonic()
+        last = since + TORCHRUN_GRACE_SECS - LAST_SECS
+        patience, frame, place = max(HANDLER_SECS, last - since - self._secs), None, -1
+        while time.monotonic() < min(since + patience, last - HANDLER_SECS):
+            time.sleep(HANDLER_SECS / 4)
+            if self._sockets is None or self._surviving.is_over:
+                return False
+            # Known by its object, which nothing else becomes as long as it is held: a loop often comes by.
+            was, frame = frame, sys._current_frames().get(threading.main_thread().ident or 0)
+            if frame is not was or frame is None or frame.f_lasti != place:
+                since, place = time.monotonic(), -1 if frame is None else frame.f_lasti
+        return True
 
 
 def _before_fork() -> None:

@@ -14,6 +14,7 @@ import pytest
 from moe_ckpt.cli.main import main
 from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.memory.options import TORCHRUN_GRACE_SECS
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
@@ -101,7 +102,7 @@ def lose(
             started[victim].join(secs)
             for rank in (victim, *beside):
                 started[rank].kill()
-        for secs, end in ((LAUNCHER_SECS, "terminate"), (LIFE_SECS, "kill")):
+        for secs, end in ((LAUNCHER_SECS, "terminate"), (TORCHRUN_GRACE_SECS, "kill")):
             until = time.monotonic() + secs
             for process in started:
                 process.join(max(0.0, until - time.monotonic()))

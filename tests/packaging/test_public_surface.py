@@ -53,10 +53,9 @@ SURFACE = {
 
 ERRORS = (
     "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
-    "GradientGapError HostMemoryError MemoryFullError MissingPackageError MoECheckpointError NoCheckpointError "
-    "NoMoELayerError OptimizerChangedError OtherLayoutError PeerLostError RecoveryLoopError ReplayDivergedError "
-    "SaveFailedError "
-    "SparseWindowError StaleGenerationError StateRefusedError StoreError StoreForbiddenError StoreInUseError "
+    "GradientGapError HostMemoryError MemoryFullError MemoryGoneError MissingPackageError MoECheckpointError "
+    "NoCheckpointError NoMoELayerError OptimizerChangedError OtherLayoutError PeerLostError RecoveryLoopError "
+    "ReplayDivergedError SaveFailedError SparseWindowError StaleGenerationError StateRefusedError StoreError StoreForbiddenError StoreInUseError "
     "StoreUnreadableError StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
 )
 

@@ -54,8 +54,15 @@ def sealed(files: MemoryFiles) -> FoundSlot:
 def test_a_forked_child_keeps_no_slot_that_its_parent_deletes(files):
     """As a data loader's workers, which live as long as the training."""
     found, held = sealed(files), files.make(NBYTES)
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=time.sleep, args=(60,))
     child.start()
+    held.memory.fill_(7)
+    looking = fork.Process(target=lambda: sys.exit(int(held.memory.sum()) + int(held.memory.fill_(1).sum() == NBYTES)))
+    looking.start()
+    looking.join()
+    assert looking.exitcode == 1, "zeros, which may be written over"
+    assert int(held.memory.sum()) == 7 * NBYTES
     try:
         files.remove([found])
         held.remove()

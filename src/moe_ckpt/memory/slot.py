@@ -29,7 +29,7 @@ _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 class Slot:
     """Bytes of a file, mapped, until ``remove``; the last user of ``memory`` unmaps them.
 
-    Not safe for use from several threads at once, nor in a forked child, which has none of its memory.
+    Not safe for use from several threads at once, nor in a forked child, which finds zeros there.
 
     Attributes:
         path: Of its files, without a suffix.

@@ -55,8 +55,9 @@ ERRORS = (
     "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
     "GradientGapError HostMemoryError MemoryFullError MemoryGoneError MissingPackageError MoECheckpointError "
     "NoCheckpointError NoMoELayerError OptimizerChangedError OtherLayoutError PeerLostError RecoveryLoopError "
-    "ReplayDivergedError SaveFailedError SparseWindowError StaleGenerationError StateRefusedError StoreError StoreForbiddenError StoreInUseError "
-    "StoreUnreadableError StoreUnwritableError TornSnapshotError UnencodableStateError UnsupportedError UserError"
+    "ReplayDivergedError SaveFailedError SparseWindowError StaleGenerationError StateRefusedError StoreError "
+    "StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError TornSnapshotError "
+    "UnencodableStateError UnsupportedError UserError"
 )
 
 OPTIONS = (

@@ -20,7 +20,7 @@ from moe_ckpt.gradients.coupling import Coupling, register
 from moe_ckpt.gradients.units import Unit, UnitBlock
 from moe_ckpt.gradients.updates import GradientConsumer
 from moe_ckpt.megatron.blocks import Placed, place
-from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory, unwrapped
+from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
 from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
 
 _ELEMENTWISE = ("FusedAdam", "FusedSGD")
@@ -66,7 +66,7 @@ def capture_gradients(
             )
         if type(leaf.optimizer).__name__ in _ELEMENTWISE:
             register(type(leaf.optimizer), Coupling.ELEMENTS)
-    if any(_has_unread(unwrapped(chunk)) for chunk in chunks):  # which only the last stage holds
+    if any(has_unread(unwrapped(chunk)) for chunk in chunks):
         raise UnsupportedError(
             "with tied embeddings and multi-token prediction over several pipeline stages Megatron-Core updates an "
             "output layer that nothing reads, and whose gradients a log has no place for. Give the model an output "
@@ -75,13 +75,6 @@ def capture_gradients(
     capture = GradientCapture(inner_optimizers(optimizer), _Describe(inventory, optimizer), consumer, rounded)
     capture.release_before(chunks, "zero_grad_buffer")
     return capture
-
-
-def _has_unread(model: Any) -> bool:
-    """Whether some rank has ``ModelInventory.unread``; alike on all."""
-    config, is_tied = getattr(model, "config", None), getattr(model, "share_embeddings_and_output_weights", False)
-    predicts = getattr(config, "mtp_num_layers", None)
-    return bool(is_tied and predicts and getattr(config, "pipeline_model_parallel_size", 1) > 1)
 
 
 def weights_from_masters(optimizer: Any, chunks: Sequence[Any]) -> None:

@@ -114,11 +114,20 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def has_unread(model: Any) -> bool:
+    """Whether the last pipeline stage has an output layer that nothing reads; alike on all ranks.
+
+    With tied embeddings and multi-token prediction that stage holds the embedding, and Megatron takes it in place of
+    the output layer. In a layout of one stage it makes none.
+    """
+    config, is_tied = getattr(model, "config", None), getattr(model, "share_embeddings_and_output_weights", False)
+    predicts = getattr(config, "mtp_num_layers", None)
+    return bool(is_tied and predicts and getattr(config, "pipeline_model_parallel_size", 1) > 1)
+
+
 def _unread(model: Any) -> set[nn.Parameter]:
-    """Returns the output layer's weight where Megatron makes one, and takes the embedding in its place: with tied
-    embeddings and multi-token prediction, on a later pipeline stage. In other layouts there is none."""
-    is_tied = getattr(model, "share_embeddings_and_output_weights", False)
-    if is_tied and getattr(model, "mtp_process", False) and not model.pre_process and model.post_process:
+    """Returns the output layer's weight where this is such a stage (``has_unread``)."""
+    if has_unread(model) and model.mtp_process and model.post_process and not model.pre_process:
         weight = model.output_layer.weight
         return set() if weight is None else {weight}
     return set()

@@ -139,7 +139,7 @@ class MemoryFiles:
         except ConfigError as error:
             raise OSError(str(error)) from error
         gone.release()
-        for generation in self._noted:
+        for generation in tuple(self._noted):
             self.note_generation(generation)
 
     def note_generation(self, generation: int) -> None:

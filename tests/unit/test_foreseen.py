@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ def keeper(tmp_path):
     files = MemoryFiles(str(tmp_path), "a-run", 1, "a-life", 0, "a-store")
     keeper = StateKeeper(files, 2)
     yield keeper
-    keeper.close()
+    keeper.close(10.0)
 
 
 def sealed(keeper: StateKeeper) -> dict[tuple[int, str], Any]:
@@ -184,6 +185,14 @@ def test_two_steps_and_what_comes_before_an_update_are_kept(keeper):
     body = unseal(header.state, "")["state"]
     assert body["state"]["step"] == 4, "the update moves it"
     assert body["changed"] == ["step"]
+
+
+def test_the_end_of_training_does_not_wait_for_a_device_that_gives_nothing(keeper, caplog):
+    gone = threading.Event()
+    keeper.keep(1, 0, of_step(1, 1), Deferred(lambda: (gone.wait(60), StepTokens(np.array([[3, 4]])))[1]))
+    keeper.close(0.1)
+    assert "still not in memory" in caplog.text
+    gone.set()
 
 
 def test_the_lesson_is_what_the_update_changed(keeper):

@@ -400,7 +400,7 @@ class CheckpointSession:
         Raises:
             SaveFailedError: The last checkpoint could not be committed, or not in time.
         """
-        self.survivor.close()
+        self.survivor.close(self._run.settings.timeout_secs)
         self._booking.receive(self._resources.pipeline)
         if save_last:
             self.save_complete(step, capture)
@@ -426,6 +426,6 @@ class CheckpointSession:
         Unless ``finish`` came before, training failed: the recovery buffer stays in this process's memory for
         the next session on the same store (see ``engine.host_tier``).
         """
-        self.survivor.close()
+        self.survivor.close(self._run.settings.timeout_secs if timeout_secs is None else timeout_secs)
         self._booking.give_up()
         self._resources.close(timeout_secs, keep=True)

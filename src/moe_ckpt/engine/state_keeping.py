@@ -128,10 +128,16 @@ class StateKeeper:
         self._steps.put(asked)
         return asked.answer.result(secs)
 
-    def close(self) -> None:
-        """Waits for what is under way. What is sealed stays. Twice does no harm."""
+    def close(self, timeout_secs: float) -> None:
+        """Waits for what is under way. What is sealed stays. Twice does no harm.
+
+        Args:
+            timeout_secs: The longest that it may take: a device whose peers died gives nothing any more.
+        """
         self._steps.put(None)
-        self._thread.join()
+        self._thread.join(timeout_secs)
+        if self._thread.is_alive():
+            log.warning("the plain state of the newest step is still not in memory; nobody waits for it any longer")
 
     # --- on the thread ---
 

@@ -283,10 +283,10 @@ class Survivor:
         live = self._snapshots.live
         return self._run.comm.world_size > 1 and live.placement.experts_whole and live.is_held_alike
 
-    def close(self) -> None:
-        """What is sealed stays. Twice does no harm."""
+    def close(self, timeout_secs: float) -> None:
+        """See ``StateKeeper.close``."""
         if self._states is not None:
-            self._states.close()
+            self._states.close(timeout_secs)
 
     def seal(self, secs: float) -> Survived | None:
         """Seals everything that this rank writes of the newest step. Nothing may change parameters meanwhile.

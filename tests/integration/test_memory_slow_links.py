@@ -27,7 +27,8 @@ from tests.integration.lives import (
     started_ranks,
 )
 from tests.integration.test_memory_kills import in_memory, left
-from tests.integration.test_memory_layouts import LAYOUTS, lose, under_way
+from tests.integration.test_memory_layouts import CASES, LAYOUTS, lose, under_way
+from tests.integration.test_memory_pauses import WINDOWS, comes_back, kill_all, reached, run_of, steps_at
 from tests.integration.test_memory_rarely_stored import RARELY, restored
 from tests.support.networks import Network, network_or_skip
 from tests.support.waiting import retry_until
@@ -38,6 +39,8 @@ SLOW_NODE = 1
 WELL_STEPS, COPY_STEPS, LATE, COPIES = 12, 30, 8, 2
 """Steps before the link gets slow, and in the time that a copy takes then; with so many it is late; such copies."""
 MOST_SECS = 5.0
+LINK_MBIT_PER_SEC, BEHIND = 1.0, 6
+"""Of policies other than Dense, and the steps that a copy is behind then."""
 LINES = 3
 """Steps between the last of these and the end. Before one of them, at least, the step before is sealed."""
 
@@ -109,3 +112,28 @@ def test_a_slow_link_costs_the_steps_that_are_told_and_no_bit(lost, name, place)
     assert_same_run(run, unwritten)
     assert_store_sound(run, ended=True)
     assert left(run) == []
+
+
+def behind(run: Run) -> int:
+    """Steps that the slow node has yet to get of rank 0."""
+    return max(steps_at(run, 0, 0), default=0) - max(steps_at(run, SLOW_NODE, 0), default=0)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LAYOUTS])
+@pytest.mark.parametrize("lost", [0, 1], ids=["the other one lost", "the slow one lost"])
+def test_under_every_exact_policy_a_slow_link_costs_no_bit(lost, name, place):  # noqa: F811
+    """As above. A policy makes fewer checkpoints where copies are late, or smaller ones."""
+    run = replace(run_of(CASES[name], place, timeout_secs=120.0), samples=2400, epochs=1)
+    with network_or_skip(2, slow=True) as network:
+        with started_ranks(replace(run, networks=tuple(network.nodes))) as processes:
+            assert retry_until(lambda: reached(run) >= WELL_STEPS, LIFE_SECS), output(run)
+            network.slow(SLOW_NODE, LINK_MBIT_PER_SEC)
+            assert retry_until(lambda: behind(run) >= BEHIND, LIFE_SECS), (behind(run), reached(run), output(run))
+            kill_all(run, processes)
+        newest = reached(run)
+    assert "gets no more copies" not in output(run), "slow is not dead"
+    step = comes_back(run, lost)
+    if lost == SLOW_NODE:
+        assert newest - WINDOWS <= step
+    else:
+        assert WELL_STEPS - WINDOWS <= step < newest, "its newest copies had yet to arrive"

@@ -83,3 +83,42 @@ def test_transformer_engines_experts_are_those_of_sequential_mlp(ranks: int, set
             for matrix in (1, 2)
         }
         assert set(found) == expected
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter beside it, named and divided over ranks as Megatron Bridge's LoRA is."""
+
+    def __init__(self, linear: Any, ranks: int) -> None:
+        super().__init__()
+        rows, columns = linear.weight.shape
+        self.to_wrap, self.adapter = linear, nn.Module()
+        for name, shape in {"linear_in": (8 // ranks, columns), "linear_out": (rows, 8)}.items():
+            part = nn.Module()
+            part.weight = nn.Parameter(linear.weight.new_zeros(shape))
+            part.weight.tensor_model_parallel, part.weight.partition_dim, part.weight.partition_stride = True, 0, 1
+            self.adapter.add_module(name, part)
+
+
+def segments_with_adapters(rank: int, world_size: int, setup: Setup) -> dict[str, int]:
+    """Of the shared experts' first matrices: in how many pieces a rank's rows lie in the whole."""
+    from moe_ckpt.megatron.inventory import take_inventory
+    from tests.support import megatron_gpt
+
+    built = megatron_gpt.build(setup, 1)
+    chunk: Any = built.chunks[0]
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    for layer in chunk.decoder.layers:
+        shared = layer.mlp.shared_experts
+        shared.linear_fc1 = Adapted(shared.linear_fc1, world_size)
+    found = {part.name: part for live in take_inventory(built.chunks).parameters for part in live.parts}
+    return {
+        name.partition("linear_fc1.")[2]: len(part.axes[0].segments)
+        for name, part in found.items()
+        if "layers.0.mlp.shared_experts.linear_fc1" in name
+    }
+
+
+def test_halves_of_a_gated_unit_lie_apart_in_the_whole_beside_adapters_too():
+    found = run_ranks(segments_with_adapters, 2, Setup(tp=2, etp=2, layers=1, glu=True, shared_experts=True), preload=WARM)
+    assert found == [{"to_wrap.weight": 2, "adapter.linear_in.weight": 1, "adapter.linear_out.weight": 2}] * 2

@@ -258,7 +258,7 @@ class _Chunk:
         """Returns (global shape, 0, axes) of a parameter that is no expert's."""
         dim = self._split_dim(name, parameter)
         sharding = Sharding(0, 1) if dim is None else self._dense
-        gated = self._is_gated(name)
+        gated = dim is not None and self._is_gated(name, parameter.shape[dim])
         if sharding.size > 1 and int(getattr(parameter, "partition_stride", 1)) != 1 and not gated:
             raise UnsupportedError(
                 f"{name} is split over tensor-parallel ranks with stride above 1, so it is not known which rows of the "
@@ -289,12 +289,19 @@ class _Chunk:
             )
         return dim if dim >= 0 else None
 
-    def _is_gated(self, name: str) -> bool:
-        """Returns whether it is the first matrix of a gated unit, whose halves (gate, up) are each split over ranks."""
-        module, _, _ = name.rpartition(".")
-        mlp, _, linear = module.rpartition(".")
-        unit: Any = self._modules[mlp]
-        return linear == "linear_fc1" and bool(unit.config.gated_linear_unit)
+    def _is_gated(self, name: str, rows: int) -> bool:
+        """Returns whether it has the rows of the first matrix of a gated unit, whose halves (gate, up) are each split
+        over ranks. An adapter beside that matrix (PEFT) has them too, or others: those between its own two matrices.
+
+        Args:
+            name: Of the parameter.
+            rows: Of this rank.
+        """
+        unit, found, _ = name.rpartition(".linear_fc1.")
+        config = getattr(self._modules[unit], "config", None) if found else None
+        if not getattr(config, "gated_linear_unit", False):
+            return False
+        return rows == max(len(each) for each in self._modules[f"{unit}.linear_fc1"].parameters() if each.dim())
 
     # --- experts ---
 

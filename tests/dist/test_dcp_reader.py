@@ -98,6 +98,17 @@ def load_and_report(path: str) -> str:
     return "loaded"
 
 
+def load_steps_of_their_own(rank, world_size, root):
+    return load_and_report(f"{root}/step_0000000{2 + rank}"), load_and_report(root)
+
+
+def test_ranks_that_opened_different_steps_load_neither(runs):
+    said = run_ranks(load_steps_of_their_own, 2, str(runs[0].root))
+    for apart, together in said:
+        assert "rank 0 opened step_00000002, and rank 1 step_00000003" in apart
+        assert together == "loaded"
+
+
 def everything(rank, world_size, whole_stores, damaged):
     loaded = {
         path: (load_dtensors(path, 0), load_dtensors(path, -1), *load_model_and_optimizer(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,6 +230,16 @@ def test_what_is_there_already_is_not_made_twice(place, capsys):  # noqa: F811
     assert densify(run) == 0
     assert densify(run) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_whoever_may_read_the_runs_files_may_read_what_is_made(place):  # noqa: F811
+    """And no other job takes the lock of a command that makes it for its own."""
+    run = killed(replace(logged(LOG, place), callback={"access": "group"}))
+    written = {path.name for path in Path(run.store).glob("step_*")}
+    assert densify(run) == 0
+    [made] = [path for path in Path(run.store).glob("step_*") if path.name not in written]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made.iterdir()} == {0o640}
+    assert stat.S_IMODE(made.stat().st_mode) & 0o777 == 0o750
 
 
 def test_a_full_store_is_left_as_it_was(place, capsys, monkeypatch):  # noqa: F811

@@ -87,9 +87,10 @@ def lose(
     how: str = "forward",
     beside: tuple[int, ...] = (),
     alike: tuple[int, ...] = (),
+    lines: int = 1,
 ) -> list[int]:
     """Exit codes of the ranks under DDP: one dies at its ``n``-th backward pass, and so do those ``alike``; or so many
-    seconds after training began, wherever it is, and others ``beside`` it; the rest hear of it.
+    seconds after so many events of this life, wherever it is, and others ``beside`` it; the rest hear of it.
 
     Not always: in some broadcasts of Gloo those that live on wait for each other. Whoever waits for long is terminated,
     as torchrun does at once."""
@@ -97,7 +98,7 @@ def lose(
     crash_of = lambda rank: (how, n) if n is not None and rank in (victim, *alike) else None  # noqa: E731
     with started_ranks(run, crash_of) as started:
         if n is None:
-            while started[victim].is_alive() and len(events(run)) == seen:
+            while started[victim].is_alive() and len(events(run)) < seen + lines:
                 time.sleep(0.002)
             started[victim].join(secs)
             for rank in (victim, *beside):

@@ -183,6 +183,14 @@ def models(rank: int, world_size: int, root: str) -> dict[str, Said]:
         config = inner.config
         with changed(config, "fp8", "hybrid"), changed(config, "fp8_recipe", recipe):
             found[f"fp8 {name}"] = said(lambda name=name: attach(built, f"{root}/{name}").close())
+    for name, recipe in (("attention", "tensorwise"), ("attention mxfp8", "mxfp8"), ("custom", "custom")):
+        config = inner.config
+        with (
+            changed(config, "fp8", "hybrid"),
+            changed(config, "fp8_recipe", recipe),
+            changed(config, "fp8_dot_product_attention", name.startswith("attention")),
+        ):
+            found[f"fp8 {name}"] = said(lambda name=name: attach(built, f"{root}/{name}").close())
     inner.histories = Histories()
     found["extra state"] = said(lambda: attach(built, root))
     del inner.histories

@@ -83,6 +83,9 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
         "fp8 delayed": ("UnsupportedError", "fp8='hybrid'", "fp8_recipe='delayed'", "'tensorwise'"),
         "fp8 enum": ("UnsupportedError", "fp8_recipe='delayed'"),
         "fp8 tensorwise": ("",),
+        "fp8 attention": ("UnsupportedError", "fp8_dot_product_attention with fp8_recipe='tensorwise'", "Turn it off"),
+        "fp8 attention mxfp8": ("",),
+        "fp8 custom": ("UnsupportedError", "fp8_recipe='custom' may scale", "'mxfp8'"),
         "transposed": ("UnsupportedError", "parameter odd is not contiguous", ".contiguous()"),
         "without elements": ("UnsupportedError", "parameter odd has no elements"),
         "parameter of complex128": ("UnsupportedError", "parameter odd: tensors of torch.complex128", "one of these"),
@@ -92,7 +95,7 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
     found = only(bad_input.models, tmp_path)
     assert_refused(found, expected)
     assert (found["hooks"][0], found["threads"][0]) == ("0", ""), "what is refused leaves nothing behind"
-    assert [path.name for path in tmp_path.iterdir()] == ["tensorwise"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attention mxfp8", "tensorwise"]
 
 
 def test_settings_and_calls_that_contradict(tmp_path: Path):

@@ -120,5 +120,7 @@ def segments_with_adapters(rank: int, world_size: int, setup: Setup) -> dict[str
 
 
 def test_halves_of_a_gated_unit_lie_apart_in_the_whole_beside_adapters_too():
-    found = run_ranks(segments_with_adapters, 2, Setup(tp=2, etp=2, layers=1, glu=True, shared_experts=True), preload=WARM)
+    found = run_ranks(
+        segments_with_adapters, 2, Setup(tp=2, etp=2, layers=1, glu=True, shared_experts=True), preload=WARM
+    )
     assert found == [{"to_wrap.weight": 2, "adapter.linear_in.weight": 1, "adapter.linear_out.weight": 2}] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import random
@@ -9,6 +10,7 @@ import sys
 import types
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ import torch
 from moe_ckpt.megatron import optimizers
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
+from tests.support.megatron_lm import MODEL, Journal, Life, require_megatron_lm
+from tests.support.megatron_lm import WARM as LM_WARM
 from tests.support.megatron_move import whole_tensors
 from tests.support.megatron_run import digest
 from tests.support.processes import run_ranks
@@ -310,3 +314,57 @@ def test_what_is_refused(tmp_path):
         strict=True,
     ):
         assert part in text
+
+
+def training(rank: int, world_size: int, life: Any, export: str) -> None:
+    """Megatron-LM's script, which at its end writes its state. export: the directory; empty to write none."""
+    from megatron.training import get_args
+    from megatron.training import training as script
+
+    from moe_ckpt import megatron
+    from tests.support import megatron_lm
+
+    train = script.train
+
+    @functools.wraps(train)
+    def exporting(step: Any, chunks: Any, optimizer: Any, scheduler: Any, *more: Any, **options: Any) -> Any:
+        ended = train(step, chunks, optimizer, scheduler, *more, **options)
+        samples = get_args().consumed_train_samples
+        megatron.export_torch_dist(export, chunks, optimizer, scheduler, iteration=ended[0], consumed_samples=samples)
+        return ended
+
+    if export:
+        script.train = exporting
+    megatron_lm.live(rank, world_size, life)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    ["", "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--rampup-batch-size 2 2 8"],
+    ids=["dp", "ep", "pp", "samples"],
+)
+def test_megatrons_script_goes_on_from_what_it_exported(layout, tmp_path):
+    """By its own --load, bit for bit as from what it saves itself."""
+    require_megatron_lm()
+    by_samples = layout.startswith("--rampup")
+    script = f"{MODEL} {layout} --ckpt-format torch_dist --override-opt_param-scheduler --lr-decay-style linear "
+    script += "--lr-decay-samples 60" if by_samples else "--lr-decay-iters 20"
+    long, short = "--train-samples 22", "--train-samples 12"
+    if not by_samples:
+        long, short = "--train-iters 5", "--train-iters 3"
+    saved, exported = tmp_path / "saved", tmp_path / "exported"
+    exported.mkdir()
+
+    def lives(name: str, arguments: str, export: str = "") -> list[dict[str, Any]]:
+        life = Life(f"{script} {arguments}", str(tmp_path / name), None, None)
+        run_ranks(training, 2, life, export, timeout=200.0, preload=LM_WARM)
+        return [line for line in Journal(f"{life.journal}.1").lives()[-1] if "step" in line]
+
+    iteration = len(lives("first", f"{short} --save {saved} --save-interval 1000", str(exported / "made")))
+    (exported / "made").rename(exported / f"iter_{iteration:07d}")
+    (exported / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    own, ours = (lives(path.name + "_on", f"{long} --load {path}") for path in (saved, exported))
+    assert own
+    assert [line["step"] for line in own] == [iteration + 1 + at for at in range(len(own))]
+    assert ours == own

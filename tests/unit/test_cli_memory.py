@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from moe_ckpt.cli.main import main
 from moe_ckpt.engine import host_tier
-from moe_ckpt.memory.directory import holder_of
+from moe_ckpt.memory.directory import RankDirectory, holder_of
+from moe_ckpt.memory.slot import STARTS_SUFFIX
 from tests.unit.test_engine_memory import files, life, slots, train_and_fail, where  # noqa: F401 - a fixture
 from tests.unit.test_engine_memory_only import make_nodes, replicated
 
@@ -54,10 +56,27 @@ def test_what_a_process_uses_is_shown_and_left_alone(where, capsys):  # noqa: F8
         found = told(capsys, "--directory", str(where[1]))
         assert found["ranks"][0]["pid"] > 0
         before = files(where[1])
-        assert main(["memory", "clear", "--directory", str(where[1])]) == 0
+        assert main(["memory", "clear", "--directory", str(where[1])]) == 2, "what was asked for is not done"
         assert "a running process holds it, so nothing was changed" in capsys.readouterr().out
         assert files(where[1]) == before
         only.go(1, settle=True)
+
+
+def test_of_a_run_that_a_process_uses_no_start_is_forgotten(where, capsys):  # noqa: F811
+    """Not on the ranks either that have no process any more."""
+    train_and_fail(where)
+    slot = slots(where[1])[0]
+    starts = slot.with_suffix(STARTS_SUFFIX)
+    starts.write_bytes(b".")
+    other = slot.parent.with_name("rank_00001")
+    shutil.copytree(slot.parent, other)
+    held = RankDirectory.take(other)
+    assert main(["memory", "retry", "--directory", str(where[1])]) == 2
+    assert "so nothing was changed" in capsys.readouterr().out
+    assert starts.exists()
+    held.release()
+    assert main(["memory", "retry", "--directory", str(where[1])]) == 0
+    assert not starts.exists()
 
 
 def test_damage_is_found_and_named(where, capsys):  # noqa: F811

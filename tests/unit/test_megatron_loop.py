@@ -112,6 +112,21 @@ def test_a_longer_schedule_is_refused_with_what_to_give():
     assert "move the step directory away" not in str(refused.value)
 
 
+def test_a_schedule_that_was_loaded_before_stands_where_the_checkpoint_says():
+    """Megatron-LM's --load loads it first, and Megatron's class adds what it is given."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler as Megatrons
+
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    ends = {"init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.0, "start_wd": 0.0, "end_wd": 1.0}
+    steps = {"lr_warmup_steps": 0, "lr_decay_steps": 100, "wd_incr_steps": 100}
+    schedule = Megatrons(optimizer, **ends, **steps, lr_decay_style="linear", wd_incr_style="linear")
+    schedule.step(16)
+    stored = schedule.state_dict()
+    schedule.step(4)
+    restore_stateful({"scheduler": schedule}, {"scheduler": stored}, "state.json")
+    assert (schedule.num_steps, optimizer.param_groups[0]["lr"]) == (16, 0.84)
+
+
 def test_another_layout_is_warned_of_once_and_by_its_degrees(caplog):
     for rank in range(2):
         say_inexact(other_layout({"expert": 2, "data": 4}, {"expert": 4, "data": 4}), rank)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from moe_ckpt.errors import DamagedError, StoreUnwritableError
+from moe_ckpt.errors import ConfigError, DamagedError, StoreUnwritableError
 from moe_ckpt.storage import LocalStorage, RemoteStorage, Storage, StoreLock, open_storage
 from moe_ckpt.storage.local import make_directories
 
@@ -497,6 +497,11 @@ def test_open_storage_tells_local_from_remote(tmp_path):
     assert isinstance(open_storage(tmp_path), LocalStorage)
     assert isinstance(open_storage(str(tmp_path)), LocalStorage)
     assert open_storage(f"file://{tmp_path}/x").root == f"{os.path.realpath(tmp_path)}/x"
+    assert open_storage((tmp_path / "my run").as_uri()).root == f"{os.path.realpath(tmp_path)}/my run"
+    assert open_storage(f"file://localhost{tmp_path}/x").root == f"{os.path.realpath(tmp_path)}/x"
+    for url in ("file://data/x", "file://x"):
+        with pytest.raises(ConfigError, match="names a host"):
+            open_storage(url)
     assert isinstance(open_storage("memory://bucket/x"), RemoteStorage)
     phases = []
     open_storage(tmp_path, phases.append).write("d/f", [b"x"])

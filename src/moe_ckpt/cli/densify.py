@@ -66,14 +66,19 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.cli.options import require_memory
     from moe_ckpt.cli.output import progress_bar
     from moe_ckpt.errors import ConfigError
+    from moe_ckpt.format.manifest import STORE_NAME
     from moe_ckpt.gradients.densify import densify, steps_in_memory
     from moe_ckpt.recovery.reader import StoreReader, locate, require_store
+    from moe_ckpt.storage import LocalStorage
+    from moe_ckpt.storage.access import access_of
 
     _require_device(args.device)
     storage, directory = locate(args.store)
     if directory is not None:
         raise ConfigError(f"{args.store} is a step directory: give its store, and --step")
     require_store(StoreReader(storage), args.store)
+    if isinstance(storage, LocalStorage):  # whoever may read the run's files may read what is added to them
+        storage = LocalStorage(storage.root, access=access_of(f"{storage.root}/{STORE_NAME}"))
     roots = args.memory or ["/dev/shm"]
     for root in roots:
         require_memory("--memory", root)

@@ -138,11 +138,11 @@ def _changed(args: argparse.Namespace, found: Sequence[RankFacts]) -> int:
     if args.json:
         outcome = {"freed": done} if clears else {"retry": list(done)}
         print(json.dumps({"directory": args.directory, **outcome, "kept": kept}, indent=2))
-        return 0
+        return 2 if kept else 0
     for run_id, nbytes in done.items():
         print(f"run {run_id}: " + (f"{human_bytes(nbytes)} freed" if clears else "its next start resumes from memory"))
     for run_id in kept:
         print(f"run {run_id}: a running process holds it, so nothing was changed")
     if not found:
         print(_nothing(args, found))
-    return 0
+    return 2 if kept else 0

@@ -3,6 +3,7 @@ ended."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -81,7 +82,8 @@ def densify(
         StoreUnwritableError: The store is full, or cannot be written.
         CoverageError, UnsupportedError, ReplayDivergedError: As ``Densifier.share``.
     """
-    lock = StoreLock(storage, "moe-ckpt densify")
+    # A name of its own: who has the same name takes over a lease at once.
+    lock = StoreLock(storage, f"moe-ckpt densify {secrets.token_hex(4)}")
     with lock, MemoryOutside(StoreReader(storage), roots) as memory:
         lock.renew_meanwhile()
         made: list[Densifier] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,7 +84,8 @@ class MoEStorageReader(StorageReader):
     later, in ``read_metadata``, by one of its own. Errors are this package's; DCP wraps those of ``read_data`` in its
     ``CheckpointException``.
 
-    Blocks are copied as soon as they are verified, so after an error the loaded state is undefined.
+    Blocks are copied as soon as they are verified, so after an error the loaded state is undefined. Ranks that opened
+    different steps, of a store whose run commits meanwhile, raise before anything is read.
 
     Args:
         path: Directory or URL; may be given as ``checkpoint_id`` of ``dcp.load`` instead.
@@ -157,9 +158,22 @@ class MoEStorageReader(StorageReader):
             self.read_metadata()  # the metadata came from another rank or from the caller
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        manifest = self._open().manifest
+        return replace(plan, storage_data=(manifest.run_id, manifest.directory))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On one rank, which is given all plans.
+
+        Raises:
+            UserError: Ranks opened different steps.
+        """
+        for rank, plan in enumerate(plans):
+            if plan.storage_data != plans[0].storage_data:
+                steps = [str(each.storage_data[1]) for each in (plans[0], plan)]
+                raise UserError(
+                    f"MoEStorageReader({str(self._path)!r}): rank 0 opened {steps[0]}, and rank {rank} {steps[1]}, "
+                    "because the run committed a checkpoint meanwhile. Give all ranks the path of one step directory"
+                )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:

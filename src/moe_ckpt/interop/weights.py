@@ -132,11 +132,16 @@ def open_source(path: str, directory: str | None) -> Source:
     if directory is not None:
         reader = StoreReader(locate(path)[0])
         return StoreSource(reader, reader.manifest(directory))
-    if path.endswith(SUFFIX):
+    if _is_one_file(path):
         parent, _, name = _absolute(path).rpartition("/")
         return FileSource(open_storage(parent or "/"), [name], path)
     storage = open_storage(_absolute(path))
     return FileSource(storage, model_files(storage), path)
+
+
+def _is_one_file(path: str) -> bool:
+    """Whether it is a safetensors file, and no directory of that name."""
+    return path.endswith(SUFFIX) and not open_storage(_absolute(path)).list()
 
 
 def _absolute(path: str) -> str:
@@ -159,7 +164,7 @@ def choose(path: str) -> tuple[str | None, str]:
             raise NoCheckpointError(f"weights_from={path}: no committed step is there")
         require_dense(reader.manifest(step))
         return step, ""
-    if path.endswith(SUFFIX):
+    if _is_one_file(path):
         return None, ""
     if not reader.directories():
         if storage.exists("store.json"):

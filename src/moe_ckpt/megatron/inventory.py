@@ -7,6 +7,7 @@ of their own (``decoder.layers.3.mlp.experts.5.linear_fc1.weight``), so that ``S
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,13 +140,8 @@ def _require_known_state(model: nn.Module) -> None:
     Transformer Engine's modules have such state: the history of fp8 scaling, which only delayed scaling uses.
     """
     config: Any = getattr(model, "config", None)
-    recipe = getattr(config, "fp8_recipe", None)
-    if getattr(config, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":
-        raise UnsupportedError(
-            f"fp8={config.fp8!r} with fp8_recipe='delayed' scales by a history of maxima that Transformer Engine keeps "
-            "internally and that is not saved, so a resumed run would scale differently. Set fp8_recipe to "
-            "'tensorwise', 'blockwise' or 'mxfp8', which scale by the current values."
-        )
+    if getattr(config, "fp8", None):
+        _require_current_scaling(config)
     for name, module in model.named_modules():
         kind = type(module)
         if kind.get_extra_state is nn.Module.get_extra_state or _is_of_transformer_engine(kind):
@@ -155,6 +151,27 @@ def _require_known_state(model: nn.Module) -> None:
                 f"{name} ({kind.__module__}.{kind.__qualname__}) has an extra state (get_extra_state), which is not "
                 "saved. Keep it in a buffer, or give it to megatron.attach(stateful={...}) and let get_extra_state "
                 "return None."
+            )
+
+
+def _require_current_scaling(config: Any) -> None:
+    """Raises ``UnsupportedError`` unless fp8 scales by current values alone."""
+    recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
+    kept = "a history of maxima that Transformer Engine keeps internally and that is not saved, so a resumed run would"
+    if recipe in ("delayed", "custom"):
+        how = "scales" if recipe == "delayed" else "may scale"
+        raise UnsupportedError(
+            f"fp8={config.fp8!r} with fp8_recipe={recipe!r} {how} by {kept} scale differently. Set fp8_recipe to "
+            "'tensorwise', 'blockwise' or 'mxfp8', which scale by the current values."
+        )
+    # Of attention's matrices Transformer Engine scales some with a delay whatever the recipe, unless that is mxfp8.
+    attention = ("fp8_dot_product_attention", "fp8_multi_head_attention")
+    for name in (each for each in attention if getattr(config, each, False)):
+        switched = "NVTE_DPA_FP8_RECIPE" in os.environ
+        if recipe != "mxfp8" or switched:
+            raise UnsupportedError(
+                f"{name} with fp8_recipe={recipe!r}{' and NVTE_DPA_FP8_RECIPE' if switched else ''} scales attention "
+                f"by {kept} scale differently. Turn it off{', or unset that variable' if switched else ''}."
             )
 
 

@@ -29,6 +29,11 @@ from moe_ckpt.recovery.replay import Replay
 FACTS = "replay"
 """Where the plain state has what a replay uses again."""
 _OVERFLOWS = "_unscale_main_grads_and_check_for_nan"
+_NEEDING_GRADIENTS = (
+    *("fp8", "fp4", "delay_wgrad_compute", "defer_embedding_wgrad_compute", "cpu_offloading"),
+    *("enable_cuda_graph", "external_cuda_graph"),
+)
+"""Options of Megatron's under which no gradient is left out."""
 _BEHIND_THE_INPUT = re.compile(r"(.*\blayers\.\d+\.|output_layer\.|decoder\.final_)")
 
 
@@ -210,14 +215,12 @@ class Spares:
 def may_spare(chunks: Sequence[nn.Module], optimizer: Any) -> bool:
     """Returns whether gradients can be left out exactly, and only the optimizers read them.
 
-    fp8 keeps casts of weights by what they are needed for, captured graphs stay as they were captured, and deferred
-    gradients are not made where hooks could leave them out.
+    fp8 keeps casts of weights by what they are needed for, captured graphs stay as they were captured, deferred
+    gradients are not made where hooks could leave them out, and an output layer that defers its own needs one to run.
     """
     configs: list[Any] = [getattr(chunk, "config", None) for chunk in chunks]
     for config in configs:
-        if any(getattr(config, name, None) for name in ("fp8", "fp4", "delay_wgrad_compute", "cpu_offloading")):
-            return False
-        if any(getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")):
+        if any(getattr(config, name, None) for name in _NEEDING_GRADIENTS):
             return False
         if getattr(config, "cuda_graph_impl", "none") != "none":
             return False

@@ -3,19 +3,22 @@
 For exchange with Megatron's training script, converters and inference. A failed run is resumed by
 ``MegatronCheckpoint.resume``, from files that hold no code.
 
-The content is that of ``megatron.training`` without its command line (``args``): ``model`` (``model0``, ... for
-chunks), ``optimizer``, ``opt_param_scheduler``, ``rng_state``, ``iteration``, ``checkpoint_version``, and
-``consumed_train_samples``, which Megatron keeps in ``args``. Added are the random numbers of each rank, for a job of as
-many ranks; Megatron saves those of one data-parallel rank.
+The content is that of ``megatron.training``: ``model`` (``model0``, ... for chunks), ``optimizer``,
+``opt_param_scheduler``, ``rng_state``, ``iteration``, ``checkpoint_version``, and in a job of its training script
+``args``. Added are ``consumed_train_samples``, which Megatron keeps in ``args``, and the random numbers of each rank,
+for a job of as many ranks; Megatron saves those of one data-parallel rank, unless there is expert parallelism.
 """
 
 from __future__ import annotations
 
+import argparse
+import errno
 import importlib
 import importlib.util
 import logging
 import os
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +81,7 @@ def export_torch_dist(
 
     Raises:
         MissingPackageError: psutil is missing, without which Megatron hangs.
-        ConfigError: ``path`` is not empty, or the optimizer has made no step.
+        ConfigError: ``path`` is not empty, or cannot be made, or the optimizer has made no step.
         UnsupportedError: An unknown optimizer or version of Megatron-Core.
     """
     require_groups()
@@ -101,6 +104,10 @@ def export_torch_dist(
     }
     if scheduler is not None:
         state["opt_param_scheduler"] = dict(scheduler.state_dict())
+    if (args := _arguments()) is not None:
+        state["args"] = argparse.Namespace(
+            **{**vars(args), "iteration": iteration, "consumed_train_samples": consumed_samples}
+        )
     _make_directory(os.fspath(path))
     serialization.save(state, os.fspath(path), content_metadata=dict(_METADATA))
 
@@ -176,6 +183,12 @@ def import_torch_dist(
     return Progress() if weights_only else Progress(int(common.get("iteration", 0)), int(samples), restored=True)
 
 
+def _arguments() -> argparse.Namespace | None:
+    """The command line of Megatron-LM's training script, if this is a job of it."""
+    found = sys.modules.get("megatron.training.global_vars")
+    return getattr(found, "_GLOBAL_ARGS", None)
+
+
 def _serialization() -> Any:
     """Returns the module with ``save`` and ``load``."""
     module = "megatron.core.dist_checkpointing.serialization"
@@ -203,13 +216,19 @@ def _complete_weights(chunks: Sequence[nn.Module]) -> None:
 
 
 def _make_directory(path: str) -> None:
-    """Makes the directory on rank 0; raises on all ranks if it is not empty."""
-    usable = True
+    """Makes the directory on rank 0; raises on all ranks if it cannot, or if it is not empty."""
+    problem = 0
     if is_rank_zero():
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        usable = not os.listdir(path)
-    if not from_rank_zero(usable):
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            problem = errno.ENOTEMPTY if os.listdir(path) else 0
+        except OSError as error:
+            problem = error.errno or errno.EIO
+    problem = from_rank_zero(problem)
+    if problem == errno.ENOTEMPTY:
         raise ConfigError(f"{path} is not empty: Megatron would overwrite its files. Give a new directory")
+    if problem:
+        raise ConfigError(f"{path} cannot be made: {os.strerror(problem)}. Give another directory")
 
 
 def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> None:
@@ -269,7 +288,8 @@ def _places() -> list[_Place]:
 
 def _generators() -> dict[_Place, Any]:
     """Returns the random number generators to write, by place."""
-    own, megatrons, _ = _places()
+    own, *others = _places()
+    megatrons = others[megatron_core().parallel_state.get_expert_model_parallel_world_size() > 1]
     tracker = megatron_core().rng_tracker()
     state = {
         "random_rng_state": random.getstate(),

@@ -93,6 +93,8 @@ def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]
             "stateful= of megatron.attach); give the same ones"
         )
     for name, each in stateful.items():
-        advice = _OTHER_SCHEDULE if type(each).__name__ == "OptimizerParamScheduler" else ""
-        with handing_back(f"{name} ({type(each).__name__})", path, advice):
+        is_schedule = any(kind.__name__ == "OptimizerParamScheduler" for kind in type(each).__mro__)
+        with handing_back(f"{name} ({type(each).__name__})", path, _OTHER_SCHEDULE if is_schedule else ""):
+            if is_schedule:  # adds the steps that it is given to its own, which Megatron-LM's --load has set already
+                each.num_steps = 0  # type: ignore[attr-defined]
             each.load_state_dict(stored[name])

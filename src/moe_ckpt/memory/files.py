@@ -356,22 +356,32 @@ def _touched(run: Path) -> float:
     return touched
 
 
+def _taken(run: Path, held: contextlib.ExitStack) -> list[RankDirectory] | None:
+    """All of a run's directories on this node, which ``held`` releases; None if a process holds one of them."""
+    taken = []
+    for path in [path for _, _, path in rank_directories(run)]:
+        directory = RankDirectory.take(path)
+        if directory is not None:
+            held.callback(directory.release)
+            taken.append(directory)
+        elif path.exists():
+            return None
+    return taken
+
+
 def retry_run(run: Path) -> bool:
-    """Let a run go on once more from slots that its last starts failed with; False if one of its processes is alive.
+    """Let a run go on once more from slots that its last starts failed with; False, and nothing is done, if one of its
+    processes is alive.
 
     Raises:
-        OSError: Its directories cannot be locked.
+        OSError: Its directories cannot be locked; nothing is done.
     """
-    free = True
-    for _, _, path in list(rank_directories(run)):
-        directory = RankDirectory.take(path)
-        if directory is None:
-            free = free and not path.exists()
-            continue
-        for slot in directory.slots:
-            forget_starts(slot)
-        directory.release()
-    return free
+    with contextlib.ExitStack() as held:
+        taken = _taken(run, held)
+        for directory in taken or ():
+            for slot in directory.slots:
+                forget_starts(slot)
+        return taken is not None
 
 
 def remove_run(run: Path) -> bool:
@@ -383,14 +393,9 @@ def remove_run(run: Path) -> bool:
         OSError: It cannot be read or locked; nothing is done.
     """
     with contextlib.ExitStack() as held:
-        taken = []
-        for path in [path for _, _, path in rank_directories(run)]:
-            directory = RankDirectory.take(path)
-            if directory is not None:
-                held.callback(directory.release)
-                taken.append(directory)
-            elif path.exists():
-                return False
+        taken = _taken(run, held)
+        if taken is None:
+            return False
         for directory in taken:
             directory.remove()
     for generation in entries(run):

@@ -6,7 +6,9 @@ import logging
 import os
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote
 
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.storage.base import Chunk, Storage
 from moe_ckpt.storage.local import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
@@ -36,7 +38,7 @@ def open_storage(
         **storage_options: See ``RemoteStorage``.
 
     Raises:
-        ConfigError: The URL's protocol is unknown.
+        ConfigError: The URL's protocol is unknown, or it names a directory of another host.
         MissingPackageError: fsspec needs another package for it.
     """
     text = os.fspath(path_or_url)
@@ -44,7 +46,17 @@ def open_storage(
     if not separator:
         return LocalStorage(text, on_phase, access=access)
     if protocol in _LOCAL_PROTOCOLS:
-        return LocalStorage(rest, on_phase, access=access)
+        return LocalStorage(_path_of(text, rest), on_phase, access=access)
     if access != "private":
         log.warning("access=%r has no effect on %s: the settings of that storage decide who may read", access, text)
     return RemoteStorage(text, on_phase, **storage_options)
+
+
+def _path_of(url: str, rest: str) -> str:
+    """The directory that a local URL names. Raises ``ConfigError`` if that is another host's, or relative to none."""
+    host, separator, path = rest.partition("/")
+    if host not in ("", "localhost") or not separator:
+        raise ConfigError(
+            f"{url} names a host, {host!r}, where this one is meant: write {url.partition(':')[0]}:///..."
+        )
+    return unquote(f"/{path}")

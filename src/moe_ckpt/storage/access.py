@@ -43,3 +43,14 @@ ACCESS = {
     "umask": Access(0o666, 0o777),
 }
 """The choices of the option ``access``."""
+
+
+def access_of(path: str) -> str:
+    """Returns the choice that a store's file was made with, as its mode tells; "private" if it is not there."""
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    except OSError:
+        return "private"
+    if mode & 0o777 == ACCESS["group"].file_mode:
+        return "group"
+    return "umask" if mode & 0o077 else "private"

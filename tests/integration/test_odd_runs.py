@@ -11,7 +11,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch import nn
 
 import moe_ckpt
@@ -239,6 +239,45 @@ def test_a_search_for_a_learning_rate_in_the_middle_is_no_part_of_the_run(tmp_pa
     assert rates[0] == rates[1] != 0.01, "what was found"
     tokens = [each[2]._fit.session.run_ledger.tokens.routed_tokens for each in (resumed, whole)]
     assert tokens == [20 * 4 * 2 * 2] * 2, "batches of 4, the best 2 experts, 2 layers"
+
+
+class Sized(Tuned):
+    """Its trainer searches for a batch size: in ``train_dataloader``, where that is read from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+
+    def train_dataloader(self):
+        return loader(64, self.batch_size)
+
+
+SEARCHES = {
+    "rate": lambda: LearningRateFinder(num_training_steps=16, early_stop_threshold=None, min_lr=1e-3),
+    "size": lambda: BatchSizeFinder(max_trials=1, steps_per_trial=2),
+}
+
+
+@pytest.mark.parametrize("policy", [Dense(), MoEvement(window=3)], ids=["dense", "moevement"])
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
+def test_after_a_search_before_the_first_step_the_run_is_resumed(search, policy, tmp_path, monkeypatch, caplog):
+    """Which every start makes, on the state that it begins with, before the checkpoint is loaded."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(name, *callbacks):
+        pl.seed_everything(3, verbose=False)
+        checkpoint = MoECheckpoint(policy, tmp_path / name, when_busy="wait")
+        model, trainer = Sized(), trainer_of(checkpoint, *callbacks, search(), max_steps=20, limit_val_batches=0)
+        trainer.fit(model)
+        return model, trainer, checkpoint
+
+    with pytest.raises(Interrupted):
+        start("cut", At(step10=interrupt))
+    resumed, whole = start("cut"), start("whole")
+    assert resumed[2].restored_step in (9, 10)
+    assert "ckpt_path" not in caplog.text
+    assert same(resumed, whole)
+    assert start("cut")[1].fit_loop.epoch_loop.total_batch_idx == whole[1].fit_loop.epoch_loop.total_batch_idx
 
 
 def test_a_search_in_the_middle_is_refused_where_steps_are_computed_again(tmp_path, monkeypatch):

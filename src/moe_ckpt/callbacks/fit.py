@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -409,19 +409,19 @@ class Fit:
 def given_path(trainer: Any) -> str | os.PathLike[str] | None:
     """Returns the path that Lightning loads: the argument of ``fit``, or what "last" or "hpc" stand for.
 
-    Called in ``on_fit_start``. Most strategies have loaded by then, and ``trainer.ckpt_path`` is set. One with
-    ``restore_checkpoint_after_setup`` (ModelParallelStrategy) loads later; until then the property holds the path of an
-    earlier ``fit``, so the argument is read from the frame of ``Trainer._run``, which calls every hook of a fit. If no
-    such frame is found, the property is returned: the resume is right, but loads the newest checkpoint first.
+    Called in ``on_fit_start``, when ``trainer.ckpt_path`` may be another one: that of an earlier ``fit``, under a
+    strategy with ``restore_checkpoint_after_setup`` (ModelParallelStrategy), or the temporary file to which a callback
+    that searches for a learning rate or a batch size has returned. So the argument is read from the frame of
+    ``Trainer._run``, which calls every hook of a fit. If no such frame is found, the property is returned: the resume is
+    right, but loads the newest checkpoint first.
     """
-    named: str | os.PathLike[str] | None = trainer.ckpt_path
-    frame: FrameType | None = sys._getframe(1) if trainer.strategy.restore_checkpoint_after_setup else None
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals
         if frame.f_code.co_name == "_run" and names.get("self") is trainer and "ckpt_path" in names:
-            named = names["ckpt_path"]
-            break
+            return cast("str | os.PathLike[str] | None", names["ckpt_path"])
         frame = frame.f_back
+    named: str | os.PathLike[str] | None = trainer.ckpt_path
     return named
 
 
@@ -430,8 +430,8 @@ def _warn_of_ignored(driver: Driver, named: str | os.PathLike[str]) -> None:
     dirpath = driver.options.dirpath
     if driver.session.generation and not _is_same_place(named, dirpath):
         log.warning(
-            "ckpt_path=%s is loaded, although %s holds checkpoints that automatic resume would load; do not set "
-            "ckpt_path in a job that restarts",
+            "ckpt_path=%s is loaded, and training goes on from there, although %s holds checkpoints that automatic "
+            "resume would load: do not set ckpt_path in a job that restarts",
             named,
             dirpath,
         )

@@ -271,6 +271,8 @@ def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> No
     if trainer.state.fn is TrainerFn.FITTING and checkpoint["global_step"]:
         with handing_back("the fit loop", path):
             trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
+            # A search for a learning rate or a batch size has made it. It takes its position where it is made.
+            trainer.fit_loop._combined_loader = None
     elif trainer.state.fn is TrainerFn.FITTING:
         # What the sanity check did to buffers and random numbers is in the state already.
         trainer.fit_loop.epoch_loop.val_loop.restarting = True

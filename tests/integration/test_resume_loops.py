@@ -266,6 +266,28 @@ def test_a_learning_rate_that_goes_by_validations_falls_as_if_nothing_had_happen
     assert resumed[1].optimizers[0].param_groups[0]["lr"] == reference[1].optimizers[0].param_groups[0]["lr"]
 
 
+class Averaged(Validated):
+    """Logs its losses' mean over each epoch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("epochs", 1.0)
+
+
+@pytest.mark.parametrize(("step", "is_said"), [(11, True), (8, False)])
+def test_means_over_an_epoch_that_was_resumed_in_its_middle_are_said_to_be_partial(tmp_path, caplog, step, is_said):
+    train(tmp_path, StopAt(step, "batch"), kind=Averaged)
+    caplog.clear()
+    resumed = train(tmp_path, kind=Averaged)
+    assert resumed[2].restored_step == step
+    said = [record.message for record in caplog.records if "for this whole epoch" in record.message]
+    assert ["(train_loss) leaves out the batches before" in each for each in said] == [True] * is_said
+
+
 class PlateauOfTraining(Validated):
     """The learning rate falls after each batch whose loss was no better."""
 

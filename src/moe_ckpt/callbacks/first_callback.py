@@ -14,6 +14,7 @@ import torch
 
 from moe_ckpt.callbacks.fit import Fit
 from moe_ckpt.callbacks.loop_position import update_plateaus
+from moe_ckpt.callbacks.support import warn_of_partial_means
 
 
 class FirstCallback(pl.Callback):
@@ -21,6 +22,7 @@ class FirstCallback(pl.Callback):
 
     def __init__(self) -> None:
         self.fit: Fit | None = None
+        self._epoch_is_whole = False
 
     def on_before_backward(self, trainer: Any, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         if self.fit is not None:
@@ -32,11 +34,17 @@ class FirstCallback(pl.Callback):
         if self.fit is not None:
             self.fit.before_callbacks()
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self._epoch_is_whole = True  # Lightning calls this in no epoch that is resumed in its middle
+
     def on_train_epoch_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if self.fit is not None:
             self.fit.join(update=False)
             if self.fit.driver.restored_step is not None:
                 update_plateaus(trainer)
+                if not self._epoch_is_whole:
+                    warn_of_partial_means(trainer)
+            self._epoch_is_whole = False
 
     def on_validation_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if self.fit is not None:

@@ -412,8 +412,8 @@ def given_path(trainer: Any) -> str | os.PathLike[str] | None:
     Called in ``on_fit_start``, when ``trainer.ckpt_path`` may be another one: that of an earlier ``fit``, under a
     strategy with ``restore_checkpoint_after_setup`` (ModelParallelStrategy), or the temporary file to which a callback
     that searches for a learning rate or a batch size has returned. So the argument is read from the frame of
-    ``Trainer._run``, which calls every hook of a fit. If no such frame is found, the property is returned: the resume is
-    right, but loads the newest checkpoint first.
+    ``Trainer._run``, which calls every hook of a fit. If no such frame is found, the property is returned: the resume
+    is right, but loads the newest checkpoint first.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

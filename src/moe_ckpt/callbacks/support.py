@@ -156,6 +156,19 @@ def warn_of_timers(trainer: Any) -> None:
             )
 
 
+def warn_of_partial_means(trainer: Any) -> None:
+    """Warns, at the end of an epoch that was resumed in its middle, of what training logs as means over epochs."""
+    logged = [each.meta for each in trainer.fit_loop.epoch_loop._results.values()]
+    names = sorted({meta.name for meta in logged if meta.on_epoch and "epoch" not in meta.fx})
+    if names and trainer.is_global_zero:
+        log.warning(
+            "what training logs for this whole epoch (%s) leaves out the batches before the resume: Lightning does not "
+            "restore such metrics. Weights are not concerned, but EarlyStopping, ModelCheckpoint and schedulers that "
+            "monitor them are: let these monitor a metric of validation",
+            ", ".join(names),
+        )
+
+
 def require_restartable(trainer: Any) -> None:
     """A run that no restart could go on with is refused before its first step.
 

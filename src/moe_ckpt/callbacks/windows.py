@@ -91,7 +91,7 @@ class Windows:
         raise ConfigError(
             f"{policy} needs all backward passes of a batch to come before its updates, and here an optimizer stepped "
             "first: when the step is computed again, the pass would read weights that are not restored yet. Step the "
-            "optimizers after the last backward pass, or use Dense or MoC."
+            "optimizers after the last backward pass, or use GradientLog, Dense or MoC."
         )
 
     def strip_optimizer_state(self, checkpoint: dict[str, Any], replaying: Replaying) -> None:

@@ -285,6 +285,26 @@ def test_optimizer_state_in_tensor_subclasses_is_refused():
         state.tensors()
 
 
+@pytest.mark.parametrize("name", [0, None, ("a", 1), "a/b", ""], ids=repr)
+@pytest.mark.parametrize("listed", [False, True], ids=["at first", "later"])
+def test_a_tensor_of_the_state_under_a_name_that_no_key_can_hold_is_refused(name, listed):
+    model, opt, state = make("sgd momentum")
+    train(model, opt, 1)
+    if listed:
+        state.tensors()
+    opt.state[model.head.bias][name] = torch.zeros(8)
+    said = f"optimizer 0 (SGD) keeps a tensor for parameter 'head.bias' under the name {name!r}"
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=re.escape(said)):
+            state.tensors()
+    opt.state[model.head.bias][name] = 5
+    assert "optim/0/head.bias/momentum_buffer" in {t.key for t in state.tensors()}
+    saved = Saved(state)
+    _, other_opt, other_state = make("sgd momentum", seed=3)
+    saved.restore(other_state)
+    assert other_opt.state[other_state._model.head.bias][name] == 5, "what is no tensor has its own name"
+
+
 class WithExtras(nn.Module):
     def __init__(self, value: int = 0) -> None:
         super().__init__()

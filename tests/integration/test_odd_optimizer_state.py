@@ -12,16 +12,22 @@ import torch
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.megatron.optimizers import StateSlot, state_tensors
-from moe_ckpt.policies import Dense
-from tests.support.tiny_moe import TinyMoE, loader
+from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.recovery.verify import verify_store
+from moe_ckpt.storage import open_storage
+from tests.support.tiny_moe import TinyMoE, loader, state_of
+
+
+class Interrupted(Exception):
+    pass
 
 
 class Momentum(torch.optim.Optimizer):
-    """Keeps its momentum under a name of the test's choice."""
+    """Keeps its momentum under a name of the test's choice, and may keep a tensor without elements beside it."""
 
-    def __init__(self, params, name):
+    def __init__(self, params, name, beside=()):
         super().__init__(params, {"lr": 0.01})
-        self.name = name
+        self.name, self.beside = name, beside
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -29,7 +35,11 @@ class Momentum(torch.optim.Optimizer):
             with torch.enable_grad():
                 closure()
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            held = self.state[p].setdefault(self.name, torch.zeros_like(p))
+            state = self.state[p]
+            if not state:
+                state.update({self.name: torch.zeros_like(p)}, **dict.fromkeys(self.beside, torch.empty(0)))
+            assert not any(state[name].numel() for name in self.beside)
+            held = state[self.name]
             p.sub_(held.mul_(0.9).add_(p.grad), alpha=0.01)
 
 
@@ -42,11 +52,45 @@ class WithMomentum(TinyMoE):
         return Momentum(self.parameters(), self.name)
 
 
-def fit(store: Path, model: pl.LightningModule, steps: int) -> MoECheckpoint:
-    checkpoint = MoECheckpoint(Dense(), store, when_busy="wait")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    pl.Trainer(max_steps=steps, callbacks=[checkpoint], **quiet).fit(model, loader(64, shuffle=False))
+class WithPlaceholders(TinyMoE):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.nothing = torch.nn.Parameter(torch.zeros(0, 5))
+
+    def forward(self, x):
+        return super().forward(x + self.nothing.sum())
+
+    def configure_optimizers(self):
+        return Momentum(self.parameters(), "momentum", ("none",))
+
+
+class Interrupt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step:
+            raise Interrupted
+
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+
+def fit(store: Path, model: pl.LightningModule, steps: int, policy=None, *callbacks) -> MoECheckpoint:
+    checkpoint = MoECheckpoint(policy or Dense(), store, when_busy="wait")
+    pl.Trainer(max_steps=steps, callbacks=[*callbacks, checkpoint], **QUIET).fit(model, loader(64, shuffle=False))
     return checkpoint
+
+
+def seeded(kind):
+    pl.seed_everything(3, verbose=False)
+    return kind()
+
+
+def assert_same(one: pl.LightningModule, other: pl.LightningModule) -> None:
+    first, second = (state_of(each, each.trainer.optimizers[0]) for each in (one, other))
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 @pytest.mark.parametrize("name", [0, "a/b", ""], ids=["number", "slash", "empty"])
@@ -57,6 +101,18 @@ def test_names_of_state_that_no_checkpoint_can_hold_are_refused_before_the_first
         fit(tmp_path, model, 5)
     assert model.trainer.global_step == 1
     assert not list(tmp_path.glob("step_*/MANIFEST.json"))
+
+
+@pytest.mark.parametrize("policy", [Dense(), MoC(k=1), MoEvement(window=3)], ids=["dense", "moc", "window"])
+def test_a_run_whose_optimizer_keeps_tensors_without_elements_is_resumed_exactly(tmp_path, policy):
+    whole, cut, resumed = (seeded(WithPlaceholders) for _ in range(3))
+    fit(tmp_path / "whole", whole, 12, policy)
+    with pytest.raises(Interrupted):
+        fit(tmp_path / "cut", cut, 12, policy, Interrupt(9))
+    assert verify_store(open_storage(str(tmp_path / "cut"))) == []
+    assert fit(tmp_path / "cut", resumed, 12, policy).restored_step is not None
+    if not isinstance(policy, MoC):
+        assert_same(whole, resumed)
 
 
 def test_megatrons_optimizers_are_asked_for_the_same_names():

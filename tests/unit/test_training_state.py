@@ -305,6 +305,78 @@ def test_a_tensor_of_the_state_under_a_name_that_no_key_can_hold_is_refused(name
     assert other_opt.state[other_state._model.head.bias][name] == 5, "what is no tensor has its own name"
 
 
+class Placeholders(torch.optim.Optimizer):
+    """Keeps a tensor without elements beside its moment, and takes both for granted from the second step on."""
+
+    def __init__(self, params, kind=torch.tensor):
+        super().__init__(params, {"lr": 0.1})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(step=self.kind(0), none=torch.empty((2, 0), dtype=torch.int32), moment=torch.zeros_like(p))
+            state["step"] += 1
+            assert not state["none"].numel()
+            p.sub_(state["moment"].mul_(0.5).add_(p.grad), alpha=0.1)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(
+    "optimizer", [Placeholders, lambda p: Placeholders(p, int), torch.optim.AdamW], ids=["tensor", "number", "adamw"]
+)
+def test_state_that_is_in_no_slice_returns(optimizer, steps_before):
+    def build(steps):
+        model = nn.Linear(3, 2)
+        model.nothing = nn.Parameter(torch.empty(0, 4, dtype=torch.bfloat16))
+        opt = optimizer(model.parameters())
+        state = TorchTrainingState(model, [opt])
+        update(model, opt, steps)
+        return model, opt, state
+
+    def update(model, opt, steps):
+        for _ in range(steps):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            opt.step()
+
+    model, opt, state = build(3)
+    saved = Saved(state)
+    assert not any(key.startswith("optim/0/nothing") or key.endswith("/none") for key in saved.tensors)
+    other, other_opt, other_state = build(steps_before)
+    saved.restore(other_state)
+    for one, there in zip(model.parameters(), other.parameters(), strict=True):
+        mine, its = opt.state[one], other_opt.state[there]
+        assert mine.keys() == its.keys()
+        for name, value in mine.items():
+            assert type(value) is type(its[name])
+            assert value == its[name] if isinstance(value, int) else torch.equal(value, its[name]), name
+            assert isinstance(value, int) or (value.dtype, value.shape) == (its[name].dtype, its[name].shape), name
+    update(model, opt, 2)
+    update(other, other_opt, 2)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    *_, unused = build(0)
+    Saved(unused).restore(other_state)
+    assert not other_opt.state, "as it was before the first step"
+
+
+def test_state_whose_memory_comes_later_is_told_as_it_is_now():
+    model, opt, state = make("sgd momentum")
+    train(model, opt, 1)
+    held = opt.state[model.head.bias]["later"] = torch.empty(0)
+    key = "optim/0/head.bias/later"
+    assert key not in {t.key for t in state.tensors()}
+    assert state.plain()["optimizers"][0]["unsliced"] == {"head.bias": {"later": {"dtype": "F32", "shape": [0]}}}
+    held.data = torch.ones(8)
+    assert "unsliced" not in state.plain()["optimizers"][0]
+    assert key in {t.key for t in state.tensors()}
+    held.data = torch.empty(0)
+    assert key not in {t.key for t in state.tensors()}
+    assert "later" in state.plain()["optimizers"][0]["unsliced"]["head.bias"]
+
+
 class WithExtras(nn.Module):
     def __init__(self, value: int = 0) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ import torch
 
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import Manifest, state_path
+from moe_ckpt.format.unsliced import made
 from moe_ckpt.recovery.index import split_key
 from moe_ckpt.recovery.newest import require_dense
 from moe_ckpt.recovery.reader import StoreReader
@@ -54,12 +55,20 @@ class WholeCheckpoint:
         return {name: loaded[key] for name, key in self.parameters.items()} | dict(self.extras)
 
     def optimizer_state(self, index: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(parameter, its optimizer state) of one optimizer: tensors, and numbers beside them."""
-        scalars = self.optimizers[index].get("scalars", {})
+        """(parameter, its optimizer state) of one optimizer: tensors, and what is in memory already beside them."""
+        values = self.optimizer_values(index)
         keys = self.optimizer_keys[index]
-        for fqn in dict.fromkeys([*keys, *scalars]):
+        for fqn in dict.fromkeys([*keys, *values]):
             tensors = {name: self.tensor(key) for name, key in keys.get(fqn, {}).items()}
-            yield fqn, tensors | dict(scalars.get(fqn, {}))
+            yield fqn, tensors | values.get(fqn, {})
+
+    def optimizer_values(self, index: int) -> dict[str, dict[Any, Any]]:
+        """Parameter -> its state in one optimizer that has no tensor key: numbers, tensors that are in no slice."""
+        plain = self.optimizers[index]
+        found = {fqn: dict(values) for fqn, values in plain.get("scalars", {}).items()}
+        for fqn, told in plain.get("unsliced", {}).items():
+            found.setdefault(fqn, {}).update({name: made(entry) for name, entry in told.items()})
+        return found
 
 
 def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckpoint:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.modeling import unsliced_state
 from moe_ckpt.modeling.watching import Entries
 
 _PARAMS = itemgetter("params")
@@ -26,6 +27,7 @@ class OptimizerView:
         states: (name, parameter, live state) of those with state. In the order of the groups, since that of
             ``optimizer.state`` is that of first use.
         scalars: (name, live state) of those with state that is no tensor.
+        unsliced: State tensors that make no slice.
     """
 
     def __init__(self, index: int, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -45,6 +47,7 @@ class OptimizerView:
             if parameter in self._state
         ]
         self._require_names(index)
+        self.unsliced = unsliced_state.find(self.states)
         self._entries = Entries([state for _, _, state in self.states], torch.Tensor)
         owners = [name for name, _, state in self.states for value in state.values() if isinstance(value, torch.Tensor)]
         self._owners = owners

@@ -13,6 +13,7 @@ from moe_ckpt.errors import ConfigError, UnencodableStateError, UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.modeling.discover import build_catalog
+from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import TensorMeta
 from moe_ckpt.slices.assignment import operator_bytes
@@ -285,6 +286,98 @@ def test_optimizer_state_in_tensor_subclasses_is_refused():
         state.tensors()
 
 
+@pytest.mark.parametrize("name", [0, None, ("a", 1), "a/b", ""], ids=repr)
+@pytest.mark.parametrize("listed", [False, True], ids=["at first", "later"])
+def test_a_tensor_of_the_state_under_a_name_that_no_key_can_hold_is_refused(name, listed):
+    model, opt, state = make("sgd momentum")
+    train(model, opt, 1)
+    if listed:
+        state.tensors()
+    opt.state[model.head.bias][name] = torch.zeros(8)
+    said = f"optimizer 0 (SGD) keeps a tensor for parameter 'head.bias' under the name {name!r}"
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=re.escape(said)):
+            state.tensors()
+    opt.state[model.head.bias][name] = 5
+    assert "optim/0/head.bias/momentum_buffer" in {t.key for t in state.tensors()}
+    saved = Saved(state)
+    _, other_opt, other_state = make("sgd momentum", seed=3)
+    saved.restore(other_state)
+    assert other_opt.state[other_state._model.head.bias][name] == 5, "what is no tensor has its own name"
+
+
+class Placeholders(torch.optim.Optimizer):
+    """Keeps a tensor without elements beside its moment, and takes both for granted from the second step on."""
+
+    def __init__(self, params, kind=torch.tensor):
+        super().__init__(params, {"lr": 0.1})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(step=self.kind(0), none=torch.empty((2, 0), dtype=torch.int32), moment=torch.zeros_like(p))
+            state["step"] += 1
+            assert not state["none"].numel()
+            p.sub_(state["moment"].mul_(0.5).add_(p.grad), alpha=0.1)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(
+    "optimizer", [Placeholders, lambda p: Placeholders(p, int), torch.optim.AdamW], ids=["tensor", "number", "adamw"]
+)
+def test_state_that_is_in_no_slice_returns(optimizer, steps_before):
+    def build(steps):
+        model = nn.Linear(3, 2)
+        model.nothing = nn.Parameter(torch.empty(0, 4, dtype=torch.bfloat16))
+        opt = optimizer(model.parameters())
+        state = TorchTrainingState(model, [opt])
+        update(model, opt, steps)
+        return model, opt, state
+
+    def update(model, opt, steps):
+        for _ in range(steps):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            opt.step()
+
+    model, opt, state = build(3)
+    saved = Saved(state)
+    assert not any(key.startswith("optim/0/nothing") or key.endswith("/none") for key in saved.tensors)
+    other, other_opt, other_state = build(steps_before)
+    saved.restore(other_state)
+    for one, there in zip(model.parameters(), other.parameters(), strict=True):
+        mine, its = opt.state[one], other_opt.state[there]
+        assert mine.keys() == its.keys()
+        for name, value in mine.items():
+            assert type(value) is type(its[name])
+            assert value == its[name] if isinstance(value, int) else torch.equal(value, its[name]), name
+            assert isinstance(value, int) or (value.dtype, value.shape) == (its[name].dtype, its[name].shape), name
+    update(model, opt, 2)
+    update(other, other_opt, 2)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    *_, unused = build(0)
+    Saved(unused).restore(other_state)
+    assert not other_opt.state, "as it was before the first step"
+
+
+def test_state_whose_memory_comes_later_is_told_as_it_is_now():
+    model, opt, state = make("sgd momentum")
+    train(model, opt, 1)
+    held = opt.state[model.head.bias]["later"] = torch.empty(0)
+    key = "optim/0/head.bias/later"
+    assert key not in {t.key for t in state.tensors()}
+    assert state.plain()["optimizers"][0]["unsliced"] == {"head.bias": {"later": {"dtype": "F32", "shape": [0]}}}
+    held.data = torch.ones(8)
+    assert "unsliced" not in state.plain()["optimizers"][0]
+    assert key in {t.key for t in state.tensors()}
+    held.data = torch.empty(0)
+    assert key not in {t.key for t in state.tensors()}
+    assert "later" in state.plain()["optimizers"][0]["unsliced"]["head.bias"]
+
+
 class WithExtras(nn.Module):
     def __init__(self, value: int = 0) -> None:
         super().__init__()
@@ -385,3 +478,68 @@ def test_a_compiled_model_has_the_same_keys():
     eager = TorchTrainingState(model, [])
     compiled = TorchTrainingState(torch.compile(model), [])
     assert [t.key for t in compiled.tensors()] == [t.key for t in eager.tensors()]
+
+
+class Counting(nn.Module):
+    """Has a buffer, a parameter and extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv", torch.ones(3))
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def get_extra_state(self):
+        return {"n": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def sharing():
+    model = nn.Module()
+    model.first, model.second = nn.Module(), nn.Module()
+    model.first.rotary = model.second.rotary = Counting()
+    model.register_buffer("seen", model.first.rotary.inv)
+    model.register_buffer("mean", torch.zeros(2))
+    model.second.register_buffer("mean", model.mean)
+    model.nothing = nn.Parameter(torch.empty(0, 4, dtype=torch.bfloat16))
+    return model
+
+
+def test_what_state_dict_has_besides_is_told():
+    model = sharing()
+    state = TorchTrainingState(model, [])
+    plain = state.plain()
+    names = {t.parameter for t in state.tensors()} | set(plain["buffers"]) | set(plain["unsliced"])
+    names |= {f"{module}._extra_state" for module in plain["extra_state"]} | set(tied_aliases(model))
+    assert not names & set(plain["aliases"])
+    assert names | set(plain["aliases"]) == set(model.state_dict())
+    assert plain["aliases"] == {
+        "first.rotary.inv": "seen",
+        "second.rotary.inv": "seen",
+        "second.mean": "mean",
+        "second.rotary._extra_state": "first.rotary._extra_state",
+    }
+    assert plain["unsliced"] == {"nothing": {"dtype": "BF16", "shape": [0, 4]}}
+    model.second.mean = torch.ones(2)
+    assert "second.mean" not in state.plain()["aliases"], "it is another one now"
+    assert "second.mean" in state.plain()["buffers"]
+    model.third = model.first
+    assert state.plain()["aliases"]["third.rotary.inv"] == "seen"
+    assert state.plain()["aliases"]["third.rotary._extra_state"] == "first.rotary._extra_state"
+    found = TorchTrainingState(torch.compile(model), []).plain()
+    assert found["aliases"] == state.plain()["aliases"]
+    assert not {"aliases", "unsliced"} & TorchTrainingState(nn.BatchNorm1d(2), []).plain().keys()
+
+
+def test_states_of_a_shared_metric_have_all_their_names():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    model = nn.Module()
+    model.mean = torchmetrics.MeanMetric()
+    model.mean.persistent(True)
+    model.other = nn.ModuleList([model.mean])
+    plain = TorchTrainingState(model, []).plain()
+    own = {f"{module}.{name}" for module, entries in plain["own_state"].items() for name in entries}
+    assert own | set(plain["aliases"]) == set(model.state_dict())
+    assert plain["aliases"]["other.0.mean_value"] == "mean.mean_value"

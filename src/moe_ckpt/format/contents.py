@@ -27,6 +27,7 @@ from moe_ckpt.format.schema import (
     value,
     whole,
 )
+from moe_ckpt.format.unsliced import UNSLICED
 
 _object = value(lambda found: isinstance(found, dict), "an object")
 
@@ -98,7 +99,11 @@ _HYPERPARAMETERS: dict[str, Check] = {
 }
 _OPTIMIZER = record(
     {"param_groups": listing(record({"params": listing(text)}, _HYPERPARAMETERS))},
-    {"scalars": mapping(record({}, {"step": _amount})), "class": maybe(text)},
+    {
+        "scalars": mapping(record({}, {"step": _amount})),
+        "unsliced": mapping(mapping(UNSLICED)),
+        "class": maybe(text),
+    },
 )
 _PLAIN = record(
     {"buffers": mapping(_tensor)},
@@ -108,6 +113,8 @@ _PLAIN = record(
         "own_state": mapping(mapping(anything)),
         "frozen": listing(text),
         "varying_buffers": listing(text),
+        "aliases": mapping(text),
+        "unsliced": mapping(UNSLICED),
         "optimizer": record(
             {
                 "step": maybe(whole()),

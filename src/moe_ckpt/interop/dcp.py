@@ -69,8 +69,8 @@ def entries(checkpoint: WholeCheckpoint, model: str = "model", optimizer: str = 
         for fqn, keys in checkpoint.optimizer_keys[index].items():
             for state, key in keys.items():
                 yield Entry((root, "state", fqn, state), key)
-        for fqn, scalars in plain.get("scalars", {}).items():
-            for state, value in scalars.items():
+        for fqn, values in checkpoint.optimizer_values(index).items():
+            for state, value in values.items():
                 yield Entry((root, "state", fqn, str(state)), value=value)
         for number, group in enumerate(plain.get("param_groups", ())):
             for name, value in group.items():

@@ -14,6 +14,7 @@ import torch
 
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import Manifest, state_path
+from moe_ckpt.format.unsliced import made
 from moe_ckpt.recovery.index import split_key
 from moe_ckpt.recovery.newest import require_dense
 from moe_ckpt.recovery.reader import StoreReader
@@ -26,7 +27,8 @@ class WholeCheckpoint:
     Attributes:
         rank: Whose plain state is taken.
         parameters: Name in the model's ``state_dict()`` -> tensor key.
-        extras: The other entries of ``state_dict()``: buffers, extra state, states of metrics.
+        extras: The other entries of ``state_dict()``: buffers, extra state, states of metrics, parameters without
+            elements.
         optimizers: Per optimizer: param groups (with names for parameters), and per parameter the state that is no
             tensor.
         optimizer_keys: Per optimizer, parameter -> state name -> tensor key.
@@ -54,12 +56,20 @@ class WholeCheckpoint:
         return {name: loaded[key] for name, key in self.parameters.items()} | dict(self.extras)
 
     def optimizer_state(self, index: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(parameter, its optimizer state) of one optimizer: tensors, and numbers beside them."""
-        scalars = self.optimizers[index].get("scalars", {})
+        """(parameter, its optimizer state) of one optimizer: tensors, and what is in memory already beside them."""
+        values = self.optimizer_values(index)
         keys = self.optimizer_keys[index]
-        for fqn in dict.fromkeys([*keys, *scalars]):
+        for fqn in dict.fromkeys([*keys, *values]):
             tensors = {name: self.tensor(key) for name, key in keys.get(fqn, {}).items()}
-            yield fqn, tensors | dict(scalars.get(fqn, {}))
+            yield fqn, tensors | values.get(fqn, {})
+
+    def optimizer_values(self, index: int) -> dict[str, dict[Any, Any]]:
+        """Parameter -> its state in one optimizer that has no tensor key: numbers, tensors that are in no slice."""
+        plain = self.optimizers[index]
+        found = {fqn: dict(values) for fqn, values in plain.get("scalars", {}).items()}
+        for fqn, told in plain.get("unsliced", {}).items():
+            found.setdefault(fqn, {}).update({name: made(entry) for name, entry in told.items()})
+        return found
 
 
 def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckpoint:
@@ -93,18 +103,22 @@ def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckp
     for alias, name in manifest.model.aliases.items():
         if name in parameters:
             parameters[alias] = parameters[name]
-    extras = _extras(plain)
+    extras = _under_all_names(_extras(plain), manifest, plain)
     if state.get("framework") == "megatron":
         extras = all_buffers(reader, manifest) | extras
     return WholeCheckpoint(reader, manifest, rank, state, parameters, extras, tuple(optimizers), tuple(keys))
 
 
 def module_buffers(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
-    """The model's persistent buffers, whole: those of rank 0 under Lightning, those of all ranks under Megatron."""
+    """The model's persistent buffers, and its parameters without elements, whole, under all of their names.
+
+    Those of rank 0 under Lightning, those of all ranks under Megatron.
+    """
     state = reader.state(manifest, 0)
     if state.get("framework") == "megatron":
         return all_buffers(reader, manifest)
-    return dict(state.get("plain", {}).get("buffers", {}))
+    plain = state.get("plain", {})
+    return _under_all_names(_tensors(plain), manifest, plain)
 
 
 def all_buffers(reader: StoreReader, manifest: Manifest, names: Collection[str] | None = None) -> dict[str, Any]:
@@ -121,8 +135,21 @@ def all_buffers(reader: StoreReader, manifest: Manifest, names: Collection[str] 
     return found
 
 
+def _under_all_names(found: dict[str, Any], manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """``found`` with the second names of what is shared, which earlier releases told of parameters alone."""
+    for alias, name in (*manifest.model.aliases.items(), *plain.get("aliases", {}).items()):
+        if name in found:
+            found.setdefault(alias, found[name])
+    return found
+
+
+def _tensors(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Buffers and parameters without elements."""
+    return {name: made(entry) for name, entry in plain.get("unsliced", {}).items()} | dict(plain.get("buffers", {}))
+
+
 def _extras(plain: Mapping[str, Any]) -> dict[str, Any]:
-    extras = dict(plain.get("buffers", {}))
+    extras = _tensors(plain)
     for module, values in plain.get("own_state", {}).items():
         extras.update({_joined(module, name): value for name, value in values.items()})
     extras.update({_joined(module, "_extra_state"): value for module, value in plain.get("extra_state", {}).items()})

@@ -18,6 +18,7 @@ from torch import nn
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.script_values import changed
+from moe_ckpt.modeling.optimizer_view import is_state_name, unnameable
 
 MASTER = "fp32_param"
 """State name of master weights, as in Megatron's own checkpoints."""
@@ -228,11 +229,14 @@ def state_tensors(slot: StateSlot, name: str) -> Iterator[tuple[str, torch.Tenso
     """Yields (state name, tensor) of all state but the step count.
 
     Raises:
-        UnsupportedError: State of another shape than the parameter's share on this rank.
+        UnsupportedError: State of another shape than the parameter's share on this rank, or under a name that no
+            checkpoint can hold.
     """
     for key, value in slot.state.items():
         if key == STEP or value is None:
             continue
+        if not is_state_name(key):
+            raise unnameable(type(slot.leaf.optimizer).__name__, name, key)
         if not isinstance(value, torch.Tensor) or slot.updated is None or value.numel() != slot.updated.numel():
             raise UnsupportedError(
                 f"state {key!r} of {name} in {type(slot.leaf.optimizer).__name__} is not of the parameter's shape, so "

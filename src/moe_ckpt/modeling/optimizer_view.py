@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.modeling import unsliced_state
 from moe_ckpt.modeling.watching import Entries
 
 _PARAMS = itemgetter("params")
@@ -26,6 +27,7 @@ class OptimizerView:
         states: (name, parameter, live state) of those with state. In the order of the groups, since that of
             ``optimizer.state`` is that of first use.
         scalars: (name, live state) of those with state that is no tensor.
+        unsliced: State tensors that make no slice.
     """
 
     def __init__(self, index: int, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -44,10 +46,21 @@ class OptimizerView:
             for name, parameter in zip(found, self._listed, strict=True)
             if parameter in self._state
         ]
+        self._require_names(index)
+        self.unsliced = unsliced_state.find(self.states)
         self._entries = Entries([state for _, _, state in self.states], torch.Tensor)
         owners = [name for name, _, state in self.states for value in state.values() if isinstance(value, torch.Tensor)]
         self._owners = owners
         self.scalars = list(compress(((name, state) for name, _, state in self.states), self._entries.loose))
+
+    def _require_names(self, index: int) -> None:
+        """Raises ``UnsupportedError`` for a tensor under a name that no key of a checkpoint can hold."""
+        if all(map(is_state_name, set(chain.from_iterable(state for _, _, state in self.states)))):
+            return  # what is left to do takes Python code for each tensor
+        for owner, _, state in self.states:
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and not is_state_name(name):
+                    raise unnameable(f"optimizer {index} ({type(self._optimizer).__name__})", owner, name)
 
     @property
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,6 +88,20 @@ def _name(names: Mapping[int, str], parameter: torch.Tensor, index: int, optimiz
             "as an attribute of the module, and build optimizers after sharding or replacing parameters."
         )
     return name
+
+
+def is_state_name(name: object) -> bool:
+    """Whether a tensor key can end with the name of a state, and a reader finds that very name there."""
+    return isinstance(name, str) and bool(name) and "/" not in name and f"{name}" == name
+
+
+def unnameable(optimizer: str, parameter: str, name: object) -> UnsupportedError:
+    """Returns the error for a tensor of optimizer state whose name is no ``is_state_name``."""
+    return UnsupportedError(
+        f"{optimizer} keeps a tensor for parameter {parameter!r} under the name {name!r}. A checkpoint names tensors "
+        "of optimizer state by text that is not empty and has no '/', so a resume would not find this one. Rename it "
+        "in the optimizer, to state[p]['momentum'] for instance."
+    )
 
 
 def scalars_of(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -16,12 +16,13 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.modeling import module_state, param_groups, pretrained
+from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.modeling import module_state, param_groups, pretrained, unsliced_state
 from moe_ckpt.modeling.blocks import block_in, block_of, fsdp_modules, is_dtensor, is_sharded, layout_of, reshard
 from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
 from moe_ckpt.modeling.optimizer_view import OptimizerView, scalars_of
 from moe_ckpt.modeling.trainable import Frozen, freeze
+from moe_ckpt.modeling.unsliced_state import is_unsliced
 from moe_ckpt.modeling.walk import Walk
 from moe_ckpt.modeling.watching import Memory, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
@@ -128,11 +129,15 @@ class TorchTrainingState:
         for index, (optimizer, view) in enumerate(zip(self._optimizers, states, strict=True)):
             scalars = {name: scalars_of(state) for name, state in view.scalars}
             groups = param_groups.read(index, optimizer, view.groups)
-            optimizers.append({"class": class_name(optimizer), "param_groups": groups, "scalars": scalars})
+            entry = {"class": class_name(optimizer), "param_groups": groups, "scalars": scalars}
+            unsliced = unsliced_state.read(index, view.unsliced)
+            optimizers.append(entry | {"unsliced": unsliced} if unsliced else entry)
         pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
         frozen = {"frozen": self._frozen.names(walk.parameters)}
         module = module_state.read(self._model, self._varying, walk)
-        return {**module, "optimizers": optimizers, **frozen, **pretrained_models}
+        empty = unsliced_state.read_parameters(walk.unsliced)
+        unsliced = {"unsliced": empty} if empty else {}
+        return {**module, "optimizers": optimizers, **frozen, **pretrained_models, **unsliced}
 
     def module_plain(self) -> dict[str, Any]:
         """What a forward pass may change of ``plain()``, of the modules that that found last. Likewise live."""
@@ -155,7 +160,8 @@ class TorchTrainingState:
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
         """Make the optimizers hold exactly the tensors that ``wanted`` names; new ones are zero.
 
-        Keys that do not start with ``optim/`` are ignored. State that stays keeps its memory.
+        Keys that do not start with ``optim/`` are ignored. State that stays keeps its memory. What is in no slice
+        stays: ``load_plain`` brings that, and a step of a window that is computed again has it already.
 
         Raises:
             ConfigError: a key names an optimizer or parameter that this run does not have.
@@ -183,6 +189,7 @@ class TorchTrainingState:
             param_groups.write(optimizer, entry["param_groups"])
             for name, parameter in view.parameters.items():
                 _write_scalars(optimizer, parameter, entry["scalars"].get(name, {}))
+                unsliced_state.write(optimizer, parameter, entry.get("unsliced", {}).get(name, {}))
 
     def freeze(self, names: Collection[str] | None) -> None:
         """Make the parameters of these names require no gradient, and all others one.
@@ -213,7 +220,8 @@ class TorchTrainingState:
                 "return the same ones from configure_optimizers()"
             )
         module_state.check(self._model, self._varying, plain)
-        found = [{str(name) for of_one in entry["scalars"].values() for name in of_one} for entry in stored]
+        kept = [[*entry["scalars"].values(), *entry.get("unsliced", {}).values()] for entry in stored]
+        found = [{str(name) for of_one in each for name in of_one} for each in kept]
         for key in keys:
             parts = split_key(key)
             if parts.optimizer is not None and parts.state is not None and parts.optimizer < len(found):
@@ -255,15 +263,16 @@ class TorchTrainingState:
     def _list(self, walk: Walk, states: tuple[OptimizerView, ...], before: _Listing | None) -> _Listing:
         """before: the listing until now, whose tensors are used again where they are the same."""
         known, views = _Views() if before is None else before.views, _Views()
-        # What has no elements makes no slice, so that its optimizer state would belong to nothing.
+        # What has no elements makes no slice, so that its optimizer state would belong to nothing: see unsliced_state.
         for name, parameter in walk.parameters.items():
             if parameter.numel():
                 self._view(views, known, f"model/{name}", name, parameter, parameter)
         for index, view in enumerate(states):
             for name, of, state in view.states:
                 for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and of.numel():
+                    if isinstance(value, torch.Tensor) and not is_unsliced(of, value):
                         self._view(views, known, f"optim/{index}/{name}/{key}", name, of, value)
+            view.unsliced = unsliced_state.find(view.states)
         return _Listing(walk, states, views, before)
 
     def _view(
@@ -319,14 +328,11 @@ class TorchTrainingState:
     def _prepare_one(self, optimizer: Optimizer, parameter: torch.Tensor, metas: Mapping[str, TensorMeta]) -> None:
         """Bring the tensors in one parameter's state to ``metas``."""
         state = optimizer.state[parameter] if parameter in optimizer.state or metas else {}
-        for key in [k for k, v in state.items() if isinstance(v, torch.Tensor) and str(k) not in metas]:
+        sliced = [k for k, v in state.items() if isinstance(v, torch.Tensor) and not is_unsliced(parameter, v)]
+        for key in [key for key in sliced if str(key) not in metas]:
             del state[key]
         for key, meta in metas.items():
-            device = _state_device(optimizer, parameter, key, meta)
-            dtype = TORCH_DTYPES[meta.dtype]
-            old = state.get(key)
-            if not _fits(old, parameter, meta.global_shape, dtype, device):
-                state[key] = _new_state(parameter, meta.global_shape, dtype, device)
+            unsliced_state.make(optimizer, parameter, key, meta)
         if not state:
             # Optimizers take an empty entry for "never used" only if nothing is there; none is the safest.
             optimizer.state.pop(parameter, None)
@@ -399,40 +405,6 @@ def _spec_of(tensor: StateTensor, updated: Collection[str] = ()) -> TensorSpec:
 def specs_of(tensors: Iterable[StateTensor]) -> tuple[TensorSpec, ...]:
     """``TrainingState.specs`` where every rank holds ``tensors``, or a part of each. Tells nothing of gradients."""
     return tuple(map(_spec_of, tensors))
-
-
-def _state_device(optimizer: Optimizer, parameter: torch.Tensor, key: str, meta: TensorMeta) -> torch.device:
-    """Where state is to live: as it was saved, but a step count where this run's implementation needs it.
-
-    torch's Adam family counts steps on the CPU, unless fused or capturable kernels read them on the device
-    (torch.optim.Optimizer.load_state_dict makes the same exception).
-    """
-    on_device = meta.on_param_device
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    if key == "step" and not meta.global_shape and ("capturable" in group or "fused" in group):
-        on_device = bool(group.get("capturable") or group.get("fused"))
-    return parameter.device if on_device else torch.device("cpu")
-
-
-def _fits(
-    old: object, parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> bool:
-    return (
-        isinstance(old, torch.Tensor)
-        and tuple(old.shape) == shape
-        and old.dtype == dtype
-        and old.device == device
-        and (not shape or is_dtensor(old) == is_dtensor(parameter))
-    )
-
-
-def _new_state(
-    parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A zeroed tensor, sharded and laid out like the parameter if it has its shape."""
-    if shape and tuple(parameter.shape) == shape and device == parameter.device:
-        return torch.zeros_like(parameter.detach(), dtype=dtype)
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _write_scalars(optimizer: Optimizer, parameter: torch.Tensor, scalars: Mapping[Any, Any]) -> None:

@@ -229,6 +229,27 @@ class NoCheckpointError(StoreError, FileNotFoundError):
     """The path holds no checkpoint that can be loaded."""
 
 
+class StepRemovedError(StoreError, LookupError):
+    """A step was removed from its store while it was read. What was read of it was not damaged.
+
+    Attributes:
+        root: Of the store.
+        directories: The steps that are gone, newest first.
+        path: The file that was missed.
+    """
+
+    def __init__(self, root: str, directories: tuple[str, ...], path: str) -> None:
+        super().__init__(
+            f"{', '.join(directories)} of {root} was removed by retention while it was read ({path} is gone, and so is "
+            "the manifest); it was not damaged. Read a newer step, or give the store, of which the newest step is "
+            "taken. If reading takes longer than the run keeps a step, raise keep_last in its RetentionPolicy, or set "
+            "keep_every_n_steps"
+        )
+        self.root = root
+        self.directories = directories
+        self.path = path
+
+
 class FilesGoneError(StoreError, FileNotFoundError):
     """Files that this run wrote, and that a checkpoint needs, are gone from the store."""
 

@@ -55,8 +55,8 @@ ERRORS = (
     "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
     "GradientGapError HostMemoryError MemoryFullError MemoryGoneError MissingPackageError MoECheckpointError "
     "NoCheckpointError NoMoELayerError OptimizerChangedError OtherLayoutError PeerLostError RecoveryLoopError "
-    "ReplayDivergedError SaveFailedError SparseWindowError StaleGenerationError StateRefusedError StoreError "
-    "StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError TornSnapshotError "
+    "ReplayDivergedError SaveFailedError SparseWindowError StaleGenerationError StateRefusedError StepRemovedError "
+    "StoreError StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError TornSnapshotError "
     "UnencodableStateError UnsupportedError UserError"
 )
 

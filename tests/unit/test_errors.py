@@ -12,6 +12,7 @@ EXAMPLES = [
     errors.DamagedError("a/b", "checksum mismatch", step=3, rank=1),
     errors.StoreUnreadableError("a/b", "[Errno 5] Input/output error", step=3, rank=1),
     errors.StoreForbiddenError("a/b", "[Errno 13] Permission denied", step=3, rank=1),
+    errors.StepRemovedError("/store", ("step_00000003",), "a/b"),
     errors.StateRefusedError("a/b", "the callback X", "KeyError: 'n'"),
     errors.CoverageError("checkpoint", ("x is missing", "y is missing")),
     errors.MissingPackageError("rich", "tables", "cli"),

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from moe_ckpt.comm.communicator import make_communicator
-from moe_ckpt.errors import NoCheckpointError
+from moe_ckpt.errors import NoCheckpointError, StepRemovedError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, parse_step_dir
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.named import Opens
 from moe_ckpt.recovery.newest import dense_checkpoints, require_dense
 from moe_ckpt.recovery.reader import StoreReader, locate, open_step
-from moe_ckpt.recovery.together import DAMAGED, NotUsableError, by_rank_zero, leave_together, together
+from moe_ckpt.recovery.step_storage import MOST_LISTINGS, say_listed_again
+from moe_ckpt.recovery.together import (
+    DAMAGED,
+    NotUsableError,
+    by_rank_zero,
+    leave_together,
+    require_committed,
+    together,
+)
 from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")
@@ -63,6 +71,7 @@ def load_named(
     Raises:
         NoCheckpointError: There is no such step, or the store has none that can be used.
         DamagedError: The named step is damaged.
+        StepRemovedError: The named step was removed while it was read, or of a store one after the other.
         SparseWindowError: The named step is a sparse window; or the newest of the store is, and ``fitting``.
         StoreError: Rank 0 could not choose a checkpoint of the store.
     """
@@ -96,21 +105,45 @@ def load_named_together(
 
 
 def _load_one(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Communicator) -> Loaded:
+    storage, directory = locate(path)
     try:
         return load(comm, lambda: open_step(path))
     except NotUsableError as error:
+        if error.kind == DAMAGED and directory is not None:
+            require_committed(comm, StoreReader(storage).storage, directory)
         leave_together(comm, error, path)
 
 
 def _load_newest(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Communicator, fitting: bool) -> Loaded:
     reader = StoreReader(locate(path)[0])
+    listings = 0
+    while True:
+        listings += 1
+        directories = by_rank_zero(comm, lambda: _dense(reader, fitting), f"choose a checkpoint of {path}")
+        try:
+            return _load_first(path, reader, directories, load, comm)
+        except StepRemovedError as error:
+            if listings == MOST_LISTINGS:
+                raise
+            say_listed_again(error)
+
+
+def _load_first(
+    path: str,
+    reader: StoreReader,
+    directories: Sequence[str],
+    load: Callable[[Communicator, Opens], Loaded],
+    comm: Communicator,
+) -> Loaded:
+    """Loads the first of these steps that can be. Raises ``StepRemovedError``, on every rank, if one was removed."""
     problems: list[str] = []
-    for directory in by_rank_zero(comm, lambda: _dense(reader, fitting), f"choose a checkpoint of {path}"):
+    for directory in directories:
         try:
             return load(comm, lambda directory=directory: (reader, reader.manifest(directory)))  # type: ignore[misc]
         except NotUsableError as error:
             if error.kind != DAMAGED:
                 leave_together(comm, error, f"{path}/{directory}")
+            require_committed(comm, reader.storage, directory)
             if error.problem is not None:
                 log.warning("checkpoint %s of %s cannot be used: %s", directory, path, error.problem)
                 problems.append(f"{directory}: {error.problem}")

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             max_file_bytes=size,
             chosen=taken.append,
         )
-    [manifest] = taken
+    manifest = taken[-1]
     stale = len(stale_experts(manifest))
     older = f", of which {stale} experts are older than that" if stale else ""
     print(f"step {manifest.step} ({manifest.directory}){older}:", file=sys.stderr)

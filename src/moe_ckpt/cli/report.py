@@ -7,10 +7,11 @@ from typing import Any
 
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.tokens import TokenBook, tokens_at_risk
-from moe_ckpt.errors import DamagedError, NoCheckpointError
+from moe_ckpt.errors import DamagedError, NoCheckpointError, StepRemovedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from moe_ckpt.recovery.reader import StoreReader, locate, require_store
+from moe_ckpt.recovery.step_storage import listed_again
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -18,19 +19,21 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         NoCheckpointError: there is no store, or the step is not committed.
+        StepRemovedError: the named step was removed meanwhile; or of a store all steps, listing after listing.
         ForeignStoreError, FormatVersionError, DamagedError: the store's identity cannot be read.
     """
     storage, directory = locate(path)
     reader = StoreReader(storage)
     require_store(reader, path)
     identity = reader.identity()
-    directories = reader.directories()
     if directory is not None:
+        directories = reader.directories()
         if directory not in directories:
             have = ", ".join(directories[:6]) or "none"
             raise NoCheckpointError(f"{path} is no committed step; committed: {have}")
-        directories = [directory]
-    steps = [_describe_step(reader, name) for name in directories]
+        steps = [_describe_step(reader, directory)]
+    else:
+        steps = listed_again(lambda: _describe_steps(reader))
     return {
         "store": storage.root,
         "format_version": max((step.get("format_version", 0) for step in steps), default=0) or FORMAT_VERSION,
@@ -38,6 +41,19 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         "fingerprint": identity.fingerprint,
         "steps": steps,
     }
+
+
+def _describe_steps(reader: StoreReader) -> list[dict[str, Any]]:
+    """All steps, newest first, without those that are removed meanwhile. Raises ``StepRemovedError`` if all are."""
+    steps, removed = [], None
+    for directory in reader.directories():
+        try:
+            steps.append(_describe_step(reader, directory))
+        except StepRemovedError as error:
+            removed = error
+    if removed is not None and not steps:
+        raise removed
+    return steps
 
 
 def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:

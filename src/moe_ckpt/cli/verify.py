@@ -33,25 +33,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when all is well, 1 when something is damaged."""
     from moe_ckpt.cli.output import progress_bar
-    from moe_ckpt.errors import NoCheckpointError
+    from moe_ckpt.errors import NoCheckpointError, StepRemovedError
+    from moe_ckpt.format.manifest import MANIFEST_NAME
     from moe_ckpt.recovery.reader import StoreReader, locate, require_store
-    from moe_ckpt.recovery.verify import verify_store
+    from moe_ckpt.recovery.step_storage import listed_again
+    from moe_ckpt.recovery.verify import Verified, verify_steps
 
     storage, directory = locate(args.path)
-    reader = StoreReader(storage)
-    require_store(reader, args.path)
-    steps = reader.directories()
-    if directory is not None and directory not in steps:
-        raise NoCheckpointError(f"{args.path} is no committed step; committed: {', '.join(steps[:6]) or 'none'}")
-    checked = [directory] if directory is not None else steps
-    with progress_bar("verifying") as progress:
-        damages = verify_store(storage, checked, progress)
-    lost = {name for damage in damages for name in damage.affects}
-    usable = [name for name in steps if name in checked and name not in lost]
+
+    def verified() -> tuple[list[str], Verified]:
+        reader = StoreReader(storage)
+        require_store(reader, args.path)
+        steps = reader.directories()
+        if directory is not None and directory not in steps:
+            raise NoCheckpointError(f"{args.path} is no committed step; committed: {', '.join(steps[:6]) or 'none'}")
+        steps = [directory] if directory is not None else steps
+        with progress_bar("verifying") as progress:
+            outcome = verify_steps(reader, steps, progress)
+        if outcome.is_empty:
+            raise StepRemovedError(storage.root, outcome.removed, f"{outcome.removed[0]}/{MANIFEST_NAME}")
+        return [step for step in steps if step not in outcome.removed], outcome
+
+    checked, outcome = verified() if directory is not None else listed_again(verified)
+    damages, usable = outcome.damages, outcome.usable
     if args.json:
-        facts = {"path": args.path, "steps": checked, "usable": usable, "damages": [asdict(d) for d in damages]}
-        print(json.dumps(facts, indent=2))
+        facts = {"path": args.path, "steps": checked, "usable": usable, "removed": outcome.removed}
+        print(json.dumps(facts | {"damages": [asdict(d) for d in damages]}, indent=2))
         return 1 if damages else 0
+    if outcome.removed:
+        print(f"removed by retention while it was read, not checked: {', '.join(outcome.removed)}")
     for damage in damages:
         hit = f"needed by {', '.join(damage.affects)}" if damage.affects else "no committed step needs these bytes"
         print(f"damaged: {damage} ({hit})")

@@ -92,11 +92,10 @@ def _bytes(text: str) -> int:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the window was shown, whether it fits or not."""
     from moe_ckpt.cli.window_model import context_of
-    from moe_ckpt.recovery.reader import open_step
+    from moe_ckpt.recovery.reader import with_step
 
     policy = _policy(args)
-    reader, manifest = open_step(args.path)
-    context = context_of(reader, manifest, args)
+    manifest, context = with_step(args.path, lambda reader, found: (found, context_of(reader, found, args)))
     policy.check(context.catalog)
     report = policy.explain(context)
     if args.plot:

@@ -30,7 +30,7 @@ from moe_ckpt.errors import DamagedError, MoECheckpointError, UserError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
 from moe_ckpt.recovery.index import StoredSlice
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.recovery.reader import open_step, with_step
 from moe_ckpt.recovery.slices import block
 
 Path = tuple[str | int, ...]
@@ -149,8 +149,7 @@ class MoEStorageReader(StorageReader):
         if self._checkpoint is None:
             if self._path is None:
                 raise UserError("MoEStorageReader has no path: give it one, or checkpoint_id to dcp.load()")
-            reader, manifest = open_step(self._path)
-            self._checkpoint = whole(reader, manifest)
+            self._checkpoint = with_step(self._path, whole)
         return self._checkpoint
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

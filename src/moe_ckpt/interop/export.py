@@ -27,13 +27,14 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.interop.safetensors_export import MAX_FILE_BYTES, write_safetensors
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.recovery.reader import StoreReader, with_step
 from moe_ckpt.storage.unwritable import why_unwritable
 
 Target = Literal["dcp", "safetensors", "lightning"]
 TARGETS: tuple[Target, ...] = ("dcp", "safetensors", "lightning")
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
+_Writer = Callable[[WholeCheckpoint, Path, Progress], None]
 
 _log = logging.getLogger("moe_ckpt")
 
@@ -50,6 +51,8 @@ def export(
 ) -> Path:
     """Writes one checkpoint in another format.
 
+    If retention removes the step of a store while it is read, the store's newest one is written in its place.
+
     Args:
         step_path: A step directory, or a store: its newest usable step; or a URL.
         to: ``dcp``: directory of torch's own DCP writer, keys ``model.<name>`` and ``optim.state.<name>.<state>``.
@@ -61,7 +64,7 @@ def export(
         strip_prefix: Of ``safetensors``: what to take off names, ``"net."`` for instance. None: what a model of
             transformers has its names from; "": nothing.
         max_file_bytes: Of ``safetensors``: larger models are split, with an index. "5GB" will do. None: 50 GB.
-        chosen: Told which checkpoint is taken, before anything is written.
+        chosen: Told which checkpoint is taken, before anything of it is written; again of one that takes its place.
 
     Returns:
         The path written.
@@ -70,6 +73,7 @@ def export(
         ConfigError: unknown target, or the output exists.
         StoreUnwritableError: the output cannot be written.
         NoCheckpointError, DamagedError, CoverageError: the checkpoint cannot be read whole. Nothing is left.
+        StepRemovedError: the named step was removed meanwhile, or of a store one after the other. Nothing is left.
     """
     if to not in TARGETS:
         raise ConfigError(f"cannot export to {to!r}: choose from {', '.join(TARGETS)}")
@@ -78,22 +82,30 @@ def export(
     if to != "safetensors" and max_file_bytes is not None:
         raise ConfigError(f"max_file_bytes={max_file_bytes!r} is for safetensors: {to} does not split files by size")
     limit = parse_bytes(MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes, "max_file_bytes")
-    reader, manifest = open_step(step_path)
-    if chosen is not None:
-        chosen(manifest)
-    suffix = {"lightning": ".ckpt", "safetensors": "_safetensors", "dcp": "_dcp"}[to]
-    target = Path(output) if output is not None else Path(manifest.directory + suffix)
-    if os.path.lexists(target):
-        raise ConfigError(f"the output {target} exists already: export never overwrites; give another --output")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    writers: dict[str, Callable[[WholeCheckpoint, Path, Progress], None]] = {
+    writers: dict[str, _Writer] = {
         "dcp": _write_dcp,
         "safetensors": partial(write_safetensors, strip_prefix=strip_prefix, max_file_bytes=limit),
         "lightning": _write_lightning,
     }
+    suffix = {"lightning": ".ckpt", "safetensors": "_safetensors", "dcp": "_dcp"}[to]
+
+    def written(reader: StoreReader, manifest: Manifest) -> Path:
+        if chosen is not None:
+            chosen(manifest)
+        target = Path(output) if output is not None else Path(manifest.directory + suffix)
+        return _write(reader, manifest, writers[to], target, progress or _quiet)
+
+    return with_step(step_path, written)
+
+
+def _write(reader: StoreReader, manifest: Manifest, writer: _Writer, target: Path, progress: Progress) -> Path:
+    """Writes a checkpoint under a temporary name, and then gives it its own. Returns ``target``."""
+    if os.path.lexists(target):
+        raise ConfigError(f"the output {target} exists already: export never overwrites; give another --output")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        writers[to](whole(reader, manifest), temporary, progress or _quiet)
+        writer(whole(reader, manifest), temporary, progress)
         os.rename(temporary, target)
     except OSError as error:
         elsewhere = error.filename is not None and not str(error.filename).startswith(str(target.parent))

@@ -15,7 +15,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.errors import CoverageError, MoECheckpointError, NoCheckpointError, PeerLostError, StoreError
+from moe_ckpt.errors import (
+    CoverageError,
+    MoECheckpointError,
+    NoCheckpointError,
+    PeerLostError,
+    StepRemovedError,
+    StoreError,
+)
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.renaming import aligned
@@ -28,6 +35,8 @@ from moe_ckpt.recovery.reader import StoreReader, locate
 from moe_ckpt.recovery.restore import box_of, needed_slices, verify_needed, weight_specs
 from moe_ckpt.recovery.shared_reading import SharedReading, divide, load_slices
 from moe_ckpt.recovery.sources import in_order
+from moe_ckpt.recovery.step_storage import MOST_LISTINGS, say_listed_again
+from moe_ckpt.recovery.together import require_committed
 from moe_ckpt.storage import Storage, open_storage
 
 _MODEL = "model/"
@@ -231,37 +240,68 @@ def load_weights(
     Raises:
         CoverageError: Names or shapes do not agree; they are named, and nothing was changed.
         StoreError: The source is not there or damaged.
+        StepRemovedError: The named step was removed while it was read, or of a store one after the other.
         SparseWindowError: The source is a sparse window.
     """
     text = os.fspath(path)
-    directory, passed = _chosen(text, comm)
     tied = dict(aliases or {})
-    plan = _together(comm, text, lambda: _plan(open_source(text, directory), state, buffers, tied, others))
+    listings = 0
+    while True:
+        listings += 1
+        directory, passed = _chosen(text, comm)
+        chosen = _Chosen(text, directory, comm)
+        try:
+            plan = chosen.together(lambda: _plan(open_source(text, directory), state, buffers, tied, others))  # noqa: B023
+            return _load(plan, chosen, passed, strict)
+        except StepRemovedError as error:
+            if listings == MOST_LISTINGS or locate(text)[1] is not None:
+                raise
+            say_listed_again(error)
+
+
+def _load(plan: _Plan, chosen: _Chosen, passed: str, strict: bool) -> Loaded:
+    comm = chosen.comm
     used = largest(comm, [name in plan.used for name in plan.names])
     unused = tuple(name for name, of_any in zip(plan.names, used, strict=True) if not of_any)
-    _together(comm, text, lambda: plan.check(unused, strict))
+    chosen.together(lambda: plan.check(unused, strict))
     plan.source.share(comm, plan.pairs)
-    _together(comm, text, lambda: plan.source.verify(plan.pairs))
-    _together(comm, text, lambda: plan.source.copy(plan.pairs), left="Some weights may be loaded, and others not")
+    chosen.together(lambda: plan.source.verify(plan.pairs))
+    chosen.together(lambda: plan.source.copy(plan.pairs), left="Some weights may be loaded, and others not")
     return Loaded(plan.source.title + passed, plan.tensors, plan.absent, unused)
 
 
-def _together(comm: Communicator, text: str, action: Callable[[], Result], left: str = "Nothing was loaded") -> Result:
-    """The result of ``action``, if no rank failed in it. left: What then is true, for the message."""
-    problem: Exception | None = None
-    found: list[Result] = []
-    try:
-        found.append(action())
-    except PeerLostError:  # others may still wait in the same action, so that nothing can be agreed on
-        raise
-    except (MoECheckpointError, OSError) as error:
-        problem = error
-    [failed] = largest(comm, [problem is not None])
-    if problem is not None:
-        raise problem
-    if failed:
-        raise StoreError(f"another rank cannot load weights from {text}; see its message. {left}")
-    return found[0]
+@dataclass(frozen=True)
+class _Chosen:
+    """What all ranks load. directory: the step, of a store; None of files."""
+
+    path: str
+    directory: str | None
+    comm: Communicator
+
+    def together(self, action: Callable[[], Result], left: str = "Nothing was loaded") -> Result:
+        """The result of ``action``, if no rank failed in it. left: What then is true, for the message.
+
+        Raises:
+            StepRemovedError: On every rank, if it failed on any because retention removed the step.
+        """
+        problem: Exception | None = None
+        found: list[Result] = []
+        try:
+            found.append(action())
+        except PeerLostError:  # others may still wait in the same action, so that nothing can be agreed on
+            raise
+        except (MoECheckpointError, OSError) as error:
+            problem = error
+        [failed] = largest(self.comm, [problem is not None])
+        if failed and self.directory is not None:
+            require_committed(self.comm, StoreReader(locate(self.path)[0]).storage, self.directory)
+        if isinstance(problem, StepRemovedError):  # but rank 0 sees its manifest
+            raise StoreError(f"{problem}. {left}") from problem
+        if problem is not None:
+            raise problem
+        if failed:
+            raise StoreError(f"another rank cannot load weights from {self.path}; see its message. {left}")
+        return found[0]
 
 
 def _chosen(text: str, comm: Communicator) -> tuple[str | None, str]:

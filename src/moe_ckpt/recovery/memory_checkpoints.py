@@ -36,7 +36,7 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import name_ranks
 from moe_ckpt.core.survivors import STATE
 from moe_ckpt.core.tokens import TokenBook
-from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError
+from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     Manifest,
@@ -248,7 +248,7 @@ class MemoryCheckpoints:
         """The first of these checkpoints on storage; None if there is none. Raises as ``StoreReader.manifest``."""
         try:
             return self._reader.manifest(names[0]) if names else None
-        except (DamagedError, CoverageError):
+        except (DamagedError, CoverageError, StepRemovedError):
             self._bad_base = names[0]
             raise
 

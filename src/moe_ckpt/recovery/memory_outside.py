@@ -17,7 +17,14 @@ from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.gradient_chain import LoggedStep, chain
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, checkpoints_of, snapshots_of, without
 from moe_ckpt.core.survivors import GRADIENTS
-from moe_ckpt.errors import DamagedError, GradientGapError, MoECheckpointError, NoCheckpointError, StoreError
+from moe_ckpt.errors import (
+    DamagedError,
+    GradientGapError,
+    MoECheckpointError,
+    NoCheckpointError,
+    StepRemovedError,
+    StoreError,
+)
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import Manifest, ModelRecord, step_dir
 from moe_ckpt.format.slot import SlotHeader
@@ -160,7 +167,7 @@ class MemoryOutside:
                 opened = self.memory.opener(checkpoint)()
                 opened.reader.prove(opened.manifest)
                 verify(opened)
-            except DamagedError as error:
+            except (DamagedError, StepRemovedError) as error:
                 if self.memory.gives_up_beneath():
                     continue
                 share = self.memory.used.get(error.path)

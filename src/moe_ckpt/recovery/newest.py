@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-from moe_ckpt.errors import NoCheckpointError, SparseWindowError, StoreError
+from moe_ckpt.errors import NoCheckpointError, SparseWindowError, StepRemovedError, StoreError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint, usable
+from moe_ckpt.recovery.step_storage import MOST_LISTINGS, listed_again, say_listed_again
 from moe_ckpt.storage import open_storage
 
 
@@ -30,14 +31,20 @@ def newest_step(dirpath: str | os.PathLike[str]) -> int | None:
     """
     reader = StoreReader(open_storage(os.fspath(dirpath)))
     problems: list[str] = []
+
+    def newest() -> Manifest | None:
+        problems.clear()
+        has_steps = any(parse_step_dir(name) is not None for name in reader.storage.list())
+        return next(usable(reader, problems), None) if has_steps else None
+
     try:
-        if any(parse_step_dir(name) is not None for name in reader.storage.list()):
-            for manifest in usable(reader, problems):
-                return manifest.step
+        manifest = listed_again(newest)
     except OSError as error:
         if isinstance(error, StoreError):
             raise
         raise StoreError(f"the store {reader.storage.root} cannot be read: {error}") from error
+    if manifest is not None:
+        return manifest.step
     if problems:
         raise NoCheckpointError(
             f"no manifest in {reader.storage.root} can be read: {'; '.join(problems[:4])}. To start over, move the "
@@ -64,7 +71,28 @@ def dense_checkpoints(
     Raises:
         SparseWindowError: There are only sparse windows.
         NoCheckpointError: There are no checkpoints, or all dense ones are damaged.
+        StepRemovedError: Of ``MOST_LISTINGS`` listings, in each a step was removed while it was read, before a dense
+            one was found.
     """
+    for left in reversed(range(MOST_LISTINGS)):
+        found = False
+        try:
+            for each in _of_one_listing(reader, check):
+                found = True
+                yield each
+            return
+        except StepRemovedError as error:
+            if found:
+                return
+            if not left:
+                raise
+            say_listed_again(error)
+
+
+def _of_one_listing(
+    reader: StoreReader, check: Callable[[Manifest], object]
+) -> Iterator[tuple[Manifest, tuple[str, ...]]]:
+    """As ``dense_checkpoints``, but raises ``StepRemovedError`` as ``usable`` does."""
     windows: list[Manifest] = []
     problems: list[str] = []
     found = False

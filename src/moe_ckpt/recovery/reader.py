@@ -12,12 +12,12 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from moe_ckpt.engine.documents import read_commit, read_header, read_part, read_parts, read_sealed
-from moe_ckpt.errors import CoverageError, DamagedError, ForeignStoreError, NoCheckpointError
+from moe_ckpt.errors import CoverageError, DamagedError, ForeignStoreError, NoCheckpointError, StepRemovedError
 from moe_ckpt.format.contents import STATE_FILE, state_contents
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.identity import Identity
@@ -40,9 +40,10 @@ from moe_ckpt.format.tree import decode_tree
 from moe_ckpt.recovery import index as indexing
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex
 from moe_ckpt.recovery.slices import BadSlice, block, find_damage, read_slices, reported
+from moe_ckpt.recovery.step_storage import StepStorage, listed_again
 from moe_ckpt.storage import Storage, open_storage
 from moe_ckpt.storage.base import Chunk
-from moe_ckpt.storage.patience import PATIENCE_SECS, PatientStorage
+from moe_ckpt.storage.patience import PATIENCE_SECS
 from moe_ckpt.storage.steps import each_step
 
 STORE_KIND = "moe_ckpt.store"
@@ -50,21 +51,25 @@ STATE_KIND = "moe_ckpt.state"
 _READERS = 4
 _log = logging.getLogger("moe_ckpt")
 
+T = TypeVar("T")
+
 
 class StoreReader:
     """Reads one store, and keeps what it has verified. Not thread-safe.
 
     Methods raise ``DamagedError`` for bytes that are missing or not those that were written, ``StoreForbiddenError``,
-    and ``StoreUnreadableError`` if storage still fails after retries of ``patience_secs`` in all.
+    and ``StoreUnreadableError`` if storage still fails after retries of ``patience_secs`` in all. Of a step that was
+    removed since it was listed they raise ``StepRemovedError``.
 
     Attributes:
+        storage: Of the store; tells a step that was removed from one that is damaged.
         identity_damage: What is wrong with ``store.json``, if ``identity`` did without it.
         verified: Slices that lie in memory, and need not be verified twice.
         at_hand: (name, checksum) -> values, verified, of side tensors that need not be read.
     """
 
     def __init__(self, storage: Storage, patience_secs: float = PATIENCE_SECS) -> None:
-        self.storage: Storage = PatientStorage(storage, patience_secs)
+        self.storage = StepStorage(storage, patience_secs)
         self.identity_damage: DamagedError | None = None
         self.verified: set[StoredSlice] = set()
         self.at_hand: Mapping[tuple[str, str], torch.Tensor] = {}
@@ -107,7 +112,7 @@ class StoreReader:
             try:
                 with reported(f"{directory}/{MANIFEST_NAME}"):
                     manifest = read_commit(self.storage, directory)
-            except DamagedError:
+            except (DamagedError, StepRemovedError):
                 continue
             found[manifest.run_id, manifest.model.fingerprint] = manifest
         if not found:
@@ -126,7 +131,9 @@ class StoreReader:
         """Returns the committed step directories, newest first by (generation, step)."""
         with reported(self.storage.root):
             committed = each_step(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
-        return [name for name in reversed(committed) if committed[name]]
+        found = [name for name in reversed(committed) if committed[name]]
+        self.storage.note_listed(found)
+        return found
 
     def manifest(self, directory: str) -> Manifest:
         """Returns the manifest of a step directory. Raises ``DamagedError`` if it is of another directory or run."""
@@ -141,7 +148,9 @@ class StoreReader:
                 )
             if manifest.model.fingerprint != identity.fingerprint:
                 raise DamagedError(path, "is of another model than the store", step=manifest.step)
+            self.storage.note_opened(manifest)
             self._manifests[directory] = composed(manifest, read_parts(manifest, self._parts, self._part))
+            self.storage.note_opened(self._manifests[directory])
         return self._manifests[directory]
 
     def add(
@@ -308,20 +317,34 @@ def usable(
 ) -> Iterator[Manifest]:
     """Yields the checkpoints whose manifest is undamaged, newest first.
 
+    One that is removed while it is read is left out.
+
     Args:
         reader: Of the store.
         problems: Gets a text for each checkpoint that is skipped; the log gets a warning.
         check: Raises ``DamagedError`` or ``CoverageError`` for a checkpoint that is to be skipped.
+
+    Raises:
+        StepRemovedError: One was removed: at once if none was yielded before, for the store has newer ones now; else
+            in the end.
     """
+    found, removed = False, None
     for directory in reader.directories():
         try:
             manifest = reader.manifest(directory)
             check(manifest)
+        except StepRemovedError as error:
+            if not found:
+                raise
+            removed = removed or error
         except (DamagedError, CoverageError) as error:
             _log.warning("checkpoint %s is skipped: %s", directory, error)
             problems.append(f"{directory} ({error})")
         else:
+            found = True
             yield manifest
+    if removed is not None:
+        raise removed
 
 
 def newest_good(reader: StoreReader, *, deep: bool = True) -> Manifest | None:
@@ -334,9 +357,16 @@ def newest_good(reader: StoreReader, *, deep: bool = True) -> Manifest | None:
     Raises:
         NoCheckpointError: There are checkpoints, but every one is damaged. (After None, the caller would start from
             nothing, and retention would delete what a person might still save.)
+        StepRemovedError: Of ``MOST_LISTINGS`` listings, in each the newest step was removed while it was read.
     """
     problems: list[str] = []
-    for manifest in usable(reader, problems, lambda each: check_checkpoint(reader, each, slices=deep)):
+
+    def newest() -> Manifest | None:
+        problems.clear()
+        return next(usable(reader, problems, lambda each: check_checkpoint(reader, each, slices=deep)), None)
+
+    manifest = listed_again(newest)
+    if manifest is not None:
         return manifest
     if problems:
         raise NoCheckpointError(
@@ -354,6 +384,7 @@ def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
     Raises:
         NoCheckpointError: There is no committed checkpoint; says what is there.
         DamagedError: The named step is damaged.
+        StepRemovedError: The named step was removed meanwhile, or of a store one after the other.
     """
     storage, directory = locate(path)
     reader = StoreReader(storage)
@@ -369,6 +400,20 @@ def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
     if manifest is None:
         raise NoCheckpointError(f"the store {path} has no committed step yet")
     return reader, manifest
+
+
+def with_step(path: str | os.PathLike[str], use: Callable[[StoreReader, Manifest], T]) -> T:
+    """Returns what ``use`` makes of the checkpoint at a path or URL, as ``open_step`` takes it.
+
+    If retention removes the step of a store while it is used, the store's newest one is used in its place.
+
+    Raises:
+        StepRemovedError: The named step was removed meanwhile, or of a store one after the other.
+        MoECheckpointError: As ``open_step``, and what ``use`` raises.
+    """
+    if locate(path)[1] is not None:
+        return use(*open_step(path))
+    return listed_again(lambda: use(*open_step(path)))
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Storage, str | None]:

@@ -36,6 +36,7 @@ def read_slices(
 
     Raises:
         DamagedError: At the first slice whose bytes are missing or differ from what was written.
+        StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
     """
     for run in _runs(wanted, RUN_NBYTES):
         first = run[0]
@@ -51,7 +52,12 @@ def read_slices(
 
 
 def find_damage(storage: Storage, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, BadSlice | None]]:
-    """Yields each slice with its error, or None for a good one, in bounded memory. Raises ``StoreForbiddenError``."""
+    """Yields each slice with its error, or None for a good one, in bounded memory.
+
+    Raises:
+        StoreForbiddenError: This user may not read a file.
+        StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
+    """
     for run in _runs(wanted, _CHECKED_NBYTES):
         alone = len(run) == 1 or not _are_sound(storage, run)  # whose error says which, and why
         for stored in run:

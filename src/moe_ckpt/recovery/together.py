@@ -14,10 +14,13 @@ from moe_ckpt.errors import (
     MoECheckpointError,
     OtherLayoutError,
     PeerLostError,
+    StepRemovedError,
     StoreError,
     StoreForbiddenError,
 )
+from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.step_storage import StepStorage
 
 DAMAGED, UNREAD, STOPS = 1, 2, 3
 """Kinds of errors, ascending: take the next older checkpoint; let ``on_read_error`` decide; take none."""
@@ -48,6 +51,15 @@ def by_rank_zero(comm: Communicator, action: Callable[[], T], doing: str) -> T:
     """
     answer = Answer.of(action if comm.rank == 0 else None)
     return answer.taken(json.loads(comm.broadcast(json.dumps(answer.payload).encode())), doing)
+
+
+def require_committed(comm: Communicator, storage: StepStorage, directory: str) -> None:
+    """Raises ``StepRemovedError`` on every rank, if a step that they could not use was removed meanwhile. A collective.
+
+    Rank 0 looks: only one rank may have missed a file, and only some may have listed the step.
+    """
+    if not by_rank_zero(comm, lambda: storage.is_committed(directory), f"look for {directory} again"):
+        raise StepRemovedError(storage.root, (directory,), f"{directory}/{MANIFEST_NAME}")
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,8 @@ def _kind(problem: Exception | None) -> int:
         return STOPS  # an older checkpoint would only hide a mistake in the set-up
     if isinstance(problem, OSError):
         return UNREAD
-    return DAMAGED if isinstance(problem, (DamagedError, CoverageError, OtherLayoutError)) else STOPS
+    skipped = (DamagedError, CoverageError, OtherLayoutError, StepRemovedError)
+    return DAMAGED if isinstance(problem, skipped) else STOPS
 
 
 def leave_together(comm: Communicator, found: NotUsableError, directory: str) -> NoReturn:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
-from moe_ckpt.errors import CoverageError, DamagedError, StoreForbiddenError, StoreUnreadableError
+from moe_ckpt.errors import CoverageError, DamagedError, StepRemovedError, StoreForbiddenError, StoreUnreadableError
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, FileRecord, Manifest
 from moe_ckpt.format.shard import ShardHeader
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex, build_index, prove
@@ -41,13 +41,34 @@ class Damage:
         return str(DamagedError(self.path, self.reason, step=self.step, rank=self.rank))
 
 
+@dataclass(frozen=True)
+class Verified:
+    """What was found in some steps of a store.
+
+    Attributes:
+        damages: All damage, but for files that are gone with their steps.
+        usable: The steps that were checked and are undamaged, in the order given.
+        removed: Those that were removed while they were read: neither damaged nor undamaged.
+    """
+
+    damages: tuple[Damage, ...]
+    usable: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was found out, because all steps were removed."""
+        return bool(self.removed) and not (self.usable or self.damages)
+
+
 @dataclass
 class _Findings:
-    """Good headers, errors, and the checkpoints that use each slice."""
+    """Good headers, errors, the checkpoints that use each slice, and those that were removed meanwhile."""
 
     headers: dict[FileRecord, ShardHeader] = field(default_factory=dict)
     users: dict[StoredSlice, list[str]] = field(default_factory=dict)
     errors: dict[tuple[str, str, int | None, int | None], list[str]] = field(default_factory=dict)
+    removed: set[str] = field(default_factory=set)
 
     def add(self, error: BadSlice, directories: Iterable[str]) -> None:
         affects = self.errors.setdefault((error.path, error.reason, error.step, error.rank), [])
@@ -70,6 +91,8 @@ def verify_store(
 ) -> list[Damage]:
     """Returns all damage in what the committed steps name. Each file is read once.
 
+    What is wrong with a step only because it was removed while it was read is left out (see ``verify_steps``).
+
     Args:
         storage: Of the store.
         directories: Only these steps, and the files of older steps that they need; None for all.
@@ -82,21 +105,51 @@ def verify_store(
     """
     reader = StoreReader(storage)
     reader.identity()
+    listed = reader.directories()
+    wanted = [directory for directory in listed if directories is None or directory in directories]
+    absent = sorted(set(directories or ()) - set(listed))
+    damages = [*verify_steps(reader, wanted, progress).damages]
+    damages += [Damage(f"{directory}/{MANIFEST_NAME}", "is missing", affects=(directory,)) for directory in absent]
+    return sorted(damages, key=_place)
+
+
+def verify_steps(reader: StoreReader, directories: Sequence[str], progress: Progress | None = None) -> Verified:
+    """Checks steps, and the files of older steps that they need. Each file is read once.
+
+    Args:
+        reader: Of the store. It has listed the steps, so that it can tell which are removed meanwhile.
+        directories: The steps.
+        progress: Called with bytes checked and bytes in all.
+
+    Raises:
+        ForeignStoreError, FormatVersionError: This is no store that this package reads.
+        StoreForbiddenError: This user may not read a file.
+        OSError: The storage failed.
+    """
+    reader.identity()
     found = _Findings()
     if reader.identity_damage is not None:
         found.add(reader.identity_damage, ())
-    for directory in reader.directories():
-        if directories is None or directory in directories:
+    for directory in directories:
+        try:
             _check_step(reader, directory, found)
-    for directory in set(directories or ()) - set(reader.directories()):
-        found.add(DamagedError(f"{directory}/{MANIFEST_NAME}", "is missing"), [directory])
+        except StepRemovedError as error:
+            found.removed.update(error.directories)
     _check_slices(reader.storage, found, progress or (lambda done, total: None))
-    damages = (Damage(*key, tuple(sorted(affects))) for key, affects in found.errors.items())
-    return sorted(damages, key=lambda damage: (damage.path != STORE_NAME, damage.path, damage.reason))
+    damages = sorted((Damage(*key, tuple(sorted(affects))) for key, affects in found.errors.items()), key=_place)
+    damaged = {directory for damage in damages for directory in damage.affects}
+    usable = tuple(each for each in directories if each not in damaged | found.removed)
+    removed = tuple(each for each in directories if each in found.removed - damaged)
+    return Verified(tuple(damages), usable, removed)
+
+
+def _place(damage: Damage) -> tuple[bool, str, str]:
+    """The order of damages: that of ``store.json`` first."""
+    return damage.path != STORE_NAME, damage.path, damage.reason
 
 
 def _check_step(reader: StoreReader, directory: str, found: _Findings) -> None:
-    """Checks manifest, headers, coverage and states of one step."""
+    """Checks manifest, headers, coverage and states of one step. Raises ``StepRemovedError``."""
     manifest: Manifest | None = None
     with found.noting(directory):
         manifest = reader.manifest(directory)
@@ -151,11 +204,19 @@ def _check_slices(storage: Storage, found: _Findings, progress: Progress) -> Non
     def check(group: list[StoredSlice]) -> list[tuple[StoredSlice, BadSlice]]:
         nonlocal done
         bad = []
-        for stored, error in find_damage(storage, group):
-            if error is not None:
-                bad.append((stored, error))
+        left = sum(stored.nbytes for stored in group)
+        try:
+            for stored, error in find_damage(storage, group):
+                if error is not None:
+                    bad.append((stored, error))
+                left -= stored.nbytes
+                with lock:
+                    done += stored.nbytes
+                    progress(done, total)
+        except StepRemovedError as removed:  # and the file with all its users, so that the rest of it counts as done
             with lock:
-                done += stored.nbytes
+                found.removed.update(removed.directories)
+                done += left
                 progress(done, total)
         return bad
 

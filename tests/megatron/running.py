@@ -25,7 +25,9 @@ def begins(directory: str, beside: Callable[[], None] | None = None) -> None:
     logging.getLogger("moe_ckpt").addHandler(logging.FileHandler(Path(directory, f"said_{rank}")))
     if beside is not None:
         beside()
-    Path(directory, f"pid_{rank}").write_text(str(os.getpid()))
+    path = Path(directory, f"pid_{rank}")
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
 
 
 @dataclass

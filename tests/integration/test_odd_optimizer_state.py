@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO
 from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.interop.dcp import MoEStorageReader
+from moe_ckpt.interop.export import export
 from moe_ckpt.megatron.optimizers import StateSlot, state_tensors
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.recovery.verify import verify_store
@@ -113,6 +116,25 @@ def test_a_run_whose_optimizer_keeps_tensors_without_elements_is_resumed_exactly
     assert fit(tmp_path / "cut", resumed, 12, policy).restored_step is not None
     if not isinstance(policy, MoC):
         assert_same(whole, resumed)
+
+
+def test_tensors_without_elements_are_in_what_others_open(tmp_path):
+    whole, cut, resumed, straight = (seeded(WithPlaceholders) for _ in range(4))
+    fit(tmp_path / "whole", whole, 12)
+    fit(tmp_path / "store", cut, 9)
+    out = export(tmp_path / "store", "lightning", tmp_path / "nine.ckpt")
+    bare = pl.Trainer(max_steps=12, enable_checkpointing=False, **QUIET)
+    bare.fit(resumed, loader(64, shuffle=False), ckpt_path=str(out), weights_only=True)
+    assert_same(whole, resumed)
+    named = pl.Trainer(max_steps=12, enable_checkpointing=False, plugins=[MoECheckpointIO()], **QUIET)
+    named.fit(straight, loader(64, shuffle=False), ckpt_path=str(tmp_path / "store"))
+    assert_same(whole, straight)
+    for source in (
+        {"checkpoint_id": export(tmp_path / "store", "dcp", tmp_path / "dcp")},
+        {"storage_reader": MoEStorageReader(tmp_path / "store")},
+    ):
+        blank = {"none": torch.empty(0), "momentum": torch.zeros(0, 5)}
+        dcp.load({"optim": {"state": {"nothing": blank}}}, **source)
 
 
 def test_megatrons_optimizers_are_asked_for_the_same_names():

@@ -13,6 +13,7 @@ from moe_ckpt.errors import ConfigError, UnencodableStateError, UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.modeling.discover import build_catalog
+from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import TensorMeta
 from moe_ckpt.slices.assignment import operator_bytes
@@ -477,3 +478,68 @@ def test_a_compiled_model_has_the_same_keys():
     eager = TorchTrainingState(model, [])
     compiled = TorchTrainingState(torch.compile(model), [])
     assert [t.key for t in compiled.tensors()] == [t.key for t in eager.tensors()]
+
+
+class Counting(nn.Module):
+    """Has a buffer, a parameter and extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv", torch.ones(3))
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def get_extra_state(self):
+        return {"n": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def sharing():
+    model = nn.Module()
+    model.first, model.second = nn.Module(), nn.Module()
+    model.first.rotary = model.second.rotary = Counting()
+    model.register_buffer("seen", model.first.rotary.inv)
+    model.register_buffer("mean", torch.zeros(2))
+    model.second.register_buffer("mean", model.mean)
+    model.nothing = nn.Parameter(torch.empty(0, 4, dtype=torch.bfloat16))
+    return model
+
+
+def test_what_state_dict_has_besides_is_told():
+    model = sharing()
+    state = TorchTrainingState(model, [])
+    plain = state.plain()
+    names = {t.parameter for t in state.tensors()} | set(plain["buffers"]) | set(plain["unsliced"])
+    names |= {f"{module}._extra_state" for module in plain["extra_state"]} | set(tied_aliases(model))
+    assert not names & set(plain["aliases"])
+    assert names | set(plain["aliases"]) == set(model.state_dict())
+    assert plain["aliases"] == {
+        "first.rotary.inv": "seen",
+        "second.rotary.inv": "seen",
+        "second.mean": "mean",
+        "second.rotary._extra_state": "first.rotary._extra_state",
+    }
+    assert plain["unsliced"] == {"nothing": {"dtype": "BF16", "shape": [0, 4]}}
+    model.second.mean = torch.ones(2)
+    assert "second.mean" not in state.plain()["aliases"], "it is another one now"
+    assert "second.mean" in state.plain()["buffers"]
+    model.third = model.first
+    assert state.plain()["aliases"]["third.rotary.inv"] == "seen"
+    assert state.plain()["aliases"]["third.rotary._extra_state"] == "first.rotary._extra_state"
+    found = TorchTrainingState(torch.compile(model), []).plain()
+    assert found["aliases"] == state.plain()["aliases"]
+    assert not {"aliases", "unsliced"} & TorchTrainingState(nn.BatchNorm1d(2), []).plain().keys()
+
+
+def test_states_of_a_shared_metric_have_all_their_names():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    model = nn.Module()
+    model.mean = torchmetrics.MeanMetric()
+    model.mean.persistent(True)
+    model.other = nn.ModuleList([model.mean])
+    plain = TorchTrainingState(model, []).plain()
+    own = {f"{module}.{name}" for module, entries in plain["own_state"].items() for name in entries}
+    assert own | set(plain["aliases"]) == set(model.state_dict())
+    assert plain["aliases"]["other.0.mean_value"] == "mean.mean_value"

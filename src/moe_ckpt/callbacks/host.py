@@ -95,7 +95,7 @@ class LightningHost(Host):
             comm,
             module_state.buffers(module),
             strict=module.strict_loading,  # if False, names may be missing on either side, as for Lightning's own
-            aliases=tied_aliases(module),
+            aliases=tied_aliases(module) | module_state.tied_buffers(module),
             others={clean_name(name) for name in module.state_dict()},
         )
 

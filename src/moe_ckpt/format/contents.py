@@ -113,6 +113,8 @@ _PLAIN = record(
         "own_state": mapping(mapping(anything)),
         "frozen": listing(text),
         "varying_buffers": listing(text),
+        "aliases": mapping(text),
+        "unsliced": mapping(UNSLICED),
         "optimizer": record(
             {
                 "step": maybe(whole()),

@@ -27,7 +27,8 @@ class WholeCheckpoint:
     Attributes:
         rank: Whose plain state is taken.
         parameters: Name in the model's ``state_dict()`` -> tensor key.
-        extras: The other entries of ``state_dict()``: buffers, extra state, states of metrics.
+        extras: The other entries of ``state_dict()``: buffers, extra state, states of metrics, parameters without
+            elements.
         optimizers: Per optimizer: param groups (with names for parameters), and per parameter the state that is no
             tensor.
         optimizer_keys: Per optimizer, parameter -> state name -> tensor key.
@@ -102,18 +103,22 @@ def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckp
     for alias, name in manifest.model.aliases.items():
         if name in parameters:
             parameters[alias] = parameters[name]
-    extras = _extras(plain)
+    extras = _under_all_names(_extras(plain), manifest, plain)
     if state.get("framework") == "megatron":
         extras = all_buffers(reader, manifest) | extras
     return WholeCheckpoint(reader, manifest, rank, state, parameters, extras, tuple(optimizers), tuple(keys))
 
 
 def module_buffers(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
-    """The model's persistent buffers, whole: those of rank 0 under Lightning, those of all ranks under Megatron."""
+    """The model's persistent buffers, and its parameters without elements, whole, under all of their names.
+
+    Those of rank 0 under Lightning, those of all ranks under Megatron.
+    """
     state = reader.state(manifest, 0)
     if state.get("framework") == "megatron":
         return all_buffers(reader, manifest)
-    return dict(state.get("plain", {}).get("buffers", {}))
+    plain = state.get("plain", {})
+    return _under_all_names(_tensors(plain), manifest, plain)
 
 
 def all_buffers(reader: StoreReader, manifest: Manifest, names: Collection[str] | None = None) -> dict[str, Any]:
@@ -130,8 +135,21 @@ def all_buffers(reader: StoreReader, manifest: Manifest, names: Collection[str] 
     return found
 
 
+def _under_all_names(found: dict[str, Any], manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """``found`` with the second names of what is shared, which earlier releases told of parameters alone."""
+    for alias, name in (*manifest.model.aliases.items(), *plain.get("aliases", {}).items()):
+        if name in found:
+            found.setdefault(alias, found[name])
+    return found
+
+
+def _tensors(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Buffers and parameters without elements."""
+    return {name: made(entry) for name, entry in plain.get("unsliced", {}).items()} | dict(plain.get("buffers", {}))
+
+
 def _extras(plain: Mapping[str, Any]) -> dict[str, Any]:
-    extras = dict(plain.get("buffers", {}))
+    extras = _tensors(plain)
     for module, values in plain.get("own_state", {}).items():
         extras.update({_joined(module, name): value for name, value in values.items()})
     extras.update({_joined(module, "_extra_state"): value for module, value in plain.get("extra_state", {}).items()})

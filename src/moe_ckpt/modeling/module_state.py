@@ -6,7 +6,7 @@ that it is rebuilt (causal masks, rotary tables), and giving it an old value wou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from moe_ckpt.modeling.walk import Walk
 
 _VARYING = "varying_buffers"
 """Key of the names of those whose shape has changed in the run; absent if there are none."""
+_ALIASES = "aliases"
+"""Key of further names; absent if there are none."""
 
 
 class Varying:
@@ -41,6 +43,7 @@ class Varying:
 def read(model: nn.Module, varying: Varying, walk: Walk | None = None) -> dict[str, Any]:
     """Returns {"buffers": {name: live tensor}, "extra_state": {module name: value}, "own_state": {...}}.
 
+    Of what several modules share there is one entry, and under "aliases" {other name in ``state_dict()``: that name}.
     Costs as much as there is of these.
 
     Args:
@@ -49,21 +52,29 @@ def read(model: nn.Module, varying: Varying, walk: Walk | None = None) -> dict[s
     """
     walk = walk or Walk(model)
     extra = {name: module.get_extra_state() for name, module in walk.with_extra}
-    found = _buffers(walk)
+    held, tied = _held(walk)
+    found, own = _blocks(held), _own_state(walk)
     varying.note(found)
-    more = {_VARYING: sorted(varying.names)} if varying.names else {}
-    return {"buffers": found, "extra_state": extra, "own_state": _own_state(walk), **more}
+    more: dict[str, Any] = {_VARYING: sorted(varying.names)} if varying.names else {}
+    if others := tied | _of_shared(walk, own):
+        more[_ALIASES] = others
+    return {"buffers": found, "extra_state": extra, "own_state": own, **more}
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns {name: live tensor} of the persistent buffers; of a sharded one this rank's part."""
-    return _buffers(Walk(model))
+    return _blocks(_held(Walk(model))[0])
+
+
+def tied_buffers(model: nn.Module) -> dict[str, str]:
+    """Returns further names of persistent buffers -> the name in ``buffers``."""
+    return _held(Walk(model))[1]
 
 
 def check(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` naming what the model and the checkpoint do not share."""
     walk = Walk(model)
-    here, there = dict(_held(walk)), stored["buffers"]
+    here, there = _held(walk)[0], stored["buffers"]
     varies = varying.names.union(stored.get(_VARYING, ()))
     _require_same("buffers", set(here), set(there))
     for name, held in here.items():
@@ -82,7 +93,7 @@ def write(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None
     walk = Walk(model)
     varying.names.update(stored.get(_VARYING, ()))
     with torch.no_grad():
-        for name, held in _held(walk):
+        for name, held in _held(walk)[0].items():
             value = stored["buffers"][name]
             buffer = block_of(held, f"buffer {name}").local
             if buffer.shape != value.shape:  # the very same tensor with other memory: DDP knows it
@@ -110,20 +121,41 @@ def _own_state(walk: Walk) -> dict[str, dict[str, Any]]:
     return own
 
 
-def _buffers(walk: Walk) -> dict[str, torch.Tensor]:
-    """Name -> this rank's part of each persistent buffer."""
-    return {name: block_of(buffer, f"buffer {name}").local for name, buffer in _held(walk)}
+def _of_shared(walk: Walk, own: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Further name -> name, of extra state and own entries of modules that are in several places."""
+    overriding = {id(module) for _, module in walk.with_extra}
+    aliases: dict[str, str] = {}
+    for name, first, module in walk.shared:
+        entries = [*own.get(first, ()), *(["_extra_state"] if id(module) in overriding else [])]
+        aliases.update({_joined(name, entry): _joined(first, entry) for entry in entries})
+    return aliases
 
 
-def _held(walk: Walk) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, itself) of each persistent buffer, tied ones once."""
-    seen: set[int] = set()
-    for prefix, module in walk.buffered:
+def _blocks(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name -> this rank's part of each buffer."""
+    return {name: block_of(buffer, f"buffer {name}").local for name, buffer in held.items()}
+
+
+def _held(walk: Walk) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """(name -> persistent buffer, tied ones once; further name -> name)."""
+    first: dict[int, str] = {}
+    held: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for prefix, module in (*walk.buffered, *((name, module) for name, _, module in walk.shared)):
         for key, buffer in module._buffers.items():
-            if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
+            if buffer is None or key in module._non_persistent_buffers_set:
                 continue
-            seen.add(id(buffer))
-            yield f"{prefix}.{key}" if prefix else key, buffer
+            name = _joined(prefix, key)
+            known = first.setdefault(id(buffer), name)
+            if known == name:
+                held[name] = buffer
+            else:
+                aliases[name] = known
+    return held, aliases
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _require_same(what: str, here: set[str], there: set[str]) -> None:

@@ -135,7 +135,9 @@ class TorchTrainingState:
         pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
         frozen = {"frozen": self._frozen.names(walk.parameters)}
         module = module_state.read(self._model, self._varying, walk)
-        return {**module, "optimizers": optimizers, **frozen, **pretrained_models}
+        empty = unsliced_state.read_parameters(walk.unsliced)
+        unsliced = {"unsliced": empty} if empty else {}
+        return {**module, "optimizers": optimizers, **frozen, **pretrained_models, **unsliced}
 
     def module_plain(self) -> dict[str, Any]:
         """What a forward pass may change of ``plain()``, of the modules that that found last. Likewise live."""

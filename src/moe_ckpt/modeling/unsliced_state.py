@@ -1,4 +1,4 @@
-"""Optimizer state that is in no slice: tensors without elements, and all state of parameters without elements.
+"""What is in no slice: parameters without elements, all of their state, and other state tensors without elements.
 
 Optimizers take what they once put into a parameter's state for granted. So it comes back with the rest, although
 nothing of it is in a tensor of the store (``format.unsliced``).
@@ -24,6 +24,11 @@ Unsliced = tuple[str, torch.Tensor, str, torch.Tensor]
 def is_unsliced(parameter: torch.Tensor, value: object) -> bool:
     """Whether a value of a parameter's state is a tensor that no slice can hold."""
     return isinstance(value, torch.Tensor) and not (value.numel() and parameter.numel())
+
+
+def read_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
+    """Returns {name: description} of those that still have no elements."""
+    return {name: described(each, f"parameter {name!r}") for name, each in parameters if not each.numel()}
 
 
 def find(states: Iterable[tuple[str, torch.Tensor, Mapping[str, Any]]]) -> list[Unsliced]:

@@ -6,7 +6,7 @@ they are the same modules at every step. So what was found is kept, for as long 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 
@@ -29,7 +29,10 @@ class Walk:
     Attributes:
         parameters: By name, each once.
         names: Name of each parameter by its id.
-        named: All modules, but for wrappers around others.
+        unsliced: (name, parameter) of those without elements.
+        named: All modules, but for wrappers around others, each once.
+        shared: (further name, name in ``named``, module) of those that are in several places and keep anything besides
+            parameters.
         buffered: Those that have buffers.
         with_extra: Those with ``get_extra_state``.
         settable: Those with ``set_extra_state``.
@@ -39,12 +42,18 @@ class Walk:
     def __init__(self, model: nn.Module) -> None:
         self.parameters = dict(parameters_of(model))
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
-        modules = list(model.named_modules())
+        self.unsliced = tuple(
+            (name, p) for name, p in self.parameters.items() if not nn.parameter.is_lazy(p) and not p.numel()
+        )
+        modules, again = _once(model.named_modules(remove_duplicate=False))
         self.named: Named = tuple((clean_name(raw), module) for raw, module in modules if unwrap(module) is module)
         self.buffered: Named = tuple((name, module) for name, module in self.named if module._buffers)
         self.with_extra = _overriding(self.named, "get_extra_state")
         self.settable = _overriding(self.named, "set_extra_state")
         self.with_own = _overriding(self.named, "state_dict")
+        first = {id(module): name for name, module in self.named}
+        keeping = {id(module) for _, module in (*self.buffered, *self.with_extra, *self.with_own)}
+        self.shared = tuple((clean_name(raw), first[id(m)], m) for raw, m in again if id(m) in keeping)
         self._watch = [_Modules([m for _, m in modules[at : at + _PART]]) for at in range(0, len(modules), _PART)]
         self._known = type(model).named_parameters is nn.Module.named_parameters
 
@@ -92,6 +101,16 @@ class _Modules:
         before = self._tables if every else chain.from_iterable(self._tables[3 * at : 3 * at + 3] for at in places)
         now = chain.from_iterable(map(_TABLES, map(self._modules.__getitem__, places)))
         return all(map(is_, before, now))
+
+
+def _once(named: Iterable[tuple[str, nn.Module]]) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+    """(each module under its first name, modules under their other names)."""
+    seen: set[int] = set()
+    found: tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]] = ([], [])
+    for each in named:
+        found[id(each[1]) in seen].append(each)
+        seen.add(id(each[1]))
+    return found
 
 
 def _overriding(named: Named, method: str) -> Named:

@@ -233,7 +233,6 @@ def test_what_is_there_already_is_not_made_twice(place, capsys):  # noqa: F811
 
 
 def test_whoever_may_read_the_runs_files_may_read_what_is_made(place):  # noqa: F811
-    """And no other job takes the lock of a command that makes it for its own."""
     run = killed(replace(logged(LOG, place), callback={"access": "group"}))
     written = {path.name for path in Path(run.store).glob("step_*")}
     assert densify(run) == 0

@@ -283,6 +283,7 @@ def refusing(rank, world_size, place, setup):
     told(MissingPackageError, megatron.export_torch_dist, path, *parts(built))
     torch_dist.importlib.util.find_spec = found
     assert not os.path.exists(path)
+    told(ConfigError, megatron.export_torch_dist, f"{place}/a_file/iter_0000003", *parts(built))
     megatron.export_torch_dist(path, built.chunks)
     told(ConfigError, megatron.export_torch_dist, path, *parts(built))
     told(ConfigError, megatron.import_torch_dist, path, *parts(built))
@@ -298,6 +299,7 @@ def refusing(rank, world_size, place, setup):
 
 @pytest.mark.slow
 def test_what_is_refused(tmp_path):
+    (tmp_path / "a_file").touch()
     said = run_ranks(refusing, 2, str(tmp_path), replace(BASE, ep=2, dist_opt=True, precision="bf16"), preload=WARM)
     assert said[0] == said[1]
     for text, part in zip(
@@ -306,6 +308,7 @@ def test_what_is_refused(tmp_path):
             "has made no step",
             "has no metadata.json",
             "needs the package 'psutil'",
+            "cannot be made: Not a directory",
             "is not empty",
             "holds no optimizer",
             "holds 2 optimizers, and this run has 1",

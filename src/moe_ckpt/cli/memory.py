@@ -25,7 +25,8 @@ examples:
   moe-ckpt memory clear --run 3f0c             only the run whose ID starts so
   moe-ckpt memory --directory /mnt/tmpfs --json
 
-exit code: 0 done, 1 damage found (explain), 2 the directory cannot be used, or no run to clear or retry is called so
+exit code: 0 done, 1 damage found (explain), 2 the directory cannot be used, no run to clear or
+retry is called so, or a running process holds it
 """
 
 

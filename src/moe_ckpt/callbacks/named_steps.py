@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from moe_ckpt.comm.communicator import make_communicator
-from moe_ckpt.errors import NoCheckpointError, StepRemovedError
+from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, parse_step_dir
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.named import Opens
 from moe_ckpt.recovery.newest import dense_checkpoints, require_dense
 from moe_ckpt.recovery.reader import StoreReader, locate, open_step
-from moe_ckpt.recovery.step_storage import MOST_LISTINGS, say_listed_again
+from moe_ckpt.recovery.step_storage import listed_again
 from moe_ckpt.recovery.together import (
     DAMAGED,
     NotUsableError,
@@ -116,16 +116,12 @@ def _load_one(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Co
 
 def _load_newest(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Communicator, fitting: bool) -> Loaded:
     reader = StoreReader(locate(path)[0])
-    listings = 0
-    while True:
-        listings += 1
+
+    def newest() -> Loaded:
         directories = by_rank_zero(comm, lambda: _dense(reader, fitting), f"choose a checkpoint of {path}")
-        try:
-            return _load_first(path, reader, directories, load, comm)
-        except StepRemovedError as error:
-            if listings == MOST_LISTINGS:
-                raise
-            say_listed_again(error)
+        return _load_first(path, reader, directories, load, comm)
+
+    return listed_again(newest)
 
 
 def _load_first(

@@ -35,7 +35,7 @@ from moe_ckpt.recovery.reader import StoreReader, locate
 from moe_ckpt.recovery.restore import box_of, needed_slices, verify_needed, weight_specs
 from moe_ckpt.recovery.shared_reading import SharedReading, divide, load_slices
 from moe_ckpt.recovery.sources import in_order
-from moe_ckpt.recovery.step_storage import MOST_LISTINGS, say_listed_again
+from moe_ckpt.recovery.step_storage import listed_again
 from moe_ckpt.recovery.together import require_committed
 from moe_ckpt.storage import Storage, open_storage
 
@@ -245,18 +245,14 @@ def load_weights(
     """
     text = os.fspath(path)
     tied = dict(aliases or {})
-    listings = 0
-    while True:
-        listings += 1
+
+    def newest() -> Loaded:
         directory, passed = _chosen(text, comm)
         chosen = _Chosen(text, directory, comm)
-        try:
-            plan = chosen.together(lambda: _plan(open_source(text, directory), state, buffers, tied, others))  # noqa: B023
-            return _load(plan, chosen, passed, strict)
-        except StepRemovedError as error:
-            if listings == MOST_LISTINGS or locate(text)[1] is not None:
-                raise
-            say_listed_again(error)
+        plan = chosen.together(lambda: _plan(open_source(text, directory), state, buffers, tied, others))
+        return _load(plan, chosen, passed, strict)
+
+    return newest() if locate(text)[1] is not None else listed_again(newest)
 
 
 def _load(plan: _Plan, chosen: _Chosen, passed: str, strict: bool) -> Loaded:

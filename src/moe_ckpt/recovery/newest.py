@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 
 from moe_ckpt.errors import NoCheckpointError, SparseWindowError, StepRemovedError, StoreError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint, usable
-from moe_ckpt.recovery.step_storage import MOST_LISTINGS, listed_again, say_listed_again
+from moe_ckpt.recovery.step_storage import listed_again
 from moe_ckpt.storage import open_storage
 
 
@@ -74,19 +75,14 @@ def dense_checkpoints(
         StepRemovedError: Of ``MOST_LISTINGS`` listings, in each a step was removed while it was read, before a dense
             one was found.
     """
-    for left in reversed(range(MOST_LISTINGS)):
-        found = False
-        try:
-            for each in _of_one_listing(reader, check):
-                found = True
-                yield each
-            return
-        except StepRemovedError as error:
-            if found:
-                return
-            if not left:
-                raise
-            say_listed_again(error)
+    def begun() -> tuple[tuple[Manifest, tuple[str, ...]], Iterator[tuple[Manifest, tuple[str, ...]]]]:
+        found = _of_one_listing(reader, check)
+        return next(found), found
+
+    newest, older = listed_again(begun)
+    yield newest
+    with contextlib.suppress(StepRemovedError):  # who did not take the newest gets no newer ones after it
+        yield from older
 
 
 def _of_one_listing(

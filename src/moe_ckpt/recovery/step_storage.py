@@ -92,10 +92,5 @@ def listed_again(attempt: Callable[[], T]) -> T:
         try:
             return attempt()
         except StepRemovedError as error:
-            say_listed_again(error)
+            log.info("%s of %s was removed while it was read; it is listed again", error.directories[0], error.root)
     return attempt()
-
-
-def say_listed_again(error: StepRemovedError) -> None:
-    """Logs that a reader takes a newer step."""
-    log.info("%s of %s was removed while it was read; the store is listed again", error.directories[0], error.root)

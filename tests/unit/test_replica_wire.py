@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 import threading
 import time
@@ -186,3 +188,20 @@ def test_a_master_elsewhere_is_reached_from_an_address_that_others_reach(monkeyp
     monkeypatch.setattr(replica_wire, "_towards", lambda target: ways.get(target, "127.0.1.1"))
     monkeypatch.setenv("MASTER_ADDR", "master")
     assert own_address() == "10.1.2.3"
+
+
+def test_without_descriptors_the_listening_thread_does_not_ask_without_a_pause(listener):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_connection(listener.address), contextlib.ExitStack() as taken:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 4, limits[1]))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.callback(os.close, os.dup(0))
+            began = time.monotonic()
+            for _ in range(3):
+                with pytest.raises(OSError, match="Too many open files"):
+                    listener.accept(SECRET, 5, {1: LINK}, lambda: False)
+            assert time.monotonic() - began >= 0.5
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -75,6 +75,7 @@ def dense_checkpoints(
         StepRemovedError: Of ``MOST_LISTINGS`` listings, in each a step was removed while it was read, before a dense
             one was found.
     """
+
     def begun() -> tuple[tuple[Manifest, tuple[str, ...]], Iterator[tuple[Manifest, tuple[str, ...]]]]:
         found = _of_one_listing(reader, check)
         return next(found), found

@@ -260,13 +260,17 @@ class Listener:
 
         Raises:
             ConnectionError: Somebody connected who may not.
-            OSError: Somebody connected who then said nothing.
+            OSError: Somebody connected who then said nothing; or this process has no descriptor left, and some time
+                has passed since.
         """
         while not is_over():
             try:
                 connected, _ = self._socket.accept()
             except TimeoutError:
                 continue
+            except OSError:  # no descriptor is left, for instance: the connection waits, and would be asked for at once
+                time.sleep(_RETRY_SECS)
+                raise
             wire = Wire(connected, min(_HANDSHAKE_SECS, self._timeout_secs))
             try:
                 nonce = secrets.token_bytes(_NONCE_NBYTES)

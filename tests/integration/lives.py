@@ -298,6 +298,7 @@ def assert_same_run(run: Run, unwritten: Collection[int] = ()) -> None:
         found = list(differences(load(run, rank), states[rank]))
         assert not found, f"rank {rank}: {found[:10]}"
         assert_same_losses(events(run, rank), logs[rank], unwritten)
+    assert "other numbers of tokens than the first time" not in output(run)
 
 
 def assert_same_losses(

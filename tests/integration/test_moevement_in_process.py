@@ -21,6 +21,7 @@ from tests.integration.test_crash_variations import life
 from tests.integration.test_memory_kills import in_memory
 from tests.integration.test_memory_rarely_stored import RARELY
 from tests.support.mapped import deleted_slots
+from tests.support.tiny_moe import Tokens
 
 W = 3
 RUN = Run(None, policy=("moevement", W), epochs=2, callback={"when_busy": "wait"}, trainer={"gradient_clip_val": 0.1})
@@ -84,3 +85,21 @@ def test_what_a_replay_has_read_is_let_go_of(place):  # noqa: F811
     trainer.fit(module, *loaders(run))
     assert len(held) > 20
     assert not held[-2], "long after the replay"
+
+
+@pytest.mark.parametrize("in_memory_too", [False, True])
+@pytest.mark.parametrize("repeats", [True, False])
+def test_steps_computed_again_on_other_data_are_told(repeats, in_memory_too, place, caplog, monkeypatch):  # noqa: F811
+    """The position in the data is the same, and nobody records what lies there."""
+    run = replace(RUN, store=str(place / "store"))
+    if in_memory_too:
+        run = in_memory(replace(RUN, memory_options={"survivor_secs": 0}, to_storage=RARELY), place)
+    life(run, stop_at=11)
+    if not repeats:
+        kept = Tokens.__getitem__
+        monkeypatch.setattr(Tokens, "__getitem__", lambda data, i: (-kept(data, i)[0], kept(data, i)[1]))
+    caplog.clear()
+    life(run)
+    assert "are computed again" in caplog.text
+    told = "computed again, gave experts other numbers of tokens than the first time" in caplog.text
+    assert told is not repeats

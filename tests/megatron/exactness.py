@@ -168,6 +168,7 @@ def require_exact(case: Case, directory: Path, ended: Ended) -> None:
         found = [{**mine, "rng": one["rng"]} for one, mine in zip(expected, found, strict=True)]
     require_equal(expected, found)
     require_losses(expected[-1]["losses"], ended.lives, case.steps)
+    assert "other numbers of tokens than the first time" not in "".join(ended.results[0]["said_later"])
     assert verify_store(open_storage(str(directory / "store"))) == []
 
 

@@ -222,7 +222,8 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     draw(3 if progress.restored else 1)
     built.consumed_samples = progress.consumed_samples
     try:
-        return _train(life, ckpt, built, progress, at, journal, on_phase) | {"said": said}
+        with heard() as later:
+            return _train(life, ckpt, built, progress, at, journal, on_phase) | {"said": said, "said_later": later}
     except Exception as error:
         if life.survives:
             ckpt.close(10.0, error)

@@ -17,12 +17,31 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from moe_ckpt.core.plan import Tier
 
 Counts = npt.NDArray[np.int64]
 Experts = Iterable[tuple[int, int]] | Counts
 """``(layer, expert)`` of some experts, also as ``[n, 2]``."""
+
+
+WINDOW_BEGAN = "window_began"
+"""Key, beside those of ``TokenBook.to_dict``: ``digest_of`` the applied tokens as of a window's first step."""
+
+
+def digest_of(counts: Counts) -> str:
+    """XXH3-64 of a table of tokens, as little-endian integers of 64 bits."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(counts, dtype="<i8").data)
+
+
+def window_began(first: Counts | None) -> dict[str, str]:
+    """What is noted beside the tokens of a window.
+
+    Args:
+        first: ``[L, E]`` applied tokens as of its first step; None for a checkpoint that stands by itself.
+    """
+    return {} if first is None else {WINDOW_BEGAN: digest_of(first)}
 
 
 @dataclass(frozen=True)

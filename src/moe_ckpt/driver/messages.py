@@ -156,6 +156,19 @@ def say_replayed(unit: str, first: int, last: int, place: str, dirpath: str, ran
         )
 
 
+def say_routed_otherwise(unit: str, first: int, last: int, rank: int) -> None:
+    """The steps of a sparse window that were computed again, those after ``first``, are not the run's."""
+    if rank == 0:
+        announce(
+            "the %ss %d to %d, computed again, gave experts other numbers of tokens than the first time: data or "
+            "kernels do not repeat, so the state is close to the run's, and not equal to it. Random numbers that a "
+            "dataset draws in workers of its loader, and kernels that are not deterministic, do that "
+            "(docs/moevement.md, Other tokens than the first time)",
+            *(unit, first + 1, last),
+            level=logging.WARNING,
+        )
+
+
 def _path(dirpath: str, place: str) -> str:
     """The path of a checkpoint in the store, also where memory held a part of it."""
     *memory, directory = place.split(" ")

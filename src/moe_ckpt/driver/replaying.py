@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
+from moe_ckpt.core.tokens import WINDOW_BEGAN, Counts, window_began
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.replay import Replay
 
 Plain = Mapping[str, Any]
@@ -87,6 +92,7 @@ class Replaying:
         self.beside = StepSource()
         self._before = plain
         self._recorded: Plain = {} if replay.done else replay.upcoming()
+        self._tokens: list[Deferred[StepTokens]] = []
 
     @property
     def manifest(self) -> Manifest:
@@ -150,6 +156,27 @@ class Replaying:
             require_repeated(step, parts, self._recorded, captured, self._changed)
             self._before, self._recorded = self._recorded, {} if self._replay.done else self._replay.upcoming()
         self._prepare()
+
+    def count(self, tokens: Deferred[StepTokens]) -> None:
+        """A step was computed again, in which this rank counted ``tokens``."""
+        self._tokens.append(tokens)
+
+    def routes_alike(self, comm: Communicator) -> bool:
+        """Returns whether all steps together gave each expert as many tokens as the first time. A collective.
+
+        What a step computes is not recorded, so data or kernels that do not repeat are noticed by this alone. True
+        also where nothing was counted, or by a release that did not note it.
+        """
+        began = self.manifest.tokens.get(WINDOW_BEGAN)
+        if began is None or not self._tokens:
+            return True
+        ended = np.asarray(self.manifest.tokens["applied"], dtype=np.int64)
+
+        def counted() -> Counts:
+            return sum((tokens.result().applied for tokens in self._tokens), start=np.zeros_like(ended))
+
+        again, _ = comm.start_agreement(counted, np.zeros(0, dtype=np.int64)).result()
+        return window_began(ended - again) == {WINDOW_BEGAN: began}
 
 
 def require_repeated(step: int, parts: Iterable[Repeated], recorded: Plain, captured: Plain, changed: str = "") -> None:

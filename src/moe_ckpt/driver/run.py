@@ -369,7 +369,10 @@ class Driver:
             if self.local is not None and not equal:
                 self.local.diverged()
         local = self.local
+        replaying.count(tokens)
         if replaying.done:
+            if local is None and not replaying.routes_alike(self.comm):
+                messages.say_routed_otherwise(self._unit, *replaying.steps, self.comm.rank)
             self.replaying = None
             if self.restored is not None:  # what has read the window holds its memory
                 self.restored = replace(self.restored, replay=None)

@@ -13,7 +13,7 @@ from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.remembered import Remembered
-from moe_ckpt.core.tokens import Counts, TokenBook
+from moe_ckpt.core.tokens import Counts, TokenBook, window_began
 from moe_ckpt.core.versions import Versions
 from moe_ckpt.core.window import Window, operators_at_step
 from moe_ckpt.engine.run_ledger import places
@@ -52,12 +52,16 @@ class Abandoned:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A step that all ranks have written: one of the window under way, or a checkpoint by itself."""
+    """A step that all ranks have written: one of the window under way, or a checkpoint by itself.
+
+    began: Of a window's first step, ``[L, E]`` tokens that experts had processed by then.
+    """
 
     window: Window | None
     step: int
     part: WrittenPart
     names: Names
+    began: Counts | None = None
 
     @property
     def directory(self) -> str:
@@ -202,7 +206,8 @@ class Committer:
         )
         write_named(self.storage, record.path, [raw])
         names = self._names(acknowledged)
-        return _Slot(request.window, request.step, WrittenPart(record, names, saved), {**names, **PART})
+        began = request.applied.result() if request.window is not None and request.slot == 0 else None
+        return _Slot(request.window, request.step, WrittenPart(record, names, saved), {**names, **PART}, began)
 
     def _names(self, acknowledged: Acknowledgement) -> Names:
         """Of the ranks' files: the very sets of the step before where they are the same, which many ask."""
@@ -264,7 +269,7 @@ class Committer:
             parent=self.parent,
             policy=dict(request.policy),
             measured=dict(request.measured),
-            tokens=tokens.to_dict(Fragment.of_counts),
+            tokens=tokens.to_dict(Fragment.of_counts) | window_began(before[0].began if before else None),
             window=tuple(SlotRecord(slot.step, ()) for slot in before),
             passed_over=self.passed_over,
             parts=tuple(part.record for part in view.parts),

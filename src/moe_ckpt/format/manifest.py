@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import WINDOW_BEGAN
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format import FORMAT_VERSION, MANIFEST_VERSION, SUPPORTED_VERSIONS, WINDOW_VERSION
 from moe_ckpt.format.fragment import Fragment
@@ -384,7 +385,7 @@ _FAULT = row({"restored_step": whole(), "lost_tokens": whole(), "stale_experts":
 MLT_OF_FAULTS = listing(maybe(number(most=1.0)))
 _TOKENS = record(
     {"applied": _COUNTS, "saved": mapping(_COUNTS, one_of(*(tier.value for tier in Tier))), "faults": listing(_FAULT)},
-    {"mlt": MLT_OF_FAULTS},
+    {"mlt": MLT_OF_FAULTS, WINDOW_BEGAN: text},
 )
 _MODEL = record({"fingerprint": text, "layers": listing(LAYER), "aliases": mapping(text)})
 _COMMON: dict[str, Check] = {

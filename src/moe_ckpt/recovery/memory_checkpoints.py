@@ -35,7 +35,7 @@ from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import name_ranks
 from moe_ckpt.core.survivors import STATE
-from moe_ckpt.core.tokens import TokenBook
+from moe_ckpt.core.tokens import TokenBook, window_began
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
@@ -415,11 +415,10 @@ class MemoryCheckpoints:
             view.lay(part, snapshot, stored=() if isinstance(stored, Fragment) else stored, kept=kept)
             view.slots |= part.files
         *before, last = parts
-        whole = replace(
-            self.whole(checkpoint, facts, view.operators, beneath),
-            states=tuple(last.states),
-            window=tuple(SlotRecord(part.step, tuple(part.states)) for part in before),
-        )
+        first = snapshots[0].require_facts(checkpoint.step).applied if before else None
+        window = tuple(SlotRecord(part.step, tuple(part.states)) for part in before)
+        whole = self.whole(checkpoint, facts, view.operators, beneath)
+        whole = replace(whole, states=tuple(last.states), window=window, tokens={**whole.tokens, **window_began(first)})
         return pruned(whole, view.files, {part.directory for part in parts})
 
     def whole(

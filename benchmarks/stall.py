@@ -83,7 +83,8 @@ def _compare(options: argparse.Namespace, module: Model, batch: int, console: Co
         runs[storage] = _on(storage, options, module, batch, console)
     if options.write:
         memcpy = min(secs for _, found in runs.values() for secs in found.memcpy)
-        drawn = report.plot(options.out / "stall.png", {s: made for s, (made, _) in runs.items()}, memcpy * 1e3)
+        picture = options.out / f"stall{_ending(options.size)}.png"
+        drawn = report.plot(picture, {s: made for s, (made, _) in runs.items()}, memcpy * 1e3)
         remark = "" if drawn else "; no picture: matplotlib is missing"
         console.print(f"written to {os.path.relpath(options.out)}{remark}")
     return 1 if any(found.failed.reasons for _, found in runs.values()) else 0
@@ -123,7 +124,7 @@ def _on(
                 told.add(name)
             if options.write:
                 content = report.as_dict(found, report.rows(found, durable), absent, **facts)
-                report.write_json(options.out / f"stall_{storage}.json", content)
+                report.write_json(options.out / f"stall_{storage}{_ending(options.size)}.json", content)
 
         try:
             shape = Shape(saved=options.iterations)
@@ -135,6 +136,11 @@ def _on(
             _close(field, found)
             keep()  # one may have failed in closing
     return made, found
+
+
+def _ending(size: str) -> str:
+    """Of the names of results, so that those of the default size stay."""
+    return "" if size == "default" else f"_{size}"
 
 
 def _close(field: list[contestants.Contestant], found: Measurements) -> None:

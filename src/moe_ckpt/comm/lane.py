@@ -72,14 +72,15 @@ class Lane:
         """Returns the future result of ``job``, which runs when those before it are done.
 
         Raises:
-            PeerLostError: ``abort`` was called. A job that was submitted before raises it from its future.
+            PeerLostError: ``abort`` or ``close`` was called. A job that was submitted before ``abort`` raises it from
+                its future.
         """
         found: Future[T] = Future()
         with self._lock:
             if self._aborted is not None:
                 raise self._aborted
             self._waited_for.add(found)
-        self._jobs.put(lambda: self._carry_out(job, found))
+            self._jobs.put(lambda: self._carry_out(job, found))  # locked: nothing may lie behind the end
         return found
 
     def _carry_out(self, job: Callable[[], T], found: Future[T]) -> None:
@@ -115,9 +116,18 @@ class Lane:
         if _CLOSED_BY_A_TIMEOUT in str(error):
             self._is_aborted.wait(_IDLE_SECS)
 
-    def close(self) -> bool:
-        """Ends the thread, unless it waits for a peer. Returns whether it has ended. The group stays: see ``Links``."""
-        self._jobs.put(None)
+    def close(self, error: PeerLostError) -> bool:
+        """Ends the thread once it has done what was submitted, unless it waits for a peer.
+
+        Args:
+            error: What ``submit`` raises from here on: whoever comes late must not wait for a thread that is gone.
+
+        Returns:
+            Whether it has ended. The group stays: see ``Links``.
+        """
+        with self._lock:
+            self._aborted = self._aborted or error
+            self._jobs.put(None)
         self._thread.join(_IDLE_SECS)
         return not self._thread.is_alive()
 

@@ -11,6 +11,7 @@ the store of the default group which group it could take, and the last to come d
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 import weakref
@@ -26,7 +27,8 @@ _LOOK = timedelta(seconds=1)
 """So often a wait in the store is begun again: other threads of the process cannot use the store meanwhile."""
 _PAUSE_SECS = 0.05
 _LANES = 16
-"""Tags of a session's messages, at most."""
+"""Tags of a session's messages, at most; nobody sends with the last one."""
+_AT_ONCE = timedelta(milliseconds=1)
 
 
 class Links:
@@ -65,6 +67,17 @@ class Links:
         """One session has these of ``world``, until ``give_back``."""
         self._world, self._number = world, number
         self.first_tag = _LANES * world.opened
+
+    def cut(self) -> None:
+        """Ends every wait on the group, on all ranks: a wait that times out closes gloo's connections, as nothing else
+        does."""
+        self.is_sound = False
+        with contextlib.suppress(RuntimeError, ValueError):  # the latter: the default group is gone
+            peer = next(rank for rank in self.ranks if rank != dist.get_rank())
+            nothing = torch.empty(1, dtype=torch.uint8)
+            work = dist.irecv(nothing, src=peer, group=self.group, tag=self.first_tag + _LANES - 1)
+            if work is not None:
+                work.wait(_AT_ONCE)
 
     def give_back(self) -> None:
         """The session ended with nothing under way: another one may take the group. Twice does no harm."""

@@ -114,7 +114,8 @@ class SessionResources:
             if not pipeline.close(timeout_secs, keep=keep, afterwards=release):
                 log.warning(
                     "a checkpoint is still being written; training does not wait for it, but the store stays "
-                    "locked until it ends"
+                    "locked until it ends%s",
+                    "" if self._run.comm.world_size == 1 else ". Ranks no longer wait for each other to commit it",
                 )
         elif self._phase is _Phase.MADE:
             release()

@@ -264,7 +264,7 @@ class GlooCommunicator:
         if agreeing and persisting:
             self._links.give_back()
         elif not persisting:
-            # Its wait has no end of its own, and a thread that came out of it while Python ends would abort the process.
+            # Its wait has no end, and a thread that comes out of it while Python ends would abort the process.
             self._persisting.abort(closed)
             self._links.cut()
             self._persisting.close(closed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 
+from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.events import Closed, Opened
@@ -49,18 +50,22 @@ class SessionResources:
         opened = open_store(run.storage, run.catalog, run.comm, run.lock, *limits)
         self.keeper = opened.keeper
         memory = open_memory(run, opened.run_id, opened.generation)
-        self.generation = memory.generation
-        run.comm.enter(memory.generation)
-        if opened.keeper is not None:
-            self.committer = Committer(
-                run.storage,
-                run.catalog,
-                opened.run_id,
-                run.comm.world_size,
-                run.model,
-                require_whole=opened.keeper.require_whole,
-            )
-        pipeline = self._pipeline = Pipeline(run, opened.run_id, memory, self.committer, self.keeper)
+        try:
+            self.generation = memory.generation
+            run.comm.enter(memory.generation)
+            if opened.keeper is not None:
+                self.committer = Committer(
+                    run.storage,
+                    run.catalog,
+                    opened.run_id,
+                    run.comm.world_size,
+                    run.model,
+                    require_whole=opened.keeper.require_whole,
+                )
+            pipeline = self._pipeline = Pipeline(run, opened.run_id, memory, self.committer, self.keeper)
+        except BaseException:
+            host_tier.leave(memory.tier, keep=True)  # no pipeline will
+            raise
         self._phase = _Phase.OPEN
         run.tell(
             Opened(

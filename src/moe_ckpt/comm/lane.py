@@ -4,7 +4,8 @@ Every lane has one thread, which alone sends and receives on it. Lanes of the sa
 group takes as long as hundreds of messages, and tell their messages apart by gloo's tags.
 
 Whoever wants something of the peers submits a job and waits for its future, so that ``abort`` sets everybody free at
-once, though gloo's own wait goes on, on a daemon thread, until its timeout: torch has no way to end it.
+once, though gloo's own wait goes on, on a daemon thread, until its timeout: torch has no way to end it, but by closing
+the connections of the whole group (``Links.cut``).
 """
 
 from __future__ import annotations

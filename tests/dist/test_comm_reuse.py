@@ -135,3 +135,32 @@ def test_a_group_is_made_only_where_there_is_none_that_every_rank_can_use(outcom
 
 def test_a_group_that_a_peer_was_missed_in_is_one_of_those(outcomes):
     assert [bool(each["missed"]) for each in outcomes] == [True, False, True]
+
+
+def _alone(rank: int, world_size: int) -> dict:
+    """A rank has an error of its own before the second session, and the others come without it; then all of them."""
+    _session(IMPATIENT_SECS)
+    missed = [_quietly(lambda: _session(IMPATIENT_SECS)) for _ in range(2) if rank]
+    dist.barrier()
+    found = {"missed": [bool(each) for each in missed], "met": _new_groups(lambda: _session(PATIENCE_SECS))}
+    found["once more"] = _new_groups(lambda: _session(PATIENCE_SECS))
+    dist.barrier()
+    if rank == 0:  # is late, so that the others have given up when it comes; they meet it at their next try
+        time.sleep(2 * IMPATIENT_SECS)
+    for _ in range(2 if rank else 1):
+        _quietly(lambda: _session(IMPATIENT_SECS))
+    dist.barrier()
+    while _quietly(lambda: _session(PATIENCE_SECS)):
+        pass
+    found["at last"] = _new_groups(lambda: _session(PATIENCE_SECS))
+    dist.barrier()
+    return found
+
+
+def test_ranks_that_missed_one_another_meet_at_the_next_try():
+    outcomes = start_ranks(_alone, RANKS, timeout=240.0)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.ok, outcome.error
+        assert outcome.value["missed"] == [True] * (2 if rank else 0)
+        assert (outcome.value["met"], outcome.value["once more"]) == (outcomes[0].value["met"], 0)
+        assert outcome.value["at last"] == 0

@@ -144,6 +144,35 @@ def test_one_round_is_read_ahead_of_its_turn(store):
         assert (rounds > 5, buffers) == (True, 2), "memory for two rounds, however many there are"
 
 
+class Meagre:
+    """``torch`` of a process that gets no memory."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, nbytes, **how):
+        if nbytes:
+            raise RuntimeError("not enough memory")
+        return torch.empty(nbytes, **how)
+
+
+def without_memory(rank: int, world_size: int, root: str) -> str:
+    if rank == 1:
+        shared_reading.torch = Meagre()
+    with as_ranks_do(rank) as comm:
+        try:
+            resume(root, comm)
+        except Exception as error:  # told
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_without_memory_for_what_is_handed_over_keeps_nobody_waiting(store):
+    told, own = run_ranks(without_memory, 2, str(store[0]))
+    assert own == "RuntimeError: not enough memory"
+    assert told.startswith("StoreError: rank 1 ")
+
+
 def damaged(rank: int, world_size: int, root: str, when: str) -> tuple[dict[str, torch.Tensor], str, list[str]]:
     """(state, step, warnings)"""
     said: list[str] = []

@@ -6,9 +6,11 @@ import threading
 
 import pytest
 
+from moe_ckpt import Memory
 from moe_ckpt.engine import persisting
 from moe_ckpt.engine.events import Opened
 from moe_ckpt.errors import StoreError
+from moe_ckpt.memory.directory import holder_of, rank_directories, user_directory
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage, StoreLock
 from tests.unit.engine_parts import Life, ThreadRanks, manifests, run_threads
@@ -30,6 +32,10 @@ class Buggy(LocalStorage):
         if self.left == 0:
             raise Bug(f"at {path!r}")
         return super()._real(parts, path)
+
+
+def broken(*args, **kwargs):
+    raise Bug("broken")
 
 
 def threads():
@@ -78,11 +84,30 @@ def test_other_ranks_hear_of_an_error_of_any_kind(tmp_path):
     open_and_save(tmp_path)
 
 
+@pytest.mark.parametrize("what", ["Committer", "SnapshotResolver", "Room", "AheadOfTime"])
+def test_memory_is_let_go_of_for_the_next_session_of_the_process(tmp_path, monkeypatch, what):
+    """What was left there by a session that failed is still what the next one resumes from."""
+    (tmp_path / "memory").mkdir()
+    settings = {"memory": Memory(directory=tmp_path / "memory", storage_every_n_steps=100)}
+    first = Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings)
+    first.session.open()
+    first.go(3)
+    first.session.close()
+    with monkeypatch.context() as patch:
+        module = "session_resources" if what == "Committer" else "pipeline"
+        patch.setattr(f"moe_ckpt.engine.{module}.{what}", broken)
+        with pytest.raises(Bug):
+            Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings).session.open()
+    assert not threads()
+    [run] = user_directory(str(tmp_path / "memory")).iterdir()
+    held = [path for _, _, path in rank_directories(run) if holder_of(path)]
+    with Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings) as last:
+        assert held == []
+        assert [found.header.step for found in last.session.tier.left.found][:1] == [3]
+
+
 @pytest.mark.parametrize("what", ["threads", "observer", "memory"])
 def test_what_comes_after_the_lock_may_fail_as_well(tmp_path, monkeypatch, what):
-    def broken(*args, **kwargs):
-        raise Bug(what)
-
     settings = {}
     with monkeypatch.context() as patch:
         if what == "threads":

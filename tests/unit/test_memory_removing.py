@@ -127,6 +127,16 @@ def test_a_slot_that_is_too_large_takes_nothing_from_others(files, monkeypatch):
     assert not list(files.path.glob("*.data"))
 
 
+def test_a_slot_is_reserved_piece_by_piece_so_that_signals_cost_little_of_it(files, monkeypatch):
+    """Some kernels give back what a call has reserved when a signal comes, and Python begins it again."""
+    reserve, asked = os.posix_fallocate, []
+    monkeypatch.setattr("os.posix_fallocate", lambda *args: (asked.append(args[1:]), reserve(*args)))
+    nbytes = (128 << 20) + 1000
+    made = files.make(nbytes)
+    assert asked == [(0, 64 << 20), (64 << 20, 64 << 20), (128 << 20, 1000)]
+    assert os.stat(made.path.with_suffix(".data")).st_blocks * 512 >= nbytes
+
+
 def test_a_tmpfs_without_a_limit_is_not_full(tmp_path):
     with small_file_systems(0, tmp_path):
         assert os.statvfs(tmp_path).f_blocks == 0

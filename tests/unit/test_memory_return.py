@@ -15,8 +15,10 @@ from moe_ckpt.core.memory_shares import LeftBehind, Share, checkpoints_of, left_
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.driver import messages
 from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.errors import StoreError
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.policies import MoC
+from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.recovery import slot_storage
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
@@ -110,6 +112,32 @@ def test_bytes_of_other_nodes_take_four_rounds_more(where, tmp_path, rounds):  #
     rounds.clear()
     assert replicated(where, nodes, again=True, steps=1)[0][1] == "memory"
     assert in_resume(rounds) == {"everyone": 3, "agree": 3, "swap": 1}
+
+
+def test_a_rank_without_memory_for_bytes_of_other_nodes_keeps_nobody_waiting(where, tmp_path, monkeypatch):  # noqa: F811
+    def none(*_):
+        raise MemoryError("a check")
+
+    nodes = make_nodes(tmp_path, 2)
+    replicated(where, nodes)
+    lose(nodes[1])
+    monkeypatch.setattr(slot_storage, "_Fetched", none)
+    raised: dict[int, Exception] = {}
+
+    def body(comm):
+        memory = Memory(directory=nodes[comm.rank], storage_every_n_steps=1000, replicas=1)
+        with Life(LocalStorage(where[0]), policy=Dense(), memory=memory, comm=comm) as each:
+            try:
+                come_back(each)
+            except Exception as error:  # told
+                raised[comm.rank] = error
+                if comm.rank:  # it leaves; in earlier releases the other one waited
+                    raise
+
+    with pytest.raises(MemoryError):
+        run_threads(ThreadRanks(2), body)
+    assert isinstance(raised[0], StoreError), "rank 0 is told"
+    assert "rank 1 cannot resume from checkpoint step_00000006: a check" in str(raised[0])
 
 
 def test_storage_is_named_only_where_something_comes_from_it(where):  # noqa: F811
@@ -223,7 +251,8 @@ def test_one_more_lost_node_leaves_a_part_behind(where, tmp_path, monkeypatch): 
 
 
 def test_what_memory_lacks_is_read_from_storage_once_by_ranks_that_hold_the_same(where, rounds):  # noqa: F811
-    """What other nodes have is asked for; that all opened it, what each needs, and that all verified it, is told."""
+    """What other nodes have is asked for; that all opened it, what each needs, that all verified it, and that all have
+    memory for what is handed over, is told."""
     lacking = []
 
     def train(comm):
@@ -242,4 +271,4 @@ def test_what_memory_lacks_is_read_from_storage_once_by_ranks_that_hold_the_same
         run_threads(ThreadRanks(2), again)
     [one], [other] = lacking
     assert sum(nbytes for _, nbytes in noted) == 2 * one == 2 * other, "to verify it, and to load it"
-    assert in_resume(rounds) == {"everyone": 4, "agree": 4, "swap": 2}
+    assert in_resume(rounds) == {"everyone": 4, "agree": 5, "swap": 2}

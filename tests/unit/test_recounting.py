@@ -143,3 +143,15 @@ def test_a_snapshot_that_waits_for_the_agreement_is_not_in_the_way_of_what_survi
         life.go(1)
         found = life.session.survivor.seal(10.0)
     assert (found.step, found.problem) == (2, "")
+
+
+def test_a_short_time_to_seal_is_not_spent_on_the_agreement(tmp_path):
+    comm, memory = Hanging(), tmp_path / "memory"
+    memory.mkdir()
+    with Life(LocalStorage(tmp_path / "store"), policy=Dense(), comm=comm, memory=Memory(directory=memory)) as life:
+        life.go(1, settle=True)
+        comm.hangs = True
+        life.go(1)
+        found = life.session.survivor.seal(surviving.AGREEMENT_SECS)
+    assert (found.step, found.problem) == (2, "")
+    assert found.secs < surviving.AGREEMENT_SECS - 1.0, "sealing has most of it"

@@ -98,6 +98,52 @@ def test_a_source_trusts_nobody_who_does_not_know_the_secret_either():
         accepted.close()
 
 
+def held_up(monkeypatch, role: bytes) -> threading.Event:
+    """Whoever reads the first hello of ``role`` stands still before that, until the event is set."""
+    read, goes_on, first = replica_wire._read_hello, threading.Event(), threading.Lock()
+
+    def late(raw, secret, whose, *more):
+        if whose == role and first.acquire(blocking=False):
+            assert goes_on.wait(TIMEOUT_SECS)
+        return read(raw, secret, whose, *more)
+
+    monkeypatch.setattr(replica_wire, "_read_hello", late)
+    return goes_on
+
+
+def test_a_source_that_has_given_up_a_holder_that_stood_still_is_still_awaited(listener, monkeypatch):
+    goes_on = held_up(monkeypatch, b"source")
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, SECRET, 5, {1: LINK}, lambda: False)
+        with pytest.raises(TimeoutError):
+            connect(listener.address, SECRET, LINK, 0.4, lambda: True)
+        goes_on.set()
+        with pytest.raises(ConnectionError):
+            accepted.result(TIMEOUT_SECS)
+    (theirs, found), mine = shake(listener)
+    assert found == LINK
+    for each in (theirs, mine):
+        each.close()
+
+
+def test_a_source_that_stood_still_tries_again_where_the_holder_has_given_it_up(listener, monkeypatch):
+    goes_on = held_up(monkeypatch, b"holder")
+    with ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(replica_wire, "_HANDSHAKE_SECS", 0.4)
+            accepted = pool.submit(connect, listener.address, SECRET, LINK, TIMEOUT_SECS, lambda: False)
+            with pytest.raises(TimeoutError):
+                listener.accept(SECRET, 5, {1: LINK}, lambda: False)
+        goes_on.set()
+        theirs, found = listener.accept(SECRET, 5, {1: LINK}, lambda: False)
+        mine = accepted.result(TIMEOUT_SECS)
+    assert found == LINK
+    mine.send(b"some bytes")
+    assert theirs.receive(10) == b"some bytes"
+    for each in (theirs, mine):
+        each.close()
+
+
 def test_silence_in_the_middle_of_a_message_ends_at_the_timeout_and_between_two_never():
     one, other = tcp_pair()
     wire = Wire(one, 0.4)
@@ -188,6 +234,12 @@ def test_a_master_elsewhere_is_reached_from_an_address_that_others_reach(monkeyp
     monkeypatch.setattr(replica_wire, "_towards", lambda target: ways.get(target, "127.0.1.1"))
     monkeypatch.setenv("MASTER_ADDR", "master")
     assert own_address() == "10.1.2.3"
+
+
+def test_a_host_whose_name_no_resolver_takes_has_an_address(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 64)
+    assert socket.inet_aton(own_address())
 
 
 def test_without_descriptors_the_listening_thread_does_not_ask_without_a_pause(listener):

@@ -259,9 +259,15 @@ class GlooCommunicator:
             lane.abort(error)
 
     def close(self) -> None:
-        have_ended = [lane.close() for lane in (self._agreeing, self._persisting)]
-        if all(have_ended):
+        closed = PeerLostError(self.rank, "the other ranks", self._timeout_secs, "this rank's session has ended")
+        agreeing, persisting = (lane.close(closed) for lane in (self._agreeing, self._persisting))
+        if agreeing and persisting:
             self._links.give_back()
+        elif not persisting:
+            # Its wait has no end, and a thread that comes out of it while Python ends would abort the process.
+            self._persisting.abort(closed)
+            self._links.cut()
+            self._persisting.close(closed)
 
 
 def _packed(payloads: Sequence[bytes]) -> bytes:

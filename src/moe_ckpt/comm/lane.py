@@ -4,7 +4,8 @@ Every lane has one thread, which alone sends and receives on it. Lanes of the sa
 group takes as long as hundreds of messages, and tell their messages apart by gloo's tags.
 
 Whoever wants something of the peers submits a job and waits for its future, so that ``abort`` sets everybody free at
-once, though gloo's own wait goes on, on a daemon thread, until its timeout: torch has no way to end it.
+once, though gloo's own wait goes on, on a daemon thread, until its timeout: torch has no way to end it, but by closing
+the connections of the whole group (``Links.cut``).
 """
 
 from __future__ import annotations
@@ -72,14 +73,15 @@ class Lane:
         """Returns the future result of ``job``, which runs when those before it are done.
 
         Raises:
-            PeerLostError: ``abort`` was called. A job that was submitted before raises it from its future.
+            PeerLostError: ``abort`` or ``close`` was called. A job that was submitted before ``abort`` raises it from
+                its future.
         """
         found: Future[T] = Future()
         with self._lock:
             if self._aborted is not None:
                 raise self._aborted
             self._waited_for.add(found)
-        self._jobs.put(lambda: self._carry_out(job, found))
+            self._jobs.put(lambda: self._carry_out(job, found))  # locked: nothing may lie behind the end
         return found
 
     def _carry_out(self, job: Callable[[], T], found: Future[T]) -> None:
@@ -115,9 +117,18 @@ class Lane:
         if _CLOSED_BY_A_TIMEOUT in str(error):
             self._is_aborted.wait(_IDLE_SECS)
 
-    def close(self) -> bool:
-        """Ends the thread, unless it waits for a peer. Returns whether it has ended. The group stays: see ``Links``."""
-        self._jobs.put(None)
+    def close(self, error: PeerLostError) -> bool:
+        """Ends the thread once it has done what was submitted, unless it waits for a peer.
+
+        Args:
+            error: What ``submit`` raises from here on: whoever comes late must not wait for a thread that is gone.
+
+        Returns:
+            Whether it has ended. The group stays: see ``Links``.
+        """
+        with self._lock:
+            self._aborted = self._aborted or error
+            self._jobs.put(None)
         self._thread.join(_IDLE_SECS)
         return not self._thread.is_alive()
 

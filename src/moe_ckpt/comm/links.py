@@ -11,6 +11,7 @@ the store of the default group which group it could take, and the last to come d
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 import weakref
@@ -26,7 +27,8 @@ _LOOK = timedelta(seconds=1)
 """So often a wait in the store is begun again: other threads of the process cannot use the store meanwhile."""
 _PAUSE_SECS = 0.05
 _LANES = 16
-"""Tags of a session's messages, at most."""
+"""Tags of a session's messages, at most; nobody sends with the last one."""
+_AT_ONCE = timedelta(milliseconds=1)
 
 
 class Links:
@@ -66,6 +68,17 @@ class Links:
         self._world, self._number = world, number
         self.first_tag = _LANES * world.opened
 
+    def cut(self) -> None:
+        """Ends every wait on the group, on all ranks: a wait that times out closes gloo's connections, as nothing else
+        does."""
+        self.is_sound = False
+        with contextlib.suppress(RuntimeError, ValueError):  # the latter: the default group is gone
+            peer = next(rank for rank in self.ranks if rank != dist.get_rank())
+            nothing = torch.empty(1, dtype=torch.uint8)
+            work = dist.irecv(nothing, src=peer, group=self.group, tag=self.first_tag + _LANES - 1)
+            if work is not None:
+                work.wait(_AT_ONCE)
+
     def give_back(self) -> None:
         """The session ended with nothing under way: another one may take the group. Twice does no harm."""
         world, self._world = self._world, None
@@ -80,7 +93,8 @@ class _World:
         group: That one.
 
     Attributes:
-        opened: So many times all ranks came to open a session; the same number on all of them.
+        opened: So many times all ranks came to open a session; the same number on all of them, but for one that no
+            longer waited when the last one came. It hears of that when it comes again.
         free: Timeout -> number and group that the newest session with it gave back. The default group alone keeps it.
     """
 
@@ -89,6 +103,7 @@ class _World:
         self.opened = 0
         self.free: dict[timedelta, tuple[int, weakref.ref[Any]]] = {}
         self._name = ""
+        self._told: tuple[int, weakref.ref[Any] | None] | None = None
 
     def begin(self, links: Links) -> None:
         """The first group is made: ranks agree on a name in the store, which may hold what dead processes wrote.
@@ -97,30 +112,47 @@ class _World:
         """
         name = torch.tensor([secrets.randbits(62) if dist.get_rank() == 0 else 0])
         dist.all_reduce(name, group=links.group)
-        self._name = f"moe_ckpt/links/{int(name)}"
+        self._name, self.opened = f"moe_ckpt/links/{int(name)}", 1
 
     @property
     def has_begun(self) -> bool:
         return bool(self._name)
 
     def taken(self, timeout: timedelta) -> tuple[int, dist.ProcessGroup] | None:
-        """The group that all ranks can take over, out of ``free``; None, on all of them, if there is none."""
+        """The group that all ranks can take over, out of ``free``; None, on all of them, if there is none.
+
+        A rank tells the others once what it could take. If not all of them come in time, each of those that did only
+        waits when it comes again: so they meet, whoever missed whom.
+
+        Raises:
+            RuntimeError: Not all of the ranks came.
+        """
+        store, name = distributed_c10d._get_default_store(), f"{self._name}/{self.opened}"
+        if self._told is None:
+            self._told = self._find(timeout)
+            _tell(store, name, self._told[0])
+        _await(store, f"{name}/agreed", timeout)
+        agreed, (number, found), self._told = store.get(f"{name}/agreed") == b"1", self._told, None
+        self.opened += 1
+        group = found() if agreed and found is not None else None
+        return None if group is None else (number, group)
+
+    def _find(self, timeout: timedelta) -> tuple[int, weakref.ref[Any] | None]:
+        """Number and group of what this rank could take over; 0 if there is nothing."""
         number, found = self.free.pop(timeout, (0, None))
         group = None if found is None else found()
         if group is None or group not in distributed_c10d._world.pg_map:  # destroyed by somebody
-            number = 0
-        agreed = self._agreed(number, timeout)
-        return (number, group) if agreed and group is not None else None
+            return 0, None
+        return number, found
 
-    def _agreed(self, number: int, timeout: timedelta) -> bool:
-        """Whether all ranks say the same number, and that of a group. Raises ``RuntimeError``: not all of them came."""
-        store, name = distributed_c10d._get_default_store(), f"{self._name}/{self.opened}"
-        store.add(f"{name}/{number}", 1)
-        if store.add(f"{name}/came", 1) == dist.get_world_size():
-            alike = number and store.add(f"{name}/{number}", 0) == dist.get_world_size()
-            store.set(f"{name}/agreed", "1" if alike else "0")
-        _await(store, f"{name}/agreed", timeout)
-        return bool(store.get(f"{name}/agreed") == b"1")
+
+def _tell(store: Any, name: str, number: int) -> None:
+    """This rank has come. The last one says whether all told the same number, and that of a group."""
+    ranks = dist.get_world_size()
+    store.add(f"{name}/{number}", 1)
+    if store.add(f"{name}/came", 1) == ranks:
+        alike = number and store.add(f"{name}/{number}", 0) == ranks
+        store.set(f"{name}/agreed", "1" if alike else "0")
 
 
 _newest: _World | None = None
@@ -142,12 +174,11 @@ def take_links(timeout: timedelta) -> Links:
     if _newest is None or _newest.of() is not default:
         _newest = _World(default)
     world = _newest
-    world.opened += 1
-    number, group = (world.taken(timeout) if world.has_begun else None) or (world.opened, None)
-    links = Links(range(dist.get_world_size()), timeout, group)
-    links.lend(world, number)
+    found = world.taken(timeout) if world.has_begun else None
+    links = Links(range(dist.get_world_size()), timeout, None if found is None else found[1])
     if not world.has_begun:
         world.begin(links)
+    links.lend(world, world.opened if found is None else found[0])
     return links
 
 

@@ -10,6 +10,7 @@ import secrets
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from moe_ckpt.comm.communicator import largest
@@ -23,7 +24,7 @@ from moe_ckpt.engine.limited_slots import LimitedSlots
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import LARGER_FILE_SYSTEM, ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
 from moe_ckpt.memory.checking import newest_of
-from moe_ckpt.memory.directory import node_of
+from moe_ckpt.memory.directory import HeldByCopyError, node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, say_file_system, say_room
@@ -34,6 +35,9 @@ from moe_ckpt.storage.local import free_bytes
 
 _NUMBER_BITS = 62
 """Of what ranks agree on as a whole number."""
+
+_TRIES = 6
+"""Generations that a start tries at most, where copies of its store start at the same moment."""
 
 T = TypeVar("T")
 _Free = tuple[int, Mapping[str, int | None]]
@@ -69,11 +73,13 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         pool = HostBufferPool(budget, pinned=settings.pinned)
         return HostMemory(pool, host_tier.claim(run.storage.root, run_id, run.comm.rank, pool), generation)
     generation = max(generation, begun.newest + 1)
-    files, slots = _together(run, memory, lambda: _taken_over(run, memory, run_id, generation, begun.life), _let_go)
+    files, slots = _taken_over_together(run, memory, run_id, generation, begun.life)
+    generation, replicator = files.generation, None
     try:
-        # Each rank has what it left itself; now what no rank has taken.
-        others, trouble = _tried(memory, lambda: files.take_left(own=False))
-        slots.add(others or ())
+        # Each rank has what it left itself; now what no rank has taken. Others hear of trouble in ``open_replication``.
+        found, trouble = _tried(memory, lambda: (node_of(memory.root), files.take_left(own=False)))
+        node, others = found or ("", [])
+        slots.add(others)
         pool = HostBufferPool(
             begun.budget,
             pinned=settings.pinned,
@@ -87,8 +93,10 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
         replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate, trouble)
         _say_room(run, memory, begun, replicator)
-        tier = MemoryTier(run.comm.rank, node_of(memory.root), run.model, pool, files, slots, replicator)
+        tier = MemoryTier(run.comm.rank, node, run.model, pool, files, slots, replicator)
     except BaseException:
+        if replicator is not None:
+            replicator.close()
         _let_go((files, slots))
         raise
     host_tier.register(run.storage.root, run_id, tier)
@@ -220,6 +228,34 @@ def _taken_over(
         raise
 
 
+def _taken_over_together(
+    run: RunContext, memory: Memory, run_id: str, generation: int, life: str
+) -> tuple[MemoryFiles, LeftSlots]:
+    """``_taken_over`` on every rank, of one generation, ``files.generation``; raises on every rank, if on one.
+
+    That of another store with this one's run id may have begun with the same number at this moment: then all ranks
+    begin once more, with a newer one. A collective.
+    """
+    tries = 0
+    while True:
+        tries += 1
+        found, trouble = _tried(memory, partial(_taken_over, run, memory, run_id, generation, life))
+        ahead = trouble.ahead if isinstance(trouble, HeldByCopyError) and tries < _TRIES else 0
+        try:
+            failed, ahead = largest(run.comm, [0 if trouble is None or ahead else run.comm.rank + 1, ahead])
+            if not failed and not ahead and found is not None:
+                return found
+        except BaseException:
+            if found is not None:
+                _let_go(found)
+            raise
+        if found is not None:
+            _let_go(found)
+        if failed:
+            _raise_together(trouble, failed)
+        generation += ahead
+
+
 def _let_go(taken_over: tuple[MemoryFiles, LeftSlots]) -> None:
     files, slots = taken_over
     slots.checker.close()
@@ -252,17 +288,3 @@ def _raise_together(trouble: Exception | None, failed: int) -> None:
         raise trouble
     if failed:
         raise StoreError(CANNOT_OPEN.format(failed - 1))
-
-
-def _together(run: RunContext, memory: Memory, action: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-    """What ``action`` gives; raises on every rank, if on one. A collective.
-
-    Args:
-        undo: What was done, where another rank failed.
-    """
-    found, trouble = _tried(memory, action)
-    [failed] = largest(run.comm, [0 if trouble is None else run.comm.rank + 1])
-    if failed and found is not None and undo is not None:
-        undo(found)
-    _raise_together(trouble, failed)
-    return found  # type: ignore[return-value]  # no trouble, so there is a result

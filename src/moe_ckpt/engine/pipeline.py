@@ -46,9 +46,12 @@ from moe_ckpt.slices.request import SnapshotRequest
 
 log = logging.getLogger("moe_ckpt")
 
+_IDLE_SECS = 5.0
+"""Longest wait for threads that have nothing to do."""
+
 
 class Pipeline:
-    """Owns the buffers and the threads. Not safe for use from several threads.
+    """Owns the buffers and the threads; ``close`` lets go of the memory. Not safe for use from several threads.
 
     Attributes:
         tier: What memory keeps.
@@ -78,30 +81,25 @@ class Pipeline:
         self._settings = settings
         self._gate = run.gate
         self._copier = Copier(run.on_phase, run.gate)
+        stages: Stages | None = None
+        require = None if self.memory is None else requires_room(self.memory.files.path, settings.local_ranks)
+        needs, is_wanted = needs_of_policy(run.policy), self.memory is not None
+        always_whole = not (needs.partial or needs.windows or needs.gradients)
+        count = len(run.catalog.operators)
         try:
             resolver = SnapshotResolver(run, run_id, committer, keeper, self.tier)
             persister = Persister(resolver.resolve, (lambda: None) if rank else run.lock.refresh)
             sealer = None if self.memory is None else MemorySealer(run, self.memory, persister.submit)
-            self.stages = Stages(persister, sealer, self.memory)
+            self.stages = stages = Stages(persister, sealer, self.memory)
+            self._room = Room(
+                self._pool, self.tier, self.stages, settings, rank, count, require, always_whole=always_whole
+            )
+            self._ahead = AheadOfTime(run, self._room, is_wanted=is_wanted, always_whole=always_whole)
         except BaseException:  # no thread to be had, for instance
+            if stages is not None:
+                stages.close(_IDLE_SECS, lambda: None)
             self._copier.close()
-            host_tier.leave(self.tier, keep=True)
             raise
-        require = None if self.memory is None else requires_room(self.memory.files.path, settings.local_ranks)
-        needs = needs_of_policy(run.policy)
-        always_whole = not (needs.partial or needs.windows or needs.gradients)
-        self._room = Room(
-            self._pool,
-            self.tier,
-            self.stages,
-            settings,
-            rank,
-            len(run.catalog.operators),
-            require,
-            always_whole=always_whole,
-        )
-        is_wanted = self.memory is not None
-        self._ahead = AheadOfTime(run, self._room, is_wanted=is_wanted, always_whole=always_whole)
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
         self._sequence = self.next_memory_sequence = 0

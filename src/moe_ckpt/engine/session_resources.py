@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 
+from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.events import Closed, Opened
@@ -49,18 +50,22 @@ class SessionResources:
         opened = open_store(run.storage, run.catalog, run.comm, run.lock, *limits)
         self.keeper = opened.keeper
         memory = open_memory(run, opened.run_id, opened.generation)
-        self.generation = memory.generation
-        run.comm.enter(memory.generation)
-        if opened.keeper is not None:
-            self.committer = Committer(
-                run.storage,
-                run.catalog,
-                opened.run_id,
-                run.comm.world_size,
-                run.model,
-                require_whole=opened.keeper.require_whole,
-            )
-        pipeline = self._pipeline = Pipeline(run, opened.run_id, memory, self.committer, self.keeper)
+        try:
+            self.generation = memory.generation
+            run.comm.enter(memory.generation)
+            if opened.keeper is not None:
+                self.committer = Committer(
+                    run.storage,
+                    run.catalog,
+                    opened.run_id,
+                    run.comm.world_size,
+                    run.model,
+                    require_whole=opened.keeper.require_whole,
+                )
+            pipeline = self._pipeline = Pipeline(run, opened.run_id, memory, self.committer, self.keeper)
+        except BaseException:
+            host_tier.leave(memory.tier, keep=True)  # no pipeline will
+            raise
         self._phase = _Phase.OPEN
         run.tell(
             Opened(
@@ -114,7 +119,8 @@ class SessionResources:
             if not pipeline.close(timeout_secs, keep=keep, afterwards=release):
                 log.warning(
                     "a checkpoint is still being written; training does not wait for it, but the store stays "
-                    "locked until it ends"
+                    "locked until it ends%s",
+                    "" if self._run.comm.world_size == 1 else ". Ranks no longer wait for each other to commit it",
                 )
         elif self._phase is _Phase.MADE:
             release()

@@ -36,8 +36,9 @@ from moe_ckpt.policies.base import needs_of
 
 log = logging.getLogger("moe_ckpt")
 
-AGREEMENT_SECS = 5.0
-"""So long ranks that are still there have to agree on the tokens of the newest step."""
+AGREEMENT_SECS, AGREEMENT_PORTION = 5.0, 0.25
+"""So long ranks that are still there have to agree on the tokens of the newest step, and such a part of the time that
+is left at most: sealing takes time as well."""
 _SEALING_PORTION = 0.05
 """Of an iteration: the longest that an update waits for a snapshot that is being sealed."""
 _HOLD_SECS = 1.0
@@ -353,7 +354,7 @@ class Survivor:
         sent = booking.sent if booking.sent is not None and booking.sent.number == step else None
         try:
             if sent is not None:
-                return sent.applied.result(min(AGREEMENT_SECS, _left(until))), None
+                return sent.applied.result(min(AGREEMENT_SECS, AGREEMENT_PORTION * _left(until))), None
         except Exception as error:  # whatever ended the agreement: it is made at the return, of what each rank counted
             log.info("the ranks had not agreed on the tokens of step %d when training stopped: %r", step, error)
             # Else a snapshot of the step that waits for them is in the way of what is sealed now.

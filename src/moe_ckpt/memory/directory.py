@@ -67,6 +67,19 @@ class Owner:
     begun_unix_secs: float = 0.0
 
 
+class HeldByCopyError(ConfigError):
+    """A life of another store with the run's id, a copy, began in the same directory at the same moment.
+
+    Attributes:
+        ahead: By so much this one's next generation is to be newer: another number than the other's, so that both do
+            not meet again.
+    """
+
+    def __init__(self, message: str, ahead: int) -> None:
+        super().__init__(message)
+        self.ahead = ahead
+
+
 class RankDirectory:
     """The slots of one rank in one life of a run, locked by this process until ``release`` or its death.
 
@@ -263,16 +276,13 @@ def make_rank_directory(root: str, run_id: str, generation: int, rank: int, stor
 
     Raises:
         ConfigError: As ``user_directory``; or it exists and is in use.
+        HeldByCopyError: Likewise, for another store.
         OSError: It cannot be made.
     """
     path = user_directory(root) / run_id / f"{generation:06d}" / f"rank_{rank:05d}"
     made = _made(path)
     if made is None:
-        raise ConfigError(
-            f"{path} is in use by {said_holder(holder_of(path))}, for the store {owner_of(path).store or '(unknown)'}; "
-            f"this process has the store {store}. Nodes of one run must not share Memory(directory={root!r}), and a "
-            "store serves one job at a time"
-        )
+        raise _in_use(root, path, store)
     try:
         made.clear()  # of a life that ended before it said so anywhere
         made.describe(store)
@@ -282,6 +292,23 @@ def make_rank_directory(root: str, run_id: str, generation: int, rank: int, stor
             raise
         log.info("%s: whose slots these will be is written down when there is room: %s", path, error)
     return made
+
+
+def _in_use(root: str, path: Path, store: str) -> ConfigError:
+    """Why a directory cannot be had. store: for which it was wanted."""
+    other = owner_of(path).store
+    said = (
+        f"{path} is in use by {said_holder(holder_of(path))}, for the store {other or '(unknown)'}; this process has "
+        f"the store {store}. "
+    )
+    if other and other != store:
+        advice = (
+            "Copies of a store have one run id: give each its own Memory(directory=...), or start one of them later"
+        )
+        return HeldByCopyError(said + advice, 1 if store < other else 2)
+    return ConfigError(
+        said + f"Nodes of one run must not share Memory(directory={root!r}), and a store serves one job at a time"
+    )
 
 
 def _made(path: Path) -> RankDirectory | None:

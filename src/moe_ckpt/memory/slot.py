@@ -23,6 +23,8 @@ DATA_SUFFIX, HEADER_SUFFIX, QUARANTINE_SUFFIX = ".data", ".head", ".damaged"
 STARTS_SUFFIX = ".starts"
 """One byte for each start of the run that went on from the slot and got nowhere."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+_PIECE_NBYTES = 64 << 20
+"""Reserved by one call: signals, as a profiler sends a hundred in a second, may make the kernel begin a call again."""
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 
 
@@ -55,7 +57,8 @@ class Slot:
             # posix_fallocate would take all that there is first, so that others, as a DataLoader's workers, found none.
             if free_bytes(descriptor) < nbytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.posix_fallocate(descriptor, 0, nbytes)
+            for begin in range(0, nbytes, _PIECE_NBYTES):
+                os.posix_fallocate(descriptor, begin, min(_PIECE_NBYTES, nbytes - begin))
             return cls(path, descriptor, nbytes)
         except OSError as error:
             data.unlink(missing_ok=True)

@@ -23,8 +23,10 @@ import numpy as np
 import torch
 import xxhash
 
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.shared_reading import Chunk, Flags, Paths, anything_shared, groups_of, readers_of, rounds_of
 from moe_ckpt.engine.host_tier import as_values, checksum
+from moe_ckpt.errors import StoreError
 from moe_ckpt.memory.directory import boot_id
 from moe_ckpt.ports import Communicator, StateTensor
 from moe_ckpt.recovery.index import StoredSlice
@@ -188,17 +190,35 @@ class SharedReading:
 
         Raises:
             DamagedError: A slice is damaged; or the rank that was to read it, which raises why, could not.
+            StoreError: Another rank has no memory for what is handed over; that one raises why.
             Exception: Whatever else failed on this rank.
             PeerLostError: A peer is gone.
         """
         handing = _Handing(self._comm, reader)
         handing.attempt(lambda: handing.targets.update(targets_of(stored_of, tensors())))
         chosen = frozenset(stored for group in stored_of.values() for stored in group)
-        handing.hand_over([each for group in self._groups for each in group.rounds(chosen)])
+        rounds = [each for group in self._groups for each in group.rounds(chosen)]
+        self._reserve(handing, rounds)
+        handing.hand_over(rounds)
         if handing.problem is not None:
             raise handing.problem
         for stored, values in reader.read_many(handing.targets.keys() - handing.done):
             write_slice(stored, values, handing.targets[stored])
+
+    def _reserve(self, handing: _Handing, rounds: Sequence[_Round]) -> None:
+        """Memory for the rounds, before any rank waits for the bytes of one that has none."""
+        problem: Exception | None = None
+        try:
+            handing.reserve(rounds)
+        except Exception as error:  # raised once the other ranks know
+            problem = error
+        failed = 0 if problem is None else self._comm.rank + 1
+        if self._agrees:
+            [failed] = largest(self._comm, [failed])
+        if problem is not None:
+            raise problem
+        if failed:
+            raise StoreError(f"rank {failed - 1} has no memory for what ranks read for one another; see its log")
 
 
 _Begun = tuple[Sequence["_Part"], Future[None] | None]
@@ -230,6 +250,12 @@ class _Handing:
             self.problem = error
         return self.problem is None
 
+    def reserve(self, rounds: Sequence[_Round]) -> None:
+        """Memory for as many rounds as are under way at once. Raises ``RuntimeError``: there is none."""
+        nbytes = max((sum(_Part.nbytes(slices) for _, slices in chunks) for _, chunks in rounds), default=0)
+        for _ in rounds[: ROUNDS_AHEAD + 1]:
+            self._spare.append(torch.empty(nbytes, dtype=torch.uint8))
+
     def hand_over(self, rounds: Sequence[_Round]) -> None:
         """Read this rank's part of every round, the next ones ahead of time, and get the others' parts."""
         pool = ThreadPoolExecutor(1, thread_name_prefix="moe_ckpt-read")  # its thread begins with the first round ahead
@@ -254,9 +280,7 @@ class _Handing:
             pool: Reads it in the background; None if it is due.
         """
         ends = [0, *accumulate(_Part.nbytes(slices) for _, slices in coming.chunks)]
-        memory = self._spare.popleft() if self._spare else torch.empty(0, dtype=torch.uint8)
-        if memory.numel() < ends[-1]:
-            memory = torch.empty(ends[-1], dtype=torch.uint8)
+        memory = self._spare.popleft()
         parts = [_Part(*each, memory, *span) for each, span in zip(coming.chunks, pairwise(ends), strict=True)]
         mine = [part for part in parts if part.chunk.reader == self._comm.rank]
         if pool is not None and mine:

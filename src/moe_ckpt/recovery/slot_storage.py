@@ -23,6 +23,7 @@ from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.together import STOPS, NotUsableError
 from moe_ckpt.storage.base import Chunk, Storage
 
 STATE = -1
@@ -171,17 +172,27 @@ class SlotStorage(ReadOnly):
             How many bytes this rank received from other nodes.
 
         Raises:
+            NotUsableError: On every rank, if one has no memory for it.
             PeerLostError: A peer is gone.
         """
+        asked: list[tuple[Wanted, str, _Fetched]] = []
+        problem: Exception | None = None
+        try:
+            for path, begin, end in _joined(self._far(wanted)):
+                share, place = self.files[path].share, self.files[path].place
+                fetched = _Fetched(begin, torch.empty(end - begin, dtype=torch.uint8))
+                asked.append((Wanted(share.holder, share.number, place, begin, end), path, fetched))
+        except Exception as error:  # raised once the other ranks, which wait for this one, know
+            problem = error
+        mine = None if problem else [each for each, _, _ in asked]
+        requests = [json.loads(raw) for raw in self.comm.everyone(json.dumps([self.node, mine]).encode())]
+        for rank, (_, those) in enumerate(requests):
+            if those is None:
+                raise NotUsableError(STOPS, rank, problem)
         places: dict[tuple[int, int, int], list[_Fetched]] = {}
-        asked: list[Wanted] = []
-        for path, begin, end in _joined(self._far(wanted)):
-            file = self.files[path]
-            fetched = _Fetched(begin, torch.empty(end - begin, dtype=torch.uint8))
+        for each, path, fetched in asked:
             self._fetched.setdefault(path, []).append(fetched)
-            asked.append(Wanted(file.share.holder, file.share.number, file.place, begin, end))
-            places.setdefault(asked[-1][:3], []).append(fetched)
-        requests = [json.loads(raw) for raw in self.comm.everyone(json.dumps([self.node, asked]).encode())]
+            places.setdefault(each[:3], []).append(fetched)
         nodes = [node for node, _ in requests]
         wanted_by = {rank: [Wanted(*each) for each in those] for rank, (_, those) in enumerate(requests)}
         portions = share_out(nodes, wanted_by)

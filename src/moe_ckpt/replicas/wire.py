@@ -5,8 +5,9 @@ its group ("Application timeout caused pair closure"): one paused peer would cos
 straight out of mapped memory and straight into it, and a call that moves 16 MiB gives the interpreter lock away once.
 
 Addresses, and a secret that is drawn for every life of the run, come over the communicator, hence by the job's own
-rendezvous. Both sides prove that they know the secret before anything else is read, and listening ends when everybody
-who may connect has done so.
+rendezvous. The holder sends a challenge, the source its hello, the holder its own, and the source confirms that. Both
+sides thereby prove that they know the secret before anything else is read, and neither takes the other for connected
+that has given up meanwhile. Listening ends when everybody who may connect has done so.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _TICK_SECS = 1.0
 _HANDSHAKE_SECS = 10.0
 """A stranger may keep the listening thread for so long."""
 _RETRY_SECS = 0.2
-_MAGIC = b"moeckpt1"
+_MAGIC = b"moeckpt2"
+_CONFIRMED = b"\x01"
+"""A source's last word: it has the holder's hello."""
 _NONCE_NBYTES, _PROOF_NBYTES = 16, 32
 _HELLO = struct.Struct(f"<8sQII{_NONCE_NBYTES}s{_PROOF_NBYTES}s")
 _TIMEVAL = struct.Struct("ll")
@@ -158,6 +161,15 @@ class Wire:
                 if waited >= self._timeout_secs and not (idle and not at):
                     raise TimeoutError(f"no byte was transferred for {self._timeout_secs:g} s")
 
+    def require_open(self) -> None:
+        """Raises ``OSError`` if the peer has ended the connection by now."""
+        try:
+            ended = not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        if ended:
+            raise ConnectionResetError("the peer ended the connection")
+
     def cut(self) -> None:
         """Makes every send and receive fail at once. On any thread, at any time."""
         self._is_cut = True
@@ -221,6 +233,8 @@ def _connect_once(address: tuple[str, int], secret: bytes, link: Link, timeout_s
         answered, _ = _read_hello(wire.receive(_HELLO.size), secret, b"holder", nonce, link.generation)
         if answered != link:
             raise ConnectionRefusedError(f"rank {answered.holder} answered for rank {link.holder}")
+        wire.send(_CONFIRMED)
+        wire.require_open()  # else this process stood still, and the holder no longer waits for the word
     except OSError:
         wire.close()
         raise
@@ -279,6 +293,8 @@ class Listener:
                 if awaited.get(link.source) != link:
                     raise ConnectionRefusedError(f"rank {link.source}, whose copies do not lie here or come already")
                 wire.send(_hello(secret, b"holder", link, secrets.token_bytes(_NONCE_NBYTES), theirs))
+                if wire.receive(len(_CONFIRMED)) != _CONFIRMED:
+                    raise ConnectionRefusedError(f"rank {link.source} does not confirm that it is connected")
             except OSError:
                 wire.close()
                 raise
@@ -328,7 +344,7 @@ def _towards(target: str) -> str:
         with socket.socket(family, kind) as asked:
             asked.connect(address)
             return str(asked.getsockname()[0])
-    except OSError:
+    except (OSError, ValueError):  # the latter: a name with a part of more than 63 characters
         return ""
 
 

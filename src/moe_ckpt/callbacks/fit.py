@@ -204,7 +204,7 @@ class Fit:
         if new:
             require_restartable(host.trainer)
             host.generators.note()
-        driver.begin(new=new)
+        driver.begin(new=new, over=driver.restored_step is not None and will_stop(host.trainer))
         if self._recorder is not None:
             self._captured = self._capture(self._recorder, self._recorder.rounded)
             self._recorder.begin(self._captured)

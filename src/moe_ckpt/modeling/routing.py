@@ -305,7 +305,8 @@ def _integer_output(layer: FoundLayer) -> Assignments:
             raise ConfigError(
                 f"MoE layer {layer.info.name!r}: its router {type(module).__name__} returns {len(found)} integer "
                 "tensors, so the chosen experts cannot be determined. Register the layer's class with "
-                "moe_ckpt.register_moe(..., assignments=...)"
+                "moe_ckpt.register_moe(..., assignments=...); if not the router but the layer chooses them, with "
+                "on='layer' as well"
             )
         return found[0]
 

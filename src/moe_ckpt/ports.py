@@ -206,10 +206,12 @@ class LoggedSteps(Protocol):
     Attributes:
         steps: Of its snapshots, ascending.
         anchors: Operator -> the step that it is loaded as of.
+        homes: Parameter -> the operator that has optimizer state of it without having rows of it.
     """
 
     steps: Sequence[int]
     anchors: Mapping[str, int]
+    homes: Mapping[str, str]
 
     def plain(self, step: int) -> Mapping[str, Any]:
         """``StepGradients.plain`` of this rank."""
@@ -235,8 +237,13 @@ class UpdateReplayer(Protocol):
         """Whether this rank's optimizers update the very tensors that those of the log did, as far as it tells."""
         ...
 
-    def joined(self, operators: Collection[str]) -> frozenset[str]:
-        """Returns these operators, and all that must be loaded as of the same step as one of them."""
+    def joined(self, operators: Collection[str], homes: Mapping[str, str]) -> frozenset[str]:
+        """Returns these operators, and all that must be loaded as of the same step as one of them.
+
+        Args:
+            operators: Some.
+            homes: As ``LoggedSteps.homes``.
+        """
         ...
 
     def check(self, log: LoggedSteps) -> None:

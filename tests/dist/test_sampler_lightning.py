@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.callbacks.data_position import dealer_of
 from moe_ckpt.data import RecoverableDistributedSampler
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, StateRefusedError
 from moe_ckpt.policies import Dense, MoEvement
 from tests.support import run_ranks, start_ranks
 from tests.support.streams import Counted, Stream
@@ -167,6 +167,63 @@ def _uninterrupted(make, model, options):
 
 def joined(lists):
     return [*itertools.chain.from_iterable(lists)]
+
+
+def shuffling():
+    return StatefulDataLoader(Numbered(32), 4, shuffle=True)
+
+
+def numbered_pair():
+    return CombinedLoader([plain(32), shuffling()], "max_size_cycle")
+
+
+def recoverable_pair():
+    return CombinedLoader([plain(32), both_keep_a_position()], "max_size_cycle")
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "which"),
+    [
+        (both_keep_a_position, shuffling, "StatefulDataLoader with the sampler RandomSampler"),
+        (recoverable_pair, numbered_pair, r"StatefulDataLoader \(number 2 of 2\) with the sampler RandomSampler"),
+        (
+            both_keep_a_position,
+            functools.partial(StatefulDataLoader, Numbered(32), 4, shuffle=True, num_workers=1),
+            "StatefulDataLoader with the sampler RandomSampler",
+        ),
+    ],
+)
+def test_a_loader_that_refuses_its_state_when_it_begins_is_named(saved, resumed, which, tmp_path):
+    root = str(tmp_path / "run")
+    fit(root, saved, stop=3)
+    with pytest.raises(
+        StateRefusedError, match=f"rank_00000_state.json holds state of the training loader {which}"
+    ) as refused:
+        fit(root, resumed)
+    assert "RecoverableDistributedSampler is for any number" in str(refused.value)
+    fit(root, saved)
+
+
+class Failing(Numbered):
+    def __getitem__(self, i):
+        raise ValueError("no such sample")
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_what_a_dataset_raises_is_its_own(prefetched, tmp_path):
+    """Of a stream Lightning fetches the first batch where the loader begins."""
+    root = str(tmp_path / "run")
+    fit(root, stream if prefetched else both_keep_a_position, stop=3)
+    failing = Failing(32)
+    again = StatefulDataLoader(failing, 4, sampler=RecoverableDistributedSampler(failing))
+    with pytest.raises(ValueError, match=r"^no such sample"):
+        fit(root, functools.partial(stream, FailingStream) if prefetched else lambda: again)
+
+
+class FailingStream(Stream):
+    def __iter__(self):
+        raise ValueError("no such sample")
+        yield
 
 
 def assert_as_uninterrupted(lives, make=plain, model=Recorded, **options):

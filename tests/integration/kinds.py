@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from moe_ckpt import register_moe
 from tests.support.moe_models import family
-from tests.support.tiny_moe import CLASSES, WIDTH, Router, TinyMoE
+from tests.support.tiny_moe import CLASSES, WIDTH, MoELayer, Router, TinyMoE
 
 
 class ManualMoE(TinyMoE):
@@ -146,6 +147,55 @@ class BiasedMoE(TinyMoE):
             router.expert_bias += 0.05 * (router.load.mean() - router.load).sign()
 
 
+class BiasedExperts(nn.Module):
+    """Stacked experts with a bias each: under Adafactor the factor of a stack's columns is no expert's (GPT-OSS)."""
+
+    def __init__(self, experts: int, flat: bool) -> None:
+        super().__init__()
+        self.num_experts = experts
+        shape = (experts * WIDTH, WIDTH) if flat else (experts, WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(shape) * 0.2)
+        self.bias = nn.Parameter(torch.zeros(experts * WIDTH if flat else (experts, WIDTH)))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        weight, bias = self.weight.view(-1, WIDTH, WIDTH), self.bias.view(-1, WIDTH)
+        out = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, slot = torch.where(top_k_index == expert)
+            y = F.gelu(F.linear(hidden_states[token], weight[expert], bias[expert]))
+            out.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(out.dtype))
+        return out
+
+
+class BiasedExpertsMoE(TinyMoE):
+    """Experts with biases ``[E, D]``."""
+
+    flat = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for block in self.blocks:
+            block.moe.experts = BiasedExperts(self.hparams.experts, self.flat)
+
+
+class FlatMoELayer(MoELayer):
+    """Experts in one matrix ``[E * D, D]``."""
+
+
+register_moe(FlatMoELayer, flat=True)
+
+
+class FlatExpertsMoE(BiasedExpertsMoE):
+    """The same in one matrix."""
+
+    flat = True
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for block in self.blocks:
+            block.moe.__class__ = FlatMoELayer
+
+
 class ShrinkingMoE(TinyMoE):
     """Changes weights when a batch ends, after every callback's hook."""
 
@@ -246,6 +296,8 @@ KINDS: dict[str, type[Any]] = {
     "epoch-scheduled": EpochScheduledMoE,
     "no-moe": NoMoE,
     "biased": BiasedMoE,
+    "biased-experts": BiasedExpertsMoE,
+    "flat-experts": FlatExpertsMoE,
     "shrinking": ShrinkingMoE,
     "shrinking-silently": SilentlyShrinkingMoE,
     "replacing": ReplacingMoE,

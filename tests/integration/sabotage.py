@@ -26,6 +26,7 @@ from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute
 from moe_ckpt.core.survivors import BEFORE, is_survivors
 from moe_ckpt.driver import replaying
 from moe_ckpt.driver.boosting import Boosting
+from moe_ckpt.engine import live
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.snapshot import Snapshot
@@ -376,6 +377,14 @@ def _stands_still() -> None:
     TinyMoE.training_step = stands  # type: ignore[method-assign]
 
 
+def _gates_apart() -> None:
+    """The home of what is no expert's of a stack is not anchored with the experts."""
+    now = live.coupled_operators
+    live.coupled_operators = lambda catalog, specs: tuple(
+        frozenset(op for op in group if op.startswith("expert/")) for group in now(catalog, specs)
+    )
+
+
 SABOTAGES: dict[str, Callable[[], None]] = {
     "spared told": _spared_told,
     "stands still": _stands_still,
@@ -394,6 +403,7 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "boost not loaded": _boost_not_loaded,
     "fractions not loaded": _fractions_not_loaded,
     "chooses by sorting": _chooses_by_sorting,
+    "gates apart": _gates_apart,
     "updates with own hyperparameters": _updates_with_own_hyperparameters,
     "gradients before clipping": _gradients_before_clipping,
     "anchors too early": _anchors_too_early,

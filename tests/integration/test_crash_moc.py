@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moe_ckpt.cli.main import main
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
@@ -137,3 +142,24 @@ def _check_nodes(run: Run, *, every_step_saved: bool) -> Recount:
     check_history(recount, lives, every_step_saved=every_step_saved, in_memory=True)
     assert_store_sound(run, ended=True)
     return recount
+
+
+@pytest.mark.parametrize("length", [{}, {"max_steps": 20}])
+def test_killed_at_the_end_stale_experts_get_to_storage_with_the_tokens_that_they_lost(length, place, capsys):  # noqa: F811
+    """Of the last step there is a partial checkpoint only, and the next life has nothing left to train."""
+    run = placed(replace(MOC_1, epochs=2, trainer=length), place)
+    first = replace(run, crash=("train end", 1), callback={**run.callback, "save_last": False})
+    assert live(first) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    reader = StoreReader(open_storage(run.store))
+    newest = reader.manifest(max(reader.directories()))
+    assert {record.step for record in newest.operators.values()} == {20}
+    assert main(["inspect", run.store, "--json"]) == 0
+    steps = {step["directory"]: step for step in json.loads(capsys.readouterr().out)["steps"]}
+    now, before = steps[newest.directory], steps["step_00000020"]
+    assert before["unsaved_tokens"] > 0
+    assert (now["lost_tokens"], now["unsaved_tokens"], now["faults"]) == (before["unsaved_tokens"], 0, 1)
+    [said] = re.findall(r"resumed at step 20 .*PLT (.*?)\)", output(run))
+    assert said == f"{now['plt']:.2%}"
+    assert live(run) == 0, output(run)
+    assert "is finished" in output(run)

@@ -37,6 +37,7 @@ from tests.support.processes import run_ranks
 THESE = (
     *("clipped", "bf16", "bf16-mixed", "fused", "sgd", "adafactor", "experts-without-tokens", "fp16-overflowing"),
     *("manual", "two-optimizers", "accumulated", "averaged", "biased-routers", "the-policy", "the-policy-coupled"),
+    *("the-policy-biased-experts", "the-policy-flat-experts"),
 )
 
 

@@ -78,6 +78,8 @@ def test_an_update_that_waits_no_longer_for_a_seal_says_so(place):  # noqa: F811
 
 
 ROUNDED = {"grad_dtype": "bf16"}
+BIASED = replace(LOG, policy=("gradient-log", 5), kind="biased-experts", model={"optimizer": "adafactor"})
+"""Part of the optimizer's state of a stack of experts is no expert's, and goes with the gate."""
 VARIATIONS = {
     "clipped": replace(LOG, trainer={"gradient_clip_val": 0.1}),
     "bf16": replace(LOG, trainer={"precision": "bf16-true", "gradient_clip_val": 0.1}),
@@ -103,6 +105,8 @@ VARIATIONS = {
     "the-policy": replace(LOG, policy=("gradient-log", 4)),
     "the-policy-sized": replace(LOG, policy=("gradient-log", "auto")),
     "the-policy-coupled": replace(LOG, policy=("gradient-log", 3), model={"optimizer": "adafactor"}),
+    "the-policy-biased-experts": BIASED,
+    "the-policy-flat-experts": replace(BIASED, kind="flat-experts"),
     "skipping": replace(LOG, to_storage=4, callback={}),
     "little-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 400_000}),
     "hardly-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 200_000}),
@@ -114,6 +118,27 @@ VARIATIONS = {
     "rounded-manual": replace(LOG, policy=("gradient-log", 3), options=ROUNDED, kind="manual-once"),
     "rounded-fp16": replace(LOG, policy=("gradient-log", 3), options=ROUNDED, kind="overflowing", epochs=3),
 }
+
+
+@pytest.mark.parametrize("kind", ["biased-experts", "flat-experts"])
+def test_what_is_no_experts_is_as_new_as_the_experts(kind, place):  # noqa: F811
+    run = logged(replace(BIASED, kind=kind), place)
+    for crash in (7, 6):
+        assert live(replace(run, crash=("compute, sealed", crash))) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    assert recomputed(run) == [0, 0]
+
+
+def test_a_log_of_an_older_release_that_parts_them_is_refused(place):  # noqa: F811
+    run = logged(BIASED, place)
+    assert live(replace(run, crash=("compute, sealed", 9), sabotage="gates apart")) == KILLED, output(run)
+    assert exit_code(run) == 1, output(run)
+    assert "anchor them together. If GradientLog anchored them so, an older release did" in output(run)
+    assert main(["densify", run.store, "--memory", run.memory]) == 2
+    assert main(["memory", "clear", "--directory", run.memory]) == 0
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
 
 
 @pytest.mark.slow

@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_ckpt.cli.main import main
 from moe_ckpt.recovery.memory_checkpoints import MOST_STARTS
+from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
@@ -26,6 +29,7 @@ from tests.integration.lives import (
     load,
     output,
     place,  # noqa: F401 - a fixture
+    placed,
     recomputed,
     split_lives,
     undisturbed,
@@ -111,6 +115,22 @@ def test_killed_at_the_end_the_last_step_gets_to_storage(run, place):  # noqa: F
     assert_store_sound(run, ended=True)
     assert live(run) == 0, output(run)
     assert "is finished" in output(run)
+
+
+@pytest.mark.parametrize("policy", ["dense", "moc"])
+def test_killed_at_the_end_of_an_average_the_weights_that_were_trained_get_to_storage(policy, place):  # noqa: F811
+    """The averaged ones take their place when training ends, and before checkpoints of that end are made."""
+    run = in_memory(replace(POLICIES[policy], beside=("ema",), validate=True), place)
+    whole = placed(replace(run, memory=None, to_storage=1), place, "whole")
+    assert live(whole) == 0, output(whole)
+    first = replace(run, crash=("train end", 1), callback={**run.callback, "save_last": False})
+    assert live(first) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    found, expected = (StoreReader(open_storage(each.store)) for each in (run, whole))
+    last = [reader.manifest(max(reader.directories())) for reader in (found, expected)]
+    assert last[0].step == last[1].step
+    for key in expected.index(last[1]).tensors:
+        assert torch.equal(found.tensor(last[0], key), expected.tensor(last[1], key)), key
 
 
 @every_policy

@@ -46,6 +46,7 @@ FAST = {
     "fused-clipped-by-norm-accumulated": _run(
         {"optimizer": "fused"}, gradient_clip_val=0.1, accumulate_grad_batches=3, epochs=3
     ),
+    "adafactor-biased-experts-4": _run({"optimizer": "adafactor"}, 4, kind="biased-experts"),
     "sgd-listed-clipped-by-value-2": _run(
         LISTED | {"optimizer": "sgd"}, 2, "round_robin", gradient_clip_val=0.01, gradient_clip_algorithm="value"
     ),

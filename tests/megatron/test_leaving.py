@@ -56,3 +56,35 @@ def test_a_run_under_with(tmp_path: Path):
     [found] = run_ranks(leave, 1, str(tmp_path), preload=WARM)
     assert "the checkpoint of step 2 was not committed" in found["error"]
     assert (found["hooks"], found["came back at"]) == (0, 1)
+
+
+def end_stale(rank: int, world_size: int, root: str) -> list[tuple[set[int], int, int]]:
+    from moe_ckpt import megatron
+    from moe_ckpt.policies import MoC
+    from moe_ckpt.recovery.reader import StoreReader
+    from moe_ckpt.storage import open_storage
+    from tests.support import megatron_gpt
+
+    built = megatron_gpt.build(Setup(layers=2, num_microbatches=1), 1)
+    found = []
+    for steps, save_last in ((3, False), (0, True), (0, True)):
+        parts = built.chunks, built.optimizer, built.scheduler
+        with megatron.attach(*parts, policy=MoC(k=1), dirpath=root, save_last=save_last, when_busy="wait") as ckpt:
+            begun = ckpt.resume().iteration
+            for iteration in range(begun, begun + steps):
+                megatron_gpt.forward_backward(built, iteration)
+                ckpt.before_step()
+                megatron_gpt.update(built)
+                ckpt.after_step(iteration + 1)
+        reader = StoreReader(open_storage(root))
+        newest = reader.manifest(max(reader.directories()))
+        steps_of_operators = {record.step for record in newest.operators.values()}
+        found.append((steps_of_operators, newest.generation, len(newest.tokens["faults"])))
+    return found
+
+
+def test_a_loop_that_has_nothing_left_to_do_saves_stale_experts_with_what_they_lost(tmp_path: Path):
+    [(partial, whole, again)] = run_ranks(end_stale, 1, str(tmp_path / "store"), preload=WARM)
+    assert partial == ({1, 2, 3}, 0, 0)
+    assert whole == ({3}, 1, 1)
+    assert again == whole

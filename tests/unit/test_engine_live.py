@@ -18,6 +18,8 @@ from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import Dense, Guarded, MoEtion, Policy, Wrapper
 from moe_ckpt.policies.base import Measured, MemoryFacts, Needs, PolicyContext, Sends, SnapshotLimit
+from moe_ckpt.slices.assignment import coupled_operators
+from tests.integration.kinds import BiasedExpertsMoE, FlatExpertsMoE
 from tests.support.tiny_moe import TinyMoE
 
 CHOSEN, OTHER = "expert/0/1", "expert/0/2"
@@ -51,6 +53,21 @@ class Run:
 
     def move(self, name: str) -> None:
         self.parameters[name].data = self.parameters[name].data.clone()
+
+
+@pytest.mark.parametrize("kind", [BiasedExpertsMoE, FlatExpertsMoE])
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.AdamW])
+def test_what_an_optimizer_keeps_of_a_stack_and_not_of_an_expert_is_coupled_with_the_experts(kind, make):
+    model = kind(layers=2, experts=3)
+    optimizer = make(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    specs = TorchTrainingState(model, [optimizer]).specs()
+    expected = {frozenset({f"gate/{at}", *(f"expert/{at}/{e}" for e in range(3))}) for at in range(2)}
+    assert set(coupled_operators(build_catalog(model), specs)) == (
+        expected if make is torch.optim.Adafactor else frozenset()
+    )
 
 
 def plan_of(kind: str, run: Run) -> SnapshotPlan:

@@ -18,12 +18,13 @@ from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.coupling import Coupling, coupling_of, register
 from moe_ckpt.gradients.detached import detached, kind_of
 from moe_ckpt.gradients.replay import OptimizerReplay, gradient_blocks, state_blocks
-from moe_ckpt.gradients.running import coupled_with, replay_chains
+from moe_ckpt.gradients.running import coupled_with, replay_chains, require_together
 from moe_ckpt.gradients.units import Pieces, whole_unit
 from moe_ckpt.gradients.updates import GRADIENT
 from tests.support.gradient_log import Copier, MemoryLog, copied, differing
 
 EXPERTS, WINDOW = 7, 5
+UNIT = whole_unit("bias", 0, 0, torch.zeros(EXPERTS, 13))
 STACKED = ("up", "down")
 
 
@@ -392,6 +393,20 @@ def test_operators_that_share_a_coupled_parameter_are_taken_together(trained):
         replay = detached(log.kinds, log.units)
         assert coupled_with(replay, log.spans, [one]) == found
         assert coupled_with(replay, log.spans, []) == frozenset()
+        with_home = found | {"non_expert/norm"} if log is coupled else found
+        assert coupled_with(replay, log.spans, [one], {"up": "non_expert/norm"}) == with_home
+
+
+def test_state_without_rows_of_a_coupled_parameter_anchored_at_another_step():
+    replay = detached([kind_of(torch.optim.Adafactor([nn.Parameter(torch.zeros(EXPERTS, 13))]))], [UNIT])
+    spans = {f"expert/0/{e}": [Span("bias", e, e + 1)] for e in range(EXPERTS)} | {"gate/0": []}
+    steps = dict.fromkeys(spans, 7) | {"gate/0": 8}
+    require_together(replay, spans, steps)
+    require_together(replay, spans, dict.fromkeys(spans, 7), {"bias": "gate/0"})
+    with pytest.raises(
+        ConfigError, match=r"gate/0, with optimizer state of bias, is anchored at step 8 and expert/0/0"
+    ):
+        require_together(replay, spans, steps, {"bias": "gate/0"})
 
 
 def test_other_param_groups(trained):

@@ -218,13 +218,40 @@ def test_registered_assignments(on, counted):
         registry._REGISTERED.update(before)
 
 
+def test_a_layer_that_chooses_by_itself_is_asked_for_what_it_kept(counted):
+    """As docs/lightning.md shows it."""
+
+    class Chooses(OwnMoE):
+        def forward(self, x):
+            self.chosen = (self.scorer(x).sigmoid() + torch.tensor([0.0, 0.1, 0.2, 0.3])).topk(2, dim=-1).indices
+            return super().forward(x)
+
+    before = dict(registry._REGISTERED)
+    try:
+        register_moe(
+            Chooses,
+            experts=("w_in", "w_out"),
+            router="scorer",
+            on="layer",
+            assignments=lambda layer, args, kwargs, output: layer.chosen,
+        )
+        model = Stack(Chooses)
+        counter = counted(model)
+        model(torch.randn(10, 8))
+        chosen = [block.moe.chosen.flatten().bincount(minlength=4).tolist() for block in model.blocks]
+        assert counts(counter.take()).tolist() == chosen
+    finally:
+        registry._REGISTERED.clear()
+        registry._REGISTERED.update(before)
+
+
 def test_a_router_that_tells_nothing_is_an_error_with_advice(counted):
     before = dict(registry._REGISTERED)
     try:
         register_moe(OwnMoE, experts=("w_in", "w_out"), router="scorer")
         model = Stack(OwnMoE)
         counted(model)
-        with pytest.raises(ConfigError, match=r"blocks\.0\.moe.*0 integer tensors.*assignments"):
+        with pytest.raises(ConfigError, match=r"blocks\.0\.moe.*0 integer tensors.*assignments.*on='layer'"):
             model(torch.randn(10, 8))
     finally:
         registry._REGISTERED.clear()

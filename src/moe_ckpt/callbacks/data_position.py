@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch.utils.data import BatchSampler
 
+from moe_ckpt.callbacks.loader_states import LoaderStates
 from moe_ckpt.callbacks.lookahead import FETCH_KEY, Lookahead
 from moe_ckpt.callbacks.loop_position import go_on_at, whole_and_left
 from moe_ckpt.data import RecoverableDistributedSampler
@@ -127,17 +128,27 @@ class DataPosition:
         self._made: int | None = None
         self._start: _Start | None = None
         self._lookahead: Lookahead | None = None
+        self._states: LoaderStates | None = None
 
-    def begin(self, trainer: Any) -> None:
-        """A fit begins, before its loaders are made."""
+    def begin(self, trainer: Any, source: Callable[[], str]) -> None:
+        """A fit begins, before its loaders are made.
+
+        Args:
+            trainer: Of the fit.
+            source: Returns where it was resumed from, for messages.
+        """
         self.close()
         self._lookahead = Lookahead(trainer.fit_loop)
+        self._states = LoaderStates(trainer.fit_loop, source)
 
     def close(self) -> None:
         """The fit ended. Safe to call twice."""
         lookahead, self._lookahead = self._lookahead, None
         if lookahead is not None:
             lookahead.close()
+        states, self._states = self._states, None
+        if states is not None:
+            states.close()
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the positions as of the last batch that was trained on to a checkpoint."""

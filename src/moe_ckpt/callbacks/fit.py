@@ -43,6 +43,7 @@ from moe_ckpt.modeling.boost_ports import boost_ports
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.routing import RoutingCounter
+from moe_ckpt.modeling.trainable import FrozenExperts
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import other_ranks
 from moe_ckpt.storage import open_storage
@@ -83,7 +84,8 @@ class Fit:
         shape = len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0)
         ports = boost_ports(layers, boost_refusal(trainer.strategy))
         self.step_log = StepLog([layer.experts for layer in catalog.layers], k, trainer)
-        self._counter = RoutingCounter(module, layers, soft=options.needs.soft_counts)
+        frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
+        self._counter = RoutingCounter(module, layers, soft=options.needs.soft_counts, frozen=frozen)
         self._capture = functools.partial(capture_gradients, trainer, module)
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None
@@ -204,7 +206,7 @@ class Fit:
         if new:
             require_restartable(host.trainer)
             host.generators.note()
-        driver.begin(new=new)
+        driver.begin(new=new, over=driver.restored_step is not None and will_stop(host.trainer))
         if self._recorder is not None:
             self._captured = self._capture(self._recorder, self._recorder.rounded)
             self._recorder.begin(self._captured)
@@ -269,6 +271,7 @@ class Fit:
                 "training (with Tuner, or a finder that runs in on_fit_start), or use Dense or MoC"
             )
         self.join(update=not self._is_aside())
+        self._counter.update_begins()
 
     def _release_gradients(self) -> None:
         if self.session.is_open:
@@ -292,6 +295,7 @@ class Fit:
         """Gradients are final, before clipping."""
         self._held.release()
         self.join(update=True)
+        self._counter.update_begins()
         if self.host.windows is not None:
             self.host.windows.before_update(self.session)
         if self.driver.replaying is not None:

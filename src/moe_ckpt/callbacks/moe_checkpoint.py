@@ -204,7 +204,7 @@ class MoECheckpoint(_Unranked):
         previous, self._fit, self._first.fit = self._fit, None, None
         if trainer.fast_dev_run:
             return  # a dry run leaves nothing behind, as with Lightning's own checkpoint callbacks
-        self._data.begin(trainer)
+        self._data.begin(trainer, lambda: _source(trainer, self._fit))
         fit = Fit(trainer, pl_module, self.options, self.isolate_validation, self._step_log.k)
         self._fit, self._first.fit, self._step_log = fit, fit, fit.step_log
         fit.resume(previous)
@@ -303,3 +303,9 @@ class MoECheckpoint(_Unranked):
         self._data.load(checkpoint)
         self._bucket_order = checkpoint.pop(BUCKETS_KEY, None)
         self._given = checkpoint.pop(RESUME_KEY, None)
+
+
+def _source(trainer: Any, fit: Fit | None) -> str:
+    """Returns the file of the state that this rank resumed from, or what Lightning loaded."""
+    restored = None if fit is None else fit.driver.restored
+    return str(trainer.ckpt_path) if restored is None else restored.path

@@ -298,18 +298,22 @@ class Driver:
         if restored.left_behind is not None:
             messages.say_left_behind(self._unit, restored.manifest.step, restored.left_behind, self.comm.rank)
 
-    def begin(self, *, new: bool, wait: bool = True) -> None:
+    def begin(self, *, new: bool, wait: bool = True, over: bool = False) -> None:
         """Training begins: saves the initial state of a new run, if the policy has windows.
 
         Args:
             new: Nothing was restored.
             wait: Wait until that is committed; False where ranks arrive one after the other.
+            over: Nothing is left to train: saves what ``finish`` would, before anything changes weights.
         """
         self.lifecycle.move(Action.BEGIN, "begin_training()")
         if new and self.options.needs.windows:
             self.session.begin_run(self._host.capture, self._host.step, wait=wait)
             self._undrained = not wait
         self.session.training_begins()
+        if over and self.options.save_last and self.restored is not None and self.restored.is_unsaved:
+            self.session.save_complete(self._host.step, _capture_of(self.restored, self._host, self.comm))
+            self.session.before_update(receive=False)
         if self.surviving.is_on:
             self.surviving.termination.watch()
 
@@ -416,7 +420,8 @@ class Driver:
     def finish(self, *, moved: bool, ended: bool = True, save: bool = True) -> None:
         """Training ended well: saves a complete last checkpoint, and waits for it.
 
-        A run that came back to its last step from memory has that saved, too, since the end lets go of memory.
+        A run that came back to its last step has that saved, too: if it is from memory, of which the end lets go, or
+        if experts are of older steps, whose lost tokens no checkpoint has booked.
 
         Args:
             moved: Steps were done in this process, so that there is something to save.
@@ -432,10 +437,8 @@ class Driver:
         window = self.replaying  # memory holds no state that ever was
         unsaved = moved or self.local is not None  # no checkpoint holds what ranks reached apart
         capture: Callable[[], Mapping[str, Any]] = self._host.capture
-        if not unsaved and self.restored is not None and self.restored.beyond_storage:
-            unsaved, plain = True, self.restored.plain
-            if self.restored.manifest.world_size == self.comm.world_size:
-                capture = lambda: plain  # noqa: E731  the loops' own states need not be ready to be captured
+        if not unsaved and self.restored is not None and self.restored.is_unsaved:
+            unsaved, capture = True, _capture_of(self.restored, self._host, self.comm)
         if window is not None:
             messages.say_unfinished(self._unit, self._host.step, window.steps, self.comm.rank)
         self.session.finish(
@@ -477,3 +480,9 @@ class Driver:
             self.replaying.close()
         self.last = self.last and self.session.completed(self.last)  # with the failures that ended training
         self.session.close(timeout_secs)
+
+
+def _capture_of(restored: Restored, host: Host, comm: Communicator) -> Callable[[], Mapping[str, Any]]:
+    """Gives the plain state of what was restored, and not trained on: the loops' own need not be ready to tell it."""
+    plain = restored.plain
+    return (lambda: plain) if restored.manifest.world_size == comm.world_size else host.capture

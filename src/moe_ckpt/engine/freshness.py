@@ -18,6 +18,7 @@ class FreshnessWatch:
         self._entries: list[SliceEntry] | None = None
         self._checksums = Checksums()
         self._of_window = UNKNOWN
+        self._fresh_after = -1
 
     def seen(self, snapshot: Snapshot, parts: Sequence[SealedPart]) -> int:
         """Returns what the checksums of a snapshot's parts show: ``UNKNOWN``, ``STALE`` or ``FRESH``.
@@ -27,10 +28,17 @@ class FreshnessWatch:
 
         A sparse window is judged as a whole, at its last slot: all operators of one slot may have rested, such as
         experts that got no tokens.
+
+        What one snapshot has shown to move is fresh in another after the same update, such as a complete one at the end
+        beside a partial one: of that, experts that were frozen meanwhile are all that there is to compare.
         """
         request = snapshot.request
         updates = request.updates
         found = of_all(self._of(each, updates) for each in parts if each.part.cuts and each.part.kind != GRADIENTS)
+        if found == FRESH:
+            self._fresh_after = updates
+        elif found == STALE and updates == self._fresh_after:
+            found = FRESH
         consumed = any(each.part.cuts for each in parts if each.part.kind == GRADIENTS)
         if request.window is None:
             return UNKNOWN if consumed and found == STALE else found

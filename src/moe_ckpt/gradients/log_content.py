@@ -18,7 +18,7 @@ from moe_ckpt.errors import CoverageError, NoCheckpointError
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.gradients.layout import UpdateLayout
 from moe_ckpt.recovery.gradient_log import anchors_of, parameter_of, plain_of
-from moe_ckpt.recovery.index import StoredSlice, TensorIndex, overlapping, split_key
+from moe_ckpt.recovery.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 
 _MODEL = "model/"
@@ -32,6 +32,7 @@ class LogContent:
 
     Attributes:
         anchors: Operator -> step of the anchor that its last step is made from.
+        homes: As ``ports.LoggedSteps.homes``.
         layouts: Of each rank's updates; none where nothing was logged.
 
     Raises:
@@ -44,6 +45,7 @@ class LogContent:
         self._opened, self._reader = opened, opened.reader
         self._index: TensorIndex = opened.reader.index(opened.manifest)
         self.anchors: Mapping[str, int] = anchors_of(opened.manifest, opened.chained)
+        self.homes: Mapping[str, str] = homes_of(self._index.tensors)
         _require_reached(opened)
         ranks = range(opened.manifest.world_size)
         self.layouts: list[UpdateLayout] = [self._layout(rank) for rank in ranks] if opened.logged else []

@@ -31,7 +31,7 @@ from moe_ckpt.gradients.log_content import merged_spans
 from moe_ckpt.gradients.replayed_share import RankShare, bytes_of
 from moe_ckpt.gradients.units import Unit
 from moe_ckpt.recovery.gradient_log import PLAIN, parameter_of
-from moe_ckpt.recovery.index import StoredSlice, overlapping, split_key
+from moe_ckpt.recovery.index import StoredSlice, homes_of, overlapping, split_key
 from moe_ckpt.recovery.slices import block
 
 _MODEL = "model/"
@@ -202,6 +202,7 @@ class _Group:
 
     Attributes:
         anchors: Of the operators that have a part of the units.
+        homes: As ``ports.LoggedSteps.homes``.
         parameters: That do.
         spans: Of the operators.
     """
@@ -212,6 +213,7 @@ class _Group:
         self._keys: _Keys = {key: found for name in self.parameters for key, found in of._stored[name].items()}
         here = {stored.entry.operator for found in self._keys.values() for stored in found}
         self.anchors: Mapping[str, int] = {op: of._anchors[op] for op in here}
+        self.homes: Mapping[str, str] = homes_of(self._keys)
         rows = merged_spans(self._keys)
         self.spans: Mapping[str, Sequence[Span]] = {op: rows.get(op, ()) for op in here}
 

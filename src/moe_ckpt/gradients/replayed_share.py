@@ -37,9 +37,11 @@ class Content(Protocol):
 
     Attributes:
         anchors: Operator -> step of the anchor that its last step is made from.
+        homes: As ``ports.LoggedSteps.homes``.
     """
 
     anchors: Mapping[str, int]
+    homes: Mapping[str, str]
 
     @property
     def spans(self) -> Mapping[str, Sequence[Span]]:
@@ -211,7 +213,7 @@ class _RankLog(LoggedSteps):
         plain: Mapping[int, Mapping[str, Any]],
         tell: Tell,
     ) -> None:
-        self.steps, self.anchors = sorted(plain), of.anchors
+        self.steps, self.anchors, self.homes = sorted(plain), of.anchors, of.homes
         self._of, self._share, self._replay, self._layout, self._tell = of, share, replay, layout, tell
         self._plain = {step: self._ours(recorded) for step, recorded in plain.items()}
         for stored in share.anchors:

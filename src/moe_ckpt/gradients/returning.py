@@ -63,9 +63,9 @@ class LogReplayer(UpdateReplayer):
             return True
         return set(UpdateLayout.decoded(recorded, "the log").units) == set(self._opened().units)
 
-    def joined(self, operators: Collection[str]) -> frozenset[str]:
+    def joined(self, operators: Collection[str], homes: Mapping[str, str]) -> frozenset[str]:
         """See ``ports.UpdateReplayer``."""
-        return coupled_with(self._opened(), self._spans, operators) if operators else frozenset()
+        return coupled_with(self._opened(), self._spans, operators, homes) if operators else frozenset()
 
     def check(self, log: LoggedSteps) -> None:
         """See ``ports.UpdateReplayer``.
@@ -73,9 +73,10 @@ class LogReplayer(UpdateReplayer):
         Raises:
             CoverageError: A gradient lacks elements, or these optimizers are not those that wrote the log.
             UnsupportedError: Their steps cannot be repeated.
+            ConfigError: As ``require_together``.
         """
         replay = self._opened()
-        require_together(replay, self._spans, log.anchors)
+        require_together(replay, self._spans, log.anchors, log.homes)
         problems: list[str] = []
         for step in log.steps[1:]:
             given = _volumes(replay, log.blocks(step))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from moe_ckpt.core.gradient_chain import Chain
@@ -14,6 +14,8 @@ from moe_ckpt.gradients.updates import WEIGHT, Block, Update
 
 Spans = Mapping[str, Sequence[Span]]
 """Operator -> its rows of parameters."""
+NO_HOMES: Mapping[str, str] = {}
+"""Of anchors that have state without rows each (``state_blocks``)."""
 
 
 class GradientSource(Protocol):
@@ -112,45 +114,64 @@ def _only(operator: str, blocks: Iterable[Block], at: int) -> list[Block]:
     return found
 
 
-def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, int]) -> None:
+def require_together(
+    replay: OptimizerReplay, spans: Spans, steps: Mapping[str, int], homes: Mapping[str, str] = NO_HOMES
+) -> None:
     """Refuses anchors of different steps in one parameter whose optimizer lets its rows act on one another.
 
     Args:
         replay: Of the optimizers.
         spans: Of the operators in ``steps``.
         steps: Operator -> step of its anchor.
+        homes: As ``ports.LoggedSteps.homes``: what updates all rows must be of the same step as these.
 
     Raises:
         ConfigError: There are such.
     """
     anchors: dict[tuple[int, str], tuple[str, int]] = {}
-    for operator, step in steps.items():
-        for unit, _ in replay.pieces.of_operator(spans[operator]):
-            if not replay.coupled(unit.optimizer):
-                continue
-            other, anchor = anchors.setdefault((unit.optimizer, unit.name), (operator, step))
-            if anchor != step:
-                raise ConfigError(
-                    f"{operator} is anchored at step {step} and {other} at step {anchor}, but both have rows of "
-                    f"{unit.name}, and the optimizer's update of a row depends on all rows: anchor them together"
-                )
+    for unit, operator, has in _sharing(replay, {operator: spans.get(operator, ()) for operator in steps}, homes):
+        step = steps.get(operator)
+        if step is None:
+            continue
+        other, anchor = anchors.setdefault(unit, (operator, step))
+        if anchor != step:
+            raise ConfigError(
+                f"{operator}, with {has} of {unit[1]}, is anchored at step {step} and {other} at step {anchor}, but "
+                "the optimizer's update of a row depends on all rows: anchor them together. If GradientLog anchored "
+                "them so, an older release did, and the log leads to wrong numbers: run moe-ckpt memory clear on every "
+                "node to return to the newest checkpoint on storage"
+            )
 
 
-def coupled_with(replay: OptimizerReplay, spans: Spans, operators: Iterable[str]) -> frozenset[str]:
+def coupled_with(
+    replay: OptimizerReplay, spans: Spans, operators: Iterable[str], homes: Mapping[str, str] = NO_HOMES
+) -> frozenset[str]:
     """Returns ``operators``, and all that must be anchored together with one of them (``require_together``).
 
     Args:
         replay: Of the optimizers.
         spans: Of all operators.
         operators: Some of them.
+        homes: As of ``require_together``.
     """
     found = set(operators)
     sharing: dict[tuple[int, str], set[str]] = defaultdict(set)
     if any(map(replay.coupled, range(len(replay.optimizers)))):
-        for operator, rows in spans.items():
-            for unit, _ in replay.pieces.of_operator(rows):
-                if replay.coupled(unit.optimizer):
-                    sharing[unit.optimizer, unit.name].add(operator)
+        for unit, operator, _ in _sharing(replay, spans, homes):
+            sharing[unit].add(operator)
     while more := {operator for group in sharing.values() if group & found for operator in group} - found:
         found |= more
     return frozenset(found)
+
+
+def _sharing(
+    replay: OptimizerReplay, spans: Spans, homes: Mapping[str, str]
+) -> Iterator[tuple[tuple[int, str], str, str]]:
+    """Yields (optimizer and name of a unit, an operator that has a part of it, what), of units that are coupled."""
+    for operator, rows in spans.items():
+        for unit, piece in replay.pieces.of_operator(rows):
+            if replay.coupled(unit.optimizer):
+                key = unit.optimizer, unit.name
+                yield key, operator, "rows"
+                if piece.parameter in homes:
+                    yield key, homes[piece.parameter], "optimizer state"

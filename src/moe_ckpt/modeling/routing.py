@@ -146,6 +146,10 @@ def soft_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -> 
     return counts_on_host(tables, shape).then(lambda found: np.rint(found * SOFT_UNIT).astype(np.int64))
 
 
+Mask = NDArray[np.bool_]
+"""``[L, E]``: of each expert."""
+
+
 class RoutingCounter:
     """Hooks on the MoE layers of one model; see the module's docstring for what is counted.
 
@@ -157,9 +161,18 @@ class RoutingCounter:
     Args:
         soft: Count the gate's weights too, where a tensor of the shape of the indices shows them: a floating-point one
             among the arguments or results of the same module.
+        frozen: Tells which experts no update changes (``trainable.FrozenExperts``): none of their tokens is applied.
+            The very same array for as long as it is the same.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], *, soft: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[FoundLayer],
+        *,
+        soft: bool = False,
+        frozen: Callable[[], Mask | None] = lambda: None,
+    ) -> None:
         first = next(model.parameters(), None)
         device = first.device if first is not None else torch.device("cpu")
         self._layers = tuple(layers)
@@ -168,6 +181,17 @@ class RoutingCounter:
         self._rows = [[0] * layer.info.experts for layer in layers]
         self._soft = [c.to(torch.float64) for c in self._counts] if soft else []
         self._handles = [handle for at, layer in enumerate(layers) for handle in self._attach(at, layer)]
+        self._frozen, self._updated = frozen, False
+        self._left_out: Mask | None = None
+
+    def update_begins(self) -> None:
+        """What is frozen now gets nothing of it; hooks may thaw and freeze before the step's tokens are taken."""
+        now = self._frozen()
+        if not self._updated:
+            self._left_out = now
+        elif now is not self._left_out:  # of several updates an expert may have had one
+            self._left_out = None if now is None or self._left_out is None else now & self._left_out
+        self._updated = True
 
     def peek(self) -> Deferred[StepTokens]:
         """Counts since the last ``take`` or ``discard``, ``[L, E_max]``. Nobody waits before ``result()``.
@@ -178,12 +202,16 @@ class RoutingCounter:
         shape = len(self._rows), self._width
         counts = counts_on_host(dict(enumerate(self._counts)), shape)
         soft = soft_on_host(dict(enumerate(self._soft)), shape) if self._soft else None
+        left_out = self._left_out if self._updated else self._frozen()
 
         def found() -> StepTokens:
             total = counts.result()
             for at, of_layer in rows:
                 total[at, : len(of_layer)] += of_layer
-            return StepTokens(total, None if soft is None else soft.result())
+            weights = None if soft is None else soft.result()
+            if left_out is None:
+                return StepTokens(total, weights)
+            return StepTokens(np.where(left_out, 0, total), weights, total)
 
         return Deferred(found)
 
@@ -195,6 +223,7 @@ class RoutingCounter:
 
     def discard(self) -> None:
         """Start again from zero: what was counted did not lead to an optimizer step."""
+        self._updated, self._left_out = False, None
         clear([*self._counts, *self._soft])
         self._rows = [[0] * len(rows) if any(rows) else rows for rows in self._rows]
 
@@ -305,7 +334,8 @@ def _integer_output(layer: FoundLayer) -> Assignments:
             raise ConfigError(
                 f"MoE layer {layer.info.name!r}: its router {type(module).__name__} returns {len(found)} integer "
                 "tensors, so the chosen experts cannot be determined. Register the layer's class with "
-                "moe_ckpt.register_moe(..., assignments=...)"
+                "moe_ckpt.register_moe(..., assignments=...); if not the router but the layer chooses them, with "
+                "on='layer' as well"
             )
         return found[0]
 

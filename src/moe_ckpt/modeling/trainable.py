@@ -5,13 +5,16 @@ And which of them a step gave no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import compress, repeat
 from operator import attrgetter, is_, not_
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.format import tensor_words
 from moe_ckpt.format.fragment import FixedStrings
 
@@ -46,6 +49,33 @@ class Frozen:
             else:  # the words say other things as well: where those change, parameters are asked one by one
                 self._words = None
         return self._names
+
+
+class FrozenExperts:
+    """Which experts no update changes, as none of their parameters requires a gradient. A stack is frozen as a whole.
+
+    Args:
+        catalog: Of the model.
+        parameters: Gives the model's parameters by name; the very same object for as long as they are the same.
+    """
+
+    def __init__(self, catalog: Catalog, parameters: Callable[[], Mapping[str, nn.Parameter]]) -> None:
+        self._parameters, self._frozen = parameters, Frozen()
+        self._of = {catalog.expert_at[op.id]: {span.parameter for span in op.spans} for op in catalog.experts}
+        self._shape = catalog.expert_places.shape
+        self._names: FixedStrings | None = None
+        self._mask: npt.NDArray[np.bool_] | None = None
+
+    def __call__(self) -> npt.NDArray[np.bool_] | None:
+        """Returns ``[L, E]``, the very same array for as long as it is the same; None if no expert is frozen."""
+        names = self._frozen.names(self._parameters())
+        if names is not self._names:
+            self._names, frozen = names, frozenset(names)
+            mask = np.zeros(self._shape, dtype=bool)
+            for at, parameters in self._of.items() if frozen else ():
+                mask[at] = bool(parameters) and parameters <= frozen
+            self._mask = mask if mask.any() else None
+        return self._mask
 
 
 class Gradients:

@@ -98,6 +98,12 @@ class Restored:
         return self.plan is not None and self.plan.beyond_storage
 
     @property
+    def is_unsaved(self) -> bool:
+        """Whether storage has no complete checkpoint of this very state: it is newer, or some experts are older."""
+        stale = any(record.step != self.manifest.step for record in self.manifest.operators.values())
+        return self.beyond_storage or (stale and not self.manifest.window)
+
+    @property
     def _storage_has_part(self) -> bool:
         """False where every operator came from memory, although there is a checkpoint on storage beneath."""
         return self.plan is None or any(row.source.tier is Tier.STORAGE for row in self.plan.rows())

@@ -15,7 +15,7 @@ from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.shard import GRADIENT
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import LoggedSteps, StateTensor, TrainingState
-from moe_ckpt.recovery.index import StoredSlice, overlapping
+from moe_ckpt.recovery.index import StoredSlice, homes_of, overlapping
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import box_of, copy_slices, parameters_of
 from moe_ckpt.recovery.slices import find_damage
@@ -98,6 +98,7 @@ class StoredLog(LoggedSteps):
         self.steps = [each.manifest.step for each in snapshots]
         self._kept = kept
         self._reader, self._index, self._state = reader, reader.index(manifest), state
+        self.homes = homes_of(self._index.tensors)
         parameters = parameters_of(state)
         found = zip(self.steps, snapshots, strict=True)
         self._needed = {step: list(needed_gradients(each, self.anchors, parameters)) for step, each in found}

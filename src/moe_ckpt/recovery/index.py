@@ -121,6 +121,22 @@ def blocks_of(index: TensorIndex, operators: Collection[str]) -> dict[str, dict[
     return found
 
 
+def homes_of(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, str]:
+    """Returns parameter -> the operator that has optimizer state of it without having rows of it.
+
+    Args:
+        tensors: Key -> slices. Step counts, of no dimension, do not count.
+    """
+    operators = {key: {stored.entry.operator for stored in group} for key, group in tensors.items()}
+    found: dict[str, str] = {}
+    for key, group in tensors.items():
+        fqn = split_key(key).fqn
+        if any(stored.entry.global_shape for stored in group):
+            for operator in operators[key] - operators.get(f"model/{fqn}", operators[key]):
+                found[fqn] = operator
+    return found
+
+
 def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> TensorIndex:
     """Returns the index of a manifest. Raises ``DamagedError`` if the header of a shard contradicts it."""
     files_of = {id(record): frozenset(record.files) for record in manifest.distinct_records}

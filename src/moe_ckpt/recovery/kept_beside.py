@@ -20,7 +20,7 @@ from moe_ckpt.core.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_re
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.gradient_log import NOTHING, Kept
-from moe_ckpt.recovery.index import StoredSlice, TensorIndex, overlapping, split_key
+from moe_ckpt.recovery.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.restore import box_of, parameters_of
 from moe_ckpt.recovery.sources import opened_inventories
@@ -39,12 +39,13 @@ def kept_here(opened: OpenedMemory, state: TrainingState, replayer: UpdateReplay
     """
     if not opened.kept or replayer is None:
         return NOTHING
-    wanted = _wanted(opened.reader.index(opened.manifest), parameters_of(state))
+    index = opened.reader.index(opened.manifest)
+    wanted = _wanted(index, parameters_of(state))
     sealed: dict[str, list[StoredSlice]] = defaultdict(list)
     for stored in opened.kept:
         sealed[stored.entry.key].append(stored)
     found = {op: taken for op, boxes in wanted.items() if (taken := _covering(op, boxes, sealed)) is not None}
-    lacking = replayer.joined(wanted.keys() - found.keys()) & wanted.keys()
+    lacking = replayer.joined(wanted.keys() - found.keys(), homes_of(index.tensors)) & wanted.keys()
     slices: dict[str, dict[StoredSlice, None]] = defaultdict(dict)
     for op in found.keys() - lacking:
         for stored in found[op]:

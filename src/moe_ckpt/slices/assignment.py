@@ -138,10 +138,17 @@ def operator_bytes(
 
 
 def coupled_operators(catalog: Catalog, specs: Sequence[TensorSpec]) -> tuple[frozenset[str], ...]:
-    """Groups of operators that share a parameter whose rows act on one another in its optimizer."""
+    """Groups of operators that share a parameter whose rows act on one another in its optimizer.
+
+    Its optimizer state without rows (Adafactor's factor of the columns of a stack ``[E, D]``) must be as new as its
+    rows, so the home of that is in the group. Step counts, of no dimension, are told otherwise.
+    """
+    at_home = {tensor.parameter for tensor in specs if tensor.global_shape and not has_rows(catalog, tensor)}
     groups: list[frozenset[str]] = []
     for tensor in specs:
         joined = frozenset(op.id for op, _ in catalog.spans_of[tensor.parameter]) if tensor.mixes_rows else frozenset()
+        if joined and tensor.parameter in at_home:
+            joined |= {catalog.home[tensor.parameter]}
         if len(joined) > 1:
             joined = joined.union(*(group for group in groups if group & joined))
             groups = [group for group in groups if not group & joined] + [joined]

@@ -26,6 +26,7 @@ from moe_ckpt.megatron.loop import Loop, Progress
 from moe_ckpt.megatron.sparing import Spares
 from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.megatron.topology import layout
+from moe_ckpt.megatron.trained import RESTING, resting_changed
 from moe_ckpt.megatron.trainer_state import (
     Stateful,
     capture_generators,
@@ -72,7 +73,7 @@ class MegatronHost(Host):
         self._options = options
         self._stateful = stateful
         self._settings = functools.partial(configured, optimizer, stateful)
-        self._configured: _Plain = self._settings()
+        self._configured: _Plain = self._settings() | {RESTING: self.state.trained.resting()}
         self._layout = layout(chunks)
 
     @property
@@ -111,9 +112,12 @@ class MegatronHost(Host):
         restore_stateful(self._stateful, plain["stateful"], restored.path)
         iteration, consumed, counters = plain["iteration"], plain["consumed_samples"], plain.get("counters", {})
         self.loop.stand_at(Progress(int(iteration), int(consumed), restored=True, counters=counters))
+        inexact, trained = other_layout(plain["layout"], self._layout), self.state.trained
+        resting = trained.resting()
         changed = settings_changed(restored, self._configured, self._settings())
-        inexact = other_layout(plain["layout"], self._layout)
         if inexact is None:
+            trained.rest(found.get(RESTING))
+            changed += resting_changed(plain.get("configured", {}).get(RESTING), resting, trained.resting())
             self._configured = plain.get("configured", self._configured)
             self.generators.take(plain["rng"])
         return changed, inexact  # on another layout the random numbers are of no rank here

@@ -1,0 +1,143 @@
+"""A Megatron run goes on only if it trains the same parameters; what rests since the middle of a run rests again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.trained import Trained
+from moe_ckpt.megatron.world import HeldTensor
+from tests.megatron.exactness import Case, kill, life_of, start_life
+from tests.support import megatron_gpt
+from tests.support.megatron_gpt import Setup
+from tests.support.megatron_move import Stop, journey, whole_tensors
+from tests.support.processes import run_ranks
+
+WARM = "tests.support.megatron_warm"
+ALL = Setup(dropout=0.0, hidden=16, ffn=16, vocab=32, seq=8, layers=2, num_microbatches=2, ep=2)
+SOME = replace(ALL, frozen=("layers.1.mlp.experts", "layers.0.mlp.router"))
+DENSE = ("Dense", {"every_n_steps": 1})
+WINDOW = ("MoEvement", {"window": 2})
+LOST = "decoder.layers.0.mlp.router.weight, decoder.layers.1.mlp.experts.0.linear_fc1.weight, "
+
+
+def older_journey(rank: int, world_size: int, place: str, stops: list[Stop]) -> list[dict[str, Any]]:
+    """As earlier releases write: without names."""
+    Trained.read = lambda self: {}  # type: ignore[method-assign]
+    return journey(rank, world_size, place, stops)
+
+
+@pytest.mark.parametrize(
+    ("policy", "body"),
+    [
+        pytest.param(DENSE, journey, id="Dense"),
+        pytest.param(WINDOW, journey, id="MoEvement"),
+        pytest.param(WINDOW, older_journey, id="MoEvement-old store"),
+        pytest.param(DENSE, older_journey, id="Dense-old store", marks=pytest.mark.slow),
+        pytest.param(("MoC", {"k": 1}), journey, id="MoC", marks=pytest.mark.slow),
+    ],
+)
+def test_another_set_of_parameters_is_refused_at_once(tmp_path: Path, policy, body):
+    stops = [
+        Stop(first, steps=5, policy=policy, store=store)
+        if at == 0
+        else Stop(others if at == 1 else first, policy=policy, store=store, resumes=at == 2)
+        for store, first, others in (("all", ALL, SOME), ("some", SOME, ALL))
+        for at in range(3)
+    ]
+    for view in run_ranks(body, 2, str(tmp_path), stops, preload=WARM):
+        for place, then, now in ((0, "trained", "frozen"), (3, "frozen", "trained")):
+            refused, again = view[place + 1 : place + 3]
+            assert refused["error"] == "ConfigError", refused["said"]
+            assert refused["untouched"]
+            for part in (LOST, f"were {then} in the run that wrote", f"are {now} now", "weights_from="):
+                assert part in refused["said"]
+            assert again["progress"].restored, "the run that it was goes on"
+
+
+def test_a_gradient_log_of_other_parameters_makes_nothing_dense(tmp_path: Path):
+    log = ("GradientLog", {"window": 2})
+    copies = {"storage_every_n_steps": 1000}
+    case = Case(ALL, log, ((1, 5, "train"),), ranks=2, steps=6, memory=True, copies=copies)
+    kill(case, tmp_path)
+    before = sorted(path.name for path in (tmp_path / "store").iterdir())
+    for setup, ranks in ((SOME, 2), (replace(SOME, ep=1), 1)):
+        other = replace(case, setup=setup, ranks=ranks)
+        for outcome in start_life(other, replace(life_of(other, tmp_path), number=1, seed=2)):
+            assert LOST in (outcome.error or ""), outcome
+            assert "ConfigError" in (outcome.error or "")
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == before
+
+
+def rests_again(rank: int, world_size: int, place: str, policy: tuple[str, dict[str, Any]]) -> None:
+    """The router of a layer rests from the third iteration on, by a script that says so in the third one only."""
+
+    def train(store: str, seed: int, first: int | None, last: int) -> Any:
+        import moe_ckpt.policies
+        from moe_ckpt import megatron
+
+        built = megatron_gpt.build(ALL, seed)
+        built_policy = getattr(moe_ckpt.policies, policy[0])(**policy[1])
+        ckpt = megatron.attach(
+            *(built.chunks, built.optimizer, built.scheduler), policy=built_policy, dirpath=store, when_busy="wait"
+        )
+        progress = ckpt.resume()
+        assert first is None or progress.iteration == first
+        router = next(
+            p for chunk in built.chunks for n, p in chunk.named_parameters() if n.endswith("0.mlp.router.weight")
+        )
+        for iteration in range(progress.iteration, last):
+            if iteration == 2:
+                router.requires_grad_(False)
+            megatron_gpt.forward_backward(built, iteration)
+            made, _ = megatron_gpt.update(built)
+            ckpt.after_step(iteration + 1, updated=made)
+        found = whole_tensors(ckpt._host.state)
+        ckpt.session.drain(last)
+        ckpt.close()
+        return found
+
+    whole = train(f"{place}/whole", 1, 0, 8)
+    for stop in (4, 6):
+        store = f"{place}/{stop}"
+        train(store, 1, 0, stop)
+        assert train(store, 2, None, 8) == whole, f"stopped at {stop}"
+
+
+@pytest.mark.parametrize("policy", [pytest.param(DENSE, marks=pytest.mark.slow), WINDOW], ids=lambda p: p[0])
+def test_what_rests_since_the_middle_of_a_run_rests_again(tmp_path: Path, policy):
+    run_ranks(rests_again, 2, str(tmp_path), policy, preload=WARM)
+
+
+def trained(master: str | None = None, **names: bool) -> Trained:
+    found = Trained([], ())
+    found.bind({name: HeldTensor(name, "F32", (1,), (None, name), of, master, ()) for name, of in names.items()})
+    return found
+
+
+def test_before_the_first_update_nothing_is_known_of_an_old_store():
+    """Its optimizers have no state yet; masters they have."""
+    here = trained(a=True, b=True)
+    here.require_same({"optimizer": {"step": None}}, ["model/a", "model/b"])
+    here.require_same({"optimizer": {"step": 3}}, ["model/a", "model/b"])  # a window's anchors of steps without update
+    here.require_same({"optimizer": {"step": None}}, ["model/a", "model/b", "optim/0/a/exp_avg"])
+    with pytest.raises(ConfigError, match="b was frozen"):
+        here.require_same({"optimizer": {"step": 3}}, ["model/a", "model/b", "optim/0/a/exp_avg"])
+    with pytest.raises(ConfigError, match="b was frozen"):
+        trained("F32", a=True, b=True).require_same({}, ["model/a", "model/b", "optim/0/a/fp32_param"])
+    with pytest.raises(ConfigError, match="a was trained"):
+        trained(a=False, b=True).require_same({}, ["model/a", "model/b", "optim/0/a/exp_avg"])
+
+
+def test_the_script_says_that_others_rest():
+    from moe_ckpt.megatron.trained import resting_changed
+
+    assert resting_changed(None, ["a"], []) == []
+    assert resting_changed([], [], ["a"]) == [], "training has come to it"
+    changes = resting_changed(["a"], ["b"], ["a"])
+    assert [str(each) for each in changes] == ["requires_grad of a False -> True", "requires_grad of b True -> False"]
+    assert all(each.kept for each in changes)

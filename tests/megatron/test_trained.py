@@ -12,9 +12,9 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.trained import Trained
 from moe_ckpt.megatron.world import HeldTensor
 from tests.megatron.exactness import Case, kill, life_of, start_life
-from tests.support import megatron_gpt
-from tests.support.megatron_gpt import Setup
-from tests.support.megatron_move import Stop, journey, whole_tensors
+from tests.support.megatron_acts import goes_on
+from tests.support.megatron_gpt import Built, Setup
+from tests.support.megatron_move import Stop, journey
 from tests.support.processes import run_ranks
 
 WARM = "tests.support.megatron_warm"
@@ -73,44 +73,16 @@ def test_a_gradient_log_of_other_parameters_makes_nothing_dense(tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == before
 
 
-def rests_again(rank: int, world_size: int, place: str, policy: tuple[str, dict[str, Any]]) -> None:
+def rest(built: Built, iteration: int, updated: bool) -> None:
     """The router of a layer rests from the third iteration on, by a script that says so in the third one only."""
-
-    def train(store: str, seed: int, first: int | None, last: int) -> Any:
-        import moe_ckpt.policies
-        from moe_ckpt import megatron
-
-        built = megatron_gpt.build(ALL, seed)
-        built_policy = getattr(moe_ckpt.policies, policy[0])(**policy[1])
-        ckpt = megatron.attach(
-            *(built.chunks, built.optimizer, built.scheduler), policy=built_policy, dirpath=store, when_busy="wait"
-        )
-        progress = ckpt.resume()
-        assert first is None or progress.iteration == first
-        router = next(
-            p for chunk in built.chunks for n, p in chunk.named_parameters() if n.endswith("0.mlp.router.weight")
-        )
-        for iteration in range(progress.iteration, last):
-            if iteration == 2:
-                router.requires_grad_(False)
-            megatron_gpt.forward_backward(built, iteration)
-            made, _ = megatron_gpt.update(built)
-            ckpt.after_step(iteration + 1, updated=made)
-        found = whole_tensors(ckpt._host.state)
-        ckpt.session.drain(last)
-        ckpt.close()
-        return found
-
-    whole = train(f"{place}/whole", 1, 0, 8)
-    for stop in (4, 6):
-        store = f"{place}/{stop}"
-        train(store, 1, 0, stop)
-        assert train(store, 2, None, 8) == whole, f"stopped at {stop}"
+    if iteration == 3 and not updated:
+        named = (each for chunk in built.chunks for each in chunk.named_parameters())
+        next(p for name, p in named if name.endswith("layers.0.mlp.router.weight")).requires_grad_(False)
 
 
 @pytest.mark.parametrize("policy", [pytest.param(DENSE, marks=pytest.mark.slow), WINDOW], ids=lambda p: p[0])
 def test_what_rests_since_the_middle_of_a_run_rests_again(tmp_path: Path, policy):
-    run_ranks(rests_again, 2, str(tmp_path), policy, preload=WARM)
+    run_ranks(goes_on, 2, str(tmp_path), ALL, policy, rest, (4, 6), preload=WARM)
 
 
 def trained(master: str | None = None, **names: bool) -> Trained:

@@ -87,6 +87,8 @@ def resume_newest(
     local = None if memory is None or logs is None else LocalAttempt(recovery, memory, logs)
     for directory, opener in _candidates(directories, memory):
         in_part = None if local is None else local.make(directory, opener)
+        if memory is not None and opener is not None and in_part is None:
+            memory.say_kept(directory)
         restored = in_part or recovery.attempt(directory, opener)
         if isinstance(restored, NotUsableError):
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):

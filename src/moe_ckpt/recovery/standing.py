@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from moe_ckpt.core.memory_shares import MemoryCheckpoint
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, newer_than
 from moe_ckpt.core.quantities import name_ranks
+from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.slot_views import age_of
 
@@ -64,3 +65,15 @@ def say_unusable(directory: str, reasons: Sequence[str]) -> None:
         ranks = [rank for rank, each in enumerate(reasons) if each == reason]
         where = "" if len(ranks) == len(reasons) else f" by {name_ranks(ranks)}"
         log.warning("%s in memory cannot be used%s: %s", directory, where, reason)
+
+
+def say_kept(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> None:
+    """All ranks go back to a checkpoint: says which of them kept a newer step, if any did."""
+    kept = newer_than(checkpoint, shares)
+    if kept is None:
+        return
+    why = "the other ranks' state of it is lost: all continue from step %d, the newest that all of them have"
+    if checkpoint.is_log:
+        why = "the other ranks' gradients of it are lost: all ranks are restored to step %d by the log"
+    ranks = name_ranks(kept.writers)
+    announce(f"%s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)

@@ -357,6 +357,7 @@ class MegatronCheckpoint:
             ConfigError: As ``after_step``.
             ReplayDivergedError: The iteration was computed before the failure, and is needed again.
         """
+        self._driver.lifecycle.require(Action.JOIN, "skip()")
         self.begin_training()
         if self._driver.replaying is not None:
             self._driver.replaying.skip(iteration)
@@ -419,12 +420,9 @@ class MegatronCheckpoint:
         self._watch.close()
         self._host.spares.close()
         self._log.close()
-        if self._first is not None:
-            self._first.close()
-        if self._pipeline is not None:
-            self._pipeline.close()
-        if self.upstream is not None:
-            self.upstream.close()
+        for each in (self._first, self._pipeline, self.upstream):
+            if each is not None:
+                each.close()
 
     def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
         """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``.

@@ -70,7 +70,7 @@ from moe_ckpt.recovery.slot_views import (
     unpacked_headers,
     unpacked_with_headers,
 )
-from moe_ckpt.recovery.standing import Standing, say_kept, say_unusable
+from moe_ckpt.recovery.standing import Standing, checkpoint_in, say_unusable
 from moe_ckpt.recovery.together import Answer
 
 log = logging.getLogger("moe_ckpt")
@@ -144,18 +144,9 @@ class MemoryCheckpoints:
         Raises:
             RecoveryLoopError: Too many starts have gone on from it, and ended no step.
         """
-        checkpoint = self._of(directory)
+        checkpoint = checkpoint_in(self.shares, directory)
         self._note_start(directory, checkpoint)
         return self.opener(checkpoint)
-
-    def _of(self, directory: str) -> MemoryCheckpoint:
-        candidates = [e for e in checkpoints_of(self.shares) if step_dir(e.step, e.generation) == directory]
-        return min(candidates, key=lambda each: not each.is_complete)
-
-    def say_kept(self, directory: str) -> None:
-        """All ranks are about to go back to this checkpoint: says on rank 0 if some of them kept more."""
-        if self._comm.rank == 0:
-            say_kept(self._of(directory), self.shares)
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
         """As ``ask``, of a checkpoint that nobody goes on from here and now."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, newer_than
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, newer_than
 from moe_ckpt.core.quantities import name_ranks
+from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.slot_views import age_of
@@ -67,8 +68,15 @@ def say_unusable(directory: str, reasons: Sequence[str]) -> None:
         log.warning("%s in memory cannot be used%s: %s", directory, where, reason)
 
 
-def say_kept(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> None:
-    """All ranks go back to a checkpoint: says which of them kept a newer step, if any did."""
+def checkpoint_in(shares: Sequence[Share], directory: str) -> MemoryCheckpoint:
+    """Returns the checkpoint of this name that memory has whole, or else has a part of."""
+    candidates = [each for each in checkpoints_of(shares) if step_dir(each.step, each.generation) == directory]
+    return min(candidates, key=lambda each: not each.is_complete)
+
+
+def say_kept(shares: Sequence[Share], directory: str) -> None:
+    """All ranks go back to this checkpoint: says which of them kept a newer step, if any did."""
+    checkpoint = checkpoint_in(shares, directory)
     kept = newer_than(checkpoint, shares)
     if kept is None:
         return

@@ -276,18 +276,23 @@ class SaveFailedError(StoreError, RuntimeError):
         self.causes = causes
 
 
+_LOST = ("reset by peer", "closed by peer", "connection closed", "broken pipe", "connection refused")
+"""What causes say, in any case of letters, where no time ran out."""
 _CAUSE_CHARACTERS = 160
 """The most that a message quotes of a cause. Those of gloo are longer, and do not help a user."""
 
 
 class PeerLostError(StoreError, RuntimeError):
-    """Another rank did not answer within the timeout."""
+    """Another rank did not answer within the timeout, or its connection was lost."""
 
     def __init__(self, rank: int, waited_for: str, timeout_secs: float, cause: str, hint: str = "") -> None:
         short = cause if len(cause) <= _CAUSE_CHARACTERS else f"{cause[:_CAUSE_CHARACTERS]} (...)"
+        is_lost = any(text in cause.lower() for text in _LOST)
+        what = "lost the connection to a peer while waiting for" if is_lost else "timed out waiting for"
+        advice = "" if is_lost else f". If a rank was only slow, raise timeout_secs={timeout_secs:g}"
         super().__init__(
-            f"rank {rank} timed out waiting for {waited_for}: {short}. The first error in the other ranks' output "
-            f"shows the cause. If a rank was only slow, raise timeout_secs={timeout_secs:g}"
+            f"rank {rank} {what} {waited_for}: {short}. The first error in the other ranks' output shows the cause"
+            + advice
             + (f". {hint}" if hint else "")
         )
         self.rank = rank

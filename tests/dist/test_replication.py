@@ -288,7 +288,7 @@ def test_who_was_paused_itself_gives_up_nobody(failing):
 
 def test_a_killed_peer_fails_what_was_meant_for_it(failing):
     error, secs = failing[1]["killed"]
-    assert error.startswith("rank 1 timed out waiting for rank 3 to take the copy of step 6:")
+    assert error.startswith("rank 1 lost the connection to a peer while waiting for rank 3 to take the copy of step 6:")
     assert secs < TIMEOUT_SECS, "its connection tells, and not the timeout"
     assert failing[2]["after"] == 1
 

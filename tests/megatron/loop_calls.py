@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -15,6 +16,7 @@ import torch
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_log import digests
+from tests.support.megatron_run import heard
 
 SETUP = Setup(layers=2, num_microbatches=1, dropout=0.2)
 
@@ -111,6 +113,7 @@ def train(ckpt: Any, built: Any, iteration: int, **told: Any) -> Any:
 def saving(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """Complete checkpoints on demand, and the end of a run said twice."""
     from moe_ckpt import newest_step
+    from moe_ckpt.errors import ConfigError
 
     store = os.path.join(root, "store")
     plan = Plan(("MoC", {"k": 1, "every_n_steps": 4}))
@@ -129,6 +132,10 @@ def saving(rank: int, world_size: int, root: str) -> dict[str, Any]:
     ckpt.skip(5, 10)
     ckpt.finish()
     ckpt.finish()
+    try:
+        ckpt.skip(6, 12)
+    except ConfigError as error:
+        found["skipped late"] = str(error)
     found["finished"] = newest_step(store)
     found["wrapped"] = "step" in vars(built.optimizer)
     again = megatron_gpt.build(SETUP, 2)
@@ -137,6 +144,24 @@ def saving(rank: int, world_size: int, root: str) -> dict[str, Any]:
     found["back"] = (progress, digests(again), ckpt.session.run_ledger.tokens.lost_tokens)
     ckpt.close()
     return found
+
+
+def broken_off(rank: int, world_size: int, root: str) -> list[str]:
+    """An error behind an update, before its iteration is counted; what is said of it."""
+    from moe_ckpt import Memory
+
+    memory = Memory(directory=os.path.join(root, "node"))
+    os.mkdir(memory.directory)
+    built = megatron_gpt.build(SETUP, 1)
+    with contextlib.suppress(ZeroDivisionError), attached(built, root, Plan(), memory=memory) as ckpt:
+        ckpt.resume()
+        train(ckpt, built, 1)
+        megatron_gpt.forward_backward(built, 1)
+        megatron_gpt.update(built)
+        with heard() as said:
+            ckpt.close(10.0, ZeroDivisionError())
+            raise ZeroDivisionError
+    return said
 
 
 def begun_elsewhere(rank: int, world_size: int, root: str) -> dict[str, Any]:

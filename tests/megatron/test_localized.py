@@ -66,6 +66,7 @@ def test_one_stage_goes_back_alone(setup, lost, tmp_path):
     require_exact(run, tmp_path, ended)
     assert again(tmp_path) == [[2, 3, 4, 5] if rank // 2 == lost else [] for rank in range(4)]
     assert "2 of 4 ranks, of pipeline stage" in ended.said
+    assert "all continue from" not in ended.said, "the others keep their step"
 
 
 def test_a_window_that_ends_with_the_newest_step(tmp_path):

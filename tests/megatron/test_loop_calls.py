@@ -61,6 +61,7 @@ def test_complete_checkpoints_on_demand_and_an_end_said_twice(tmp_path: Path):
     assert found["saved"][:2] == (True, 3), "MoC was not due before iteration 4"
     assert found["saved again"] == (True, 0)
     assert found["partial"][:2] == (True, 4)
+    assert found["skipped late"].startswith("skip(): call nothing after finish() or close()")
     assert found["finished"] == 5
     assert not found["wrapped"]
     progress, digests, lost = found["back"]
@@ -90,6 +91,14 @@ def test_the_end_of_a_run_and_other_settings_are_said(tmp_path: Path):
     assert "is finished" not in end, "it went on since"
     assert still == changes, "compared with what the run began with"
     assert len(found["its own"]) == 1
+
+
+def test_an_error_behind_an_update_says_what_is_not_kept(tmp_path: Path):
+    said = only(loop_calls.broken_off, tmp_path)
+    assert said == [
+        "training stops (ZeroDivisionError), and rank 0 does not keep iteration 2 in memory: its update is made, but "
+        "after_step has not counted it"
+    ]
 
 
 def test_a_run_that_begins_from_what_the_caller_loaded(tmp_path: Path):

@@ -6,6 +6,7 @@ For less than the timeout, or for more; then training goes on, and a node is los
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -142,9 +143,9 @@ def test_a_rank_that_does_not_come_to_the_end_of_an_iteration_ends_training(lost
         time.sleep(2 * TIMEOUT_SECS)
         still.goes_on()
     for rank, outcome in enumerate(still.life.outcomes):
-        missed = f"PeerLostError: rank {rank} timed out waiting for all ranks to come to the same step"
+        missed = f"PeerLostError: rank {rank} .{{,80}}waiting for all ranks to come to the same step"
         assert outcome.exitcode == 1, outcome
-        assert missed in (outcome.error or "")
+        assert re.search(missed, outcome.error or "")
     assert f"training stops (PeerLostError): rank 0 keeps its state of iteration {AT} in memory" in still.said(0)
     assert comes_back(still, lost) == left_with
 

@@ -1,7 +1,8 @@
-"""Hyperparameters find their param group on every layout."""
+"""Hyperparameters find their param group on every layout, and what a loop has set there comes back."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 from moe_ckpt.megatron import hyperparameters
+from tests.support.megatron_acts import goes_on
+from tests.support.megatron_gpt import Built, Setup
+from tests.support.processes import run_ranks
 
 
 def group(wd_mult: float = 1.0, expert: bool = False, **values: Any) -> dict[str, Any]:
@@ -62,3 +66,28 @@ def test_dense_groups_take_nothing_from_groups_of_experts(monkeypatch: pytest.Mo
 def test_a_group_of_no_known_kind_stays_as_it_is(monkeypatch: pytest.MonkeyPatch):
     [[found]] = moved(monkeypatch, ONE, [[group(0.5, lr=7.0)]])
     assert found["lr"] == 7.0
+
+
+def cool(built: Built, iteration: int, updated: bool) -> None:
+    """A loop's own values, on top of what the schedule has written."""
+    if updated:
+        built.optimizer.param_groups[-1]["lr"] *= 0.5
+        built.optimizer.param_groups[0]["weight_decay"] = 0.3 / iteration
+
+
+@pytest.mark.parametrize(
+    "policy", [("Dense", {"every_n_steps": 2}), ("MoEvement", {"window": 2})], ids=["dense", "window"]
+)
+def test_what_the_loop_has_set_after_the_schedule_comes_back(tmp_path: Path, policy):
+    setup = Setup(dropout=0.0, hidden=16, ffn=16, vocab=32, seq=8, layers=2, num_microbatches=2, ep=2)
+    run_ranks(goes_on, 2, str(tmp_path), setup, policy, cool, (5,), preload="tests.support.megatron_warm")
+
+
+def test_another_schedule_sets_its_own_rates():
+    from moe_ckpt.megatron.trainer_state import follows
+
+    scheduler = SimpleNamespace(state_dict=lambda: {"max_lr": 0.1, "num_steps": 4, "betas": (0.9, 0.99)})
+    assert follows(scheduler, {"max_lr": 0.1, "num_steps": 4, "betas": [0.9, 0.99]})
+    assert not follows(scheduler, {"max_lr": 0.2, "num_steps": 4, "betas": [0.9, 0.99]})
+    assert not follows(None, {"max_lr": 0.1})
+    assert not follows(scheduler, None)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.megatron.exactness import WARM, Case, finish, kill, require_exact
+from tests.megatron.exactness import WARM, Case, check, finish, kill, require_exact
 from tests.megatron.test_exact import EXPERTS_DATA, GROUPED, INTERLEAVED, OVERLAPPED, PIPELINE_EXPERTS, SHARDED
 from tests.megatron.test_exact import TENSOR_EXPERTS as TENSOR
 from tests.support import megatron_gpt
@@ -139,6 +139,28 @@ def test_updates_of_what_is_frozen_are_left_out(killed, tmp_path):
     assert counts
     assert max(counts) > 1
     require_exact(RUN, tmp_path / "run", ended)
+
+
+def one_rank_must_not() -> None:
+    from moe_ckpt.megatron import checkpoint, sparing
+
+    def may_spare(chunks: Any, optimizer: Any) -> bool:
+        return torch.distributed.get_rank() != 0
+
+    for module in (checkpoint, sparing):
+        module.may_spare = may_spare  # type: ignore[attr-defined]
+
+
+def test_ranks_leave_out_work_together_or_not_at_all(killed, tmp_path):
+    ended = last_life(RUN, killed, tmp_path, one_rank_must_not)
+    assert len(ended.replayed(-1)) == 3
+    require_exact(RUN, tmp_path / "run", ended)
+
+
+def test_the_input_of_the_model_is_not_trained(tmp_path):
+    frozen = Setup(**EXPERTS_DATA, frozen=("embedding", "layers.0.self_attention"))
+    ended = check(replace(RUN, setup=frozen), tmp_path)
+    assert len(ended.replayed(-1)) == 3
 
 
 @pytest.mark.slow

@@ -68,6 +68,8 @@ class Setup:
     """Gather parameters in the next forward pass; needs ``dist_opt``."""
     lr: float = 1e-2
     optimizer: str = "adam"
+    frozen: tuple[str, ...] = ()
+    """Parameters whose name has one of these in it require no gradient when the optimizer is made."""
 
     def __post_init__(self) -> None:
         if self.tp > 1 and self.ep == 1 and self.etp not in (None, self.tp):
@@ -279,6 +281,8 @@ def _chunks(setup: Setup, config: Any) -> list[Any]:
     from megatron.core.transformer.module import Float16Module
 
     chunks = [_model(setup, config, index if setup.vpp else None) for index in range(setup.vpp or 1)]
+    for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
+        parameter.requires_grad_(not any(part in name for part in setup.frozen))
     if setup.precision != "fp32":
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp = DistributedDataParallelConfig(

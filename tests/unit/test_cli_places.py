@@ -93,12 +93,14 @@ def test_a_window_plotted_nowhere_says_so(run, here, capsys, plot, why):
     assert [path.name for path in here.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("argv", [("memory", "--directory"), ("densify", "{run}", "--memory")])
+@pytest.mark.parametrize(
+    "argv", [("memory", "--directory"), ("densify", "{run}", "--directory"), ("densify", "{run}", "--memory")]
+)
 def test_a_memory_directory_that_is_not_there_is_called_as_it_was_given(run, here, capsys, argv):
     argv = [each.format(run=run) for each in argv]
     what = "give the one that the run had as Memory(directory=...)"
-    assert f"{argv[-1]} /nope: there is no such directory; {what}" in said(capsys, *argv, "/nope")
-    assert f"{argv[-1]} file: is a file, not a directory; {what}" in said(capsys, *argv, "file")
+    assert f"--directory /nope: there is no such directory; {what}" in said(capsys, *argv, "/nope")
+    assert f"--directory file: is a file, not a directory; {what}" in said(capsys, *argv, "file")
 
 
 @pytest.mark.parametrize(

@@ -40,3 +40,26 @@ def test_pickled_errors_say_the_same(error):
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:49152",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:1: Connection reset by peer",
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+    ],
+)
+def test_a_lost_connection_is_no_timeout(cause):
+    said = str(errors.PeerLostError(1, "all ranks", 60.0, cause, "See there"))
+    assert said.startswith(f"rank 1 lost the connection to a peer while waiting for all ranks: {cause}. ")
+    assert "timeout_secs" not in said
+    assert said.endswith("The first error in the other ranks' output shows the cause. See there")
+
+
+@pytest.mark.parametrize("cause", ["Timed out waiting 5000ms for recv operation", "TimeoutError: timed out"])
+def test_a_timeout_names_its_setting(cause):
+    said = str(errors.PeerLostError(1, "all ranks", 60.0, cause))
+    assert said.startswith(f"rank 1 timed out waiting for all ranks: {cause}. ")
+    assert said.endswith("raise timeout_secs=60")

@@ -18,7 +18,7 @@ examples:
   moe-ckpt densify runs/x                              the newest step that can be made from this node's memory
   moe-ckpt densify runs/x --step 1234                  another step of the log
   moe-ckpt densify runs/x --list                       which steps can be made
-  moe-ckpt densify runs/x --memory /mnt/node0 --memory /mnt/node1
+  moe-ckpt densify runs/x --directory /mnt/node0 --directory /mnt/node1
                                                        directories of several nodes, copied to this machine
 
 the result is an ordinary checkpoint of the store, equal in every bit to what the run had: start any number of ranks, in
@@ -40,7 +40,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("store", help="store of the run: a directory or URL; the checkpoint is written there")
     parser.add_argument(
-        "--memory",
+        "--directory",
+        "--memory",  # its name until now
         action="append",
         metavar="DIR",
         help="as in Memory(directory=...), once for each node; default /dev/shm",
@@ -79,9 +80,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     require_store(StoreReader(storage), args.store)
     if isinstance(storage, LocalStorage):  # whoever may read the run's files may read what is added to them
         storage = LocalStorage(storage.root, access=access_of(f"{storage.root}/{STORE_NAME}"))
-    roots = args.memory or ["/dev/shm"]
+    roots = args.directory or ["/dev/shm"]
     for root in roots:
-        require_memory("--memory", root)
+        require_memory("--directory", root)
     for module in args.imports:
         try:
             importlib.import_module(module)

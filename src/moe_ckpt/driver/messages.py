@@ -106,6 +106,15 @@ def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int, *,
     log.warning("training stops (%s), and rank %d %s %s %d in memory: %s", why, rank, kept, unit, step, problem)
 
 
+def say_not_counted(unit: str, step: int, why: str, rank: int) -> None:
+    """The update of a step was made, but the loop has not told its end, so that nothing can be sealed."""
+    log.warning(
+        "training stops (%s), and rank %d does not keep %s %d in memory: its update is made, but after_step has not "
+        "counted it",
+        *(why, rank, unit, step),
+    )
+
+
 def say_boosted(boost: float, tokens: int, experts: int, rank: int) -> None:
     """Experts get more tokens to make up for lost ones.
 

@@ -196,6 +196,7 @@ class Driver:
         memory = self.options.memory
         secs = 0.0 if memory is None else memory.sealing_secs
         self.surviving = Surviving(session.survivor, secs, self._unit, comm.rank)
+        self.surviving.newest = lambda: self._host.step
         self.lifecycle.move(Action.OPEN, "open()")
 
     def resume(

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from moe_ckpt.driver.messages import say_not_survived, say_survived
+from moe_ckpt.driver.messages import say_not_counted, say_not_survived, say_survived
 from moe_ckpt.driver.termination import Termination
 from moe_ckpt.engine.surviving import Survived, Survivor
 
@@ -47,10 +47,12 @@ class Surviving:
         settle: Completes what else must outlive the process, within so many seconds.
         count: Counts a step whose update is made as its loop would have, and says whether it could; until an adapter
             that knows the loop sets it, nobody can.
+        newest: Gives the newest step that was counted; set by the driver.
         termination: Handles SIGTERM, where nobody else does.
     """
 
     def __init__(self, survivor: Survivor, secs: float, unit: str, rank: int) -> None:
+        self.newest: Callable[[], int] = lambda: 0
         self.moment = Moment.UNKNOWN
         self.settle: Callable[[float], None] = lambda secs: None
         self.count: Callable[[], bool] = lambda: False
@@ -150,6 +152,9 @@ class Surviving:
                 self.moment = Moment.RESTING
             if self.moment is Moment.LENT:
                 self.moment = Moment.RESTING if self._are_unchanged() else Moment.UNKNOWN
+            if self.moment is Moment.WRITTEN:
+                say_not_counted(self._unit, self.newest() + 1, why, self._rank)
+                return
             if not self.is_whole:
                 log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
                 return

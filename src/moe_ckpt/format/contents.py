@@ -112,6 +112,7 @@ _PLAIN = record(
         "extra_state": mapping(anything),
         "own_state": mapping(mapping(anything)),
         "frozen": listing(text),
+        "resting": listing(text),
         "varying_buffers": listing(text),
         "aliases": mapping(text),
         "unsliced": mapping(UNSLICED),
@@ -164,7 +165,10 @@ _MEGATRON = record(
         "plain": both(_PLAIN, record({"optimizer": anything})),
         "rng": both(_RNG, record({"tracker": anything})),
     },
-    {"counters": mapping(anything), "configured": record({"groups": listing(_SETTINGS), "scheduler": _SETTINGS})},
+    {
+        "counters": mapping(anything),
+        "configured": record({"groups": listing(_SETTINGS), "scheduler": _SETTINGS}, {"resting": listing(text)}),
+    },
 )
 _ANY = record({}, {"framework": text})
 _FRAMEWORKS = {"lightning": _LIGHTNING, "megatron": _MEGATRON}

@@ -34,7 +34,7 @@ from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.optimizers import require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
-from moe_ckpt.megatron.sparing import Spares
+from moe_ckpt.megatron.sparing import Spares, may_spare
 from moe_ckpt.megatron.topology import bind, layout, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
 from moe_ckpt.megatron.upstream import PipelineStage, upstream_budget
@@ -122,7 +122,7 @@ class MegatronCheckpoint:
         inventory = take_inventory(chunks)
         self._host = MegatronHost(chunks, inventory, optimizer, stateful, options)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
-        world = bind(state, comm)
+        world = bind(state, comm, may_spare(chunks, optimizer))
         options.policy.check(world.catalog)
         world.require_updates()
         device = on_device(parameter for chunk in chunks for parameter in chunk.parameters())
@@ -165,7 +165,7 @@ class MegatronCheckpoint:
             raise
         self._chunks = chunks
         self.surviving = self._driver.surviving
-        spares = self._host.spares = Spares(chunks, inventory, optimizer, records=options.needs.windows)
+        spares = self._host.spares = Spares(chunks, inventory, optimizer, world.may_spare, options.needs.windows)
         note = self._driver.note
 
         def reduces() -> None:
@@ -357,6 +357,7 @@ class MegatronCheckpoint:
             ConfigError: As ``after_step``.
             ReplayDivergedError: The iteration was computed before the failure, and is needed again.
         """
+        self._driver.lifecycle.require(Action.JOIN, "skip()")
         self.begin_training()
         if self._driver.replaying is not None:
             self._driver.replaying.skip(iteration)
@@ -419,12 +420,9 @@ class MegatronCheckpoint:
         self._watch.close()
         self._host.spares.close()
         self._log.close()
-        if self._first is not None:
-            self._first.close()
-        if self._pipeline is not None:
-            self._pipeline.close()
-        if self.upstream is not None:
-            self.upstream.close()
+        for each in (self._first, self._pipeline, self.upstream):
+            if each is not None:
+                each.close()
 
     def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
         """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``.

@@ -20,15 +20,18 @@ from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import Loaded
 from moe_ckpt.interop.whole import all_buffers
-from moe_ckpt.megatron.hyperparameters import changes, configured
+from moe_ckpt.megatron.hyperparameters import changes, configured, write_settings
 from moe_ckpt.megatron.inventory import ModelInventory
 from moe_ckpt.megatron.loop import Loop, Progress
 from moe_ckpt.megatron.sparing import Spares
 from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.megatron.topology import layout
+from moe_ckpt.megatron.trained import RESTING, resting_changed
 from moe_ckpt.megatron.trainer_state import (
+    SCHEDULER,
     Stateful,
     capture_generators,
+    follows,
     restore_generators,
     restore_stateful,
 )
@@ -70,9 +73,9 @@ class MegatronHost(Host):
         self.loop = Loop()
         self.generators = Generators(capture_generators, restore_generators)
         self._options = options
-        self._stateful = stateful
+        self._optimizer, self._stateful = optimizer, stateful
         self._settings = functools.partial(configured, optimizer, stateful)
-        self._configured: _Plain = self._settings()
+        self._configured: _Plain = self._settings() | {RESTING: self.state.trained.resting()}
         self._layout = layout(chunks)
 
     @property
@@ -109,11 +112,18 @@ class MegatronHost(Host):
             self.state.load_plain(found)
         # After the optimizer, as Megatron does: a schedule that overrides the checkpoint's writes its rates there.
         restore_stateful(self._stateful, plain["stateful"], restored.path)
+        if follows(self._stateful.get(SCHEDULER), plain["stateful"].get(SCHEDULER)):
+            # The loop may have changed what the schedule wrote, and loading has written that once more.
+            with handing_back("the hyperparameters of the optimizer", restored.path):
+                write_settings(self._optimizer, found["optimizer"]["groups"])
         iteration, consumed, counters = plain["iteration"], plain["consumed_samples"], plain.get("counters", {})
         self.loop.stand_at(Progress(int(iteration), int(consumed), restored=True, counters=counters))
+        inexact, trained = other_layout(plain["layout"], self._layout), self.state.trained
+        resting = trained.resting()
         changed = settings_changed(restored, self._configured, self._settings())
-        inexact = other_layout(plain["layout"], self._layout)
         if inexact is None:
+            trained.rest(found.get(RESTING))
+            changed += resting_changed(plain.get("configured", {}).get(RESTING), resting, trained.resting())
             self._configured = plain.get("configured", self._configured)
             self.generators.take(plain["rng"])
         return changed, inexact  # on another layout the random numbers are of no rank here

@@ -48,16 +48,20 @@ def settings(optimizer: Any) -> list[dict[str, Any]]:
 
 def write(optimizer: Any, stored: Mapping[str, Any]) -> None:
     """Inverse of ``read``, after the optimizers' tensors were made."""
-    there: Sequence[Mapping[str, Any]] = stored["groups"]
-    for group, entry in matched(list(_groups(optimizer)), there):
-        for key in entry.keys() - {EXPERT}:
-            group[key] = fitted(group.get(key), entry[key])
+    write_settings(optimizer, stored["groups"])
     write_step(optimizer, stored["step"])
     scales = [state for state in stored["scalers"] if state]  # a constant scale has no state
     for number, leaf in enumerate(leaves(optimizer)):
         scaler = _scaler(leaf)
         if scaler is not None and scales:  # by position, since each has its own overflows
             scaler.load_state_dict(scales[min(number, len(scales) - 1)])
+
+
+def write_settings(optimizer: Any, there: Sequence[Mapping[str, Any]]) -> None:
+    """Writes what ``settings`` gave into the param groups."""
+    for group, entry in matched(list(_groups(optimizer)), there):
+        for key in entry.keys() - {EXPERT}:
+            group[key] = fitted(group.get(key), entry[key])
 
 
 def _scaler(leaf: Any) -> Any:

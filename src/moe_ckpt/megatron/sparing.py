@@ -1,8 +1,9 @@
 """Skips work in the replay of a sparse window: parameters not anchored yet need no gradients and no update.
 
-An optimization that must not change results. Frozen parameters get no gradient of their weights; those in front of all
-numbered layers, such as the embedding, do, so that every layer's input requires gradients as in training, and messages
-between stages stay as they are. Gradients are still reduced in Megatron's buffers, where zeros lie in place of what is
+An optimization that must not change results, and one that all ranks make or none. Frozen parameters get no gradient of
+their weights. The input of the first layer requires gradients always, also where the embedding is not trained: so every
+layer's input does, whatever is left out in front of it, and messages between stages and between the ranks of an expert
+layer stay as they are. Gradients are still reduced in Megatron's buffers, where zeros lie in place of what is
 skipped. So collectives and their order are the same on all ranks; only that of ``overlap_grad_reduce``, which waits for
 each parameter, comes at the end of the backward pass.
 
@@ -55,10 +56,8 @@ class GradientFacts:
         self._norms: list[float] = []
         self._overflows: list[bool] = []
         self._replaced: list[tuple[Any, str]] = []
-        found = leaves(optimizer)
-        chained = hasattr(optimizer, "chained_optimizers")
-        scaled = [leaf for leaf in found if getattr(leaf, "grad_scaler", None) is not None]
-        self.known = chained and hasattr(optimizer, "get_grad_norm") and all(hasattr(s, _OVERFLOWS) for s in scaled)
+        scaled = _scaled(leaves(optimizer))
+        self.known = _has_known_facts(optimizer, scaled)
         if self.known:
             self._replace(optimizer, "get_grad_norm", "norms", self._norms)
             for leaf in scaled:
@@ -126,6 +125,8 @@ class Sparing(StepSource):
         modules = [module for chunk in self._chunks for module in chunk.modules()]
         self._spared = WithoutGradients(modules, behind, connected=False)
         self._skip_updates([self._slots[live.parameter] for live in frozen if live.parameter in self._slots])
+        owners = (each for each in modules if isinstance(getattr(each, "layers", None), nn.ModuleList))
+        self._handles += [each.register_forward_pre_hook(_require_gradients, with_kwargs=True) for each in owners]
 
     def _without_overlap(self) -> None:
         """Reductions wait for the whole backward pass, instead of for each parameter's gradient."""
@@ -171,6 +172,13 @@ class Sparing(StepSource):
         self._release()
 
 
+def _require_gradients(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Before the forward pass of what owns layers."""
+    given = kwargs.get("hidden_states", args[0] if args else None)
+    if torch.is_grad_enabled() and isinstance(given, torch.Tensor) and given.is_floating_point():
+        given.requires_grad_()
+
+
 class Spares:
     """Whether, and how, this rank leaves out work in replays.
 
@@ -178,14 +186,16 @@ class Spares:
         chunks: The model on this rank.
         inventory: Of these.
         optimizer: Megatron's.
+        possible: ``may_spare`` on all ranks. If one of them computed gradients that others leave out, some messages
+            would not be waited for.
         records: The policy has windows.
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], inventory: ModelInventory, optimizer: Any, *, records: bool
+        self, chunks: Sequence[nn.Module], inventory: ModelInventory, optimizer: Any, possible: bool, records: bool
     ) -> None:
         self._parts = chunks, inventory, optimizer
-        self._possible = may_spare(chunks, optimizer)
+        self._possible = possible
         self._facts = GradientFacts(optimizer) if records and self._possible else None
 
     def update_begins(self) -> None:
@@ -195,14 +205,14 @@ class Spares:
 
     def captured(self) -> dict[str, Any]:
         """Returns entries of the plain state."""
-        return {} if self._facts is None or not self._facts.known else {FACTS: self._facts.recorded()}
+        return {} if self._facts is None else {FACTS: self._facts.recorded()}
 
     def source(self) -> StepSource:
         """Returns what leaves out work, beside what computes the iterations."""
         chunks, inventory, optimizer = self._parts
         if self._possible and self._facts is None:
             self._facts = GradientFacts(optimizer)
-        if self._facts is None or not self._facts.known:
+        if self._facts is None:
             return StepSource()
         return Sparing(chunks, inventory, optimizer, self._facts)
 
@@ -224,4 +234,17 @@ def may_spare(chunks: Sequence[nn.Module], optimizer: Any) -> bool:
             return False
         if getattr(config, "cuda_graph_impl", "none") != "none":
             return False
-    return not any(getattr(leaf.config, "log_num_zeros_in_grad", False) for leaf in leaves(optimizer))
+    found = leaves(optimizer)
+    if any(getattr(leaf.config, "log_num_zeros_in_grad", False) for leaf in found):
+        return False
+    return _has_known_facts(optimizer, _scaled(found))
+
+
+def _scaled(found: Sequence[Any]) -> list[Any]:
+    return [leaf for leaf in found if getattr(leaf, "grad_scaler", None) is not None]
+
+
+def _has_known_facts(optimizer: Any, scaled: Sequence[Any]) -> bool:
+    """Whether norms and overflows are found where Megatron-Core 0.16 computes them."""
+    chained = hasattr(optimizer, "chained_optimizers") and hasattr(optimizer, "get_grad_norm")
+    return chained and all(hasattr(each, _OVERFLOWS) for each in scaled)

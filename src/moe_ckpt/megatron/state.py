@@ -16,6 +16,7 @@ from moe_ckpt.megatron import hyperparameters, optimizer_class
 from moe_ckpt.megatron.blocks import BlockPart, Placed, place
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
 from moe_ckpt.megatron.optimizers import MASTER, STEP, StateSlot, make_state, slots, state_tensors
+from moe_ckpt.megatron.trained import Trained
 from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World
 from moe_ckpt.modeling.watching import Entries, Memory, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
@@ -37,12 +38,17 @@ class MegatronTrainingState:
     written by this rank, weights included: other ranks' shares of the weights may still be on their way when training
     goes on (``overlap_param_gather``), and are only read into. What no optimizer shards is written by one of its
     holders: dense state by all data-parallel ranks together, an expert by its owner.
+
+    Attributes:
+        groups: Of this rank.
+        trained: What the optimizer has.
     """
 
     def __init__(self, inventory: ModelInventory, optimizer: Any) -> None:
         self._inventory = inventory
         self._optimizer = optimizer
         self._slots = slots(optimizer) if optimizer is not None else {}
+        self.trained = Trained(inventory.parameters, self._slots.keys())
         self._world: World | None = None
         self.groups = Groups((0,), (0,))
         self._rank = 0
@@ -62,7 +68,7 @@ class MegatronTrainingState:
                 "chunks: give the chunks that it was made from"
             )
 
-    def holding(self, stage: int, expert_rank: int) -> Holding:
+    def holding(self, stage: int, expert_rank: int, may_spare: bool = False) -> Holding:
         """Returns what this rank holds, for the other ranks. Arguments: see ``Holding``."""
         layers = tuple((layer.name, layer.experts, layer.top_k) for layer in self._inventory.layers)
         found: dict[str, HeldTensor] = {}
@@ -72,7 +78,7 @@ class MegatronTrainingState:
                 # A tied embedding is two parameters of one name where both its ends are on this rank.
                 found[tensor.name] = tensor if known is None or tensor.trained else known
         updates = any(slot.updated is not None for slot in self._slots.values())
-        return Holding(stage, layers, tuple(found.values()), expert_rank, updates)
+        return Holding(stage, layers, tuple(found.values()), expert_rank, updates, may_spare)
 
     def _held(self, live: LiveParameter) -> Iterator[HeldTensor]:
         slot = self._slots.get(live.parameter)
@@ -89,6 +95,7 @@ class MegatronTrainingState:
             groups: Of this rank.
         """
         self._world, self._rank, self.groups = world, rank, groups
+        self.trained.bind(world.tensors)
 
     @property
     def shards(self) -> bool:
@@ -136,6 +143,7 @@ class MegatronTrainingState:
             "buffers": dict(self._inventory.buffers),
             "optimizer": hyperparameters.read(self._optimizer),
             "optimizer_classes": optimizer_class.read(self._optimizer),
+            **self.trained.read(),
         }
 
     def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
@@ -143,8 +151,10 @@ class MegatronTrainingState:
 
         Raises:
             OptimizerChangedError: the optimizer is of another class.
+            ConfigError: it has other parameters.
         """
         optimizer_class.require_same(self._optimizer, plain, keys)
+        self.trained.require_same(plain, keys)
 
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
         """All trained parameters get the same kinds of state, those too that ``wanted`` leaves out for now."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.driver.replaying import same_plain
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
@@ -98,3 +99,8 @@ def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]
             if is_schedule:  # adds the steps that it is given to its own, which Megatron-LM's --load has set already
                 each.num_steps = 0  # type: ignore[attr-defined]
             each.load_state_dict(stored[name])
+
+
+def follows(scheduler: Stateful | None, stored: Mapping[str, Any] | None) -> bool:
+    """Returns whether the schedule is the checkpoint's, and no other one that this run has set."""
+    return scheduler is not None and stored is not None and same_plain(dict(scheduler.state_dict()), dict(stored))

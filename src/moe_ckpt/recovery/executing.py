@@ -325,7 +325,13 @@ class Recovery:
         """The same of a log that was written in another layout."""
         if self.make_dense is None:
             raise ConfigError(_NOBODY.format(opened.manifest.directory))
-        return self._return_to(made_dense(self.comm, self.reader.storage, opened, self.make_dense))
+        reader, manifest = opened.reader, opened.manifest
+
+        def fits() -> None:
+            plain = reader.state(manifest, rank_of_state(manifest, self.comm.rank))
+            require_fitting(reader, manifest, self.state, plain.get("plain"))
+
+        return self._return_to(made_dense(self.comm, self.reader.storage, opened, self.make_dense, fits))
 
     def _proven(self, opened: OpenedMemory) -> tuple[_Proven, int]:
         """What was opened; and if this rank does not have all that it reads of it, ``_OF_OTHERS`` or ``_OF_STORAGE``.

@@ -59,7 +59,9 @@ MakeDense = Callable[[OpenedMemory], DenseMaker]
 """Reads the plain state of the last step of all ranks; no slice of model or optimizers."""
 
 
-def made_dense(comm: Communicator, storage: Storage, opened: OpenedMemory, make: MakeDense) -> str:
+def made_dense(
+    comm: Communicator, storage: Storage, opened: OpenedMemory, make: MakeDense, require_fitting: Callable[[], None]
+) -> str:
     """Makes a dense checkpoint of a log. A collective.
 
     Args:
@@ -67,6 +69,7 @@ def made_dense(comm: Communicator, storage: Storage, opened: OpenedMemory, make:
         storage: Of the store, which this run has locked.
         opened: The log; of its bytes, those on other nodes may not have been fetched.
         make: See ``MakeDense``.
+        require_fitting: Raises if this run cannot go on from what is made; the plain states of the last step are there.
 
     Returns:
         Its directory on storage.
@@ -80,6 +83,7 @@ def made_dense(comm: Communicator, storage: Storage, opened: OpenedMemory, make:
     everyone, last = range(manifest.world_size), opened.logged[-1:]
     slots.fetch(together(comm, lambda: list(_plain_spans(opened, last, everyone))))
     maker = together(comm, lambda: _made(opened, make))
+    together(comm, require_fitting)
     slots.fetch(together(comm, lambda: [*_plain_spans(opened, opened.logged, mine), *_spans(maker.wanted(mine))]))
     together(comm, lambda: maker.verify(mine))
     if comm.rank == 0:

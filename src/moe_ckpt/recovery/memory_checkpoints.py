@@ -25,7 +25,6 @@ from moe_ckpt.core.memory_shares import (
     fullest,
     left_behind,
     nearest,
-    newer_than,
     sealed_beside,
     snapshots_of,
     teller_of,
@@ -33,7 +32,6 @@ from moe_ckpt.core.memory_shares import (
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.quantities import name_ranks
 from moe_ckpt.core.survivors import STATE
 from moe_ckpt.core.tokens import TokenBook, window_began
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
@@ -49,7 +47,6 @@ from moe_ckpt.format.part import pruned
 from moe_ckpt.format.slot import StepFacts
 from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.files import FoundSlot
-from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.foreseen_state import state_after
 from moe_ckpt.recovery.gradient_log import LoggedSnapshot
@@ -73,7 +70,7 @@ from moe_ckpt.recovery.slot_views import (
     unpacked_headers,
     unpacked_with_headers,
 )
-from moe_ckpt.recovery.standing import Standing, say_unusable
+from moe_ckpt.recovery.standing import Standing, checkpoint_in, say_unusable
 from moe_ckpt.recovery.together import Answer
 
 log = logging.getLogger("moe_ckpt")
@@ -147,16 +144,8 @@ class MemoryCheckpoints:
         Raises:
             RecoveryLoopError: Too many starts have gone on from it, and ended no step.
         """
-        candidates = [e for e in checkpoints_of(self.shares) if step_dir(e.step, e.generation) == directory]
-        checkpoint = min(candidates, key=lambda each: not each.is_complete)
+        checkpoint = checkpoint_in(self.shares, directory)
         self._note_start(directory, checkpoint)
-        kept = newer_than(checkpoint, self.shares)
-        if kept and self._comm.rank == 0:
-            why = "the other ranks' state of it is lost: all continue from step %d, the newest that all of them have"
-            if checkpoint.is_log:
-                why = "the other ranks' gradients of it are lost: all ranks are restored to step %d by the log"
-            ranks = name_ranks(kept.writers)
-            announce(f"%s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)
         return self.opener(checkpoint)
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:

@@ -297,5 +297,5 @@ def _nothing(reader: StoreReader, roots: Sequence[str]) -> str:
     there = f": {'; '.join(found[:_SHOWN])}" if found else ""
     return (
         f"no slot in {', '.join(roots)} is of run {reader.identity().run_id[:12]} of {reader.storage.root}{there}. "
-        "Set --memory to the run's Memory(directory=...), and give the store of that run"
+        "Set --directory to the run's Memory(directory=...), and give the store of that run"
     )

@@ -28,6 +28,7 @@ from moe_ckpt.recovery.log_of_others import MakeDense
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slot_views import age_of
+from moe_ckpt.recovery.standing import say_kept
 from moe_ckpt.recovery.together import STOPS, UNREAD, NotUsableError, by_rank_zero, leave_together
 from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.storage.base import Storage
@@ -87,7 +88,7 @@ def resume_newest(
     local = None if memory is None or logs is None else LocalAttempt(recovery, memory, logs)
     for directory, opener in _candidates(directories, memory):
         in_part = None if local is None else local.make(directory, opener)
-        restored = in_part or recovery.attempt(directory, opener)
+        restored = in_part or _all_go_back(recovery, memory, directory, opener)
         if isinstance(restored, NotUsableError):
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
                 if isinstance(tier, MemoryTier):
@@ -111,6 +112,15 @@ def resume_newest(
     if in_memory is not None and comm.rank == 0:
         announce(_ONLY_IN_MEMORY, in_memory, storage.root, level=logging.WARNING)
     return None
+
+
+def _all_go_back(
+    recovery: Recovery, memory: MemoryCheckpoints | None, directory: str, opener: Opener | None
+) -> Restored | NotUsableError:
+    """As ``Recovery.attempt``."""
+    if memory is not None and opener is not None and recovery.comm.rank == 0:
+        say_kept(memory.shares, directory)
+    return recovery.attempt(directory, opener)
 
 
 def _listed(comm: Communicator, reader: StoreReader) -> list[str]:

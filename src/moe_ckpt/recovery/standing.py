@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from moe_ckpt.core.memory_shares import MemoryCheckpoint
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, newer_than
 from moe_ckpt.core.quantities import name_ranks
+from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.slot_views import age_of
 
@@ -64,3 +66,22 @@ def say_unusable(directory: str, reasons: Sequence[str]) -> None:
         ranks = [rank for rank, each in enumerate(reasons) if each == reason]
         where = "" if len(ranks) == len(reasons) else f" by {name_ranks(ranks)}"
         log.warning("%s in memory cannot be used%s: %s", directory, where, reason)
+
+
+def checkpoint_in(shares: Sequence[Share], directory: str) -> MemoryCheckpoint:
+    """Returns the checkpoint of this name that memory has whole, or else has a part of."""
+    candidates = [each for each in checkpoints_of(shares) if step_dir(each.step, each.generation) == directory]
+    return min(candidates, key=lambda each: not each.is_complete)
+
+
+def say_kept(shares: Sequence[Share], directory: str) -> None:
+    """All ranks go back to this checkpoint: says which of them kept a newer step, if any did."""
+    checkpoint = checkpoint_in(shares, directory)
+    kept = newer_than(checkpoint, shares)
+    if kept is None:
+        return
+    why = "the other ranks' state of it is lost: all continue from step %d, the newest that all of them have"
+    if checkpoint.is_log:
+        why = "the other ranks' gradients of it are lost: all ranks are restored to step %d by the log"
+    ranks = name_ranks(kept.writers)
+    announce(f"%s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)

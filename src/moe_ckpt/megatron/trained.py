@@ -1,0 +1,126 @@
+"""Which parameters are trained: those that the optimizer has, of which training may rest some as it goes on.
+
+What the optimizer has needs its state, and nothing else has any, so a run is resumed with the same parameters only.
+Whether one of them requires gradients is state, which is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from moe_ckpt.driver.changes import Change
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.megatron.inventory import LiveParameter
+from moe_ckpt.megatron.optimizers import MASTER
+from moe_ckpt.megatron.world import HeldTensor, natural
+from moe_ckpt.modeling.trainable import Frozen, freeze
+from moe_ckpt.recovery.index import split_key
+
+FROZEN = "frozen"
+"""Where the plain state has the names of all of the model's parameters that the optimizer does not have."""
+RESTING = "resting"
+"""Where it has the names of this rank's parameters that the optimizer has, and that require no gradient now."""
+_SHOWN = 3
+
+
+class Trained:
+    """What this rank's optimizer has.
+
+    Args:
+        parameters: The model's on this rank.
+        updated: Those that the optimizer has.
+    """
+
+    def __init__(self, parameters: Iterable[LiveParameter], updated: Collection[nn.Parameter]) -> None:
+        self._updated = {live.parts[0].name: live.parameter for live in parameters if live.parameter in updated}
+        self._resting = Frozen()
+        self._frozen = FixedStrings(())
+        self._tensors: Mapping[str, HeldTensor] = {}
+
+    def bind(self, tensors: Mapping[str, HeldTensor]) -> None:
+        """Tells all of the model's tensors, those of other ranks too."""
+        self._tensors = tensors
+        self._frozen = FixedStrings(name for name, tensor in tensors.items() if not tensor.trained)
+
+    def read(self) -> dict[str, Any]:
+        """Returns entries of the plain state."""
+        return {FROZEN: self._frozen, RESTING: self.resting()}
+
+    def resting(self) -> FixedStrings:
+        """Returns what ``RESTING`` is the name of."""
+        return self._resting.names(self._updated)
+
+    def rest(self, names: Collection[str] | None) -> None:
+        """Makes the parameters of these names require no gradient, and all others that the optimizer has one.
+
+        Args:
+            names: What ``RESTING`` was; None in checkpoints of earlier releases, for no change.
+        """
+        if names is not None:
+            freeze(self._updated, names)
+
+    def require_same(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+        """Raises ``ConfigError``, which names parameters, unless the checkpoint's run trained the same.
+
+        Args:
+            plain: Of the checkpoint. In older ones, without names, the keys tell.
+            keys: Of the stored tensors.
+        """
+        here = {name for name, tensor in self._tensors.items() if tensor.trained}
+        there = self._tensors.keys() - set(plain[FROZEN]) if FROZEN in plain else self._with_state(plain, keys)
+        said = [
+            f"{_named(names)} {_be('was', names)} {then} in the run that wrote the checkpoint, and "
+            f"{_be('is', names)} {now} now"
+            for names, then, now in ((there - here, "trained", "frozen"), (here - there, "frozen", "trained"))
+            if names
+        ]
+        if said:
+            raise ConfigError(
+                f"{'; '.join(said)}. What is trained needs its optimizer state, so nothing was loaded. To continue "
+                "that run, set requires_grad as it was before the optimizer is made. To train other parameters from "
+                "its weights, set another dirpath, and set weights_from= to the store, a step directory or an exported "
+                "file."
+            )
+
+    def _with_state(self, plain: Mapping[str, Any], keys: Collection[str]) -> set[str]:
+        """Returns names of parameters with optimizer state, and of those that may have had none yet.
+
+        Masters are there from the beginning, all other state since the first update.
+        """
+        parts = [split_key(key) for key in keys]
+        found = {each.fqn for each in parts if each.state is not None}
+        counts = plain.get("optimizer", {}).get("step") is not None
+        stepped = counts and any(each.state not in (None, MASTER) for each in parts)
+        unknown = (name for name, tensor in self._tensors.items() if tensor.trained and tensor.master is None)
+        return found if stepped else found | set(unknown)
+
+
+def resting_changed(before: Sequence[str] | None, now: Sequence[str], used: Sequence[str]) -> list[Change]:
+    """Returns how the parameters that rest differ, if the script says so and training has not come to it.
+
+    Args:
+        before: Names when the run began; None if that is not known.
+        now: When this process began.
+        used: After the checkpoint was loaded.
+    """
+    if before is None or list(before) == list(now):
+        return []
+    found = []
+    for names, was in ((set(used) - set(now), False), (set(now) - set(used), True)):
+        if names:
+            found.append(Change(f"requires_grad of {_named(names)}", str(was), str(not was), kept=True))
+    return found
+
+
+def _named(names: Collection[str]) -> str:
+    first = sorted(names, key=natural)[:_SHOWN]
+    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    return ", ".join(first) + more
+
+
+def _be(verb: str, names: Collection[str]) -> str:
+    return verb if len(names) == 1 else {"was": "were", "is": "are"}[verb]

@@ -150,6 +150,11 @@ Mask = NDArray[np.bool_]
 """``[L, E]``: of each expert."""
 
 
+def no_experts() -> Mask | None:
+    """Tells of none, for ``RoutingCounter``."""
+    return None
+
+
 class RoutingCounter:
     """Hooks on the MoE layers of one model; see the module's docstring for what is counted.
 
@@ -171,7 +176,7 @@ class RoutingCounter:
         layers: Sequence[FoundLayer],
         *,
         soft: bool = False,
-        frozen: Callable[[], Mask | None] = lambda: None,
+        frozen: Callable[[], Mask | None] = no_experts,
     ) -> None:
         first = next(model.parameters(), None)
         device = first.device if first is not None else torch.device("cpu")

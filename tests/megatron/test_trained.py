@@ -105,6 +105,22 @@ def test_before_the_first_update_nothing_is_known_of_an_old_store():
         trained(a=False, b=True).require_same({}, ["model/a", "model/b", "optim/0/a/exp_avg"])
 
 
+def test_all_experts_of_a_layer_have_one_name():
+    """Each rank writes the names of the whole model at each step."""
+    every = [f"layers.{layer}.mlp.experts.{expert}.fc{at}" for layer in (0, 1) for expert in (0, 1) for at in (1, 2)]
+    names = dict.fromkeys(["embedding", *every], True)
+    found = trained(**names | dict.fromkeys(["embedding", *every[:4], every[6]], False))
+    stored = found.read()
+    assert stored["frozen"] == ["embedding", *(f"layers.0.mlp.experts.*.fc{at}" for at in (1, 2)), every[6]]
+    found.require_same(stored, [])
+    for name in ("embedding", every[0], every[6]):
+        other = dict.fromkeys(["embedding", *every[:4], every[6]], False) | {name: True}
+        with pytest.raises(ConfigError, match=f"^{name} was frozen"):
+            trained(**names | other).require_same(stored, [])
+    with pytest.raises(ConfigError, match=f"^{every[7]} was trained"):
+        trained(**names | dict.fromkeys(["embedding", *every[:4], *every[6:]], False)).require_same(stored, [])
+
+
 def test_the_script_says_that_others_rest():
     from moe_ckpt.megatron.trained import resting_changed
 

@@ -6,6 +6,8 @@ Whether one of them requires gradients is state, which is restored.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +23,12 @@ from moe_ckpt.modeling.trainable import Frozen, freeze
 from moe_ckpt.recovery.index import split_key
 
 FROZEN = "frozen"
-"""Where the plain state has the names of all of the model's parameters that the optimizer does not have."""
+"""Where the plain state has the names of all of the model's parameters that the optimizer does not have; that of an
+expert with ``*`` for its number stands for all experts of its layer."""
 RESTING = "resting"
 """Where it has the names of this rank's parameters that the optimizer has, and that require no gradient now."""
 _SHOWN = 3
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Trained:
@@ -44,7 +48,7 @@ class Trained:
     def bind(self, tensors: Mapping[str, HeldTensor]) -> None:
         """Tells all of the model's tensors, those of other ranks too."""
         self._tensors = tensors
-        self._frozen = FixedStrings(name for name, tensor in tensors.items() if not tensor.trained)
+        self._frozen = FixedStrings(_abridged([n for n, tensor in tensors.items() if not tensor.trained], tensors))
 
     def read(self) -> dict[str, Any]:
         """Returns entries of the plain state."""
@@ -71,7 +75,11 @@ class Trained:
             keys: Of the stored tensors.
         """
         here = {name for name, tensor in self._tensors.items() if tensor.trained}
-        there = self._tensors.keys() - set(plain[FROZEN]) if FROZEN in plain else self._with_state(plain, keys)
+        if FROZEN in plain:
+            frozen = set(plain[FROZEN])
+            there = {name for name in self._tensors if not frozen & {name, _of_all_experts(name)}}
+        else:
+            there = self._with_state(plain, keys)
         said = [
             f"{_named(names)} {_be('was', names)} {then} in the run that wrote the checkpoint, and "
             f"{_be('is', names)} {now} now"
@@ -114,6 +122,21 @@ def resting_changed(before: Sequence[str] | None, now: Sequence[str], used: Sequ
         if names:
             found.append(Change(f"requires_grad of {_named(names)}", str(was), str(not was), kept=True))
     return found
+
+
+def _of_all_experts(name: str) -> str:
+    return _EXPERT.sub(".experts.*.", name)
+
+
+def _abridged(names: Collection[str], every: Iterable[str]) -> list[str]:
+    """Returns ``names``, with one for all experts of a layer where all are among them: they are in each state file.
+
+    Args:
+        every: Names that there are.
+    """
+    chosen, whole = set(names), Counter(map(_of_all_experts, every))
+    whole.subtract(map(_of_all_experts, chosen))
+    return list(dict.fromkeys(name if whole[short := _of_all_experts(name)] else short for name in names))
 
 
 def _named(names: Collection[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -94,6 +95,24 @@ def pytest_collection_finish() -> None:
     """What has been imported lives as long as the process; the collector need not look at it again."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def log_of_others() -> Iterator[None]:
+    """Programs that a test runs in this process may set up logging, as Hydra does: their handlers go with them, since
+    they write to streams that are closed by then."""
+    loggers = [logging.getLogger(name) for name in (None, "moe_ckpt")]
+    before = [(logger, list(logger.handlers), logger.level) for logger in loggers]
+    yield
+    for logger, handlers, level in before:
+        for handler in list(logger.handlers):
+            if handler not in handlers and isinstance(handler, logging.StreamHandler) and not _is_pytests(handler):
+                logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _is_pytests(handler: logging.Handler) -> bool:
+    return type(handler).__module__.startswith("_pytest.")
 
 
 @pytest.fixture

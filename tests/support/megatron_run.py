@@ -153,6 +153,22 @@ def heard() -> Iterator[list[str]]:
         logging.getLogger("moe_ckpt").removeHandler(handler)
 
 
+@contextlib.contextmanager
+def overheard() -> Iterator[list[str]]:
+    """The same, while the library speaks to the user as it would: a handler that it finds would be asked instead."""
+    said: list[str] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return True
+
+    logging.getLogger("moe_ckpt").addFilter(note)
+    try:
+        yield said
+    finally:
+        logging.getLogger("moe_ckpt").removeFilter(note)
+
+
 def node_memory(root: str, rank: int, ranks_per_node: int = 2) -> Path:
     """The memory directory of this rank's node."""
     directory = Path(root, f"node_{rank // ranks_per_node}")
@@ -222,7 +238,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     draw(3 if progress.restored else 1)
     built.consumed_samples = progress.consumed_samples
     try:
-        with heard() as later:
+        with overheard() as later:
             return _train(life, ckpt, built, progress, at, journal, on_phase) | {"said": said, "said_later": later}
     except Exception as error:
         if life.survives:

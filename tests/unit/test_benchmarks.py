@@ -66,7 +66,7 @@ def test_stall_runs_and_finds_what_was_written(tmp_path, capfd):
     )
     assert code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    found = json.loads((out / "stall_disk.json").read_text())
+    found = json.loads((out / "stall_disk_tiny.json").read_text())
     rows = {row["name"]: row for row in found["rows"]}
     assert len(rows) == 5
     assert found["not_run"] == found["failed"] == {}
@@ -84,7 +84,7 @@ def test_stall_measures_models_so_small_that_only_python_counts(tmp_path, monkey
     out = tmp_path / "out"
     options = f"--size 48x128 --iterations 1 --rounds 1 --write --dir {tmp_path} --out {out}".split()
     assert stall.main([*options, "--only", "moe_ckpt Dense, async", "AsyncCheckpointIO"]) == 0
-    found = json.loads((out / "stall_disk.json").read_text())
+    found = json.loads((out / "stall_disk_48x128.json").read_text())
     rows = {row["name"]: row for row in found["rows"]}
     assert len(rows) == 2
     assert all(row["saved"] == 1.0 and row["hook"] > 0 for row in rows.values())
@@ -185,7 +185,7 @@ def test_draining_waits_until_all_is_written(tmp_path, monkeypatch):
     name = "moe_ckpt Dense, async"
     options = f"--size tiny --iterations 1 --rounds 1 --write --dir {tmp_path} --out {tmp_path / 'out'}".split()
     assert stall.main([*options, "--only", name]) == 0
-    (sample,) = json.loads((tmp_path / "out" / "stall_disk.json").read_text())["samples"]
+    (sample,) = json.loads((tmp_path / "out" / "stall_disk_tiny.json").read_text())["samples"]
     assert sample["drain_ms"] > 1e3 * slow_secs  # a checkpoint is several files, and one was under way
 
 

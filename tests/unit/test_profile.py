@@ -26,6 +26,7 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import ConfigError, DamagedError, FormatVersionError
 from moe_ckpt.format.manifest import LayerRecord
 from moe_ckpt.format.profile import (
+    PROFILE_VERSION,
     Life,
     OperatorRow,
     Profile,
@@ -268,7 +269,7 @@ def test_every_field_is_described():
     for title, records in (("model", (ProfiledModel, OperatorRow, LayerRecord)), ("lives", (Life,))):
         named = set(re.findall(r"`(\w+)`", tables[title]))
         assert {field.name for record in records for field in fields(record)} <= named
-    assert text.startswith("# The profile of a run, version 2\n")
+    assert text.startswith(f"# The profile of a run, version {PROFILE_VERSION}\n")
 
 
 # --- facts ---

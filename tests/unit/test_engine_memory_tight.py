@@ -13,6 +13,7 @@ from moe_ckpt.engine.room import Room
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.slices.request import SnapshotRequest
 from moe_ckpt.storage import LocalStorage
+from tests.support.waiting import retry_until
 from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, manifests, run_threads
 
 STEPS = 22
@@ -32,7 +33,7 @@ def trained(root: Path, name: str, steps: int, replicas: int = 0, **settings: An
     """The lives of two ranks, each a node, whose agreements arrive a step later. They end well.
 
     Where checkpoints may be left out nothing is under way when the next step begins, so that it is the budget that
-    leaves them out, and not a busy machine.
+    leaves them out, and not a busy machine; nor a peer that has not answered yet.
     """
 
     def body(comm: ThreadCommunicator) -> Life:
@@ -41,7 +42,11 @@ def trained(root: Path, name: str, steps: int, replicas: int = 0, **settings: An
         node.mkdir(parents=True)
         memory = Memory(directory=node, storage_every_n_steps=1000, replicas=replicas)
         with Life(LocalStorage(root / "store"), policy=POLICIES[name], memory=memory, comm=comm, **settings) as each:
-            each.go(steps, settle=settings.get("when_busy") == "skip")
+            settle = settings.get("when_busy") == "skip"
+            replicator = each.session._resources.memory.replicator
+            for _ in range(steps):
+                each.go(settle=settle)
+                assert not settle or replicator is None or retry_until(lambda: not replicator.in_flight)
             each.finish()
         return each
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -132,26 +133,24 @@ class Hanging(SoloCommunicator):
             agreed.set_exception(PeerLostError(0, "the other ranks", 1.0, cause))
 
 
-def test_a_snapshot_that_waits_for_the_agreement_is_not_in_the_way_of_what_survivors_seal(tmp_path, monkeypatch):
-    """The peer that the agreement waits for lives, but is not going to answer."""
-    monkeypatch.setattr(surviving, "AGREEMENT_SECS", 0.1)
-    comm, memory = Hanging(), tmp_path / "memory"
+def sealed_beside_a_silent_peer(where: Path, secs: float) -> surviving.Survived:
+    """What is sealed within ``secs``, where the peer that the agreement waits for lives, but is not going to answer."""
+    comm, memory = Hanging(), where / "memory"
     memory.mkdir()
-    with Life(LocalStorage(tmp_path / "store"), policy=Dense(), comm=comm, memory=Memory(directory=memory)) as life:
+    with Life(LocalStorage(where / "store"), policy=Dense(), comm=comm, memory=Memory(directory=memory)) as life:
         life.go(1, settle=True)
         comm.hangs = True
         life.go(1)
-        found = life.session.survivor.seal(10.0)
+        found = life.session.survivor.seal(secs)
     assert (found.step, found.problem) == (2, "")
+    return found
+
+
+def test_a_snapshot_that_waits_for_the_agreement_is_not_in_the_way_of_what_survivors_seal(tmp_path, monkeypatch):
+    monkeypatch.setattr(surviving, "AGREEMENT_SECS", 0.1)
+    sealed_beside_a_silent_peer(tmp_path, 10.0)
 
 
 def test_a_short_time_to_seal_is_not_spent_on_the_agreement(tmp_path):
-    comm, memory = Hanging(), tmp_path / "memory"
-    memory.mkdir()
-    with Life(LocalStorage(tmp_path / "store"), policy=Dense(), comm=comm, memory=Memory(directory=memory)) as life:
-        life.go(1, settle=True)
-        comm.hangs = True
-        life.go(1)
-        found = life.session.survivor.seal(surviving.AGREEMENT_SECS)
-    assert (found.step, found.problem) == (2, "")
+    found = sealed_beside_a_silent_peer(tmp_path, surviving.AGREEMENT_SECS)
     assert found.secs < surviving.AGREEMENT_SECS - 1.0, "sealing has most of it"

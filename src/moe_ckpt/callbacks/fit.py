@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.modeling.boost_ports import boost_ports
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
-from moe_ckpt.modeling.routing import RoutingCounter, no_experts
+from moe_ckpt.modeling.routing import Mask, RoutingCounter, no_experts
 from moe_ckpt.modeling.trainable import FrozenExperts
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import other_ranks
@@ -84,10 +84,10 @@ class Fit:
         shape = len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0)
         ports = boost_ports(layers, boost_refusal(trainer.strategy))
         self.step_log = StepLog([layer.experts for layer in catalog.layers], k, trainer)
-        frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
-        # Looked for at every update, hence only where experts may come back older than the rest.
-        looked_for = frozen if options.needs.partial else no_experts
-        self._counter = RoutingCounter(module, layers, soft=options.needs.soft_counts, frozen=looked_for)
+        frozen: Callable[[], Mask | None] = no_experts
+        if options.needs.partial:  # looked for at every update, hence only where experts may come back older
+            frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
+        self._counter = RoutingCounter(module, layers, soft=options.needs.soft_counts, frozen=frozen)
         self._capture = functools.partial(capture_gradients, trainer, module)
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None

@@ -109,9 +109,9 @@ def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int, *,
 def say_not_counted(unit: str, step: int, why: str, rank: int) -> None:
     """The update of a step was made, but the loop has not told its end, so that nothing can be sealed."""
     log.warning(
-        "training stops (%s), and rank %d does not keep %s %d in memory: its update is made, but after_step has not "
-        "counted it",
-        *(why, rank, unit, step),
+        "training stops (%s), and rank %d does not keep %s %d in memory: its update is made, but the loop has not come "
+        "to the end of the %s",
+        *(why, rank, unit, step, unit),
     )
 
 

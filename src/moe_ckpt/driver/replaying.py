@@ -165,12 +165,12 @@ class Replaying:
         """Returns whether all steps together gave each expert as many tokens as the first time. A collective.
 
         What a step computes is not recorded, so data or kernels that do not repeat are noticed by this alone. True
-        also where nothing was counted, or by a release that did not note it.
+        also where there are no experts, and of windows of releases that did not note it.
         """
         began = self.manifest.tokens.get(WINDOW_BEGAN)
-        if began is None or not self._tokens:
+        ended = np.asarray(self.manifest.tokens.get("applied", ()), dtype=np.int64)
+        if began is None or not ended.size:
             return True
-        ended = np.asarray(self.manifest.tokens["applied"], dtype=np.int64)
 
         def counted() -> Counts:
             return sum((tokens.result().applied for tokens in self._tokens), start=np.zeros_like(ended))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -54,14 +55,14 @@ class Abandoned:
 class _Slot:
     """A step that all ranks have written: one of the window under way, or a checkpoint by itself.
 
-    began: Of a window's first step, ``[L, E]`` tokens that experts had processed by then.
+    applied: As of its request. Ranks may agree on that later than the step is written.
     """
 
     window: Window | None
     step: int
     part: WrittenPart
     names: Names
-    began: Counts | None = None
+    applied: Future[Counts]
 
     @property
     def directory(self) -> str:
@@ -206,8 +207,8 @@ class Committer:
         )
         write_named(self.storage, record.path, [raw])
         names = self._names(acknowledged)
-        began = request.applied.result() if request.window is not None and request.slot == 0 else None
-        return _Slot(request.window, request.step, WrittenPart(record, names, saved), {**names, **PART}, began)
+        part = WrittenPart(record, names, saved)
+        return _Slot(request.window, request.step, part, {**names, **PART}, request.applied)
 
     def _names(self, acknowledged: Acknowledgement) -> Names:
         """Of the ranks' files: the very sets of the step before where they are the same, which many ask."""
@@ -269,7 +270,7 @@ class Committer:
             parent=self.parent,
             policy=dict(request.policy),
             measured=dict(request.measured),
-            tokens=tokens.to_dict(Fragment.of_counts) | window_began(before[0].began if before else None),
+            tokens=tokens.to_dict(Fragment.of_counts) | window_began(before[0].applied.result() if before else None),
             window=tuple(SlotRecord(slot.step, ()) for slot in before),
             passed_over=self.passed_over,
             parts=tuple(part.record for part in view.parts),

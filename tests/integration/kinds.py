@@ -243,6 +243,21 @@ class ForgettingMoE(TinyMoE):
                 del state[parameter]
 
 
+class HookedMoE(ManualOnceMoE):
+    """A hook of the user's own halves the gradients before each update."""
+
+    def configure_optimizers(self):
+        found = super().configure_optimizers()
+        found["optimizer"].register_step_pre_hook(self._halve)
+        return found
+
+    def _halve(self, optimizer, *_):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+
 class TargetAtEndMoE(TinyMoE):
     """A copy of the head, a buffer, follows it when a batch ends, as targets of self-distillation do."""
 
@@ -288,6 +303,7 @@ class Qwen3MoE(FamilyMoE):
 
 KINDS: dict[str, type[Any]] = {
     "plain": TinyMoE,
+    "hooked": HookedMoE,
     "manual": ManualMoE,
     "manual-apart": ManualApartMoE,
     "manual-twice": ManualTwiceMoE,

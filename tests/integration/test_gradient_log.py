@@ -77,6 +77,15 @@ def test_an_update_that_waits_no_longer_for_a_seal_says_so(place):  # noqa: F811
     assert "the step before is not sealed in memory after 0.2 s (timeout_secs)" in output(run)
 
 
+def test_hooks_of_the_users_own_are_no_part_of_a_replay(place):  # noqa: F811
+    """What was logged has passed through them already."""
+    run = logged(replace(LOG, kind="hooked", model={"optimizer": "sgd"}), place)
+    assert live(replace(run, crash=("compute, sealed", 9))) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    assert recomputed(run) == [0]
+
+
 ROUNDED = {"grad_dtype": "bf16"}
 BIASED = replace(LOG, policy=("gradient-log", 5), kind="biased-experts", model={"optimizer": "adafactor"})
 """Part of the optimizer's state of a stack of experts is no expert's, and goes with the gate."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +74,4 @@ def detached(
 def _make(name: str, groups: list[dict[str, Any]]) -> Optimizer:
     make: Any = class_named(name)
     made: Optimizer = make(groups)
-    # What is hooked to every optimizer of the process (``register_optimizer_step_post_hook``) is meant for the run's.
-    unhooked = getattr(type(made).step, "__wrapped__", None)
-    if unhooked is not None:
-        vars(made)["step"] = partial(unhooked, made)
     return made

@@ -243,6 +243,15 @@ class ForgettingMoE(TinyMoE):
                 del state[parameter]
 
 
+class TensorRateMoE(TinyMoE):
+    """Its learning rate is a tensor, as compiled optimizers have it, which the schedule writes to at each step."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01), foreach=False)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class HookedMoE(ManualOnceMoE):
     """A hook of the user's own halves the gradients before each update."""
 
@@ -304,6 +313,7 @@ class Qwen3MoE(FamilyMoE):
 KINDS: dict[str, type[Any]] = {
     "plain": TinyMoE,
     "hooked": HookedMoE,
+    "tensor-rate": TensorRateMoE,
     "manual": ManualMoE,
     "manual-apart": ManualApartMoE,
     "manual-twice": ManualTwiceMoE,

@@ -60,7 +60,7 @@ def detached(
     for number, kind in enumerate(kinds):
         groups = [
             {
-                **settings,
+                **{key: _own(value) for key, value in settings.items()},
                 "params": [
                     tensors[number, unit.name] for unit in units if (unit.optimizer, unit.group) == (number, at)
                 ],
@@ -69,6 +69,11 @@ def detached(
         ]
         optimizers.append(_make(kind.name, groups))
     return OptimizerReplay(optimizers, units, tensors)
+
+
+def _own(value: Any) -> Any:
+    """A copy, for each update writes its hyperparameters into what is a tensor, and what was recorded must stay."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _make(name: str, groups: list[dict[str, Any]]) -> Optimizer:

@@ -243,6 +243,22 @@ class ForgettingMoE(TinyMoE):
                 del state[parameter]
 
 
+class AddingMoE(TinyMoE):
+    """Its optimizer gets a param group in the second epoch, of a part that no update reaches yet."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.later = nn.Linear(3, 3)
+
+    def configure_optimizers(self):
+        chosen = [p for name, p in self.named_parameters() if not name.startswith("later")]
+        return torch.optim.AdamW(chosen, lr=0.01)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1 and len(self.trainer.optimizers[0].param_groups) == 1:
+            self.trainer.optimizers[0].add_param_group({"params": [*self.later.parameters()], "lr": 0.005})
+
+
 class TensorRateMoE(TinyMoE):
     """Its learning rate is a tensor, as compiled optimizers have it, which the schedule writes to at each step."""
 
@@ -313,6 +329,7 @@ class Qwen3MoE(FamilyMoE):
 KINDS: dict[str, type[Any]] = {
     "plain": TinyMoE,
     "hooked": HookedMoE,
+    "adding": AddingMoE,
     "tensor-rate": TensorRateMoE,
     "manual": ManualMoE,
     "manual-apart": ManualApartMoE,

@@ -86,6 +86,15 @@ def test_hooks_of_the_users_own_are_no_part_of_a_replay(place):  # noqa: F811
     assert recomputed(run) == [0]
 
 
+def test_a_param_group_that_is_added_costs_no_step(place):  # noqa: F811
+    """An update before it cannot be made by optimizers that have it."""
+    run = logged(replace(LOG, kind="adding"), place)
+    assert live(replace(run, crash=("compute, sealed", 12))) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    assert recomputed(run) == [0]
+
+
 ROUNDED = {"grad_dtype": "bf16"}
 BIASED = replace(LOG, policy=("gradient-log", 5), kind="biased-experts", model={"optimizer": "adafactor"})
 """Part of the optimizer's state of a stack of experts is no expert's, and goes with the gate."""

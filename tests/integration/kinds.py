@@ -243,6 +243,28 @@ class ForgettingMoE(TinyMoE):
                 del state[parameter]
 
 
+class OddMoE(TinyMoE):
+    """AMSGrad under a schedule that changes betas, a scalar, a part that nothing reads, one that is seldom read."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale, self.idle = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(3))
+        self.seldom = nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx) * self.scale
+        return loss + self.seldom.weight.sum() if self.global_step % 3 == 2 else loss
+
+    def configure_optimizers(self):
+        groups = [{"params": [*self.seldom.parameters()], "weight_decay": 0.0, "maximize": True}]
+        known = {id(p) for p in groups[0]["params"]}
+        groups.append({"params": [p for p in self.parameters() if id(p) not in known], "eps": 1e-6})
+        optimizer = torch.optim.NAdam(groups, lr=0.01) if self.hparams.optimizer == "sgd" else None
+        optimizer = optimizer or torch.optim.Adam(groups, lr=0.01, amsgrad=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class AddingMoE(TinyMoE):
     """Its optimizer gets a param group in the second epoch, of a part that no update reaches yet."""
 
@@ -329,6 +351,7 @@ class Qwen3MoE(FamilyMoE):
 KINDS: dict[str, type[Any]] = {
     "plain": TinyMoE,
     "hooked": HookedMoE,
+    "odd": OddMoE,
     "adding": AddingMoE,
     "tensor-rate": TensorRateMoE,
     "manual": ManualMoE,

@@ -254,7 +254,8 @@ def test_killed_at_random_times(seed, place):  # noqa: F811
 
 THESE = (
     *("clipped", "bf16", "bf16-mixed", "accumulated", "fused", "forloop", "sgd", "adafactor", "experts-without-tokens"),
-    *("fp16-overflowing", "manual", "two-optimizers", "averaged", "biased-routers", "rounded"),
+    *("fp16-overflowing", "manual", "two-optimizers", "averaged", "biased-routers", "rounded", "odd"),
+    "odd-nadam",
     "the-policy-biased-experts",
 )
 

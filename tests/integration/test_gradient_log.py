@@ -129,6 +129,8 @@ VARIATIONS = {
     "little-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 400_000}),
     "hardly-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 200_000}),
     "slow-copy": replace(LOG, slow_copy_secs=0.05),
+    "odd": replace(LOG, kind="odd"),
+    "odd-nadam": replace(LOG, kind="odd", model={"optimizer": "sgd"}),
     "rounded": replace(LOG, policy=("gradient-log", 3), options=ROUNDED, trainer={"gradient_clip_val": 0.1}),
     "rounded-accumulated": replace(
         LOG, policy=("gradient-log", 3), options=ROUNDED, trainer={"accumulate_grad_batches": 2}, epochs=3

@@ -240,6 +240,15 @@ def test_a_log_that_leads_elsewhere_costs_the_steps_since_the_newest_full_one(pl
     assert_same_run(run)
 
 
+@pytest.mark.slow
+def test_a_log_that_leads_two_ranks_elsewhere(place):  # noqa: F811
+    run = logged(replace(LOG, ranks=2, to_storage=4), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 8)))
+    assert live_ranks(replace(run, sabotage="anchors too early")) == [0, 0], output(run)
+    assert "came to another state than the run's: none of its steps is used" in output(run)
+    assert_same_run(run)
+
+
 def test_a_damaged_gradient_costs_the_steps_that_need_it(place):  # noqa: F811
     run = logged(LOG, place)
     assert live(replace(run, crash=("compute, sealed", 9))) == KILLED, output(run)

@@ -400,6 +400,8 @@ def test_the_whole_callback_builds(run_conf, tmp_path):
     known = {f.name for f in fields(Options)} | set(inspect.signature(MoECheckpoint).parameters)
     schema = {f.name for f in fields(SCHEMAS["checkpoint"])} | {f.name for f in fields(SCHEMAS["store"])}
     assert schema - {"_target_", "store"} <= known
+    automatic = {"max_in_flight", "pinned", "local_ranks"}
+    assert known - schema == automatic | {"options", "on_phase"}  # every setting of users can be set in a config
 
 
 def test_train_runs_an_entry_of_the_users_own_for_every_job_of_a_multirun(tmp_path, monkeypatch, capsys):

@@ -160,9 +160,11 @@ class CheckpointConfig:
     sharding: str = "adaptive"
     isolate_validation: bool = True
     profile: Optional[str] = None  # noqa: UP045
+    weights_from: Optional[str] = None  # noqa: UP045
     on_read_error: str = "stop"
     read_patience_secs: Union[float, int, str] = 60.0  # noqa: UP007
     access: str = "private"
+    bubbles: str = "auto"
 
 
 SCHEMAS: dict[str, type] = {

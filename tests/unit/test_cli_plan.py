@@ -15,6 +15,8 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.cli.plan import COLUMNS, _scenario, memory_systems
 from moe_ckpt.conf.scenarios import scenario_of
 from moe_ckpt.conf.sweeps import combinations, composed
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.sim.planner import recommend, trainer_systems
 from tests.unit.test_profile import PROFILE, encoded
 
 QUICK = ("setup=moetion_2_9b", "failures.mtbf_secs=1800", "duration_secs=3600", "iteration.secs=6", "--seeds", "1")
@@ -100,6 +102,24 @@ def test_what_is_recommended_in_memory_has_a_line_with_that_memory(capsys):
     assert "moe_ckpt/memory=replicated moe_ckpt.memory.replicas=" in facts["overrides"]
     assert all(one["in_trainer"] for one in facts["candidates"])
     assert "moevement_peers" not in out
+
+
+def test_all_candidates_are_simulated_as_their_line_starts_them():
+    """The line says nothing of what a Trainer does when links are busy, so it does what it does by default."""
+    [plain] = combinations(list(QUICK[:1]))
+    scenario = scenario_of(composed(plain))
+    candidates = [*trainer_systems(scenario), *memory_systems(scenario)]
+    assert {one.when_busy for one in candidates} == {Settings().when_busy}
+    assert {one.max_in_flight for one in candidates} == {Settings().max_in_flight}
+
+
+def test_links_that_are_too_slow_for_windows_cost_copies_and_not_time():
+    slow = ["setup=moevement_deepseek", "failures.mtbf_secs=1800", "duration_secs=7200"]
+    [plain] = combinations([*slow, "cluster.nic_bytes_per_sec=1e9"])
+    scenario = scenario_of(composed(plain))
+    windows = [one for one in memory_systems(scenario) if one.name == "moevement_memory"]
+    [found] = recommend(scenario, windows, seeds=1).candidates
+    assert found.stall_secs < 0.1
 
 
 def test_one_node_has_no_peers():

@@ -116,14 +116,16 @@ def memory_systems(scenario: Scenario) -> list[System]:
     if scenario.layout.nodes < 2:
         return []
     replicas = min(2, scenario.layout.nodes - 1)
-    near = System("moevement_peers", MoEvement(), "peers", replicas, BACKUP_SECS, rollback="localized", survivors=True)
+    # As a Trainer with Memory does by default, since the line for Hydra says nothing else.
+    usual = System("moevement_peers", MoEvement(), "peers", replicas, BACKUP_SECS, when_busy="skip", survivors=True)
+    near = replace(usual, rollback="localized")
     rule = "oracle" if scenario.failures.mean_secs is None else "daly"
     return [
-        replace(near, name="gemini", policy=Gemini(1), interval=rule, rollback="global"),
-        replace(near, name="moetion_peers", policy=MoEtion(), rollback="global"),
-        replace(near, name="moevement_memory", rollback="global"),
+        replace(usual, name="gemini", policy=Gemini(1), interval=rule),
+        replace(usual, name="moetion_peers", policy=MoEtion()),
+        replace(usual, name="moevement_memory"),
         near,
-        replace(near, name="gradient_log_peers", policy=GradientLog(), rollback="global"),
+        replace(usual, name="gradient_log_peers", policy=GradientLog()),
     ]
 
 

@@ -16,6 +16,7 @@ from moe_ckpt.cli.plan import COLUMNS, _scenario, memory_systems
 from moe_ckpt.conf.scenarios import scenario_of
 from moe_ckpt.conf.sweeps import combinations, composed
 from moe_ckpt.engine.settings import Settings
+from moe_ckpt.profiling.rates import Rate, Rates
 from moe_ckpt.sim.planner import recommend, trainer_systems
 from tests.unit.test_profile import PROFILE, encoded
 
@@ -140,6 +141,22 @@ def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
     assert facts["cluster"]["pcie_bytes_per_sec"] == facts["rates"]["copy"]["bytes_per_sec"]
     assert facts["cluster"]["storage_bytes_per_sec"] == facts["rates"]["storage_write"]["bytes_per_sec"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_said_of_the_cluster_goes_before_what_is_measured(capsys, tmp_path, monkeypatch):
+    """One machine tells nothing of the network between nodes, but how much its processes can send at most."""
+    rate = Rate("", 1, 12e9, 12e9, 12e9, 1)
+    monkeypatch.setattr("moe_ckpt.profiling.rates.measure", lambda *_, **__: Rates(rate, rate, rate, rate))
+    short = (*QUICK, "--storage-only", "--json", "-q", "--measure", str(tmp_path))
+
+    def clusters(*settings: str) -> dict:
+        return json.loads(call(capsys, *short, *settings)[1])["cluster"]
+
+    said = clusters("cluster.nic_bytes_per_sec=25e9", "cluster.storage_bytes_per_sec=3e9")
+    assert (said["nic_bytes_per_sec"], said["storage_bytes_per_sec"]) == (25e9, 3e9)
+    measured = clusters()
+    assert measured["nic_bytes_per_sec"] == 40e9  # of four ranks 48e9, over the loopback
+    assert (measured["pcie_bytes_per_sec"], measured["storage_bytes_per_sec"]) == (12e9, 16 * 12e9)
 
 
 @pytest.mark.parametrize(

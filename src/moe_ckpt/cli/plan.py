@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     scenario, rates = _scenario(args, rest), None
     if args.measure:
         rates = _measure(args.measure)
-        scenario = _with_rates(scenario, rates)
+        scenario = _with_rates(scenario, rates, [_key(text) for text in rest])
     systems = trainer_systems(scenario, args.max_plt)
     systems += [] if args.storage_only else memory_systems(scenario)
     if args.trainer_only:
@@ -211,16 +211,22 @@ def _profiled(path: str, overrides: Sequence[str], cfg: Any, tokens: int | None)
     return scenario_from(profile, failures_of(cfg), system, *known, cluster=machines, tokens_per_step=tokens)
 
 
-def _with_rates(scenario: Scenario, rates: Rates) -> Scenario:
-    """The same on a cluster whose links are as fast as this machine's."""
+def _with_rates(scenario: Scenario, rates: Rates, said: Sequence[str]) -> Scenario:
+    """The same on a cluster whose links are as fast as this machine's.
+
+    Args:
+        said: Settings that the user gave, which stay. What is measured is one machine: of the network, what its
+            processes can send at most, whatever lies between the nodes.
+    """
     layout = scenario.layout
-    cluster = replace(
-        layout.cluster,
-        name=f"{layout.cluster.name}, links as measured here",
-        pcie_bytes_per_sec=rates.copy.bytes_per_sec,
-        nic_bytes_per_sec=rates.network.bytes_per_sec * layout.ranks_per_node,
-        storage_bytes_per_sec=rates.storage_write.bytes_per_sec * layout.nodes,
-    )
+    before = layout.cluster
+    measured = {
+        "pcie_bytes_per_sec": rates.copy.bytes_per_sec,
+        "nic_bytes_per_sec": min(before.nic_bytes_per_sec, rates.network.bytes_per_sec * layout.ranks_per_node),
+        "storage_bytes_per_sec": rates.storage_write.bytes_per_sec * layout.nodes,
+    }
+    new: Any = {field: rate for field, rate in measured.items() if f"cluster.{field}" not in said}
+    cluster = replace(before, name=f"{before.name}, links as measured here", **new)
     return replace(scenario, layout=replace(layout, cluster=cluster))
 
 

@@ -304,7 +304,8 @@ class Snapshotter:
             self.booking.run_ledger.begun(snapshot.sequence, whole)
         if ways.stored:
             self.planner.begun(pending)
-        self._run.tell(SnapshotBegan(snapshot.nbytes, live.layout.changes, specs, request.compute_types))
+        tensors = live.layout.changes, specs, request.compute_types, live.is_held_by_each
+        self._run.tell(SnapshotBegan(snapshot.nbytes, *tensors))
         return snapshot
 
     def _note_anchors(

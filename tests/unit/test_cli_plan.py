@@ -88,6 +88,12 @@ def test_what_is_simulated_is_said_while_it_is(capsys):
     assert re.search(r"^moc_auto +0\.", out, re.MULTILINE), "what is recommended was simulated to the end"
 
 
+def test_a_run_that_never_fails_is_called_so(capsys):
+    code, out, _ = call(capsys, "setup=tiny", "duration_secs=60", "failures=none", "-q")
+    assert code == 0
+    assert re.match(r"tiny: [\d,]+ parameters on 1 rank of laptop, .* per iteration,\s+no failures\n", out)
+
+
 def test_trainer_only_leaves_it_out(capsys):
     code, out, err = call(capsys, "setup=tiny", "duration_secs=600", "--seeds", "1", "--trainer-only", "-q")
     assert (code, err) == (0, "")

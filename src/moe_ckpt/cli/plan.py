@@ -308,16 +308,19 @@ def override_line(candidate: Candidate) -> str:
 
 def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
     from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.sim.failures import NoFailures
     from moe_ckpt.sim.log_or_windows import sentences
     from moe_ckpt.tables import print_table, wrapped
 
     layout, mean = scenario.layout, scenario.failures.mean_secs
-    failing = "failures as in the trace" if mean is None else f"a failure every {_span(mean)}"
-    count = layout.model.total
+    never = isinstance(scenario.failures, NoFailures)
+    rarely = "no failures" if never else "failures as in the trace"
+    failing = rarely if mean is None else f"a failure every {_span(mean)}"
+    count, ranks = layout.model.total, layout.parallel.ranks
     size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count:,.0f}"
     print(
         wrapped(
-            f"{layout.model.name}: {size} parameters on {layout.parallel.ranks} ranks of "
+            f"{layout.model.name}: {size} parameters on {ranks} rank{'s' * (ranks != 1)} of "
             f"{layout.cluster.name}, {scenario.iteration.secs:.3g} s per iteration, {failing}"
         )
     )

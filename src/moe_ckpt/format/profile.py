@@ -107,7 +107,6 @@ class Life:
         finished: Training ended well.
         ranks, pp, dp, ep: Pipeline stages, and ranks of a stage as pipelines x expert-parallel width.
         host_memory_bytes: Budget of one rank's snapshots.
-        held_alike: Each rank holds all training state; None until a snapshot told.
         started_unix_secs: The process began.
         opened_unix_secs: The store was opened.
         ready_unix_secs: The state is loaded, and the loop is entered.
@@ -133,6 +132,7 @@ class Life:
         snapshot_bytes: Rank 0's, all that were begun together.
         assignments: Tokens times top-k of all MoE layers in this life.
         skewness: Mean over looks now and then.
+        held_alike: Each rank holds all training state; None until a snapshot told.
     """
 
     run_id: str
@@ -147,7 +147,6 @@ class Life:
     started_unix_secs: float
     opened_unix_secs: float
     last_unix_secs: float
-    held_alike: bool | None = None
     ready_unix_secs: float | None = None
     training_unix_secs: float | None = None
     finished: bool = False
@@ -182,6 +181,7 @@ class Life:
     snapshot_bytes: int = 0
     assignments: int = 0
     skewness: float | None = None
+    held_alike: bool | None = None
 
     @property
     def steps(self) -> int:

@@ -6,12 +6,14 @@
 #
 # PYTHON=python3.12  another interpreter      VENV=/some/dir  another place for the environment
 # PYTEST="-k moc"    more pytest arguments    DEMO=, BENCH=   arguments of the demo and the benchmark
+# CONSTRAINTS=file    the versions that pip installs
 # WORKERS=4          processes that `make test` runs tests in, file by file; a test may start up to 8 more. One more
 #                    than there are cores serves best: some tests wait for a timeout
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST ?=
+CONSTRAINTS ?= constraints-cpu.txt
 WORKERS ?= 3
 DEMO ?=
 BENCH ?=
@@ -20,7 +22,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ckpt_installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-megatron test test-slow lint types docs bench bench-papers bench-reality setup clean
+.PHONY: help demo demo-megatron test test-slow test-oldest lint types docs bench bench-papers bench-reality setup clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -36,6 +38,9 @@ test: $(STAMP) ## Run the tests
 
 test-slow: $(STAMP) ## Run the tests that take minutes
 	@$(PY) -m pytest -q -m slow $(PYTEST)
+
+test-oldest: ## Run the tests with the oldest releases that pyproject.toml accepts (its own environment; gigabytes)
+	@$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 lint: $(STAMP) ## Check style
 	@$(PY) -m ruff check .
@@ -59,13 +64,13 @@ bench-reality: $(STAMP) ## Kill real runs at drawn moments, and simulate the sam
 setup: $(STAMP) ## Only make the environment
 
 # Made anew when missing or broken, brought up to date when one of the two files has changed.
-$(STAMP): pyproject.toml constraints-cpu.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v $(PYTHON) >/dev/null || { echo "error: no '$(PYTHON)' here; name one: make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "error: $$($(PYTHON) --version) is too old, 3.10 is needed; name another: make PYTHON=..." >&2; exit 1; }
 	@echo "Setting up $(VENV) (once; takes a minute or two) ..."
 	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 	@echo "Done: $$($(PY) -c 'import torch, moe_ckpt; print("moe_ckpt", moe_ckpt.__version__, "with torch", torch.__version__)')"
 

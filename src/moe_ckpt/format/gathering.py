@@ -80,6 +80,8 @@ class _Addressed:
 
 def memory_at(begin: int, nbytes: int) -> Bytes:
     """This process's memory from an address on. The caller must make sure that it is allocated."""
+    if not nbytes:  # numpy 1 takes no address of 0
+        return np.zeros(0, dtype=np.uint8)
     return np.asarray(_Addressed(begin, nbytes))
 
 

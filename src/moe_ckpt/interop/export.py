@@ -7,6 +7,7 @@ way. The output appears under its name only when it is complete.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import secrets
@@ -19,9 +20,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from moe_ckpt.core.quantities import parse_bytes
-from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableError
+from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
@@ -164,10 +166,26 @@ def _write_dcp(checkpoint: WholeCheckpoint, target: Path, progress: Progress) ->
 
     writer = FileSystemWriter(target, thread_count=1, sync_files=True)
     try:
-        save(tree, storage_writer=writer, planner=OneByOne(), no_dist=True)
+        save(tree, storage_writer=writer, planner=OneByOne(), **_alone(save))
     except CheckpointException as error:  # torch puts its own around what went wrong
         causes = [cause for cause, _ in error.failures.values()]
         raise next((cause for cause in causes if isinstance(cause, (MoECheckpointError, OSError))), error) from None
+
+
+def _alone(save: Callable[..., object]) -> dict[str, bool]:
+    """What tells torch's ``save`` that this process saves alone, even if it belongs to a process group.
+
+    Raises:
+        UnsupportedError: torch is older than 2.7, whose ``save`` is then a collective of the whole group.
+    """
+    if "no_dist" in inspect.signature(save).parameters:
+        return {"no_dist": True}
+    if dist.is_available() and dist.is_initialized():
+        raise UnsupportedError(
+            f"torch {torch.__version__} cannot save a DCP checkpoint from one process of a group: export it from a "
+            "process of its own (moe-ckpt export), or use torch 2.7 or newer"
+        )
+    return {}
 
 
 def _plant(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:

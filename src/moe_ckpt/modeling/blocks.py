@@ -128,6 +128,16 @@ def _layout(
     return tuple(shape), tuple(offsets), _other_writer(mesh, placements) if sharded else None
 
 
+def _root(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was sliced from, or ``mesh`` itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed import device_mesh  # torch 2.6 to 2.8
+
+    root: DeviceMesh = device_mesh._mesh_resources.get_root_mesh(mesh)
+    return root
+
+
 def _other_writer(mesh: DeviceMesh, placements: Sequence[Placement]) -> int | None:
     """The first of the ranks that hold the same block; None if that is this rank.
 
@@ -136,7 +146,7 @@ def _other_writer(mesh: DeviceMesh, placements: Sequence[Placement]) -> int | No
     """
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     sharded = {name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate()}
-    whole = mesh._get_root_mesh() if mesh.mesh_dim_names else mesh
+    whole = _root(mesh) if mesh.mesh_dim_names else mesh
     whole_names = whole.mesh_dim_names or names
     if not sharded <= set(whole_names):  # dimensions flattened out of the whole mesh: it cannot be asked
         whole, whole_names = mesh, names

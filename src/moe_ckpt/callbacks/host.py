@@ -1,4 +1,4 @@
-"""``driver.run.Host`` of a Lightning trainer: its step, its plain state, and how that is restored."""
+"""``driver.host.Host`` of a Lightning trainer: its step, its plain state, and how that is restored."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, differing, plain_values
 from moe_ckpt.driver.generators import Generators
 from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.driver.host import End, Host
 from moe_ckpt.driver.replaying import Repeated
-from moe_ckpt.driver.run import End, Host
 from moe_ckpt.engine.options import Options
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, state_path
@@ -37,7 +37,8 @@ from moe_ckpt.modeling.names import clean_name, tied_aliases
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
-from moe_ckpt.recovery.resume import Restored, other_ranks, rank_of_state
+from moe_ckpt.recovery.executing import Restored, rank_of_state
+from moe_ckpt.recovery.resume import other_ranks
 
 _Plain = Mapping[str, Any]
 

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from moe_ckpt.callbacks.lazy_checkpoint import LazyCheckpoint
 from moe_ckpt.callbacks.loop_position import interrupted
 from moe_ckpt.driver.handing_back import handing_back
-from moe_ckpt.driver.run import require_framework
+from moe_ckpt.driver.host import require_framework
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.schema import like, listing, record, require
 from moe_ckpt.format.tree import encode_tree

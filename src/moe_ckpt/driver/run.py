@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.driver import messages
-from moe_ckpt.driver.boosting import Boosting
-from moe_ckpt.driver.changes import Change, say_changes
+from moe_ckpt.driver.changes import say_changes
+from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.rejoining import Rejoining, note_replayed, unlogged
-from moe_ckpt.driver.replaying import Repeated, Replaying
+from moe_ckpt.driver.replaying import Replaying
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.agreement import StepTokens
@@ -29,89 +29,19 @@ from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.snapshot import plain_of
-from moe_ckpt.errors import ConfigError, SaveFailedError
-from moe_ckpt.format.finished import Finished
+from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.gradients.densifying import Densifier
 from moe_ckpt.gradients.own_log import OwnLog
-from moe_ckpt.interop.weights import Loaded as LoadedWeights
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
+from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.resume import Restored, resume_newest
+from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
-
-
-class End(NamedTuple):
-    """How training ended; see ``format.finished.Finished``."""
-
-    reason: str
-    limits: Mapping[str, int] = {}
-    callbacks: Mapping[str, Any] = {}
-
-
-class Host(Protocol):
-    """What an adapter provides. Called alike on all ranks, on the training thread.
-
-    Attributes:
-        boosting: The capacity boost; its state is part of what is captured.
-    """
-
-    boosting: Boosting
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-
-    def admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
-        """Raises if training cannot resume from this checkpoint (see ``recovery.executing.Admits``)."""
-
-    def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
-        """Restores plain state, after the tensors. Random number generators may follow later.
-
-        Returns:
-            Hyperparameters that differ; and why the resumed run is inexact, if it is.
-        """
-
-    def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
-        """Loads the weights at ``path``, which a new run begins with."""
-
-    def go_on_from_end(
-        self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
-    ) -> tuple[bool, str]:
-        """Decides on the start of a finished run.
-
-        Returns:
-            Whether training goes on; and what to add to the message about the resume.
-
-        Raises:
-            FinishedRunError: It must not go on.
-        """
-
-    def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:
-        """Returns the parts of the plain state that a replayed step must repeat (see ``driver.replaying``)."""
-
-    def capture(self, *, described: bool = False) -> Mapping[str, Any]:
-        """Returns this rank's plain state.
-
-        Args:
-            described: As of ``ports.TrainingState.plain``.
-        """
-
-    def end(self) -> End | None:
-        """Returns how training ended; None if the next start continues it. Called on rank 0."""
-
-
-def require_framework(plain: Mapping[str, Any], framework: str, path: str) -> None:
-    """Raises ``ConfigError`` if the plain state at ``path`` is of another framework than this adapter's."""
-    if plain.get("framework") != framework.lower():
-        raise ConfigError(
-            f"{path} was written by {plain.get('framework')!r}, not by {framework}: this framework cannot use its "
-            "optimizer, loops and schedules"
-        )
 
 
 class Driver:
@@ -194,9 +124,15 @@ class Driver:
         self.session, self._storage = session, storage
         self._resume = functools.partial(resume_newest, storage, comm, state)
         memory = self.options.memory
-        secs = 0.0 if memory is None else memory.sealing_secs
-        self.surviving = Surviving(session.survivor, secs, self._unit, comm.rank)
-        self.surviving.newest = lambda: self._host.step
+        self.surviving = Surviving(
+            session.survivor,
+            0.0 if memory is None else memory.sealing_secs,
+            self._unit,
+            comm.rank,
+            newest=lambda: self._host.step,
+            count=self._host.count_update,
+            write_logs=self._host.write_logs,
+        )
         self.lifecycle.move(Action.OPEN, "open()")
 
     def resume(

@@ -27,7 +27,7 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.boosting import RouterPort
-from moe_ckpt.megatron.bubbles import PipelineWatch, make_gate, on_device
+from moe_ckpt.megatron.bubbles import PipelineWatch, make_gate
 from moe_ckpt.megatron.gradient_log import GradientLogging
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory
@@ -90,10 +90,23 @@ def attach(
     """
     require_groups()
     chosen = make_options("megatron.attach", policy, dirpath, options, ("stateful",))
+    return attach_with(chosen, model_chunks, optimizer, scheduler, stateful)
+
+
+def attach_with(
+    options: Options,
+    model_chunks: Sequence[nn.Module] | nn.Module,
+    optimizer: Any,
+    scheduler: Stateful | None,
+    stateful: Mapping[str, Stateful] | None,
+    count_update: Callable[[], bool] = lambda: False,
+) -> MegatronCheckpoint:
+    """As ``attach``, with checked options, for a loop whose counters are known (``driver.host.Host.count_update``)."""
+    require_groups()
     beside = all_stateful(scheduler, stateful or {})
-    if chosen.needs.windows or chosen.needs.gradients:
+    if options.needs.windows or options.needs.gradients:
         require_quiet_weights(optimizer)
-    return MegatronCheckpoint(chunks_of(model_chunks), optimizer, beside, chosen)
+    return MegatronCheckpoint(chunks_of(model_chunks), optimizer, beside, options, count_update)
 
 
 class MegatronCheckpoint:
@@ -118,15 +131,15 @@ class MegatronCheckpoint:
         optimizer: Any,
         stateful: Mapping[str, Stateful],
         options: Options,
+        count_update: Callable[[], bool] = lambda: False,
     ) -> None:
         inventory = take_inventory(chunks)
-        self._host = MegatronHost(chunks, inventory, optimizer, stateful, options)
+        self._host = MegatronHost(chunks, inventory, optimizer, stateful, options, count_update)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
         world = bind(state, comm, may_spare(chunks, optimizer))
         options.policy.check(world.catalog)
         world.require_updates()
-        device = on_device(parameter for chunk in chunks for parameter in chunk.parameters())
-        gate = make_gate(options, len(chunks), on_device=device)
+        gate = make_gate(options, chunks)
         numbers = {layer.name: layer.index for layer in world.layers}
         shape = len(world.layers), max((layer.experts for layer in world.layers), default=0)
         self._counter = RouterCounter(
@@ -164,22 +177,22 @@ class MegatronCheckpoint:
             self._driver.close(0.0)
             raise
         self._chunks = chunks
+        self._host.upstream = self.upstream
         self.surviving = self._driver.surviving
         spares = self._host.spares = Spares(chunks, inventory, optimizer, world.may_spare, options.needs.windows)
-        note = self._driver.note
 
         def reduces() -> None:
             """Nothing changes weights yet: gradients are reduced over ranks first, where a peer may be missed."""
             self.before_step()
             spares.update_begins()
-            note(Moment.REDUCING)
+            self._driver.note(Moment.REDUCING)
 
         def ends_alone() -> None:
             self._driver.session.survivor.lends = False  # of other ranks' weights nobody knows which are here
-            note(Moment.WRITTEN)
+            self._driver.note(Moment.WRITTEN)
 
         self._watch = StepWatch(optimizer, reduces, self._stepped, ends_alone)
-        self._watch.before_writing(lambda: note(Moment.WRITING))
+        self._watch.before_writing(lambda: self._driver.note(Moment.WRITING))
         self._first: FirstForward | None = None
         self._pipeline = None if gate is None else PipelineWatch(gate)
 
@@ -335,7 +348,7 @@ class MegatronCheckpoint:
         self._require_begun()
         self._driver.lifecycle.require(Action.STEP, "after_step()")
         updated = has_updated(self) if updated is None else updated
-        tokens = _counted(self, iteration, consumed_samples, counters, updated=updated)
+        tokens = end_iteration(self, iteration, consumed_samples, counters, updated=updated)
         if self.upstream is not None:
             self.upstream.step_ends()  # before anything may end the process, or raise
         record = self._driver.after_update(began, tokens, updated=updated)
@@ -453,25 +466,7 @@ def has_updated(ckpt: MegatronCheckpoint) -> bool:
     return ckpt._watch.updated is not False
 
 
-def count_iteration(
-    ckpt: MegatronCheckpoint,
-    iteration: int,
-    consumed_samples: int,
-    counters: Mapping[str, Any],
-    generators: Mapping[str, Any] | None = None,
-) -> None:
-    """Counts an iteration after whose update training stops, instead of ``after_step``: no checkpoint begins.
-
-    Args:
-        generators: States of random number generators that belong to it; None for those of now.
-    """
-    updated = has_updated(ckpt)
-    tokens = _counted(ckpt, iteration, consumed_samples, counters, updated=updated)
-    ckpt._host.generators.state = generators or ckpt._host.generators.state
-    ckpt._driver.count(tokens, updated=updated)
-
-
-def _counted(
+def end_iteration(
     ckpt: MegatronCheckpoint,
     iteration: int,
     consumed_samples: int,
@@ -479,7 +474,7 @@ def _counted(
     *,
     updated: bool,
 ) -> Deferred[StepTokens]:
-    """The iteration is over. Returns the tokens that this rank routed in it."""
+    """Counts an iteration that is over. Returns the tokens that this rank routed in it."""
     ckpt._watch.iteration_ends(ckpt._driver.options)
     ckpt._host.loop.step(iteration, consumed_samples, counters)
     ckpt._host.generators.note()

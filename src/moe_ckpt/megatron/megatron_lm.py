@@ -27,7 +27,7 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from moe_ckpt.driver.messages import say_halted
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach_with
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.counters import COUNTED, counters_of, rerun_machine
 from moe_ckpt.megatron.loop import Progress
@@ -120,8 +120,7 @@ def install(
     logs_messages = chosen.memory is not None and chosen.memory.upstream_bytes is not None
     replaced = REPLACED_WITH_LOG if logs_messages else REPLACED
     training = find_training(replaced)
-    attach_to = functools.partial(attach, policy=policy, dirpath=dirpath, stateful=stateful, **options)
-    _installed = MegatronLM(training, chosen, attach_to, tuple(replaced), stateful or ())
+    _installed = MegatronLM(training, chosen, tuple(replaced), stateful or {})
     atexit.register(_say_unused, _installed)
     return _installed
 
@@ -177,9 +176,8 @@ class MegatronLM:
     Args:
         training: Their module.
         options: As given, checked.
-        attach_to: Attaches to model, optimizer and scheduler.
         replaced: Names of the functions.
-        stateful: Names of what ``attach_to`` saves beside.
+        stateful: As of ``attach``.
 
     Attributes:
         checkpoint: The result of ``attach``; None until ``pretrain`` has built the model.
@@ -191,15 +189,14 @@ class MegatronLM:
         self,
         training: Any,
         options: Options,
-        attach_to: Callable[[Any, Any, Any], MegatronCheckpoint],
         replaced: Sequence[str],
-        stateful: Collection[str] = (),
+        stateful: Mapping[str, Stateful],
     ) -> None:
         self.checkpoint: MegatronCheckpoint | None = None
         self.setting_up = False
         self.options = options
         self._training = training
-        self._attach, self._stateful = attach_to, stateful
+        self._stateful = stateful
         self._updated, self._leaving = True, False  # the newest step updated weights; all ranks will exit
         self._floating_point_operations: Any = 0
         self._begun: BegunIteration | None = None
@@ -243,8 +240,8 @@ class MegatronLM:
         found = self._found()
         with changed(settings, **({} if found is None else {"load": None, "pretrained_checkpoint": None})):
             built = self._original["setup_model_and_optimizer"](*args, **kwargs)
-        self.checkpoint = self._attach(*built[:3])
-        self.checkpoint.surviving.count = self._count
+        model, optimizer, scheduler = built[:3]
+        self.checkpoint = attach_with(self.options, model, optimizer, scheduler, self._stateful, self._count)
         progress = self.checkpoint.resume(functools.partial(self._loaded, settings) if settings.iteration else None)
         self._tell(settings, progress)
         self._late.agree(self.checkpoint, settings, progress)

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, count_iteration, has_updated
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration, has_updated
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.counters import counters_of
 from moe_ckpt.megatron.trainer_state import capture_generators
@@ -87,7 +87,7 @@ class BegunIteration:
         Returns:
             False where weights change after the update, since it is not known whether they have.
         """
-        ckpt, settings = self._ckpt, self._settings
+        ckpt, settings, updated = self._ckpt, self._settings, has_updated(self._ckpt)
         iteration = ckpt.iteration + 1
         if getattr(settings, "qk_clip", False) or getattr(settings, "vision_pretraining", False):
             return False
@@ -95,7 +95,7 @@ class BegunIteration:
         calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
         micro_batches = calculator.get_num_microbatches() * settings.micro_batch_size
         samples = megatron_core().parallel_state.get_data_parallel_world_size() * micro_batches
-        if has_updated(ckpt) and self._scheduler.num_steps == self._scheduler_steps:
+        if updated and self._scheduler.num_steps == self._scheduler_steps:
             self._scheduler.step(increment=micro_batches * settings.data_parallel_size)
         counters = counters_of(settings, operations + self._training.num_floating_point_operations(settings, samples))
         if "skipped_train_samples" in counters:
@@ -103,5 +103,8 @@ class BegunIteration:
             counters["skipped_train_samples"] = self._skipped + left_out
         if is_due:
             counters |= {"consumed_valid_samples": self._validated, DUE: True}
-        count_iteration(ckpt, iteration, self._consumed + samples, counters, self._generators if is_due else None)
+        tokens = end_iteration(ckpt, iteration, self._consumed + samples, counters, updated=updated)
+        if is_due and self._generators:
+            ckpt._host.generators.state = self._generators
+        ckpt._driver.count(tokens, updated=updated)
         return True

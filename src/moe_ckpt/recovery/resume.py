@@ -22,7 +22,7 @@ from moe_ckpt.errors import NoCheckpointError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
-from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored, rank_of_state
+from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored
 from moe_ckpt.recovery.localized import LocalAttempt
 from moe_ckpt.recovery.log_of_others import MakeDense
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
@@ -34,7 +34,6 @@ from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS
 
-__all__ = ["Restored", "other_ranks", "rank_of_state", "resume_newest"]
 log = logging.getLogger("moe_ckpt")
 _ONLY_IN_MEMORY = (
     "memory held steps of an earlier start, up to %d, but no whole checkpoint that this run can use, and %s holds "
@@ -226,7 +225,7 @@ def _say_passed_over(window: Manifest, reason: str, taken: Manifest) -> None:
 def other_ranks(manifest: Manifest, world_size: int) -> str | None:
     """Returns what is inexact because ``world_size`` differs from the checkpoint's; None if it does not.
 
-    For adapters whose ranks load the plain state of ``rank_of_state``.
+    For adapters whose ranks load the plain state of ``executing.rank_of_state``.
     """
     saved = manifest.world_size
     if saved == world_size:

@@ -156,7 +156,7 @@ class MoECheckpoint(_Unranked):
         self._data = DataPosition()
         self._bucket_order: str | None = None
         self._step_log = StepLog()
-        self._given: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] | None = None
         self._saved_ledger: Mapping[str, Any] | None = None
 
     @property
@@ -211,14 +211,14 @@ class MoECheckpoint(_Unranked):
         if fit.driver.restored_step is not None:
             self.restored_step, restored = fit.driver.restored_step, fit.driver.restored
             self.recovery_plan = None if restored is None else restored.plan
-            self._given = self._saved_ledger = None
+            self._loaded = self._saved_ledger = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._fit is None:
             return
-        given, run_ledger, self._given, self._saved_ledger = self._given, self._saved_ledger, None, None
-        self._fit.begin(given, run_ledger, self._data, self._bucket_order, (self, self._first))
-        if given is not None:
+        loaded, run_ledger, self._loaded, self._saved_ledger = self._loaded, self._saved_ledger, None, None
+        self._fit.begin(loaded, run_ledger, self._data, self._bucket_order, (self, self._first))
+        if loaded is not None:
             self.restored_step, self.recovery_plan = self._fit.driver.restored_step, None
 
     # --- every step ---
@@ -280,7 +280,7 @@ class MoECheckpoint(_Unranked):
         return {"tokens": TOKENS_MARK, "index": index} | ({} if k is None else {"k": k})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._fit is not None and self._fit.is_training:
+        if self._fit is not None and self._fit.driver.lifecycle.is_training:
             return  # of a learning rate finder, back where it began; tokens and K are of this moment
         self._saved_ledger = state_dict
         self._step_log.k = state_dict.get("k")
@@ -298,11 +298,11 @@ class MoECheckpoint(_Unranked):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self._fit is not None and self._fit.is_training:
+        if self._fit is not None and self._fit.driver.lifecycle.is_training:
             return
         self._data.load(checkpoint)
         self._bucket_order = checkpoint.pop(BUCKETS_KEY, None)
-        self._given = checkpoint.pop(RESUME_KEY, None)
+        self._loaded = checkpoint.pop(RESUME_KEY, None)
 
 
 def _source(trainer: Any, fit: Fit | None) -> str:

@@ -179,6 +179,23 @@ class Driver:
         """The framework loads what training begins with."""
         self.lifecycle.move(Action.RESUME, "resume()")
 
+    def resume_loaded(
+        self, reader: StoreReader, manifest: Manifest, plain: Mapping[str, Any], *, same_store: bool
+    ) -> None:
+        """Continues from a checkpoint that the user named, and the framework has loaded since ``resume_elsewhere``.
+
+        Args:
+            reader: Of its store.
+            manifest: Of the checkpoint.
+            plain: This rank's plain state in it.
+            same_store: It is in this run's own store.
+        """
+        fault = self.session.resume_from(manifest, same_store=same_store)
+        plt, root = self.session.run_ledger.tokens.plt, reader.storage.root
+        messages.say_resumed(self._unit, manifest.step, manifest.directory, fault, plt, root, self.comm.rank)
+        self._host.boosting.begin(plain, fault.lacking, self.session.run_ledger, **_writers(manifest, reader))
+        self.restored_step = manifest.step
+
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         self.session.run_ledger.check(manifest)
         self._host.admits(manifest, plain)
@@ -199,6 +216,7 @@ class Driver:
                 self.restored_step,
                 restored.going_on,
                 changed="; ".join(map(str, changes)),
+                skipper=self._host.skipper(),
             )
             self.lifecycle.move(Action.RESUME_WINDOW, "resume()")
         if restored.local is not None:
@@ -206,7 +224,7 @@ class Driver:
                 self.lifecycle.move(Action.RESUME, "resume()")
         elif self.replaying is not None:
             messages.say_replayed(self._unit, self.replaying.steps[0], manifest.step, restored.place, dirpath, rank)
-            self._say_left_behind(restored)
+            messages.say_left_behind(self._unit, manifest.step, restored.left_behind, rank)
         else:
             finished = read_finished(self._storage, self.comm, manifest)
             fault = self.session.resume_from(manifest, **restored.going_on)
@@ -220,20 +238,11 @@ class Driver:
                 return
             messages.say_resumed(self._unit, manifest.step, restored.place, fault, plt, dirpath, rank, besides)
             if finished is None:
-                self._say_left_behind(restored)
-            self._host.boosting.begin(
-                restored.plain,
-                fault.lacking,
-                self.session.run_ledger,
-                ranks=manifest.world_size,
-                of_rank=None if restored.from_memory else functools.partial(StoreReader(self._storage).state, manifest),
-            )
+                messages.say_left_behind(self._unit, manifest.step, restored.left_behind, rank)
+            writers = _writers(manifest, None if restored.from_memory else StoreReader(self._storage))
+            self._host.boosting.begin(restored.plain, fault.lacking, self.session.run_ledger, **writers)
         messages.say_inexact(inexact, rank)
         say_changes(changes, rank)
-
-    def _say_left_behind(self, restored: Restored) -> None:
-        if restored.left_behind is not None:
-            messages.say_left_behind(self._unit, restored.manifest.step, restored.left_behind, self.comm.rank)
 
     def begin(self, *, new: bool, wait: bool = True, over: bool = False) -> None:
         """Training begins: saves the initial state of a new run, if the policy has windows.
@@ -417,6 +426,22 @@ class Driver:
             self.replaying.close()
         self.last = self.last and self.session.completed(self.last)  # with the failures that ended training
         self.session.close(timeout_secs)
+
+
+def release_gradients(driver: Driver) -> None:
+    """Gradients are about to be overwritten: waits until the copy under way has read them.
+
+    Args:
+        driver: Whose session may not be open yet, or no longer.
+    """
+    if driver.session.is_open:
+        driver.session.before_update(receive=False, of_gradients=True)
+
+
+def _writers(manifest: Manifest, reader: StoreReader | None) -> dict[str, Any]:
+    """Arguments of ``Boosting.begin`` on the ranks that wrote a checkpoint; ``reader`` is None if storage lacks it."""
+    of_rank = None if reader is None else functools.partial(reader.state, manifest)
+    return {"ranks": manifest.world_size, "of_rank": of_rank}
 
 
 def _capture_of(restored: Restored, host: Host, comm: Communicator) -> Callable[[], Mapping[str, Any]]:

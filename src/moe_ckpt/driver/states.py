@@ -76,6 +76,11 @@ class Lifecycle:
         self.state = State.NEW
         self._advice = advice
 
+    @property
+    def is_training(self) -> bool:
+        """Whether steps are computed, for the first time or again."""
+        return self.state in (State.TRAINING, State.REPLAYING)
+
     def allows(self, event: Action) -> bool:
         """Returns whether this may happen now."""
         return event in TRANSITIONS[self.state]

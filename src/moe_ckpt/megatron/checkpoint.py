@@ -16,7 +16,7 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.replaying import Recompute
-from moe_ckpt.driver.run import Driver
+from moe_ckpt.driver.run import Driver, release_gradients
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.agreement import StepTokens
@@ -28,7 +28,7 @@ from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.boosting import RouterPort
 from moe_ckpt.megatron.bubbles import PipelineWatch, make_gate
-from moe_ckpt.megatron.gradient_log import GradientLogging
+from moe_ckpt.megatron.gradient_log import run_log
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
@@ -154,7 +154,7 @@ class MegatronCheckpoint:
         self.metrics, observers = _metrics_of([layer.experts for layer in world.layers])
         self.recovery_plan: RecoveryPlan | None = None
         self._driver = Driver(self._host, options, "iteration", _ADVICE)
-        self._log = GradientLogging(inventory, optimizer, chunks, options, lambda: self._driver.session)
+        self._log = run_log(inventory, optimizer, chunks, options, functools.partial(release_gradients, self._driver))
         upstream_bytes = upstream_budget(options, world.stages, chunks)
         self.upstream: PipelineStage | None = None
         try:
@@ -253,8 +253,6 @@ class MegatronCheckpoint:
             replayer=replayer,
             logs=None if self.upstream is None else self.upstream.kept,
         )
-        if self._driver.replaying is not None:
-            self._driver.replaying.beside = self._host.spares.source()
         if self.upstream is not None:
             self.upstream.resumed(self.iteration)
         restored = self._driver.restored
@@ -272,7 +270,7 @@ class MegatronCheckpoint:
             ConfigError: ``resume`` was not called.
         """
         lifecycle, generators = self._driver.lifecycle, self._host.generators
-        if lifecycle.state in (State.TRAINING, State.REPLAYING):
+        if lifecycle.is_training:
             return
         lifecycle.require(Action.BEGIN, "begin_training()")
         if self._first is not None:
@@ -318,7 +316,8 @@ class MegatronCheckpoint:
         """After ``optimizer.step()``: in a replay, loads the window's weights, which a validation may read."""
         if self._driver.replaying is not None:
             self._driver.replaying.put_back(self.iteration + 1)
-        self._log.stepped()
+        if self._log.recorder is not None:
+            self._log.recorder.copies_written()
         self._driver.note(Moment.WRITTEN)
 
     def after_step(

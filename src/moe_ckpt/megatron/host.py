@@ -13,7 +13,7 @@ from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.generators import Generators
 from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.driver.host import End, Host, require_framework
-from moe_ckpt.driver.replaying import Repeated, same_plain
+from moe_ckpt.driver.replaying import Repeated, StepSource, same_plain
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.finished import Finished
@@ -153,6 +153,9 @@ class MegatronHost(Host):
         idle = idle_generators(before["rng"], recorded["rng"])
         numbers = lambda state: {name: each for name, each in state["rng"].items() if name not in idle}  # noqa: E731
         return (("the state of the random number generators", numbers), *_REPEATED)
+
+    def skipper(self) -> StepSource:
+        return self.spares.source()
 
     def capture(self, *, described: bool = False) -> dict[str, Any]:
         if self.generators.state is None:

@@ -20,13 +20,11 @@ import torch
 from moe_ckpt.engine.cgroups import available_bytes
 from moe_ckpt.engine.cgroups import free_bytes as _cgroup_free_bytes
 from moe_ckpt.engine.early_buffers import EarlyBuffers
-from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, cuda, let_go, roomy, serves, unregister
+from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, cuda, let_go, serves, unregister
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.slot import Slot
 
 log = logging.getLogger("moe_ckpt")
-
-__all__ = ["MIRRORED", "PIECES", "WHOLE", "HostBuffer", "HostBufferPool", "default_budget_bytes", "roomy"]
 
 _SHARE_OF_FREE_MEMORY = 0.5
 _PAGE_NBYTES = 4096
@@ -118,8 +116,8 @@ class HostBufferPool(EarlyBuffers):
                 best = min(fitting, key=lambda b: b.nbytes)
                 self._free.remove(best)
                 # Not private memory, where there is room again for what outlives the process.
-                usable = (best.slot or not self._fits or not self._fits(best.nbytes)) and _is_unsealed(best)
-                if usable and self._is_cut(best, nbytes) and self._is_warm(best):
+                usable = (best.slot or not self._fits or not self._fits(best.nbytes)) and _unseal(best)
+                if usable and self._trim(best, nbytes) and self._warm(best):
                     self._lent.add(best)
                     return best
                 let_go(best)
@@ -140,8 +138,8 @@ class HostBufferPool(EarlyBuffers):
             self._lent.add(buffer)
         return buffer
 
-    def _is_cut(self, buffer: HostBuffer, nbytes: int) -> bool:
-        """What was foreseen has the size that it would have if it were made now; False if it is of no use."""
+    def _trim(self, buffer: HostBuffer, nbytes: int) -> bool:
+        """Shrinks a buffer that was made ahead of time to the size that ``nbytes`` need; False if that fails."""
         size = max(self._size(nbytes), self._usual_bytes)
         foreseen, buffer.foreseen = buffer.foreseen, False
         if not foreseen or buffer.slot is None or buffer.nbytes <= size:
@@ -158,8 +156,8 @@ class HostBufferPool(EarlyBuffers):
             return False
         return True
 
-    def _is_warm(self, buffer: HostBuffer) -> bool:
-        """This process has touched the pages, and CUDA page-locked them; False if that cannot be had."""
+    def _warm(self, buffer: HostBuffer) -> bool:
+        """Touches the pages of a slot of an earlier life, and page-locks them for CUDA; False if that fails."""
         cold, buffer.is_cold = buffer.is_cold, False
         try:
             if cold and self._pinned:
@@ -315,9 +313,8 @@ class HostBufferPool(EarlyBuffers):
             return lent - spare + nbytes <= self.budget_bytes
 
 
-def _is_unsealed(buffer: HostBuffer) -> bool:
-    """Whoever comes after this process does not take its bytes for what they were, but may come to find them; False if
-    that cannot be had."""
+def _unseal(buffer: HostBuffer) -> bool:
+    """Marks a slot as not sealed, so that no later process uses the old snapshot in it; False if that fails."""
     try:
         if buffer.slot is not None:
             buffer.slot.unseal()

@@ -40,8 +40,8 @@ class EarlyBuffers(ABC):
         """The same at the expense of nothing else."""
 
     @abstractmethod
-    def _is_warm(self, buffer: HostBuffer) -> bool:
-        """This process has touched the pages, and CUDA page-locked them; False if that cannot be had."""
+    def _warm(self, buffer: HostBuffer) -> bool:
+        """Touches the pages of a slot of an earlier life, and page-locks them for CUDA; False if that fails."""
 
     def top_up(self, count: int, *, early: bool = False) -> bool:
         """Make one more buffer of the usual size, unless ``count`` exist or the budget is spent; True if it did.
@@ -92,7 +92,7 @@ class EarlyBuffers(ABC):
                 return False
             self._free.remove(buffer)
             self._begin_ahead(buffer.nbytes)
-        if self._is_warm(buffer):
+        if self._warm(buffer):
             self._end_ahead(buffer)
             return True
         with self._lock:

@@ -25,7 +25,8 @@ from moe_ckpt.core.memory_retention import (
     newest_checkpoint,
     with_newest_experts,
 )
-from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.host_buffer import HostBuffer
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.unsettled import Unsettled

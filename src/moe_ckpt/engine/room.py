@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from moe_ckpt.core.peer_copies import are_behind
-from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.host_buffer import HostBuffer
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.engine.tiers import BufferTier

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.survivors import GRADIENTS, TENSORS
-from moe_ckpt.engine.buffers import roomy
 from moe_ckpt.engine.commit import SavedOperators
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
+from moe_ckpt.engine.host_buffer import roomy
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot

@@ -19,9 +19,9 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.driver.states import State
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, GradientLog, MoEvement
-from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
 from tests.support.tiny_moe import TinyMoE, loader, state_of
+from tests.support.verifying import verify_store
 from tests.support.waiting import retry_until
 
 

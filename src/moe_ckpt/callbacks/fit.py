@@ -28,6 +28,7 @@ from moe_ckpt.callbacks.support import boost_refusal, inexact, require_restartab
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_unsaved
 from moe_ckpt.driver.run import Driver, release_gradients
@@ -80,7 +81,6 @@ class Fit:
         self._isolate_validation = isolate_validation
         self.buckets = BucketOrder.of(trainer)
         on_device = trainer.strategy.root_device.type == "cuda"
-        shape = len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0)
         ports = boost_ports(layers, boost_refusal(trainer.strategy))
         self.step_log = StepLog([layer.experts for layer in catalog.layers], k, trainer)
         frozen: Callable[[], Mask | None] = no_experts
@@ -97,7 +97,7 @@ class Fit:
         self._log = RunLog(functools.partial(capture_gradients, trainer, module), trainer.optimizers, recorder)
         try:
             comm = make_communicator(options.timeout_secs, late=on_device)
-            self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, shape, comm)
+            self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, grid_of(catalog.layers), comm)
             self.driver.open(
                 comm,
                 catalog,

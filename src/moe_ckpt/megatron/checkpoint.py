@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.core.operators import grid_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.replaying import Recompute
@@ -141,14 +142,13 @@ class MegatronCheckpoint:
         world.require_updates()
         gate = make_gate(options, chunks)
         numbers = {layer.name: layer.index for layer in world.layers}
-        shape = len(world.layers), max((layer.experts for layer in world.layers), default=0)
         self._counter = RouterCounter(
             [(numbers[found.name], found.router) for found in inventory.layers],
-            *shape,
+            *grid_of(world.layers),
             soft=options.needs.soft_counts,
         )
         ports: dict[int, BoostPort] = {numbers[at.name]: RouterPort(at.name, at.router) for at in inventory.layers}
-        self._host.boosting = Boosting(options.needs.boost, ports, shape, comm)
+        self._host.boosting = Boosting(options.needs.boost, ports, grid_of(world.layers), comm)
         self.options = options
         self.policy, self.dirpath = options.policy, options.dirpath
         self.metrics, observers = _metrics_of([layer.experts for layer in world.layers])

@@ -41,6 +41,7 @@ from moe_ckpt.format.manifest import (
     ModelRecord,
     OperatorRecord,
     SlotRecord,
+    age_of,
     step_dir,
 )
 from moe_ckpt.format.part import pruned
@@ -53,17 +54,14 @@ from moe_ckpt.recovery.gradient_log import LoggedSnapshot
 from moe_ckpt.recovery.index import blocks_of
 from moe_ckpt.recovery.opened_memory import OpenedMemory, RankMemory
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slot_storage import SlotFile, SlotStorage
+from moe_ckpt.recovery.slot_storage import SlotFile, SlotPaths, SlotStorage, packed_paths
 from moe_ckpt.recovery.slot_views import (
     ExchangedHeaders,
     Layer,
     SlotFiles,
-    SlotPaths,
     SnapshotFacts,
     View,
-    age_of,
     packed_header,
-    packed_paths,
     packed_with_headers,
     share_of,
     told_of,

@@ -19,7 +19,7 @@ from moe_ckpt.core.recovery_plan import first_choice
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import NoCheckpointError, OtherLayoutError
-from moe_ckpt.format.manifest import Manifest, step_dir
+from moe_ckpt.format.manifest import Manifest, age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored
@@ -27,9 +27,8 @@ from moe_ckpt.recovery.localized import LocalAttempt
 from moe_ckpt.recovery.log_of_others import MakeDense
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slot_views import age_of
 from moe_ckpt.recovery.standing import say_kept
-from moe_ckpt.recovery.together import STOPS, UNREAD, NotUsableError, by_rank_zero, leave_together
+from moe_ckpt.recovery.together import STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
 from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS
@@ -92,7 +91,7 @@ def resume_newest(
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
                 if isinstance(tier, MemoryTier):
                     tier.left.withdraw_starts()  # else three such starts would pass for a checkpoint that leads nowhere
-                leave_together(comm, restored, directory)
+                raise_on_all_ranks(comm, restored, directory)
             if memory is not None and opener is not None:
                 memory.set_aside(directory, restored.problem)
             else:

@@ -33,7 +33,7 @@ from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice
 from moe_ckpt.recovery.slices import RUN_NBYTES
-from moe_ckpt.recovery.together import NotUsableError, leave_together, together
+from moe_ckpt.recovery.together import NotUsableError, raise_on_all_ranks, together
 
 log = logging.getLogger("moe_ckpt")
 
@@ -178,7 +178,7 @@ class SharedReading:
         try:
             together(self._comm, action)
         except NotUsableError as error:
-            leave_together(self._comm, error, directory)
+            raise_on_all_ranks(self._comm, error, directory)
 
     def load(self, reader: StoreReader, stored_of: StoredByKey, tensors: Tensors) -> None:
         """Write this rank's part of the slices into the live tensors. A collective, which is completed in any case.

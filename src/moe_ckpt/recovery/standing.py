@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, newer_than
 from moe_ckpt.core.quantities import name_ranks
-from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.format.manifest import age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
-from moe_ckpt.recovery.slot_views import age_of
 
 log = logging.getLogger("moe_ckpt")
 

@@ -31,7 +31,7 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_unsaved
-from moe_ckpt.driver.run import Driver, release_gradients
+from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.engine.finishing import read_finished
 from moe_ckpt.engine.options import Options
@@ -112,7 +112,7 @@ class Fit:
             self._counter.close()
             raise
         if options.needs.windows:
-            self.host.windows = Windows(trainer, module, catalog, self.host.state)
+            self.host.windows = Windows(trainer, module, catalog, self.host.state, self._policy)
         after_batch = lambda: self.after_batch()  # noqa: E731  which may be timed
         self._own_callbacks: Collection[Callback] = ()
         self._watch = UpdateWatch(trainer, module, self._before_bypassing, after_batch, self._is_searching)
@@ -152,7 +152,7 @@ class Fit:
             if ended and driver.restored_step is not None:
                 say_gone_back("step", driver.restored_step, before, driver.comm.rank)
         if driver.replaying is not None and host.windows is None:
-            host.windows = Windows(host.trainer, host.module, self.session.catalog, host.state)
+            host.windows = Windows(host.trainer, host.module, self.session.catalog, host.state, self._policy)
 
     def begin(
         self,
@@ -184,7 +184,7 @@ class Fit:
             host.state.freeze(driver.restored.plain["plain"].get("frozen"))
         self._watch.begin(host.step)
         if host.windows is not None:
-            host.windows.check(self._policy, self._isolate_validation, driver.replaying, self.buckets)
+            host.windows.check(self._isolate_validation, driver.replaying, self.buckets)
         reasons = inexact(host.trainer, self._isolate_validation, self.buckets) if host.trainer.is_global_zero else ()
         for reason in reasons:
             log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
@@ -241,13 +241,15 @@ class Fit:
             self.driver.before_update(receive=update)
 
     def _before_bypassing(self) -> None:
-        """Parameters change by an update that no hook of a callback tells of.
+        """Called before an update for which Lightning calls no callback.
 
         Raises:
-            ConfigError: It is no part of the run, and the policy has steps computed again.
+            ConfigError: A finder makes it during training, and the policy computes steps again after a failure.
         """
         if self._is_searching() and self.driver.options.needs.windows:
-            self.close(min(10.0, self.driver.options.timeout_secs))  # Lightning tells no callback of this exception
+            self.close(
+                min(CLOSE_SECS, self.driver.options.timeout_secs)
+            )  # Lightning tells no callback of this exception
             raise ConfigError(
                 f"{self._policy} and a learning rate or batch size finder in the middle of training contradict each "
                 "other: after a failure steps are computed again, and a search between them cannot be. Search before "
@@ -259,7 +261,7 @@ class Fit:
     def before_backward(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""
         if self.host.windows is not None and self._watch.unbooked:
-            self.host.windows.refuse_backward(self._policy)
+            self.host.windows.refuse_backward()
         if self.driver.replaying is not None:
             self.driver.replaying.source.before_backward(loss)
             return
@@ -311,7 +313,7 @@ class Fit:
                 self._leave_last(last_for_now)
             return
         if windows is not None:
-            windows.check_updates(self._policy, batch.updates)
+            windows.check_updates(batch.updates)
         tokens = self.boosting.step_ends(self._counter.take(), applied=True)
         record = driver.after_update(began, tokens, updated=batch.applied)
         if windows is not None:

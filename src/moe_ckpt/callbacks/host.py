@@ -24,9 +24,9 @@ from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, differing, plain_values
 from moe_ckpt.driver.generators import Generators
-from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.driver.host import End, Host
 from moe_ckpt.driver.replaying import Repeated
+from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, state_path
@@ -82,7 +82,7 @@ class LightningHost(Host):
         found = changes(self.trainer, plain, self._configured)
         found += _thawed(self.state, plain["plain"], plain.get("configured", {}), self._configured)
         self._configured = plain.get("configured", self._configured)
-        with handing_back("the model and its optimizers", restored.path):
+        with loading_state("the model and its optimizers", restored.path):
             self.state.load_plain(plain["plain"])
         restore_checkpoint(self.trainer, plain["checkpoint"], restored.path)
         self.generators.take(plain["rng"])

@@ -35,6 +35,7 @@ from moe_ckpt.callbacks.loop_position import leave_broken_validation
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import STATE_KEY, sharding_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
+from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.options import OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
@@ -256,7 +257,7 @@ class MoECheckpoint(_Unranked):
         if self._fit is not None:
             self._fit.driver.survive(exception)
             self._data.close()
-            self._fit.close(min(10.0, self.options.timeout_secs))
+            self._fit.close(min(CLOSE_SECS, self.options.timeout_secs))
             leave_broken_validation(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

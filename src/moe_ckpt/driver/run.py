@@ -43,6 +43,9 @@ from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
 
+CLOSE_SECS = 10.0
+"""Longest wait, after a failure of training, for what is being written."""
+
 
 class Driver:
     """Drives one ``CheckpointSession``.

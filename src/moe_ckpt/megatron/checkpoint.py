@@ -17,7 +17,7 @@ from moe_ckpt.core.operators import grid_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.replaying import Recompute
-from moe_ckpt.driver.run import Driver, release_gradients
+from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.agreement import StepTokens
@@ -457,7 +457,7 @@ class MegatronCheckpoint:
             if kind is None and self.session.is_open:  # else it was finished or closed inside
                 self.finish()
         finally:
-            self.close(10.0, error)
+            self.close(CLOSE_SECS, error)
 
 
 def has_updated(ckpt: MegatronCheckpoint) -> bool:

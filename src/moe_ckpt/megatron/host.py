@@ -11,9 +11,9 @@ from torch import nn
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.generators import Generators
-from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.driver.host import End, Host, require_framework
 from moe_ckpt.driver.replaying import Repeated, StepSource, same_plain
+from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.finished import Finished
@@ -113,13 +113,13 @@ class MegatronHost(Host):
         if not self.state.buffers <= found["buffers"].keys():
             reader = StoreReader(open_storage(self._options.dirpath))
             found = found | {"buffers": all_buffers(reader, restored.manifest, self.state.buffers)}
-        with handing_back("the model and its optimizer", restored.path):
+        with loading_state("the model and its optimizer", restored.path):
             self.state.load_plain(found)
         # After the optimizer, as Megatron does: a schedule that overrides the checkpoint's writes its rates there.
         restore_stateful(self._stateful, plain["stateful"], restored.path)
         if follows(self._stateful.get(SCHEDULER), plain["stateful"].get(SCHEDULER)):
             # The loop may have changed what the schedule wrote, and loading has written that once more.
-            with handing_back("the hyperparameters of the optimizer", restored.path):
+            with loading_state("the hyperparameters of the optimizer", restored.path):
                 write_settings(self._optimizer, found["optimizer"]["groups"])
         iteration, consumed, counters = plain["iteration"], plain["consumed_samples"], plain.get("counters", {})
         self.loop.stand_at(Progress(int(iteration), int(consumed), restored=True, counters=counters))
@@ -222,5 +222,5 @@ def settings_changed(restored: Restored, now: _Plain, used: _Plain) -> list[Chan
     before = restored.plain.get("configured")
     if before is None:  # checkpoints of earlier releases
         return []
-    with handing_back("the settings of optimizer and scheduler", restored.path):
+    with loading_state("the settings of optimizer and scheduler", restored.path):
         return changes(before, now, used)

@@ -127,11 +127,11 @@ class LightningHost(Host):
         return found if self.windows is None else found | {"replay": self.windows.recorded()}
 
     def own(self, *, whole: bool) -> dict[tuple[str, ...], Any]:
-        """What may have changed of ``capture()`` since the step before, when the forward pass of another is done.
+        """Returns the parts of ``capture()`` that may have changed since the last step, after another forward pass.
 
         Args:
-            whole: Since then hooks may have changed anything, or nobody captured that step. Else counters and
-                schedules, which the update moves alike on every rank, are as they were.
+            whole: All of it: hooks may have changed anything since, or that step was not captured. Otherwise counters
+                and schedules are left out, which change in updates only, alike on every rank.
         """
         if whole:
             return {(): self._captured(capture_rng(), described=False)}
@@ -153,7 +153,7 @@ class LightningHost(Host):
 
     @property
     def has_newest(self) -> bool:
-        """Whether a checkpoint made now would be of the newest step as it was when it was done."""
+        """Whether the newest step's plain state is still known, so that a checkpoint of it can be made now."""
         return self.settled or (self._kept is not None and self._kept[0] == self.step)
 
     def end(self) -> End | None:

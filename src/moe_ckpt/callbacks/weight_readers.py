@@ -55,7 +55,7 @@ def overrides(callback: Callback, name: str) -> bool:
 
 
 def _of_others(callback: Callback, names: tuple[str, ...]) -> Iterator[bool]:
-    """Yields whether each method that is overridden comes from somebody of whom nothing is known."""
+    """Yields for each overridden method whether it is of unknown code, which may read weights."""
     for name in names:
         if name in vars(callback):
             yield True

@@ -137,7 +137,7 @@ class Windows:
     def before_update(self, session: CheckpointSession) -> None:
         """Gradients of a step are final, before clipping. Tells the session which types kernels read, once.
 
-        Here a step may wait for other ranks: those have agreed on the step before, and that was asked for first.
+        Waiting for other ranks is cheap here: the agreement on the step before, which was sent first, has arrived.
         """
         if self._agreed is not None:
             session.set_compute_types(self._agreed())
@@ -147,9 +147,9 @@ class Windows:
         self._without = self._gradients.missing(parameters)
 
     def recorded(self) -> Mapping[str, Any]:
-        """Returns what a replay needs of this step besides, for its plain state, whose parameters were looked for."""
+        """Returns what a replay needs of this step beside the rest of its plain state."""
         found: dict[str, Any] = {"norms": list(self._norms.taken), "compiled": has_compiled()}
-        if self._state.parameters(described=True) is self._parameters:  # else nobody looked at some of them
+        if self._state.parameters(described=True) is self._parameters:  # else gradients of new ones were not looked at
             found["without_gradient"] = list(self._without)
         return found if self._reentrant is None else found | {"reentrant": self._reentrant.seen}
 

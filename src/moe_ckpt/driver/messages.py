@@ -13,8 +13,6 @@ from moe_ckpt.notices import announce
 
 log = logging.getLogger("moe_ckpt")
 
-"""Ranks that a message names."""
-
 
 def say_new(dirpath: str, resume: str, generation: int, rank: int) -> None:
     """A new run begins.

@@ -307,7 +307,7 @@ class Driver:
         return self.last
 
     def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
-        """Training stops after the newest step's update, and that step is final: for ``survive``, which seals it."""
+        """Counts the newest step, after whose update training stops, so that ``survive`` seals it."""
         plain = plain_of(self._host.capture, self.comm.rank)
         self.session.survivor.counted(self._host.step, plain, tokens, updated=updated)
 
@@ -369,8 +369,8 @@ class Driver:
     def finish(self, *, moved: bool, ended: bool = True, save: bool = True) -> None:
         """Training ended well: saves a complete last checkpoint, and waits for it.
 
-        A run that came back to its last step has that saved, too: if it is from memory, of which the end lets go, or
-        if experts are of older steps, whose lost tokens no checkpoint has booked.
+        A run that resumed at its last step and trained no more saves that state, too, if storage lacks it: memory, from
+        which it came, is released at the end; or some experts are older, and no checkpoint records their lost tokens.
 
         Args:
             moved: Steps were done in this process, so that there is something to save.
@@ -414,7 +414,7 @@ class Driver:
             self.surviving.survive(why if isinstance(why, str) else type(why).__name__)
 
     def note(self, moment: Moment) -> None:
-        """Where the iteration is, as an adapter knows it better than ``before_update`` and ``after_update`` tell."""
+        """Sets the iteration's phase, where the adapter knows more than ``before_update`` and ``after_update`` do."""
         if self.lifecycle.state is State.TRAINING:
             self.surviving.enter(moment)
 
@@ -448,6 +448,6 @@ def _writers(manifest: Manifest, reader: StoreReader | None) -> dict[str, Any]:
 
 
 def _capture_of(restored: Restored, host: Host, comm: Communicator) -> Callable[[], Mapping[str, Any]]:
-    """Gives the plain state of what was restored, and not trained on: the loops' own need not be ready to tell it."""
+    """Returns a capture of the restored plain state, for a run that trains no more: its loops may not have started."""
     plain = restored.plain
     return (lambda: plain) if restored.manifest.world_size == comm.world_size else host.capture

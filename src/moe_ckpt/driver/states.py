@@ -16,7 +16,7 @@ from moe_ckpt.errors import ConfigError
 
 
 class State(Enum):
-    """Of one life of a run."""
+    """How far one life of a run has come."""
 
     NEW = "the store is not open"
     OPEN = "the store is open, and no checkpoint was loaded yet"
@@ -29,7 +29,7 @@ class State(Enum):
 
 
 class Action(Enum):
-    """What an adapter asks for."""
+    """What an adapter does next."""
 
     OPEN = "open"
     RESUME = "resume"

@@ -152,7 +152,7 @@ class Surviving:
         """
         if not self._survivor.is_on or not self.is_here:
             return
-        with self._sealing:  # another thread that is at it ends first: this one may be about to end the process
+        with self._sealing:  # waits for another thread that seals: this one may be about to end the process
             if not self._once.acquire(blocking=False):
                 return
             if self.moment is Moment.WRITTEN and self._counts():
@@ -165,7 +165,7 @@ class Surviving:
             if not self.is_whole:
                 log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
                 return
-            with _not_interrupted():  # what it says included: a handler may raise
+            with _not_interrupted():  # including its messages: a handler may raise
                 until = time.monotonic() + self._secs
                 found = self._survivor.seal(self._secs)
                 self._write_logs(max(0.0, until - time.monotonic()))

@@ -38,9 +38,9 @@ class HostBufferPool(EarlyBuffers):
         pinned: Page-locked, for copies from a GPU.
         make_slot: Makes memory that outlives the process; None for private memory. Where it cannot (no room, no
             descriptor left, a directory that is gone), private memory serves.
-        make_early: The same ahead of time, when it may be at the expense of less.
-        fits: Whether such memory may be had for so many bytes; at once, and no promise. Then private memory that served
-            for want of it is given up. None: it serves on.
+        make_early: As ``make_slot``, for memory made ahead of time, which takes no room from anything else.
+        fits: Whether a slot of so many bytes could be made now. If so, private memory that was used for lack of room is
+            given up for a slot. None: it is kept.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HostBufferPool(EarlyBuffers):
     ) -> list[HostBuffer] | None:
         """Buffers of at least these (kind, bytes), or None if the budget has no room for all of them.
 
-        Those of the kinds beside ``WHOLE`` are kept, when they are given back, as long as one of their kind is of use.
+        A buffer of another kind than ``WHOLE`` is kept when it is given back, if it fits one of these sizes.
 
         Args:
             needs: See above.
@@ -198,7 +198,7 @@ class HostBufferPool(EarlyBuffers):
             raise
 
     def _slot(self, size: int, make: Callable[[int], Slot], *, or_none: bool) -> Slot | None:
-        """None where private memory must serve: whatever is wrong with the slot's file system, training continues."""
+        """Returns None if private memory must be used: training continues whatever is wrong with the file system."""
         slot = None
         try:
             slot = make(size)
@@ -224,7 +224,7 @@ class HostBufferPool(EarlyBuffers):
             self._lent.add(buffer)
 
     def add(self, slot: Slot, kind: str) -> None:
-        """A slot of an earlier life, whose bytes nobody needs any more, is a free buffer from now on."""
+        """Makes a free buffer of a slot of an earlier life, whose bytes are no longer needed."""
         with self._lock:
             if not self._retired:
                 self._free.append(HostBuffer(slot.memory, slot, kind=kind, is_cold=True))
@@ -296,8 +296,8 @@ class HostBufferPool(EarlyBuffers):
             let_go(buffer)
 
     def clear(self) -> bool:
-        """Free buffers give back their room, which a snapshot needs that is due; False if there are none, or if what
-        needs the room is one more of them."""
+        """Frees the free buffers, whose room a snapshot needs; False if there are none, or if the room is for another
+        buffer that is made ahead of time."""
         with self._lock:
             if self._ahead:
                 return False

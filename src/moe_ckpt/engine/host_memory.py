@@ -76,7 +76,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
     files, slots = _take_over_on_all_ranks(run, memory, run_id, generation, agreed.life)
     generation, replicator = files.generation, None
     try:
-        # Each rank has what it left itself; now what no rank has taken. Others hear of trouble in ``open_replication``.
+        # Each rank has taken over its own slots; now those that no rank has. ``open_replication`` shares the error.
         found, trouble = _attempt(memory, lambda: (node_of(memory.root), files.take_left(own=False)))
         node, others = found or ("", [])
         slots.add(others)

@@ -208,8 +208,8 @@ class HostTier:
         """Give the recovery buffer up early, because there is no other; True if there was one.
 
         Args:
-            chain: Means nothing.
-            last: Likewise.
+            chain: Not used here; see ``BufferTier.drop``.
+            last: Not used here.
         """
         with self._lock:
             kept, self._kept = self._kept, ()

@@ -195,7 +195,7 @@ class Pipeline:
         self._sequence += request.stored or dense is not None
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
-        if self.room.used(request, needs):
+        if self.room.note_use(request, needs):
             self._preallocator.top_up()
         return snapshot
 

@@ -129,7 +129,7 @@ class MemorySealer:
         parts: tuple[SlotPart, ...],
         **of_slot: Any,
     ) -> SlotHeader:
-        """Of one of the snapshot's slots. of_slot: what it has beside."""
+        """Header of one of the snapshot's slots. of_slot: fields of this slot alone."""
         request, files = snapshot.request, self._tier.files
         return SlotHeader(
             run_id=files.run_id,

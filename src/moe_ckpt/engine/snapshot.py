@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Plain = tuple[Any, list[tuple[SliceEntry, torch.Tensor]]]
 """A rank's plain state, encoded, and the tensors of it."""
 Encode = Callable[..., Plain]
-"""Gives the plain state as it was when this was called first, and what is given by name besides."""
+"""Returns the plain state as of its first call, with further entries that are given by name."""
 
 
 @dataclass(frozen=True)

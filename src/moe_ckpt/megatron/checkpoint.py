@@ -188,7 +188,7 @@ class MegatronCheckpoint:
             self._driver.note(Moment.REDUCING)
 
         def ends_alone() -> None:
-            self._driver.session.survivor.lends = False  # of other ranks' weights nobody knows which are here
+            self._driver.session.survivor.lends = False  # it is not known which of other ranks' weights have arrived
             self._driver.note(Moment.WRITTEN)
 
         self._watch = StepWatch(optimizer, reduces, self._stepped, ends_alone)

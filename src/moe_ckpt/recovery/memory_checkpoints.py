@@ -147,7 +147,7 @@ class MemoryCheckpoints:
         return self.opener(checkpoint)
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
-        """As ``ask``, of a checkpoint that nobody goes on from here and now."""
+        """As ``ask``, but does not count as a start from the checkpoint."""
         known = [(*age_of(name), name) for name in self.standing.stored]
         names = [name for name in base_of(checkpoint, known) if name not in self._bad_bases]
         described = self.describe([checkpoint])
@@ -208,7 +208,7 @@ class MemoryCheckpoints:
         shares = self._of_other_layout if step is None else set(self.used.values()) - self._passing
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
         kept = [self._own[number] for number in sorted(numbers)]
-        self._own = ()  # nobody but ``left`` knows what it lets go of
+        self._own = ()  # so that ``left`` has the only references to what it deletes
         self._tier.left.keep(kept)
         self._tier.complete_step = step
 
@@ -220,7 +220,7 @@ class MemoryCheckpoints:
             self._tier.left.note_start(self._own[number], lasting=True)
 
     def _note_start(self, directory: str, checkpoint: MemoryCheckpoint) -> None:
-        """Count this start on every slot of the checkpoint, wherever it lies, until it gets somewhere."""
+        """Count this start on every slot of the checkpoint, on every node, until a step ends."""
         shares = checkpoint.shares
         starts = max(share.starts for share in shares)
         if starts >= MOST_STARTS:

@@ -170,7 +170,7 @@ class StoreReader:
         self._is_sound = functools.cache(is_sound)
 
     def unverified(self, wanted: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
-        """Yields those that nobody has verified yet; notes the others."""
+        """Yields the slices that are not verified yet; notes the others as verified."""
         for stored in wanted:
             if self._is_sound(stored.path):
                 self.note_verified(stored)
@@ -178,7 +178,7 @@ class StoreReader:
                 yield stored
 
     def note_verified(self, stored: StoredSlice) -> None:
-        """The bytes of a slice are as they were written. What is read from storage may be read differently again."""
+        """Notes a slice as undamaged, if it lies in memory. Storage may return other bytes at the next read."""
         if stored.path in self._in_memory:
             self.verified.add(stored)
 

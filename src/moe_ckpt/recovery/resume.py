@@ -183,7 +183,7 @@ def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) ->
 
 
 def _has_whole(memory: MemoryCheckpoints, directory: str) -> bool:
-    """Whether memory alone has all of a checkpoint, so that what it has of newer ones was under way only."""
+    """Whether memory has all of a checkpoint. Newer ones, of which it has a part, were still being made then."""
     known = checkpoints_of(memory.shares)
     return any(each.is_complete for each in known if step_dir(each.step, each.generation) == directory)
 

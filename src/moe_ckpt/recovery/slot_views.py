@@ -173,7 +173,7 @@ def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
 
 
 class ExchangedHeaders:
-    """Headers that ranks exchanged before anybody knew which are needed."""
+    """Headers that ranks exchanged in advance, before it was known which are needed."""
 
     def __init__(self) -> None:
         self._headers: dict[tuple[int, int], tuple[Described, Mapping[str, Any] | None]] = {}
@@ -191,7 +191,7 @@ class ExchangedHeaders:
         return all(self._of(shares) is not None for shares in beside.values() if shares)
 
     def facts_of(self, snapshot: Snapshot, beside: Beside, recounted: Collection[int] = ()) -> SnapshotFacts:
-        """Of a snapshot of which all is told.
+        """Returns the facts of a snapshot whose headers were all exchanged.
 
         Args:
             recounted: As of ``SnapshotFacts.settle``.

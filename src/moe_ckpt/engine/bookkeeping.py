@@ -79,7 +79,7 @@ class Bookkeeper:
 
     @property
     def anchors(self) -> Anchors:
-        """Of the gradient log, if the policy keeps one."""
+        """The anchors of the gradient log, if the policy keeps one."""
         return self.run_ledger.ledger.anchors
 
     @property

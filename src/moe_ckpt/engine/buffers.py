@@ -290,7 +290,7 @@ class HostBufferPool(EarlyBuffers):
             return more or bool(wrong)
 
     def _let_go_of(self, buffers: Sequence[HostBuffer]) -> None:
-        """Of free ones."""
+        """Gives up free buffers."""
         for buffer in buffers:
             self._free.remove(buffer)
             let_go(buffer)

@@ -133,5 +133,5 @@ class _Here:
         self._tensors_of = np.fromiter(chain.from_iterable(sharing), np.int64, int(self._counts.sum()))
 
     def of(self, operators: Numbers) -> Reading:
-        """Of the operators at these places of the catalog."""
+        """The tensors of the operators at these places of the catalog."""
         return Reading(self.tensors, self._tensors_of[ranges(self._firsts[operators], self._counts[operators])])

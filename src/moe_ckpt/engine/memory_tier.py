@@ -97,7 +97,7 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        """Of its memory."""
+        """The bytes of its memory."""
         buffers = (self.buffer, self.mirrored, *self.pieces.values())
         return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 

@@ -38,7 +38,7 @@ class OpenedStore:
 
     @property
     def run_id(self) -> str:
-        """Of the store."""
+        """The run id of the store."""
         return self.identity.run_id
 
 

@@ -87,12 +87,12 @@ class Snapshot:
 
     @property
     def pieces(self) -> Sequence[HostBuffer]:
-        """Of ``plan.pieces``, each by itself."""
+        """The buffers of ``plan.pieces``, one each."""
         return self.buffers[1 : 1 + len(self.plan.pieces)]
 
     @property
     def mirrored(self) -> HostBuffer | None:
-        """Of ``plan.mirrored``; None if it has none."""
+        """The buffer of ``plan.mirrored``; None if it has none."""
         return self.buffers[-1] if self.plan.mirrored else None
 
     @property

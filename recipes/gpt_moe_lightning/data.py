@@ -11,6 +11,7 @@ import ast
 import hashlib
 import os
 import platform
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -110,7 +111,10 @@ def stdlib_corpus(cache_dir: str | os.PathLike[str] | None = None) -> Corpus:
             sets[held_out(name)].append(text + SEPARATOR)
     corpus = Corpus("".join(sets[False]), "".join(sets[True]), source)
     if cached is not None:
-        _write_cache(cached, corpus)
+        try:
+            _write_cache(cached, corpus)
+        except OSError as error:  # a home that is read-only, or full: the next start parses again
+            print(f"{cached} cannot be written, so the corpus is not cached: {error.strerror}", file=sys.stderr)
     return corpus
 
 
@@ -128,8 +132,13 @@ def _write_cache(path: Path, corpus: Corpus) -> None:
     """Several ranks may do this at once: each writes its own file and renames it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(f"{corpus.sha256}\n{len(corpus.train)}\n{corpus.train}{corpus.validation}".encode())
-    os.replace(file.name, path)
+        try:
+            file.write(f"{corpus.sha256}\n{len(corpus.train)}\n{corpus.train}{corpus.validation}".encode())
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
 
 
 def text_corpus(path: str | os.PathLike[str], column: str = "text") -> Corpus:

@@ -364,9 +364,9 @@ class ReplayDivergedError(UserError, RuntimeError):
             super().__init__(
                 f"repeating the updates of a gradient log did not come to step {step}: {found}. Something other than "
                 "the optimizers seems to have changed weights or optimizer state in a way that is not seen "
-                "(docs/gradient_log.md, Limits), so training stops. The log lies in memory, where each start finds it "
-                "again: run moe-ckpt memory clear on every node to return to the newest checkpoint on storage, and "
-                "take a policy that saves full state (MoEvement, Dense, MoC)"
+                "(docs/gradient_log.md, Limits), so nothing is taken that only this log leads to: a start goes back to "
+                "the newest step that was saved in full, in memory or on storage. If there is none, run moe-ckpt "
+                "memory clear on every node to begin anew. Take a policy that saves full state (MoEvement, Dense, MoC)"
             )
         else:
             super().__init__(
@@ -377,6 +377,7 @@ class ReplayDivergedError(UserError, RuntimeError):
         self.step = step
         self.found = found
         self.changed = changed
+        self.logged = logged
 
 
 class GradientGapError(StoreError, LookupError):

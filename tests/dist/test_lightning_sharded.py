@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_ckpt.sim.profile import read_profile
+from moe_ckpt.sim.surviving import Survivors
 from tests.support import run_ranks
 from tests.support.tensor_reads import tensor_bytes_read
 
@@ -75,6 +77,7 @@ def _fit(
         Path(root, "memory").mkdir(parents=True, exist_ok=True)
         # Both processes live on when training stops, and would seal all of it: there would be no update to make again.
         beside["memory"] = Memory(directory=f"{root}/memory", storage_every_n_steps=1000, survivor_secs=0)
+    beside["profile"] = f"{root}/profile.json"
     checkpoint = MoECheckpoint(policy, f"{root}/store", when_busy="wait", **beside)
     chosen = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
@@ -166,6 +169,17 @@ def test_two_ranks_resume_exactly(tmp_path, strategy):
     (warning,) = alone["warned"]
     assert "was written by 2 ranks, and 1 resume from it" in warning
     assert "data positions of rank 1 are dropped" in warning
+
+
+@pytest.mark.parametrize(("strategy", "alike"), [("ddp", True), ("fsdp2", False)])
+def test_a_profile_tells_whether_one_rank_can_give_back_what_another_had(tmp_path, strategy, alike):
+    run_ranks(_fit, 2, str(tmp_path), strategy, None, "auto", 3)
+    found = read_profile(tmp_path / "profile.json")
+    (life,) = found.lives
+    assert (life.pp, life.dp, life.ep, life.held_alike) == (1, 2, 1, alike)
+    layout = found.layout()
+    assert layout.sends(1).nothing == alike  # two nodes of one process each would send copies of shards
+    assert Survivors(layout, seal=True).have_everything({1}) == alike
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

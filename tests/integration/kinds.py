@@ -243,6 +243,68 @@ class ForgettingMoE(TinyMoE):
                 del state[parameter]
 
 
+class OddMoE(TinyMoE):
+    """AMSGrad under a schedule that changes betas, a scalar, a part that nothing reads, one that is seldom read."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale, self.idle = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(3))
+        self.seldom = nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx) * self.scale
+        return loss + self.seldom.weight.sum() if self.global_step % 3 == 2 else loss
+
+    def configure_optimizers(self):
+        groups = [{"params": [*self.seldom.parameters()], "weight_decay": 0.0, "maximize": True}]
+        known = {id(p) for p in groups[0]["params"]}
+        groups.append({"params": [p for p in self.parameters() if id(p) not in known], "eps": 1e-6})
+        optimizer = torch.optim.NAdam(groups, lr=0.01) if self.hparams.optimizer == "sgd" else None
+        optimizer = optimizer or torch.optim.Adam(groups, lr=0.01, amsgrad=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class AddingMoE(TinyMoE):
+    """Its optimizer gets a param group in the second epoch, of a part that no update reaches yet."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.later = nn.Linear(3, 3)
+
+    def configure_optimizers(self):
+        chosen = [p for name, p in self.named_parameters() if not name.startswith("later")]
+        return torch.optim.AdamW(chosen, lr=0.01)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1 and len(self.trainer.optimizers[0].param_groups) == 1:
+            self.trainer.optimizers[0].add_param_group({"params": [*self.later.parameters()], "lr": 0.005})
+
+
+class TensorRateMoE(TinyMoE):
+    """Its learning rate is a tensor, as compiled optimizers have it, which the schedule writes to at each step."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01), foreach=False)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class HookedMoE(ManualOnceMoE):
+    """A hook of the user's own halves the gradients before each update."""
+
+    def configure_optimizers(self):
+        found = super().configure_optimizers()
+        found["optimizer"].register_step_pre_hook(self._halve)
+        return found
+
+    def _halve(self, optimizer, *_):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+
 class TargetAtEndMoE(TinyMoE):
     """A copy of the head, a buffer, follows it when a batch ends, as targets of self-distillation do."""
 
@@ -288,6 +350,10 @@ class Qwen3MoE(FamilyMoE):
 
 KINDS: dict[str, type[Any]] = {
     "plain": TinyMoE,
+    "hooked": HookedMoE,
+    "odd": OddMoE,
+    "adding": AddingMoE,
+    "tensor-rate": TensorRateMoE,
     "manual": ManualMoE,
     "manual-apart": ManualApartMoE,
     "manual-twice": ManualTwiceMoE,

@@ -18,6 +18,7 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.main import main
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.driver import run as driver_run
+from moe_ckpt.gradients import own_log
 from moe_ckpt.gradients.own_log import OwnLog
 from moe_ckpt.gradients.replay import OptimizerReplay
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
@@ -85,6 +86,15 @@ def test_what_storage_gets_is_what_the_run_had(place, dense_run):  # noqa: F811
     assert list(stored(ours)) == [1, *EVERY_FOURTH]
     require_equal(ours, dense_run)
     assert len(stepped) == 20
+
+
+def test_a_learning_rate_that_is_a_tensor_is_that_of_each_update_for_all_tensors(place, monkeypatch):  # noqa: F811
+    """As of a model of more than 16 MiB, whose tensors are not replayed all at once."""
+    monkeypatch.setattr(own_log, "_AT_ONCE", 0)
+    run = logged(replace(FROM_LOG, kind="tensor-rate", epochs=1), place)
+    ours = train(run)
+    assert from_log(ours) == [4, 8]
+    require_equal(ours, truth(replace(run, options={}), place))
 
 
 def test_it_would_be_seen_if_an_update_were_left_out(place, dense_run, monkeypatch):  # noqa: F811
@@ -244,7 +254,8 @@ def test_killed_at_random_times(seed, place):  # noqa: F811
 
 THESE = (
     *("clipped", "bf16", "bf16-mixed", "accumulated", "fused", "forloop", "sgd", "adafactor", "experts-without-tokens"),
-    *("fp16-overflowing", "manual", "two-optimizers", "averaged", "biased-routers", "rounded"),
+    *("fp16-overflowing", "manual", "two-optimizers", "averaged", "biased-routers", "rounded", "odd"),
+    "odd-nadam",
     "the-policy-biased-experts",
 )
 

@@ -77,6 +77,24 @@ def test_an_update_that_waits_no_longer_for_a_seal_says_so(place):  # noqa: F811
     assert "the step before is not sealed in memory after 0.2 s (timeout_secs)" in output(run)
 
 
+def test_hooks_of_the_users_own_are_no_part_of_a_replay(place):  # noqa: F811
+    """What was logged has passed through them already."""
+    run = logged(replace(LOG, kind="hooked", model={"optimizer": "sgd"}), place)
+    assert live(replace(run, crash=("compute, sealed", 9))) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    assert recomputed(run) == [0]
+
+
+def test_a_param_group_that_is_added_costs_no_step(place):  # noqa: F811
+    """An update before it cannot be made by optimizers that have it."""
+    run = logged(replace(LOG, kind="adding"), place)
+    assert live(replace(run, crash=("compute, sealed", 12))) == KILLED, output(run)
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    assert recomputed(run) == [0]
+
+
 ROUNDED = {"grad_dtype": "bf16"}
 BIASED = replace(LOG, policy=("gradient-log", 5), kind="biased-experts", model={"optimizer": "adafactor"})
 """Part of the optimizer's state of a stack of experts is no expert's, and goes with the gate."""
@@ -111,6 +129,8 @@ VARIATIONS = {
     "little-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 400_000}),
     "hardly-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 200_000}),
     "slow-copy": replace(LOG, slow_copy_secs=0.05),
+    "odd": replace(LOG, kind="odd"),
+    "odd-nadam": replace(LOG, kind="odd", model={"optimizer": "sgd"}),
     "rounded": replace(LOG, policy=("gradient-log", 3), options=ROUNDED, trainer={"gradient_clip_val": 0.1}),
     "rounded-accumulated": replace(
         LOG, policy=("gradient-log", 3), options=ROUNDED, trainer={"accumulate_grad_batches": 2}, epochs=3
@@ -201,11 +221,32 @@ def test_what_others_change_on_two_ranks(kind, place):  # noqa: F811
 def test_what_an_exact_return_needs(wrong, place):  # noqa: F811
     run = logged(replace(LOG, trainer={"gradient_clip_val": 0.1}), place)
     assert live(replace(run, crash=("compute", 9), sabotage=wrong)) == KILLED, output(run)
-    if exit_code(replace(run, sabotage=wrong)) == 0:
+    assert live(replace(run, sabotage=wrong)) == 0, output(run)
+    if "came to another state than the run's" in output(run):
+        assert_same_run(run)  # from an older step
+    else:
         with pytest.raises(AssertionError):
             assert_same_run(run)
-    else:
-        assert "ReplayDivergedError" in output(run)
+
+
+def test_a_log_that_leads_elsewhere_costs_the_steps_since_the_newest_full_one(place):  # noqa: F811
+    """Also where the next start would repeat its updates in the same way; storage has the older step."""
+    run = logged(replace(LOG, to_storage=4), place)
+    assert live(replace(run, crash=("compute, sealed", 8))) == KILLED, output(run)
+    assert live(replace(run, sabotage="anchors too early")) == 0, output(run)
+    assert "did not come to step" in output(run)
+    assert "came to another state than the run's: none of its steps is used" in output(run)
+    assert split_lives(events(run))[-1][0]["step"] == 4
+    assert_same_run(run)
+
+
+@pytest.mark.slow
+def test_a_log_that_leads_two_ranks_elsewhere(place):  # noqa: F811
+    run = logged(replace(LOG, ranks=2, to_storage=4), place)
+    assert KILLED in live_ranks(replace(run, crash=("compute", 8)))
+    assert live_ranks(replace(run, sabotage="anchors too early")) == [0, 0], output(run)
+    assert "came to another state than the run's: none of its steps is used" in output(run)
+    assert_same_run(run)
 
 
 def test_a_damaged_gradient_costs_the_steps_that_need_it(place):  # noqa: F811

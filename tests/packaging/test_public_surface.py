@@ -114,7 +114,7 @@ RECORDS = {
         "first_step last_step first_step_secs last_step_unix_secs iteration_secs recent_iteration_secs clean_steps "
         "clean_secs update_secs checkpoint_cost_secs persist_secs copy_bytes_per_sec persist_bytes_per_sec "
         "send_bytes_per_sec replicas sent_bytes saved_bytes stall_secs waited_secs agree_secs begun committed failed "
-        "skipped snapshot_bytes assignments skewness"
+        "skipped snapshot_bytes assignments skewness held_alike"
     ),
     "moe_ckpt.format.shard.ShardHeader": "run_id step generation rank slices",
     "moe_ckpt.format.shard.SliceEntry": (

@@ -96,6 +96,8 @@ def test_bad_budgets():
     policy = sparse().system.policy
     with pytest.raises(ConfigError, match=r"rollback='global', upstream_bytes=5.*leave upstream_bytes out"):
         System("tried", policy, durable="peers", upstream_bytes=5)
+    said = System("tried", policy, durable="peers", rollback="localized", upstream_bytes="8GB")  # as in moe_ckpt.Memory
+    assert said.log_bytes == 8e9
     with pytest.raises(ConfigError, match="upstream_bytes"):
         System("tried", policy, durable="peers", rollback="localized", upstream_bytes=0)
 

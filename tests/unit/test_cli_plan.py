@@ -15,6 +15,9 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.cli.plan import COLUMNS, _scenario, memory_systems
 from moe_ckpt.conf.scenarios import scenario_of
 from moe_ckpt.conf.sweeps import combinations, composed
+from moe_ckpt.engine.settings import Settings
+from moe_ckpt.profiling.rates import Rate, Rates
+from moe_ckpt.sim.planner import recommend, trainer_systems
 from tests.unit.test_profile import PROFILE, encoded
 
 QUICK = ("setup=moetion_2_9b", "failures.mtbf_secs=1800", "duration_secs=3600", "iteration.secs=6", "--seeds", "1")
@@ -85,6 +88,12 @@ def test_what_is_simulated_is_said_while_it_is(capsys):
     assert re.search(r"^moc_auto +0\.", out, re.MULTILINE), "what is recommended was simulated to the end"
 
 
+def test_a_run_that_never_fails_is_called_so(capsys):
+    code, out, _ = call(capsys, "setup=tiny", "duration_secs=60", "failures=none", "-q")
+    assert code == 0
+    assert re.match(r"tiny: [\d,]+ parameters on 1 rank of laptop, .* per iteration,\s+no failures\n", out)
+
+
 def test_trainer_only_leaves_it_out(capsys):
     code, out, err = call(capsys, "setup=tiny", "duration_secs=600", "--seeds", "1", "--trainer-only", "-q")
     assert (code, err) == (0, "")
@@ -100,6 +109,24 @@ def test_what_is_recommended_in_memory_has_a_line_with_that_memory(capsys):
     assert "moe_ckpt/memory=replicated moe_ckpt.memory.replicas=" in facts["overrides"]
     assert all(one["in_trainer"] for one in facts["candidates"])
     assert "moevement_peers" not in out
+
+
+def test_all_candidates_are_simulated_as_their_line_starts_them():
+    """The line says nothing of what a Trainer does when links are busy, so it does what it does by default."""
+    [plain] = combinations(list(QUICK[:1]))
+    scenario = scenario_of(composed(plain))
+    candidates = [*trainer_systems(scenario), *memory_systems(scenario)]
+    assert {one.when_busy for one in candidates} == {Settings().when_busy}
+    assert {one.max_in_flight for one in candidates} == {Settings().max_in_flight}
+
+
+def test_links_that_are_too_slow_for_windows_cost_copies_and_not_time():
+    slow = ["setup=moevement_deepseek", "failures.mtbf_secs=1800", "duration_secs=7200"]
+    [plain] = combinations([*slow, "cluster.nic_bytes_per_sec=1e9"])
+    scenario = scenario_of(composed(plain))
+    windows = [one for one in memory_systems(scenario) if one.name == "moevement_memory"]
+    [found] = recommend(scenario, windows, seeds=1).candidates
+    assert found.stall_secs < 0.1
 
 
 def test_one_node_has_no_peers():
@@ -120,6 +147,22 @@ def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
     assert facts["cluster"]["pcie_bytes_per_sec"] == facts["rates"]["copy"]["bytes_per_sec"]
     assert facts["cluster"]["storage_bytes_per_sec"] == facts["rates"]["storage_write"]["bytes_per_sec"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_said_of_the_cluster_goes_before_what_is_measured(capsys, tmp_path, monkeypatch):
+    """One machine tells nothing of the network between nodes, but how much its processes can send at most."""
+    rate = Rate("", 1, 12e9, 12e9, 12e9, 1)
+    monkeypatch.setattr("moe_ckpt.profiling.rates.measure", lambda *_, **__: Rates(rate, rate, rate, rate))
+    short = (*QUICK, "--storage-only", "--json", "-q", "--measure", str(tmp_path))
+
+    def clusters(*settings: str) -> dict:
+        return json.loads(call(capsys, *short, *settings)[1])["cluster"]
+
+    said = clusters("cluster.nic_bytes_per_sec=25e9", "cluster.storage_bytes_per_sec=3e9")
+    assert (said["nic_bytes_per_sec"], said["storage_bytes_per_sec"]) == (25e9, 3e9)
+    measured = clusters()
+    assert measured["nic_bytes_per_sec"] == 40e9  # of four ranks 48e9, over the loopback
+    assert (measured["pcie_bytes_per_sec"], measured["storage_bytes_per_sec"]) == (12e9, 16 * 12e9)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from moe_ckpt.cli.train import main as train_main
 from moe_ckpt.conf.schema import SCHEMAS
 from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.engine.options import Options
+from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, GradientLog, Guarded, MoC, MoEtion, MoEvement
@@ -400,6 +401,21 @@ def test_the_whole_callback_builds(run_conf, tmp_path):
     known = {f.name for f in fields(Options)} | set(inspect.signature(MoECheckpoint).parameters)
     schema = {f.name for f in fields(SCHEMAS["checkpoint"])} | {f.name for f in fields(SCHEMAS["store"])}
     assert schema - {"_target_", "store"} <= known
+    automatic = {"max_in_flight", "pinned", "local_ranks"}
+    assert known - schema == automatic | {"options", "on_phase"}  # every setting of users can be set in a config
+
+
+@pytest.mark.parametrize("nbytes", ["8e9", "8000000000", "8GB"])
+def test_bytes_are_said_as_in_python(run_conf, nbytes):
+    cfg = run_conf(
+        "moe_ckpt/memory=local",
+        f"moe_ckpt.memory.budget_bytes={nbytes}",
+        f"moe_ckpt.memory.upstream_bytes={nbytes}",
+        f"moe_ckpt.host_memory_bytes={nbytes}",
+    )
+    memory = instantiate(cfg.moe_ckpt.memory)
+    assert (memory.budget_bytes, memory.upstream_bytes) == (8 * 10**9, 8 * 10**9)
+    assert Settings(host_memory_bytes=cfg.moe_ckpt.host_memory_bytes).host_memory_bytes == 8 * 10**9
 
 
 def test_train_runs_an_entry_of_the_users_own_for_every_job_of_a_multirun(tmp_path, monkeypatch, capsys):

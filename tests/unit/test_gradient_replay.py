@@ -16,11 +16,11 @@ from moe_ckpt.errors import ConfigError, GradientGapError, ReplayDivergedError, 
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.coupling import Coupling, coupling_of, register
-from moe_ckpt.gradients.detached import detached, kind_of
+from moe_ckpt.gradients.detached import OptimizerKind, detached, kind_of
 from moe_ckpt.gradients.replay import OptimizerReplay, gradient_blocks, state_blocks
 from moe_ckpt.gradients.running import coupled_with, replay_chains, require_together
 from moe_ckpt.gradients.units import Pieces, whole_unit
-from moe_ckpt.gradients.updates import GRADIENT
+from moe_ckpt.gradients.updates import GRADIENT, WEIGHT, Block, Update
 from tests.support.gradient_log import Copier, MemoryLog, copied, differing
 
 EXPERTS, WINDOW = 7, 5
@@ -336,6 +336,20 @@ def test_an_anchor_of_another_step_contradicts_the_step_count(trained):
     log = replace(trained.log, anchors={**trained.log.anchors, ("expert/0/1", way.anchor): older})
     with pytest.raises(ReplayDivergedError, match=r"(?s)step of .*run moe-ckpt memory clear on every node"):
         log.replayed(12)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_not_written_to_where_it_was_recorded():
+    """What was recorded of the first update is needed again: by other units of the same rank."""
+    recorded = {"lr": torch.tensor(0.1), "momentum": 0.0, "betas": [0.1, 0.2]}
+    kind = OptimizerKind("torch.optim.SGD", ({**recorded, "params": ()},))
+    unit = whole_unit("bias", 0, 0, torch.zeros(3))
+    for _ in range(2):
+        replay = detached([kind], [unit])
+        replay.load(0, [Block(0, "bias", WEIGHT, unit.pieces[0].box, torch.zeros(3))])
+        for lr in (0.1, 0.2):
+            update = Update(0, ({"lr": torch.tensor(lr)},), ("bias",))
+            replay.step(update, [Block(0, "bias", GRADIENT, unit.pieces[0].box, torch.ones(3))])
+    assert recorded["lr"].item() == torch.tensor(0.1).item()
 
 
 def test_a_row_stepped_alone_by_a_fused_kernel_comes_out_otherwise():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -34,6 +35,11 @@ def test_restarts_get_a_store_of_their_own(script):
     assert "--master-port" not in commands
 
 
+def cpus_per_task(script):
+    """As SLURM tells a job what its script asks for."""
+    return re.search(r"^#SBATCH --cpus-per-task=(\d+)$", script.read_text(), re.M)[1]
+
+
 @pytest.fixture
 def slurm(tmp_path):
     """``start(script, lasts, code)``: the script under a ``scontrol`` that notes what it is asked, and an ``srun`` that
@@ -52,6 +58,7 @@ def slurm(tmp_path):
         fake("srun", f'echo "$@" > {asked}.srun; {lasts}; exit {code}')
         words = {"SUBMIT_DIR": tmp_path, "JOB_ID": "77", "JOB_NAME": "run", "NNODES": "2", "JOB_NODELIST": "node[1-2]"}
         environment = {f"SLURM_{key}": str(value) for key, value in words.items()}
+        environment["SLURM_CPUS_PER_TASK"] = cpus_per_task(script)
         environment["PATH"] = f"{fakes}:{os.environ['PATH']}"
         started.append(subprocess.Popen(["bash", str(script), "extra=1"], env=environment, start_new_session=True))
         deadline = time.monotonic() + 120
@@ -84,3 +91,21 @@ def test_a_job_that_fails_is_not_requeued_and_says_so_by_its_exit_code(script, s
     process, asked = slurm(script, "true", 7)
     assert process.wait(120) == 7
     assert "requeue" not in asked.read_text()
+
+
+@pytest.mark.parametrize("script", BATCH, ids=ids(BATCH))
+def test_the_ranks_of_a_node_get_all_cores_that_the_job_asked_for(script, slurm):
+    """Since SLURM 22.05 srun does not take ``--cpus-per-task`` from the job."""
+    process, asked = slurm(script, "true", 0)
+    assert process.wait(120) == 0
+    assert f"--cpus-per-task={cpus_per_task(script)}" in Path(f"{asked}.srun").read_text().split()
+
+
+def test_the_job_on_the_page_asks_for_what_the_recipes_ask_for():
+    page = (RECIPES.parent / "docs" / "torchrun.md").read_text()
+    [job] = re.findall(r"^```bash\n(#!/usr/bin/env bash\n.*?)^```", page, re.M | re.S)
+    for script in BATCH:
+        lines = re.findall(
+            r"^(?:#SBATCH --(?:requeue|signal|cpus|open)|export TORCH_DIS|srun ).*$", script.read_text(), re.M
+        )
+        assert {line.partition("} ")[0] for line in lines} <= {line.partition("} ")[0] for line in job.splitlines()}

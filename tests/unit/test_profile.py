@@ -37,6 +37,7 @@ from moe_ckpt.format.profile import (
     encode_profile,
 )
 from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.policies.base import Sends
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.profiling import recorder
 from moe_ckpt.profiling.facts import parallel, started_unix_secs, weighed
@@ -45,6 +46,7 @@ from moe_ckpt.sim.cluster import Parallel
 from moe_ckpt.sim.failures import NoFailures, Poisson
 from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
 from moe_ckpt.sim.run import simulate
+from moe_ckpt.sim.surviving import Survivors
 from moe_ckpt.sim.system import System
 from moe_ckpt.slices.assignment import operator_bytes
 from moe_ckpt.storage import LocalStorage
@@ -66,6 +68,7 @@ LIFE = Life(
     started_unix_secs=100.0,
     opened_unix_secs=107.0,
     last_unix_secs=131.0,
+    held_alike=True,
     ready_unix_secs=108.0,
     training_unix_secs=108.0,
     first_step=1,
@@ -221,16 +224,17 @@ def test_a_profile_that_has_grown_is_not_read(tmp_path):
         read_profile(path)
 
 
-@pytest.mark.parametrize("version", [4, 0, None, True, "1"])
+@pytest.mark.parametrize("version", [5, 0, None, True, "1"])
 def test_another_version_is_told_apart(version):
     body = plain() | {"format_version": version, "a field of its own": 1}
     with pytest.raises(FormatVersionError, match="format version"):
         decode_profile(json.dumps(body).encode(), "p")
 
 
-LACKING_IN_2 = {"plan_secs": None, "replayed_steps": 0}
+LACKING_IN_3 = {"held_alike": None}
+LACKING_IN_2 = LACKING_IN_3 | {"plan_secs": None, "replayed_steps": 0}
 LACKING_IN_1 = LACKING_IN_2 | {"send_bytes_per_sec": None, "replicas": 0, "sent_bytes": 0, "saved_bytes": 0}
-LACKING = {1: LACKING_IN_1, 2: LACKING_IN_2}
+LACKING = {1: LACKING_IN_1, 2: LACKING_IN_2, 3: LACKING_IN_3}
 
 
 def of_version(version):
@@ -249,7 +253,9 @@ def test_earlier_versions_are_read_as_if_what_is_new_were_not_known(version):
     assert found == replace(PROFILE, lives=tuple(replace(each, **LACKING[version]) for each in PROFILE.lives))
 
 
-@pytest.mark.parametrize(("version", "field"), [(1, "replicas"), (1, "replayed_steps"), (2, "replayed_steps")])
+@pytest.mark.parametrize(
+    ("version", "field"), [(1, "replicas"), (1, "replayed_steps"), (2, "replayed_steps"), (3, "held_alike")]
+)
 def test_earlier_versions_with_fields_of_later_ones_are_damaged(version, field):
     body = of_version(version)
     body["lives"][0][field] = 1
@@ -782,6 +788,31 @@ def test_pipeline_stages_are_the_runs_own():
 def test_ranks_that_all_hold_everything_own_experts_as_in_the_run():
     run = RunProfile("p.json", PROFILE)
     assert run.layout().placement == everywhere(run.sim_model.catalog.layers, 4)
+
+
+def test_ranks_that_hold_a_part_each_have_nothing_for_one_another():
+    """FSDP2, or Megatron's distributed optimizer without other parallelism: also (1, 4, 1)."""
+    sharded = RunProfile("p", replace(PROFILE, lives=tuple(replace(each, held_alike=False) for each in PROFILE.lives)))
+    layout, alike = sharded.layout(), RunProfile("p", PROFILE).layout()
+    assert (layout.sends(1), alike.sends(1)) == (Sends(True, True, True, True), Sends(False, False, False, False))
+    survivors = Survivors(layout, seal=True)
+    assert Survivors(alike, seal=True).have_everything({1})
+    assert not survivors.have_everything({1})
+    assert not survivors.experts({1})[0].any()  # each expert is divided over all ranks
+    assert Survivors(alike, seal=True).experts({1})[0].any()
+
+
+def test_a_kill_costs_a_sharded_run_the_steps_since_its_checkpoint():
+    kills = Poisson(100.0, process_share=1.0)
+    system = System("dense", Dense(20), "node", survivors=True)
+    outcomes = []
+    for held_alike in (True, False):
+        lives = tuple(replace(each, held_alike=held_alike) for each in PROFILE.lives)
+        run = RunProfile("p", replace(PROFILE, lives=lives))
+        outcomes.append(simulate(scenario_from(run, kills, system, 1000.0)))
+    alike, sharded = outcomes
+    assert alike.failures == sharded.failures > 0
+    assert alike.steps_again == 0 < sharded.steps_again
 
 
 def test_lives_of_other_runs_and_ends_that_were_meant_are_no_failures():

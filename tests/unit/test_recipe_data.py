@@ -66,6 +66,20 @@ def test_a_damaged_cache_is_not_believed(tmp_path, monkeypatch):
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
 
 
+def test_a_corpus_that_cannot_be_cached_is_used_all_the_same(tmp_path, monkeypatch, capsys):
+    """As where the home directory of a container or a compute node is missing, read-only or full."""
+    monkeypatch.setattr(data, "stdlib_documents", lambda: [("a.py", "some text"), ("b.py", "other text")])
+    (tmp_path / "file").write_text("")
+    found = stdlib_corpus(tmp_path / "file" / "cache")
+    assert found == stdlib_corpus(None)
+    assert "cannot be written, so the corpus is not cached: Not a directory" in capsys.readouterr().err
+
+    monkeypatch.setattr(data.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert stdlib_corpus(tmp_path / "full") == found
+    assert "No space left on device" in capsys.readouterr().err
+    assert list((tmp_path / "full").iterdir()) == []
+
+
 def test_docstrings_and_topics_are_parsed_not_run():
     source = '"""M."""\nraise SystemExit\nclass A:\n  """C."""\n  def f(self):\n    """F."""\n    x = """no"""\n'
     assert sorted(docstrings(source)) == ["C.", "F.", "M."]

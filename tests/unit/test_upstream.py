@@ -6,7 +6,9 @@ import json
 import os
 import stat
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,17 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt import Memory
-from moe_ckpt.comm.communicator import SoloCommunicator
+from moe_ckpt.comm.communicator import GlooCommunicator, SoloCommunicator
 from moe_ckpt.core.localized import LocalRecovery
-from moe_ckpt.errors import ConfigError, DamagedError, ReplayDivergedError
+from moe_ckpt.errors import ConfigError, DamagedError, PeerLostError, ReplayDivergedError
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.upstream import SEND, Channel, LogHeader, Message, decode_log, encode_log
 from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
+from moe_ckpt.recovery import upstream_logs
+from moe_ckpt.recovery.together import NotUsableError
 from moe_ckpt.recovery.upstream_logs import KeptLogs, LogExchange
 from moe_ckpt.upstream.answering import Answers, is_for
 from moe_ckpt.upstream.boundary import Boundary
 from moe_ckpt.upstream.files import sealed_logs
 from moe_ckpt.upstream.recording import UpstreamLog, Whose
+from tests.support.processes import run_ranks
 
 WHOSE = Whose("run", "life", 3, 1, 4)
 TO_NEXT, TO_PREVIOUS = Channel(SEND, (1, 2)), Channel(SEND, (1, 0))
@@ -169,6 +174,45 @@ def test_logs_of_one_history_count(histories, gap, tmp_path):
     kept = KeptLogs((0,), tuple(sealed_logs(tmp_path)))
     found = LogExchange(SoloCommunicator(), kept, LocalRecovery(3, (), ()), since=0, lives=range(3, 6))
     assert (found.history, found.gap) == (histories[-1], gap)
+
+
+class Meagre:
+    """``torch`` of a process that gets no memory."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, nbytes, **how):
+        raise RuntimeError("not enough memory")
+
+
+def without_memory(rank: int, world_size: int, path: str) -> tuple[str, float]:
+    """Rank 1 computes a step again, and has no room for what rank 0 sent it."""
+    if rank == 0:
+        of_rank = UpstreamLog(Path(path), replace(WHOSE, rank=0, world_size=2), 1 << 20)
+        one_step(of_rank, 1, (Channel(SEND, (0, 1)), torch.ones(2)))
+        of_rank.close()
+    else:
+        upstream_logs.torch = Meagre()
+    comm = GlooCommunicator(30.0)
+    kept = KeptLogs((0, 1), tuple(sealed_logs(Path(path))) if rank == 0 else ())
+    found = LogExchange(comm, kept, LocalRecovery(1, (), (1,)), since=0, lives=range(WHOSE.generation + 1))
+    assert found.gap is None
+    began = time.monotonic()
+    try:
+        found.received()
+    except (NotUsableError, PeerLostError, RuntimeError) as error:
+        return f"{type(error).__name__}: {getattr(error, 'problem', error)}", time.monotonic() - began
+    finally:
+        comm.close()
+    return "", 0.0
+
+
+def test_a_rank_without_memory_for_what_it_was_sent_keeps_nobody_waiting(tmp_path):
+    (told, waited), (own, _) = run_ranks(without_memory, 2, str(tmp_path))
+    assert own == "NotUsableError: not enough memory"
+    assert told == "NotUsableError: None"
+    assert waited < 10
 
 
 MESSAGE = Message(TO_NEXT, "F32", (2, 3), 0, 24, "0" * 16, 0)

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     scenario, rates = _scenario(args, rest), None
     if args.measure:
         rates = _measure(args.measure)
-        scenario = _with_rates(scenario, rates)
+        scenario = _with_rates(scenario, rates, [_key(text) for text in rest])
     systems = trainer_systems(scenario, args.max_plt)
     systems += [] if args.storage_only else memory_systems(scenario)
     if args.trainer_only:
@@ -116,14 +116,16 @@ def memory_systems(scenario: Scenario) -> list[System]:
     if scenario.layout.nodes < 2:
         return []
     replicas = min(2, scenario.layout.nodes - 1)
-    near = System("moevement_peers", MoEvement(), "peers", replicas, BACKUP_SECS, rollback="localized", survivors=True)
+    # As a Trainer with Memory does by default, since the line for Hydra says nothing else.
+    usual = System("moevement_peers", MoEvement(), "peers", replicas, BACKUP_SECS, when_busy="skip", survivors=True)
+    near = replace(usual, rollback="localized")
     rule = "oracle" if scenario.failures.mean_secs is None else "daly"
     return [
-        replace(near, name="gemini", policy=Gemini(1), interval=rule, rollback="global"),
-        replace(near, name="moetion_peers", policy=MoEtion(), rollback="global"),
-        replace(near, name="moevement_memory", rollback="global"),
+        replace(usual, name="gemini", policy=Gemini(1), interval=rule),
+        replace(usual, name="moetion_peers", policy=MoEtion()),
+        replace(usual, name="moevement_memory"),
         near,
-        replace(near, name="gradient_log_peers", policy=GradientLog(), rollback="global"),
+        replace(usual, name="gradient_log_peers", policy=GradientLog()),
     ]
 
 
@@ -209,16 +211,22 @@ def _profiled(path: str, overrides: Sequence[str], cfg: Any, tokens: int | None)
     return scenario_from(profile, failures_of(cfg), system, *known, cluster=machines, tokens_per_step=tokens)
 
 
-def _with_rates(scenario: Scenario, rates: Rates) -> Scenario:
-    """The same on a cluster whose links are as fast as this machine's."""
+def _with_rates(scenario: Scenario, rates: Rates, said: Sequence[str]) -> Scenario:
+    """The same on a cluster whose links are as fast as this machine's.
+
+    Args:
+        said: Settings that the user gave, which stay. What is measured is one machine: of the network, what its
+            processes can send at most, whatever lies between the nodes.
+    """
     layout = scenario.layout
-    cluster = replace(
-        layout.cluster,
-        name=f"{layout.cluster.name}, links as measured here",
-        pcie_bytes_per_sec=rates.copy.bytes_per_sec,
-        nic_bytes_per_sec=rates.network.bytes_per_sec * layout.ranks_per_node,
-        storage_bytes_per_sec=rates.storage_write.bytes_per_sec * layout.nodes,
-    )
+    before = layout.cluster
+    measured = {
+        "pcie_bytes_per_sec": rates.copy.bytes_per_sec,
+        "nic_bytes_per_sec": min(before.nic_bytes_per_sec, rates.network.bytes_per_sec * layout.ranks_per_node),
+        "storage_bytes_per_sec": rates.storage_write.bytes_per_sec * layout.nodes,
+    }
+    new: Any = {field: rate for field, rate in measured.items() if f"cluster.{field}" not in said}
+    cluster = replace(before, name=f"{before.name}, links as measured here", **new)
     return replace(scenario, layout=replace(layout, cluster=cluster))
 
 
@@ -300,16 +308,19 @@ def override_line(candidate: Candidate) -> str:
 
 def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
     from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.sim.failures import NoFailures
     from moe_ckpt.sim.log_or_windows import sentences
     from moe_ckpt.tables import print_table, wrapped
 
     layout, mean = scenario.layout, scenario.failures.mean_secs
-    failing = "failures as in the trace" if mean is None else f"a failure every {_span(mean)}"
-    count = layout.model.total
+    never = isinstance(scenario.failures, NoFailures)
+    rarely = "no failures" if never else "failures as in the trace"
+    failing = rarely if mean is None else f"a failure every {_span(mean)}"
+    count, ranks = layout.model.total, layout.parallel.ranks
     size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count:,.0f}"
     print(
         wrapped(
-            f"{layout.model.name}: {size} parameters on {layout.parallel.ranks} ranks of "
+            f"{layout.model.name}: {size} parameters on {ranks} rank{'s' * (ranks != 1)} of "
             f"{layout.cluster.name}, {scenario.iteration.secs:.3g} s per iteration, {failing}"
         )
     )

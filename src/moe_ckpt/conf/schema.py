@@ -125,13 +125,13 @@ class MemoryConfig:
 
     _target_: str = "moe_ckpt.Memory"
     directory: Optional[str] = None  # noqa: UP045
-    budget_bytes: Optional[Union[int, str]] = None  # noqa: UP007, UP045
+    budget_bytes: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     replicas: int = 0
     failure_domain: Optional[str] = None  # noqa: UP045
     storage_every_n_steps: Optional[Union[int, str]] = None  # noqa: UP007, UP045
     storage_every_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     survivor_secs: Union[float, int, str] = 20.0  # noqa: UP007
-    upstream_bytes: Optional[Union[int, str]] = None  # noqa: UP007, UP045
+    upstream_bytes: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
 
 
 @dataclass
@@ -154,15 +154,17 @@ class CheckpointConfig:
     guard: Optional[str] = None  # noqa: UP045
     plt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     mlt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
-    host_memory_bytes: Optional[Union[int, str]] = None  # noqa: UP007, UP045
+    host_memory_bytes: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     when_busy: str = "skip"
     max_failures: int = 5
     sharding: str = "adaptive"
     isolate_validation: bool = True
     profile: Optional[str] = None  # noqa: UP045
+    weights_from: Optional[str] = None  # noqa: UP045
     on_read_error: str = "stop"
     read_patience_secs: Union[float, int, str] = 60.0  # noqa: UP007
     access: str = "private"
+    bubbles: str = "auto"
 
 
 SCHEMAS: dict[str, type] = {

@@ -254,6 +254,11 @@ def without(shares: Iterable[Share], bad: Collection[tuple[int, int]]) -> list[S
     return found
 
 
+def without_log(shares: Iterable[Share], generation: int) -> list[Share]:
+    """Returns the shares without those of a life's gradient log that updates lead to; full ones stay."""
+    return [each for each in shares if each.generation != generation or each.since in (None, each.sequence)]
+
+
 def _may_be_built_upon(group: Sequence[Share]) -> bool:
     """Whether there is something of a snapshot, which is not stale."""
     return bool(group) and of_all(share.freshness for share in group) != STALE

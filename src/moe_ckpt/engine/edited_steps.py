@@ -34,8 +34,9 @@ class EditedSteps:
             self._told = True
             shown = ", ".join(sorted(names)[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
             log.warning(
-                "step %d does not follow from its gradients: weights, optimizer state or gradients of %d parameters "
-                "(%s) were changed by something other than the optimizer. Such steps are saved in full, not logged",
+                "step %d does not follow from its gradients: weights, optimizer state, gradients or param groups of %d "
+                "parameters (%s) were changed by something other than the optimizer. Such steps are saved in full, not "
+                "logged",
                 step,
                 len(names),
                 shown,

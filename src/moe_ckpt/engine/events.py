@@ -85,12 +85,14 @@ class SnapshotBegan:
         layout_changes: How often the set of tensors was another one than before (``Layout.changes``).
         specs: The tensors of all ranks.
         compute_types: What kernels read of the parameters.
+        held_alike: Each rank holds all training state, as under plain data parallelism.
     """
 
     nbytes: int
     layout_changes: int
     specs: Sequence[TensorSpec]
     compute_types: ComputeTypes
+    held_alike: bool
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,11 @@ class LiveState:
             self._alike_at, self._alike = self.layout.changes, all(tensor.replicated for tensor in tensors)
         return self._alike
 
+    @property
+    def is_held_by_each(self) -> bool:
+        """Whether each rank holds all training state: under plain data parallelism, if nothing is sharded."""
+        return self.placement.experts_whole and self.is_held_alike
+
     def weigh(self) -> int:
         """Bring ``sizes`` up to date; returns how often the set of tensors has changed."""
         _, specs = self.describe()

@@ -284,6 +284,7 @@ class Snapshotter:
         tensors, specs = live.describe_for(plan)
         request, pending = self._request(plan, specs, step_is_agreed=step_is_agreed, ways=ways)
         consumed = None if self._run.gradients is None else self._run.gradients.step(tensors)
+        told = live.layout.changes, specs, request.compute_types, live.is_held_by_each
         live.forget()
         began = time.perf_counter()
         dense = _in_full(request, self._run.catalog.everything) if ways.from_log else None
@@ -304,7 +305,7 @@ class Snapshotter:
             self.booking.run_ledger.begun(snapshot.sequence, whole)
         if ways.stored:
             self.planner.begun(pending)
-        self._run.tell(SnapshotBegan(snapshot.nbytes, live.layout.changes, specs, request.compute_types))
+        self._run.tell(SnapshotBegan(snapshot.nbytes, *told))
         return snapshot
 
     def _note_anchors(

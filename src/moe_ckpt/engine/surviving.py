@@ -282,7 +282,7 @@ class Survivor:
     def _is_lent_whole(self) -> bool:
         """Whether another rank holds all that this one writes, but its plain state."""
         live = self._snapshots.live
-        return self._run.comm.world_size > 1 and live.placement.experts_whole and live.is_held_alike
+        return self._run.comm.world_size > 1 and live.is_held_by_each
 
     def close(self, timeout_secs: float) -> None:
         """See ``StateKeeper.close``."""

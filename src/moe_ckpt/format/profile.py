@@ -31,7 +31,7 @@ from moe_ckpt.format.schema import (
 )
 from moe_ckpt.format.sealed import parse_json
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 """Earlier ones lack what their readers are given instead, see ``_of_earlier``."""
 PROFILE_KIND = "moe_ckpt.profile"
 MAX_PROFILE_BYTES = 1 << 28
@@ -132,6 +132,7 @@ class Life:
         snapshot_bytes: Rank 0's, all that were begun together.
         assignments: Tokens times top-k of all MoE layers in this life.
         skewness: Mean over looks now and then.
+        held_alike: Each rank holds all training state; None until a snapshot told.
     """
 
     run_id: str
@@ -180,6 +181,7 @@ class Life:
     snapshot_bytes: int = 0
     assignments: int = 0
     skewness: float | None = None
+    held_alike: bool | None = None
 
     @property
     def steps(self) -> int:
@@ -254,6 +256,8 @@ def _of_earlier(version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
         return [{**known, **each} if isinstance(each, dict) and not known.keys() & each else each for each in those]
 
     model, lives = body.get("model"), body.get("lives")
+    if version < 4:
+        lives = filled(lives, {"held_alike": None})
     if version < 3:
         lives = filled(lives, {"plan_secs": None, "replayed_steps": 0})
     if version < 2:
@@ -306,6 +310,7 @@ _LIFE: Mapping[str, Check] = {
     "run_id": text,
     "policy": mapping(anything),
     "finished": flag,
+    "held_alike": maybe(flag),
     **dict.fromkeys(("ranks", "ranks_per_node", "pp", "dp", "ep"), _from_one),
     **dict.fromkeys(
         ("generation", "host_memory_bytes", "begun", "committed", "failed", "skipped", "snapshot_bytes", "assignments"),

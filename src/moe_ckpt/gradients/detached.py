@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def detached(
     for number, kind in enumerate(kinds):
         groups = [
             {
-                **settings,
+                **{key: _own(value) for key, value in settings.items()},
                 "params": [
                     tensors[number, unit.name] for unit in units if (unit.optimizer, unit.group) == (number, at)
                 ],
@@ -72,11 +71,12 @@ def detached(
     return OptimizerReplay(optimizers, units, tensors)
 
 
+def _own(value: Any) -> Any:
+    """A copy, for each update writes its hyperparameters into what is a tensor, and what was recorded must stay."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 def _make(name: str, groups: list[dict[str, Any]]) -> Optimizer:
     make: Any = class_named(name)
     made: Optimizer = make(groups)
-    # What is hooked to every optimizer of the process (``register_optimizer_step_post_hook``) is meant for the run's.
-    unhooked = getattr(type(made).step, "__wrapped__", None)
-    if unhooked is not None:
-        vars(made)["step"] = partial(unhooked, made)
     return made

@@ -61,6 +61,7 @@ class StepRecorder(GradientConsumer, GradientRecord):
         self._templates: tuple[Sequence[StateTensor], Mapping[_Place, StateTensor]] = (), {}
         self._names: dict[Any, FixedStrings] = {}
         self._edits = EditWatch(self._optimizers, copies, gathered=gathered)
+        self._grouped: tuple[object, dict[tuple[int, str], int]] = None, {}
 
     def begin(self, capture: GradientCapture) -> None:
         """Training begins.
@@ -70,6 +71,7 @@ class StepRecorder(GradientConsumer, GradientRecord):
         """
         self._capture = capture
         self._consumed.clear()
+        self._grouped = capture.tensors(), _groups_of(capture)
         self._edits.begin(capture)
 
     def copies_written(self) -> None:
@@ -136,10 +138,21 @@ class StepRecorder(GradientConsumer, GradientRecord):
     def edited(self) -> Sequence[str]:
         """See ``ports.GradientRecord``."""
         changed = (name for each in self._consumed for name in each.changed())
-        return tuple(dict.fromkeys((*changed, *self._edits.found())))
+        return tuple(dict.fromkeys((*changed, *self._edits.found(), *self._regrouped())))
+
+    def _regrouped(self) -> Sequence[str]:
+        """What is in another param group than after the step before. Optimizers that have these groups cannot repeat
+        an update that was made without them."""
+        capture, (tensors, before) = self._capture, self._grouped
+        if capture is None or capture.tensors() is tensors:
+            return ()
+        now = _groups_of(capture)
+        return [name for number, name in before | now if before.get((number, name)) != now.get((number, name))]
 
     def forget(self) -> None:
         self._consumed.clear()
+        if self._capture is not None and self._capture.tensors() is not self._grouped[0]:
+            self._grouped = self._capture.tensors(), _groups_of(self._capture)
         self._edits.forget()
 
     def _layout_of(self, capture: GradientCapture) -> Mapping[str, Any]:
@@ -203,6 +216,11 @@ class StepRecorder(GradientConsumer, GradientRecord):
 
 
 _MOST_LISTS = 64
+
+
+def _groups_of(capture: GradientCapture) -> dict[tuple[int, str], int]:
+    """(optimizer, name of a unit) -> number of its param group."""
+    return {(unit.optimizer, unit.name): unit.group for unit in capture.units()}
 
 
 class Ignored(GradientConsumer):

@@ -137,7 +137,7 @@ class OptimizerReplay:
                         written += part.box.volume
             if written:
                 _set(optimizer, update)
-                optimizer.step()
+                _step_alone(optimizer)
         finally:
             optimizer.zero_grad(set_to_none=True)
             for name in ("grad_scale", "found_inf"):
@@ -216,6 +216,18 @@ def _within(block: Block, box: Box) -> torch.Tensor:
         for axis, (low, first, length) in enumerate(zip(box.offsets, block.box.offsets, box.shape, strict=True)):
             values = values.narrow(axis, low - first, length)
     return values
+
+
+def _step_alone(optimizer: Optimizer) -> None:
+    """Makes an update, without hooks and wrappers of the run's: what was logged has passed through them already.
+
+    They would change gradients a second time, and count updates that no training makes. torch wraps ``step`` of each
+    class in what calls hooks, of the optimizer and of the process.
+    """
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
+    step(optimizer)
 
 
 def _set(optimizer: Optimizer, update: Update) -> None:

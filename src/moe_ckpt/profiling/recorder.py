@@ -132,6 +132,7 @@ class Recorder:
             case SnapshotBegan():
                 self._life["begun"] += 1
                 self._life["snapshot_bytes"] += event.nbytes
+                self._life["held_alike"] = event.held_alike
                 changes, compute = self._layout or (None, None)
                 if changes != event.layout_changes or compute is not event.compute_types:
                     self._layout, self._specs = (event.layout_changes, event.compute_types), event.specs

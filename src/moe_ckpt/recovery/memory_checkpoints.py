@@ -29,6 +29,7 @@ from moe_ckpt.core.memory_shares import (
     snapshots_of,
     teller_of,
     without,
+    without_log,
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
@@ -157,7 +158,7 @@ class MemoryCheckpoints:
         described += self.describe(others) if others else []
         return lambda: self._opened(checkpoint, older, beside, described, self._beneath(names[:1]))
 
-    def set_aside(self, directory: str, problem: Exception | None) -> None:
+    def set_aside(self, directory: str, problem: Exception | None, *, diverged: bool = False) -> None:
         """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
 
         A collective. Where that changes nothing, the checkpoint is not offered again. If what it is laid over on
@@ -167,6 +168,7 @@ class MemoryCheckpoints:
         Args:
             directory: Of the checkpoint.
             problem: This rank's own, if any.
+            diverged: Updates of a gradient log came to another state on some rank: none of the log's are made again.
         """
         if isinstance(problem, OtherLayoutError):
             self._of_other_layout |= set(self.used.values())
@@ -187,7 +189,9 @@ class MemoryCheckpoints:
                 slot.quarantine()
                 log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
         self.shares = without(self.shares, bad)
-        if bad or bases:
+        if diverged:
+            self.shares = without_log(self.shares, age_of(directory)[0])
+        if bad or bases or diverged:
             return
         there = len(self.shares)  # without what stands in for a rank's own share there may be another of the step
         of_step = [share for share in self.shares if step_dir(share.step, share.generation) == directory]

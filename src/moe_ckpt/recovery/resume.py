@@ -28,11 +28,15 @@ from moe_ckpt.recovery.log_of_others import MakeDense
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.standing import say_kept
-from moe_ckpt.recovery.together import STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
+from moe_ckpt.recovery.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
 from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS
 
+_DIVERGED = (
+    "%s in memory is a step of a gradient log whose updates, repeated, came to another state than the run's: none of "
+    "its steps is used, and the newest one that was saved in full is tried"
+)
 log = logging.getLogger("moe_ckpt")
 _ONLY_IN_MEMORY = (
     "memory held steps of an earlier start, up to %d, but no whole checkpoint that this run can use, and %s holds "
@@ -93,7 +97,7 @@ def resume_newest(
                     tier.left.withdraw_starts()  # else three such starts would pass for a checkpoint that leads nowhere
                 raise_on_all_ranks(comm, restored, directory)
             if memory is not None and opener is not None:
-                memory.set_aside(directory, restored.problem)
+                passed_over.set_aside(memory, directory, restored)
             else:
                 passed_over.note(directory, restored)
             continue
@@ -105,8 +109,7 @@ def resume_newest(
                 restored = replace(restored, left_behind=memory.left_behind(restored.manifest))
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
-    if directories:
-        raise passed_over.error(storage.root)
+    passed_over.require_none(comm, directories, storage.root)
     if in_memory is not None and comm.rank == 0:
         announce(_ONLY_IN_MEMORY, in_memory, storage.root, level=logging.WARNING)
     return None
@@ -126,19 +129,30 @@ def _listed(comm: Communicator, reader: StoreReader) -> list[str]:
 
 
 class _PassedOver:
-    """Checkpoints on storage that cannot be used.
+    """Checkpoints that cannot be used: those on storage, and a log in memory.
 
     Attributes:
         problems: What is wrong, on this rank.
         unread: Directories of those that storage does not give.
         windows: Sparse windows of another layout.
+        diverged: The first step of a gradient log whose updates came to another state, and where; None if none did.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.problems: list[str] = []
         self.unread: list[str] = []
         self.windows: list[OtherLayoutError] = []
+        self.diverged: tuple[NotUsableError, str] | None = None
         self._rank = comm.rank
+
+    def set_aside(self, memory: MemoryCheckpoints, directory: str, found: NotUsableError) -> None:
+        """One more, which memory has. A collective."""
+        diverged = found.kind == DIVERGED
+        memory.set_aside(directory, found.problem, diverged=diverged)
+        if diverged:
+            self.diverged = self.diverged or (found, directory)
+            if self._rank == 0:
+                announce(_DIVERGED, directory, level=logging.WARNING)
 
     def note(self, directory: str, found: NotUsableError) -> None:
         """One more."""
@@ -153,6 +167,13 @@ class _PassedOver:
             self.unread.append(directory)
         if self._rank == 0:
             log.warning("checkpoint %s is skipped; the next older one is tried", directory)
+
+    def require_none(self, comm: Communicator, stored: Sequence[str], root: str) -> None:
+        """Raises unless a new run may begin: storage has nothing, and the model is as the script made it."""
+        if stored:
+            raise self.error(root)
+        if self.diverged is not None:  # the model is what the log came to
+            raise_on_all_ranks(comm, *self.diverged)
 
     def error(self, root: str) -> OtherLayoutError | NoCheckpointError:
         """What to raise if none is left."""

@@ -14,6 +14,7 @@ from moe_ckpt.errors import (
     MoECheckpointError,
     OtherLayoutError,
     PeerLostError,
+    ReplayDivergedError,
     StepRemovedError,
     StoreError,
     StoreForbiddenError,
@@ -22,8 +23,9 @@ from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.step_storage import StepStorage
 
-DAMAGED, UNREAD, STOPS = 1, 2, 3
-"""Kinds of errors, ascending: take the next older checkpoint; let ``on_read_error`` decide; take none."""
+DAMAGED, DIVERGED, UNREAD, STOPS = 1, 2, 3, 4
+"""Kinds of errors, ascending: take the next older checkpoint; take nothing that the same gradient log leads to; let
+``on_read_error`` decide; take none."""
 
 T = TypeVar("T")
 
@@ -133,6 +135,8 @@ def _kind(problem: Exception | None) -> int:
         return STOPS  # an older checkpoint would only hide a mistake in the set-up
     if isinstance(problem, OSError):
         return UNREAD
+    if isinstance(problem, ReplayDivergedError) and problem.logged:
+        return DIVERGED
     skipped = (DamagedError, CoverageError, OtherLayoutError, StepRemovedError)
     return DAMAGED if isinstance(problem, skipped) else STOPS
 

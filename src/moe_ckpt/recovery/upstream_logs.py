@@ -82,22 +82,29 @@ class LogExchange:
         """Returns, by step, what this rank received then; nothing on a rank that keeps its state. A collective.
 
         Raises:
-            NotUsableError: A log is damaged, or cannot be read.
+            NotUsableError: A log is damaged, or cannot be read; or some rank has no memory for it.
             PeerLostError: A peer is gone.
         """
-        comm, ranks = self._comm, self._recovery.ranks
+        comm = self._comm
         packed = together(comm, self._packed)
         sizes = {rank: [len(head), data.numel()] for rank, (head, data) in packed.items()}
         sizes_by_holder = [json.loads(raw) for raw in comm.everyone(json.dumps(sizes).encode())]
-        given: dict[int, list[torch.Tensor]] = {}
-        for rank, (head, data) in packed.items():
-            given[rank] = [torch.frombuffer(bytearray(head), dtype=torch.uint8), data]
-        expected: dict[int, list[torch.Tensor]] = {}
-        for holder, sizes_of in enumerate(sizes_by_holder):
-            if comm.rank in ranks and str(comm.rank) in sizes_of:
-                expected[holder] = [torch.empty(size, dtype=torch.uint8) for size in sizes_of[str(comm.rank)]]
+        # No rank waits for the bytes of one that has no memory for them.
+        given, expected = together(comm, lambda: (_given(packed), self._room_for(sizes_by_holder)))
         comm.swap(given, expected)
         return together(comm, lambda: _unpacked(expected))
+
+    def _room_for(self, sizes_by_holder: Sequence[Mapping[str, Sequence[int]]]) -> dict[int, list[torch.Tensor]]:
+        """Where goes what each rank gives to this one.
+
+        Args:
+            sizes_by_holder: Of each rank: to whom it gives tensors of which sizes.
+        """
+        me, expected = self._comm.rank, dict[int, list[torch.Tensor]]()
+        for holder, sizes_of in enumerate(sizes_by_holder):
+            if me in self._recovery.ranks and str(me) in sizes_of:
+                expected[holder] = [torch.empty(size, dtype=torch.uint8) for size in sizes_of[str(me)]]
+        return expected
 
     def _packed(self) -> dict[int, tuple[bytes, torch.Tensor]]:
         """For each rank that computes steps again what this one gives: (headers, bytes)."""
@@ -114,6 +121,10 @@ class LogExchange:
                         heads[rank].append([*head, message.nbytes, message.checksum, message.number])
                         bodies[rank].append(tensor.reshape(-1).view(torch.uint8))
         return {rank: (json.dumps(heads[rank]).encode(), torch.cat(bodies[rank])) for rank in heads}
+
+
+def _given(packed: Mapping[int, tuple[bytes, torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+    return {rank: [torch.frombuffer(bytearray(head), dtype=torch.uint8), data] for rank, (head, data) in packed.items()}
 
 
 def _exchanged(comm: Communicator, mine: Sequence[Sequence[int]]) -> list[list[list[int]]]:

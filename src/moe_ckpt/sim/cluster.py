@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moe_ckpt.core.placement import Placement, everywhere, expert_owner
 from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Sends
+from moe_ckpt.policies.base import ALL_SENT, Sends
 from moe_ckpt.sim.checks import above_zero, at_least, given, portion, whole
 from moe_ckpt.sim.model import SimModel
 
@@ -106,6 +106,10 @@ class Parallel:
 class ClusterLayout:
     """A model on a cluster.
 
+    Attributes:
+        sharded: Under data parallelism alone each rank holds a part of the state (FSDP2, a distributed optimizer), so
+            that no other one can give it back. Elsewhere ``parallel`` tells.
+
     Raises:
         ConfigError: more ranks than GPUs, more stages than layers (embedding and head may have a stage each), experts
             that do not divide over ``ep``.
@@ -114,6 +118,7 @@ class ClusterLayout:
     model: SimModel
     cluster: Cluster
     parallel: Parallel
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         ranks, gpus = self.parallel.ranks, self.cluster.gpus
@@ -136,6 +141,11 @@ class ClusterLayout:
                     f"Parallel(ep={self.parallel.ep}): {layer.name} of model {self.model.name!r} has {layer.experts} "
                     "experts, which do not divide over so many ranks: one must be a multiple of the other"
                 )
+
+    @property
+    def held_alike(self) -> bool:
+        """Whether each rank holds all training state."""
+        return self.parallel.ranks == self.parallel.dp and not self.sharded
 
     @property
     def nodes(self) -> int:
@@ -181,8 +191,10 @@ class ClusterLayout:
         Under plain data parallelism they have all of it. Elsewhere a distributed optimizer divides the state, and
         data-parallel ranks hold the same weights. Raises ``ConfigError`` where there are no nodes for so many copies.
         """
-        if self.parallel.ranks == self.parallel.dp:
+        if self.held_alike:
             return Sends(False, False, False, False)
+        if self.parallel.ranks == self.parallel.dp:
+            return ALL_SENT
         placed = self.placed(replicas).peers_of
         expert, shared = (
             any(not set(peers) <= set(group) for peers, group in zip(placed, kind, strict=True)) for kind in self.groups
@@ -214,11 +226,11 @@ class ClusterLayout:
     def placement(self) -> Placement:
         """Who owns what, as the Megatron adapter tells it: optimizer state is dealt over the ranks that hold copies.
 
-        Plain data parallelism is as Lightning's adapter has it: every rank holds everything.
+        Plain data parallelism is as Lightning's adapter has it: every rank holds everything, or its part of everything.
         """
         ep, width, dp = self.parallel.ep, self.parallel.stage_ranks, self.parallel.dp
         if self.parallel.ranks == dp:
-            return everywhere(self.model.catalog.layers, dp)
+            return replace(everywhere(self.model.catalog.layers, dp), experts_whole=self.held_alike)
         owners = []
         for layer in self.model.catalog.layers:
             # Of a layer's experts, which all are on one stage, the first pipeline's rank stands for all that share it.

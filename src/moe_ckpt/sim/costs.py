@@ -67,7 +67,7 @@ class Costs:
     def log(self) -> SimulatedUpstreamLog:
         """What the rank with most of it logs; nothing where all ranks go back."""
         logged = self.iteration.boundary_bytes if self.system.rollback == "localized" else 0.0
-        return SimulatedUpstreamLog(logged, self.system.upstream_bytes)
+        return SimulatedUpstreamLog(logged, self.system.log_bytes)
 
     def move_secs(self, snapshot: SnapshotSize) -> float:
         """Storage is shared by all, so it is their bytes together that count there; a peer's link is not."""

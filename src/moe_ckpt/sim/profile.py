@@ -178,7 +178,8 @@ class RunProfile:
 
     def layout(self, cluster: Cluster | None = None, parallel: Parallel | None = None) -> ClusterLayout:
         """The run's own, or its model elsewhere."""
-        return ClusterLayout(self.sim_model, cluster or self.cluster(), parallel or self.parallel)
+        sharded = self.pace.newest("held_alike") is False
+        return ClusterLayout(self.sim_model, cluster or self.cluster(), parallel or self.parallel, sharded)
 
     def iteration(self) -> Iteration:
         pace = self.pace

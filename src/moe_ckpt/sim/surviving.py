@@ -44,7 +44,7 @@ class Survivors:
             dead: Ranks whose processes died, on nodes that stay.
         """
         ranks = self._layout.parallel.ranks
-        if not self._seal or not dead or ranks < 2 or ranks > self._layout.parallel.dp:
+        if not self._seal or not dead or ranks < 2 or not self._layout.held_alike:
             return False
         every = range(ranks)
         return all(lends(rank, every) not in dead for rank in dead)
@@ -68,10 +68,11 @@ class Survivors:
 def expert_ranks(layout: ClusterLayout) -> Counts:
     """Returns ``[L, E, n]`` ranks that copy a part of the expert into their memory; padded with -1."""
     placement, parallel = layout.placement, layout.parallel
+    divided = layout.sharded and parallel.ranks == parallel.dp  # over all ranks, whoever counts as the owner
     most = max((len(owners) for owners in placement.owners), default=0)
-    copies = parallel.dp if placement.expert_ranks is not None or parallel.pp > 1 else 1
+    copies = parallel.dp if divided or placement.expert_ranks is not None or parallel.pp > 1 else 1
     found = np.full((len(placement.owners), most, copies), -1, dtype=np.int64)
     for row, owners in enumerate(placement.owners):
-        first = np.asarray(owners, dtype=np.int64)[:, None]
+        first = np.asarray(owners, dtype=np.int64)[:, None] * (not divided)
         found[row, : len(owners)] = first + parallel.ep * np.arange(copies)
     return found

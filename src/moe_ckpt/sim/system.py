@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moe_ckpt.core.cadence import StorageCadence
+from moe_ckpt.core.quantities import parse_bytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
 from moe_ckpt.sim.checks import above_zero, flag, given, one_of, portion, whole
@@ -31,8 +32,8 @@ class System:
         interval: Who chooses the interval of a policy that has ``every_n_steps``: the "policy" itself, "young" or
             "daly" by their formulas, or an "oracle" that tries them all on the same failures.
         max_overhead: None, or the portion of training time that an interval from a formula may cost at most.
-        upstream_bytes: What each rank may spend on its log under "localized", as in ``moe_ckpt.Memory``; None: as much
-            as it needs. Where it does not reach far enough, all ranks go back.
+        upstream_bytes: What each rank may spend on its log under "localized", as in ``moe_ckpt.Memory``, also as text
+            such as "8GB"; None: as much as it needs. Where it does not reach far enough, all ranks go back.
         survivors: Ranks that live on seal the newest step in memory, as ``moe_ckpt.Memory(survivor_secs=...)`` has it;
             the papers' systems do not.
     """
@@ -50,7 +51,7 @@ class System:
     max_overhead: float | None = None
     storage_every_n_steps: int | str | None = None
     survivors: bool = False
-    upstream_bytes: float | None = None
+    upstream_bytes: float | str | None = None
 
     def __post_init__(self) -> None:
         owner = f"System {self.name!r}"
@@ -62,8 +63,10 @@ class System:
         one_of(owner, INTERVALS, interval=self.interval)
         one_of(owner, ("skip", "wait"), when_busy=self.when_busy)
         whole(owner, replicas=self.replicas, max_in_flight=self.max_in_flight)
-        above_zero(owner, **given(max_overhead=self.max_overhead, upstream_bytes=self.upstream_bytes))
+        above_zero(owner, **given(max_overhead=self.max_overhead))
         try:
+            if self.upstream_bytes is not None:
+                object.__setattr__(self, "upstream_bytes", parse_bytes(self.upstream_bytes, "upstream_bytes"))
             _ = self.cadence
         except ConfigError as error:
             raise ConfigError(f"{owner}: {error}") from error
@@ -92,7 +95,7 @@ class System:
             )
         if self.rollback == "global" and self.upstream_bytes is not None:
             raise ConfigError(
-                f"{owner}(rollback='global', upstream_bytes={self.upstream_bytes:g}): all ranks go back, none reads "
+                f"{owner}(rollback='global', upstream_bytes={self.upstream_bytes}): all ranks go back, none reads "
                 "a log; use rollback: localized, or leave upstream_bytes out"
             )
         if self.interval != "policy" and not hasattr(self.policy, "every_n_steps"):
@@ -107,6 +110,11 @@ class System:
         cadence = StorageCadence(self.storage_every_n_steps, self.storage_every_secs)
         asked = self.storage_every_n_steps is not None or self.storage_every_secs is not None
         return cadence if asked and self.durable != "storage" else None
+
+    @property
+    def log_bytes(self) -> float | None:
+        """``upstream_bytes`` as a number."""
+        return None if self.upstream_bytes is None else float(self.upstream_bytes)
 
     @property
     def needs(self) -> Needs:

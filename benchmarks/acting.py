@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import Standing, step_numbers
+from moe_ckpt.engine.agreement import RankStatus, step_numbers
 from moe_ckpt.engine.outcomes import Outcome, Resolution
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.manifest import GROUPS, step_dir
@@ -51,7 +51,7 @@ class ActedRank:
     def _first_rank_tells(self) -> Counts:
         """Which snapshots have been committed since the last step."""
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        return step_numbers(Standing(False, ended=ended), Measured(), leads=True)
+        return step_numbers(RankStatus(False, ended=ended), Measured(), leads=True)
 
     def _first_rank_commits(self) -> bytes:
         """What it announces of one more snapshot: two checkpoints stay, and nothing is shared."""

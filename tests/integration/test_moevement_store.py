@@ -21,7 +21,6 @@ from moe_ckpt.errors import ConfigError, SparseWindowError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.policies import Catalog, MoC, MoEvement, Needs, PolicyContext, SnapshotPlan
-from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run, build, loaders
 from tests.integration.lives import (
@@ -39,6 +38,7 @@ from tests.integration.lives import (
     split_lives,
 )
 from tests.support.tiny_moe import TinyMoE, Tokens
+from tests.support.verifying import verify_store
 
 W = 3
 RUN = Run(None, policy=("moevement", W), epochs=3, callback={"when_busy": "wait"})

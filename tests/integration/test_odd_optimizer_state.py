@@ -16,9 +16,9 @@ from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.interop.export import export
 from moe_ckpt.megatron.optimizers import StateSlot, state_tensors
 from moe_ckpt.policies import Dense, MoC, MoEvement
-from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
 from tests.support.tiny_moe import TinyMoE, loader, state_of
+from tests.support.verifying import verify_store
 
 
 class Interrupted(Exception):

@@ -19,9 +19,9 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.driver.states import State
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, GradientLog, MoEvement
-from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
 from tests.support.tiny_moe import TinyMoE, loader, state_of
+from tests.support.verifying import verify_store
 from tests.support.waiting import retry_until
 
 
@@ -124,7 +124,7 @@ def test_a_window_that_ends_because_optimizer_state_came_is_not_continued_later(
                 storage.set()
                 fit = trainer.callbacks[-1]._fit
                 assert fit.driver.last.skipped, "step 3 found room"
-                assert retry_until(lambda: not fit.session._resources.pipeline.busy)
+                assert retry_until(lambda: not fit.session._resources.pipeline.room.is_short)
 
     answers = {"when_busy": "skip", "on_phase": lambda phase: phase != "write" or storage.wait(60.0)}
     require_exact(tmp_path, MoEvement(window=3), FirstTokensAtStep3, Slow(), at=6, **answers)

@@ -17,9 +17,9 @@ from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.interop.export import export
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.recovery.reader import StoreReader, newest_good
-from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
 from tests.support.tiny_moe import TinyMoE, loader
+from tests.support.verifying import verify_store
 
 
 def trainer(**kwargs) -> pl.Trainer:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import open_storage
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import EXACT, Journal, Life, live
 from tests.support.opened import shards_opened
 from tests.support.processes import Outcome, run_ranks, start_ranks
+from tests.support.verifying import verify_store
 
 WARM = "tests.support.megatron_warm"
 LIFE_SECS = 400.0

@@ -22,7 +22,6 @@ from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.upstream import SEND, Channel, Message, decode_log, encode_log
 from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import LocalStorage, open_storage
 from tests.megatron.exactness import (
     Case,
@@ -40,6 +39,7 @@ from tests.megatron.test_exact import PIPELINE_EXPERTS, SHARDED
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal
 from tests.support.tensor_reads import tensor_bytes_read
+from tests.support.verifying import verify_store
 
 RARELY = {"storage_every_n_steps": 1000, "upstream_bytes": 1 << 24}
 WINDOWS = ("MoEvement", {"window": 3})

@@ -34,9 +34,9 @@ from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.modeling.rng import restore_rng
 from moe_ckpt.recovery.reader import StoreReader, open_step
 from moe_ckpt.recovery.resume import resume_newest
-from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import OPERATOR_OF, PARAMETERS, STACK, LiveState, TinyRun, megatron_state
+from tests.support.verifying import verify_store
 
 STEP = "step_00000002"
 MANIFEST = f"{STEP}/MANIFEST.json"

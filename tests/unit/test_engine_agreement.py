@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.engine import session as sessions
-from moe_ckpt.engine.agreement import Standing, StepAgreement, StepConsensus
+from moe_ckpt.engine.agreement import RankStatus, StepAgreement, StepConsensus
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.policies import CheckFreq, Measured
@@ -27,7 +27,7 @@ def resolution(sequence: int, committed: bool = True, persist_secs: float = 0.5,
 
 def agreed(comm, counts, busy, resolutions, measured) -> tuple[np.ndarray, StepConsensus]:
     agreement = StepAgreement(comm)
-    agreement.send(3, told(counts), Standing(busy, ended=resolutions), measured)
+    agreement.send(3, told(counts), RankStatus(busy, ended=resolutions), measured)
     heard = agreement.receive()
     assert heard.step == 3
     assert agreement.receive() is None

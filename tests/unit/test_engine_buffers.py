@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moe_ckpt.engine import buffers
-from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool, default_budget_bytes
+from moe_ckpt.engine import buffers, host_buffer
+from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
 from moe_ckpt.engine.cgroups import available_bytes
+from moe_ckpt.engine.host_buffer import HostBuffer
 from moe_ckpt.engine.host_tier import HostTier, KeptCheckpoint
 from moe_ckpt.errors import HostMemoryError
 
@@ -40,7 +41,7 @@ def test_the_budget_is_never_exceeded_and_fits_tells_the_truth(asked):
         assert pool.fits(BUDGET - sum(b.nbytes for b in lent)), "what is not lent out can be had"
 
 
-KINDS = (buffers.WHOLE, buffers.PIECES, buffers.MIRRORED)
+KINDS = (host_buffer.WHOLE, host_buffer.PIECES, host_buffer.MIRRORED)
 
 
 @given(
@@ -75,8 +76,8 @@ def test_buffers_of_gradients_go_round():
     there: dict[tuple[int, int], HostBuffer] = {}
     for step in range(40):
         needs = [
-            (buffers.WHOLE, 6 * MB),
-            *[(buffers.PIECES, 2 * MB + 1 + group) for group in range(5) if group != step % 5],
+            (host_buffer.WHOLE, 6 * MB),
+            *[(host_buffer.PIECES, 2 * MB + 1 + group) for group in range(5) if group != step % 5],
         ]
         whole, *found = pool.acquire_all(needs)
         places = (group for group in range(5) if group != step % 5)
@@ -130,9 +131,9 @@ def test_a_huge_buffer_is_not_lent_for_a_small_snapshot():
 
 @given(st.integers(1, 1 << 40))
 def test_buffers_have_a_little_room_so_that_they_serve_again(nbytes):
-    size = buffers.roomy(nbytes)
+    size = host_buffer.roomy(nbytes)
     assert nbytes <= size <= nbytes + max(1, nbytes // 16)
-    assert buffers.roomy(size) == size
+    assert host_buffer.roomy(size) == size
 
 
 def test_a_buffer_given_back_twice_is_an_error():

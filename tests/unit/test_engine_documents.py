@@ -21,9 +21,9 @@ from moe_ckpt.format.manifest import parse_step_dir, step_dir
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.policies import MoC
 from moe_ckpt.recovery.reader import StoreReader, newest_good
-from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import LocalStorage, StoreLock
 from tests.support.store_builder import example
+from tests.support.verifying import verify_store
 from tests.unit.builders import catalog
 from tests.unit.engine_parts import PATIENCE_SECS, Life, SoloCommunicator
 

@@ -105,7 +105,7 @@ def test_the_death_of_the_persist_thread_surfaces_once(tmp_path):
         life.go()
         with pytest.raises(RuntimeError, match="closed by peer"):
             life.settle()
-        life.session._resources.pipeline.raise_fatal()
+        life.session._resources.pipeline.stages.raise_fatal()
         life.session.close()
     assert [m.step for m in manifests(tmp_path)] == [1]
 

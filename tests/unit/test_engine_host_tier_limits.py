@@ -13,7 +13,8 @@ from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.host_buffer import HostBuffer
 from moe_ckpt.engine.host_tier import as_values
 from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.format.shard import SliceEntry

@@ -22,11 +22,11 @@ from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.room import Room
 from moe_ckpt.errors import HostMemoryError, RecoveryLoopError, SaveFailedError
+from moe_ckpt.format.manifest import age_of
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.recovery.slot_views import age_of
 from moe_ckpt.storage import LocalStorage, Storage
 from tests.support.bad_disks import SmallDisk
 from tests.support.deleting import delete_tree

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from moe_ckpt.engine import early_slots
-from moe_ckpt.engine.buffers import HostBufferPool, roomy
+from moe_ckpt.engine.buffers import HostBufferPool
 from moe_ckpt.engine.early_slots import EarlySlots
+from moe_ckpt.engine.host_buffer import roomy
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory.files import FoundSlot, MemoryFiles
 from moe_ckpt.memory.slot import Slot

@@ -9,7 +9,7 @@ import pytest
 from moe_ckpt.errors import StateRefusedError
 from moe_ckpt.megatron.host import settings_changed
 from moe_ckpt.megatron.hyperparameters import as_plain, changes
-from moe_ckpt.recovery.resume import Restored
+from moe_ckpt.recovery.executing import Restored
 
 DENSE = {"wd_mult": 1.0, "is_expert_parallel": False}
 EXPERT = {"wd_mult": 1.0, "is_expert_parallel": True}

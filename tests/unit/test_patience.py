@@ -20,11 +20,11 @@ from moe_ckpt.errors import (
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.recovery.reader import StoreReader, newest_good
 from moe_ckpt.recovery.resume import resume_newest
-from moe_ckpt.recovery.verify import verify_store
 from moe_ckpt.storage import LocalStorage, RemoteStorage
 from moe_ckpt.storage.patience import PatientStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.support.store_builder import LiveState, TinyRun, example
+from tests.support.verifying import verify_store
 from tests.unit.engine_parts import ThreadRanks, run_threads
 
 READS = ("read", "size", "list", "exists")

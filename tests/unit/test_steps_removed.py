@@ -25,9 +25,10 @@ from moe_ckpt.interop.weights import load_weights
 from moe_ckpt.recovery import newest, reader
 from moe_ckpt.recovery.reader import StoreReader, newest_good, open_step
 from moe_ckpt.recovery.step_storage import MOST_LISTINGS
-from moe_ckpt.recovery.verify import verify_steps, verify_store
+from moe_ckpt.recovery.verify import verify_steps
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import LiveState, TinyRun, example
+from tests.support.verifying import verify_store
 from tests.unit.engine_parts import ThreadRanks, run_threads
 
 OLDEST, OLDER, NEWEST, COMING = (step_dir(step, 0) for step in range(1, 5))

@@ -106,17 +106,17 @@ def test_a_second_optimizers_join_does_not_make_a_half_written_step_whole(surviv
 
 
 @pytest.mark.parametrize("counts", [True, False, None])
-def test_an_update_that_is_made_is_sealed_once_somebody_can_count_its_step(surviving, recorder, counts):
+def test_an_update_that_is_made_is_sealed_once_somebody_can_count_its_step(recorder, counts):
     def count() -> bool:
         if counts is None:
             raise ValueError("the loop is another one")
         return counts
 
     recorder.done.set()
+    surviving = Surviving(recorder, secs=20, unit="step", rank=0, count=count)
     surviving.enter(Moment.WRITTEN)
     assert surviving.ends_soon
     assert not surviving.is_whole
-    surviving.count = count
     surviving.survive("RuntimeError")
     assert recorder.sealed == int(counts is True)
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from moe_ckpt.callbacks.lightning_state import check_state
 from moe_ckpt.callbacks.named_steps import is_step_path, is_store_path, load_named, load_named_together
-from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, state_path
 from moe_ckpt.interop.lightning_dict import lightning_dict, of_lightning
@@ -25,9 +25,9 @@ from moe_ckpt.interop.whole import WholeCheckpoint
 from moe_ckpt.modeling.optimizer_class import require_same_class
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.executing import rank_of_state
 from moe_ckpt.recovery.named import Opens, load_step, whole_tensors
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.resume import rank_of_state
 from moe_ckpt.recovery.together import together
 
 RESUME_KEY = "moe_ckpt"
@@ -152,7 +152,7 @@ def load_steps_into_shards(trainer: pl.Trainer, strategy: Strategy) -> None:
 
         reader, manifest, restored = load_step(comm, opens, state, admits, model_only=not fitting)
         plain = restored.plain["plain"]
-        with handing_back("the model and its optimizers", restored.path):
+        with loading_state("the model and its optimizers", restored.path):
             state.load_plain(plain if fitting else {**plain, "optimizers": []})
         checkpoint = dict(restored.plain["checkpoint"])
         checkpoint.update(state_dict={}, optimizer_states=[])

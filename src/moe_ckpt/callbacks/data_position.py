@@ -31,11 +31,9 @@ log = logging.getLogger("moe_ckpt")
 POSITION_KEY = "moe_ckpt_data_position"
 """In a Lightning checkpoint: one entry for each training loader, the state of its sampler or None."""
 GENERATORS_KEY = "moe_ckpt_loader_generators"
-"""Likewise, of the generator that the loader was given."""
-
-
+"""In a Lightning checkpoint: for each training loader, the state of the generator that it was given, or None."""
 RELOAD_KEY = "moe_ckpt_loaders_made"
-"""Likewise, the epoch in which the loaders were made, where they are made anew every few epochs."""
+"""In a Lightning checkpoint: the epoch in which the loaders were created (``reload_dataloaders_every_n_epochs``)."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class DataPosition:
         self._stored: list[dict[str, int] | None] | None = None
         self._generators: list[torch.Tensor | None] = []
         self._fetch: Mapping[str, Any] = {}
-        self._made: int | None = None
+        self._reload_epoch: int | None = None
         self._start: _Start | None = None
         self._lookahead: Lookahead | None = None
         self._states: LoaderStates | None = None
@@ -154,9 +152,9 @@ class DataPosition:
         """Adds the positions as of the last batch that was trained on to a checkpoint."""
         if self._lookahead is not None:
             self._lookahead.save(checkpoint)
-        made = trainer.fit_loop._last_train_dl_reload_epoch
-        if trainer.reload_dataloaders_every_n_epochs > 1 and math.isfinite(made):
-            checkpoint[RELOAD_KEY] = made
+        reload_epoch = trainer.fit_loop._last_train_dl_reload_epoch
+        if trainer.reload_dataloaders_every_n_epochs > 1 and math.isfinite(reload_epoch):
+            checkpoint[RELOAD_KEY] = reload_epoch
         loader = trainer.fit_loop._combined_loader
         dealers = [] if loader is None else [dealer_of(each) for each in loader.flattened]
         generators = [] if loader is None else [_generator_of(each) for each in loader.flattened]
@@ -186,7 +184,7 @@ class DataPosition:
         self._stored = checkpoint.pop(POSITION_KEY, None)
         self._generators = checkpoint.pop(GENERATORS_KEY, [])
         self._fetch = checkpoint.pop(FETCH_KEY, {})
-        self._made = checkpoint.pop(RELOAD_KEY, None)
+        self._reload_epoch = checkpoint.pop(RELOAD_KEY, None)
 
     def put_back(self, trainer: Any, *, resumed: bool) -> None:
         """Sets samplers to the loops' position, and makes a new iterator if it began elsewhere.
@@ -202,9 +200,9 @@ class DataPosition:
             ConfigError: The positions are of other loaders, another dataset, seed or order.
         """
         loop = trainer.fit_loop
-        made, self._made = self._made, None
-        if made is not None and resumed:
-            loop._last_train_dl_reload_epoch = made
+        reload_epoch, self._reload_epoch = self._reload_epoch, None
+        if reload_epoch is not None and resumed:
+            loop._last_train_dl_reload_epoch = reload_epoch
         loader, stored, drawn, fetch = loop._combined_loader, self._stored, self._generators, self._fetch
         self._stored, self._generators, self._fetch, self._start = None, [], {}, None
         if loader is None:
@@ -219,7 +217,7 @@ class DataPosition:
         for set_epoch in setters:
             set_epoch(epoch)
         if any(dealers) and loop.restarted_mid_epoch:
-            self._start = _go_on(trainer, dealers, known=stored is not None)
+            self._start = _set_loops(trainer, dealers, known=stored is not None)
         if setters or fetch or before != [dealer and dealer.sampler.state_dict() for dealer in dealers]:
             states = _without(states, loader.flattened, dealers)
             if ahead is not None and self._lookahead is not None:
@@ -236,8 +234,8 @@ class DataPosition:
 def _generator_of(loader: object) -> torch.Generator | None:
     """Returns the generator that was given to a stateful loader, from which it draws orders and seeds of workers.
 
-    Its own state has the order of this epoch only: taking it up leaves out what was drawn besides, so that the orders
-    of later epochs would be other ones (torchdata 0.11).
+    The loader's own state has this epoch's order only. Restoring that alone would not advance the generator, so later
+    epochs would have other orders (torchdata 0.11).
     """
     generator = getattr(loader, "generator", None)
     return generator if isinstance(generator, torch.Generator) and isinstance(loader, _Stateful) else None
@@ -275,7 +273,7 @@ def _check_world(trainer: Any, sampler: RecoverableDistributedSampler) -> None:
         )
 
 
-def _go_on(trainer: Any, dealers: list[BatchDealer | None], *, known: bool) -> _Start:
+def _set_loops(trainer: Any, dealers: list[BatchDealer | None], *, known: bool) -> _Start:
     """Sets the loops to the samplers' positions."""
     loop = trainer.fit_loop
     dealt = [None if dealer is None else (dealer.whole, dealer.left) for dealer in dealers]

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Stochast
 
 from moe_ckpt.callbacks.support import STATE_KEY
 from moe_ckpt.driver.changes import Change
-from moe_ckpt.driver.run import End
+from moe_ckpt.driver.host import End
 from moe_ckpt.errors import FinishedRunError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest

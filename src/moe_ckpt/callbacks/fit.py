@@ -28,17 +28,17 @@ from moe_ckpt.callbacks.support import boost_refusal, inexact, require_restartab
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.boosting import Boosting
-from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_resumed, say_unsaved
-from moe_ckpt.driver.run import Driver
+from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_unsaved
+from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.engine.finishing import read_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.gradients.capture import GradientCapture
-from moe_ckpt.gradients.recording import Ignored, StepRecorder
-from moe_ckpt.gradients.returning import LogReplayer
+from moe_ckpt.gradients.recording import StepRecorder
+from moe_ckpt.gradients.run_log import RunLog
 from moe_ckpt.modeling.boost_ports import boost_ports
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
@@ -81,31 +81,30 @@ class Fit:
         self._isolate_validation = isolate_validation
         self.buckets = BucketOrder.of(trainer)
         on_device = trainer.strategy.root_device.type == "cuda"
-        shape = len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0)
         ports = boost_ports(layers, boost_refusal(trainer.strategy))
         self.step_log = StepLog([layer.experts for layer in catalog.layers], k, trainer)
         frozen: Callable[[], Mask | None] = no_experts
         if options.needs.partial:  # looked for at every update, hence only where experts may come back older
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
         self._counter = RoutingCounter(module, layers, soft=options.needs.soft_counts, frozen=frozen)
-        self._capture = functools.partial(capture_gradients, trainer, module)
-        self._recorder: StepRecorder | None = None
-        self._captured: GradientCapture | None = None
         self._held = HeldGradient(module)
         self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
+        recorder: StepRecorder | None = None
         if options.needs.gradients:
             stored = options.needs.stored_gradients
-            self._recorder = StepRecorder(trainer.optimizers, self._release_gradients, stored=stored)
+            release = functools.partial(release_gradients, self.driver)
+            recorder = StepRecorder(trainer.optimizers, release, stored=stored)
+        self._log = RunLog(functools.partial(capture_gradients, trainer, module), trainer.optimizers, recorder)
         try:
             comm = make_communicator(options.timeout_secs, late=on_device)
-            self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, shape, comm)
+            self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, grid_of(catalog.layers), comm)
             self.driver.open(
                 comm,
                 catalog,
                 self.host.state,
                 aliases=tied_aliases(module),
                 observers=[self.step_log],
-                gradients=self._recorder,
+                gradients=recorder,
                 pinned=on_device,
                 local_ranks=getattr(trainer.strategy, "num_processes", 1),
             )
@@ -113,10 +112,10 @@ class Fit:
             self._counter.close()
             raise
         if options.needs.windows:
-            self.host.windows = Windows(trainer, module, catalog, self.host.state)
+            self.host.windows = Windows(trainer, module, catalog, self.host.state, self._policy)
         after_batch = lambda: self.after_batch()  # noqa: E731  which may be timed
-        self._ours: Collection[Callback] = ()
-        self._watch = UpdateWatch(trainer, module, self._before_bypassing, after_batch, self._is_aside)
+        self._own_callbacks: Collection[Callback] = ()
+        self._watch = UpdateWatch(trainer, module, self._before_bypassing, after_batch, self._is_searching)
 
     @property
     def session(self) -> CheckpointSession:
@@ -148,18 +147,16 @@ class Fit:
             if driver.comm.rank == 0:
                 _warn_of_ignored(driver, named)
         else:
-            driver.resume(
-                replayer=LogReplayer(host.trainer.optimizers, self.session.catalog, lambda: self._capture(Ignored()))
-            )
+            driver.resume(replayer=self._log.replayer(self.session.catalog))
             ended = previous is not None and previous.host.ended and previous.host.trainer is host.trainer
             if ended and driver.restored_step is not None:
                 say_gone_back("step", driver.restored_step, before, driver.comm.rank)
         if driver.replaying is not None and host.windows is None:
-            host.windows = Windows(host.trainer, host.module, self.session.catalog, host.state)
+            host.windows = Windows(host.trainer, host.module, self.session.catalog, host.state, self._policy)
 
     def begin(
         self,
-        given: Mapping[str, Any] | None,
+        loaded: Mapping[str, Any] | None,
         run_ledger: Mapping[str, Any] | None,
         data: DataPosition,
         bucket_order: str | None,
@@ -168,17 +165,17 @@ class Fit:
         """Training begins.
 
         Args:
-            given: The ``RESUME_KEY`` entry of the step that Lightning loaded; None if it loaded none of ours.
+            loaded: The ``RESUME_KEY`` entry of the step that Lightning loaded; None if it loaded none of ours.
             run_ledger: State of ``MoECheckpoint`` in a checkpoint of another kind that was loaded.
             data: Data positions of the checkpoint.
             bucket_order: Of DDP's buckets, as the checkpoint has it.
             ours: Callbacks that do not read gradients.
         """
-        driver, host, self._ours = self.driver, self.host, ours
-        if given is not None:
-            self._resume_from(given)
-            host.generators.take(given["rng"])
-            host.state.freeze(given["frozen"])
+        driver, host, self._own_callbacks = self.driver, self.host, ours
+        if loaded is not None:
+            self._resume_from(loaded)
+            host.generators.take(loaded["rng"])
+            host.state.freeze(loaded["frozen"])
             go_on_finetuning(host.trainer)
         elif run_ledger is not None:
             self.session.continue_ledger(run_ledger["tokens"], run_ledger["index"])
@@ -187,7 +184,7 @@ class Fit:
             host.state.freeze(driver.restored.plain["plain"].get("frozen"))
         self._watch.begin(host.step)
         if host.windows is not None:
-            host.windows.check(self._policy, self._isolate_validation, driver.replaying, self.buckets)
+            host.windows.check(self._isolate_validation, driver.replaying, self.buckets)
         reasons = inexact(host.trainer, self._isolate_validation, self.buckets) if host.trainer.is_global_zero else ()
         for reason in reasons:
             log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
@@ -209,30 +206,16 @@ class Fit:
             require_restartable(host.trainer)
             host.generators.note()
         driver.begin(new=new, over=driver.restored_step is not None and will_stop(host.trainer))
-        if self._recorder is not None:
-            self._captured = self._capture(self._recorder, self._recorder.rounded)
-            self._recorder.begin(self._captured)
+        self._log.begin()
         self.session.survivor.updates_are_foretold()
 
-    def _resume_from(self, given: Mapping[str, Any]) -> None:
-        """Resume bookkeeping and log message for the step that Lightning has loaded."""
+    def _resume_from(self, loaded: Mapping[str, Any]) -> None:
+        """Continues from the step that Lightning has loaded."""
         driver, trainer = self.driver, self.host.trainer
-        reader, manifest = open_step(f"{given['root']}/{given['directory']}")
+        reader, manifest = open_step(f"{loaded['root']}/{loaded['directory']}")
         say_inexact(other_ranks(manifest, trainer.world_size), trainer.global_rank)
-        fault = self.session.resume_from(
-            manifest, same_store=_is_same_place(reader.storage.root, driver.options.dirpath)
-        )
-        plt = self.session.run_ledger.tokens.plt
-        root = str(given["root"])
-        say_resumed("step", manifest.step, manifest.directory, fault, plt, root, trainer.global_rank)
-        self.boosting.begin(
-            given,
-            fault.lacking,
-            self.session.run_ledger,
-            ranks=manifest.world_size,
-            of_rank=functools.partial(reader.state, manifest),
-        )
-        driver.restored_step = manifest.step
+        same_store = _is_same_place(reader.storage.root, driver.options.dirpath)
+        driver.resume_loaded(reader, manifest, loaded, same_store=same_store)
 
     def trained_up_to(self, step: int) -> bool:
         """Returns whether this fit made updates, and the newest committed checkpoint is of its last, ``step``."""
@@ -240,15 +223,13 @@ class Fit:
 
     # --- every step ---
 
-    @property
-    def is_training(self) -> bool:
-        """Whether the trainer is between the first step of this fit and its last."""
-        return self.driver.lifecycle.state in (State.TRAINING, State.REPLAYING)
+    def _is_searching(self) -> bool:
+        """Whether a learning rate or batch size finder runs batches that are not part of the run.
 
-    def _is_aside(self) -> bool:
-        """Whether the trainer makes batches that are no part of the run, and restores its state afterwards: learning
-        rate and batch size finders put all callbacks aside meanwhile."""
-        return not any(callback in self._ours for callback in self.host.trainer.callbacks) and self.is_training
+        Finders remove all callbacks meanwhile, and restore the trainer's state afterwards.
+        """
+        removed = not any(callback in self._own_callbacks for callback in self.host.trainer.callbacks)
+        return removed and self.driver.lifecycle.is_training
 
     def join(self, *, update: bool) -> None:
         """Joins the copy before parameters change. Does nothing when evaluating after a fit.
@@ -260,29 +241,27 @@ class Fit:
             self.driver.before_update(receive=update)
 
     def _before_bypassing(self) -> None:
-        """Parameters change by an update that no hook of a callback tells of.
+        """Called before an update for which Lightning calls no callback.
 
         Raises:
-            ConfigError: It is no part of the run, and the policy has steps computed again.
+            ConfigError: A finder makes it during training, and the policy computes steps again after a failure.
         """
-        if self._is_aside() and self.driver.options.needs.windows:
-            self.close(min(10.0, self.driver.options.timeout_secs))  # Lightning tells no callback of this exception
+        if self._is_searching() and self.driver.options.needs.windows:
+            self.close(
+                min(CLOSE_SECS, self.driver.options.timeout_secs)
+            )  # Lightning tells no callback of this exception
             raise ConfigError(
                 f"{self._policy} and a learning rate or batch size finder in the middle of training contradict each "
                 "other: after a failure steps are computed again, and a search between them cannot be. Search before "
                 "training (with Tuner, or a finder that runs in on_fit_start), or use Dense or MoC"
             )
-        self.join(update=not self._is_aside())
+        self.join(update=not self._is_searching())
         self._counter.update_begins()
-
-    def _release_gradients(self) -> None:
-        if self.session.is_open:
-            self.session.before_update(receive=False, of_gradients=True)
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""
         if self.host.windows is not None and self._watch.unbooked:
-            self.host.windows.refuse_backward(self._policy)
+            self.host.windows.refuse_backward()
         if self.driver.replaying is not None:
             self.driver.replaying.source.before_backward(loss)
             return
@@ -310,12 +289,11 @@ class Fit:
 
     def after_batch(self) -> None:
         """A batch ended; runs after every batch-end hook, when the step of the batch, if any, is final."""
-        if self._is_aside():
+        if self._is_searching():
             self._watch.forget()
-            self._counter.discard()
-            self.boosting.discard()
-            if self._recorder is not None:
-                self._recorder.forget()
+            self._discard_tokens()
+            if self._log.recorder is not None:
+                self._log.recorder.forget()
             return
         began = time.perf_counter()
         driver, trainer, windows = self.driver, self.host.trainer, self.host.windows
@@ -330,15 +308,14 @@ class Fit:
         self._hooks_since_step = last_for_now or (self._hooks_since_step and not batch.updates)
         if not batch.updates:
             if batch.stepped:
-                self._counter.discard()
-                self.boosting.discard()
+                self._discard_tokens()
             if driver.replaying is None and self._watch.moved:
                 self._leave_last(last_for_now)
             return
         if windows is not None:
-            windows.check_updates(self._policy, batch.updates)
+            windows.check_updates(batch.updates)
         tokens = self.boosting.step_ends(self._counter.take(), applied=True)
-        record = driver.after_update(began, tokens, updated=batch.sure)
+        record = driver.after_update(began, tokens, updated=batch.applied)
         if windows is not None:
             windows.step_ends(self.session)
             if driver.replaying is None and not driver.options.needs.windows:  # the replay is done
@@ -351,11 +328,16 @@ class Fit:
         if record.halt is not None:
             self._halt(record.halt)
 
-    def _leave_last(self, last_for_now: bool) -> None:
-        """Saves the state of the newest step if training ends with this batch; keeps its plain state if it may end.
+    def _discard_tokens(self) -> None:
+        """Forgets the tokens routed since the last step: they led to no update."""
+        self._counter.discard()
+        self.boosting.discard()
 
-        That of a step is kept, too, if a batch without one may follow and be the last: then it is too late, since
-        buffers, random numbers and the position in the data have moved on, and gradients are in no checkpoint.
+    def _leave_last(self, last_for_now: bool) -> None:
+        """Saves the newest step's state if training ends with this batch; keeps its plain state if training may end.
+
+        It is also kept if the next batch may make no step and be the last one: by then buffers, random numbers and the
+        position in the data have moved on, and the accumulated gradients are in no checkpoint.
         """
         driver, host, last = self.driver, self.host, will_stop(self.host.trainer)
         if driver.options.save_last and last and self.host.has_newest:
@@ -404,8 +386,7 @@ class Fit:
         self._watch.close()
         self._counter.close()
         self._held.release()
-        if self._captured is not None:
-            self._captured.close()
+        self._log.close()
         self.driver.close(grace_secs)
         windows, self.host.windows = self.host.windows, None
         if windows is not None:

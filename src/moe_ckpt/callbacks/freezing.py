@@ -32,8 +32,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.callbacks.weight_readers import overrides
 from moe_ckpt.driver.replaying import StepSource
+from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.modeling.compiled import is_compiled
 from moe_ckpt.modeling.names import parameters_of
@@ -114,7 +115,7 @@ class SparingRecompute(StepSource):
         self._release()
         self._frozen, self._step = replay.frozen_parameters(), replay.upcoming_step
         facts = recorded["replay"]
-        with handing_back("the steps of a sparse window", replay.upcoming_path):
+        with loading_state("the steps of a sparse window", replay.upcoming_path):
             self._norms.given = list(facts["norms"])
             self._expected = frozenset(facts["without_gradient"]) if "without_gradient" in facts else None
         frozen = [self._parameters[name] for name in sorted(self._frozen) if self._parameters[name].requires_grad]
@@ -156,11 +157,11 @@ class SparingRecompute(StepSource):
 
 
 class _Reducing:
-    """How gradients of one rank are added to those of others, when some are not made; here: not at all."""
+    """How a strategy reduces gradients if some are not computed. On a single device there is nothing to do."""
 
     @staticmethod
     def of(trainer: Any, module: pl.LightningModule) -> _Reducing | None:
-        """Returns what knows the trainer's strategy; None where gradients are never left out."""
+        """Returns the instance for the trainer's strategy; None if all gradients must be computed."""
         strategy = trainer.strategy
         if is_compiled(module):
             return None  # other gradients would be another program, with other roundings
@@ -176,7 +177,7 @@ class _Reducing:
         return None
 
     def spares(self, frozen: Sequence[nn.Parameter]) -> bool:
-        """The next step makes no gradients of ``frozen``. Returns False if it must."""
+        """Prepares a step without gradients of ``frozen``. Returns False if the step must compute them."""
         return True
 
     def release(self) -> None:
@@ -236,10 +237,5 @@ def may_leave_out(trainer: Any, module: pl.LightningModule, norms: ClipNorms, ou
         return False
     others = [callback for callback in trainer.callbacks if callback not in ours]
     return not any(is_overridden(name, module) for name in _LOOKS_AT_GRADIENTS) and not any(
-        _overrides(callback, name) for callback in others for name in _LOOKS_AT_GRADIENTS
+        overrides(callback, name) for callback in others for name in _LOOKS_AT_GRADIENTS
     )
-
-
-def _overrides(callback: Callback, name: str) -> bool:
-    own, plain = getattr(type(callback), name, None), getattr(Callback, name, None)
-    return plain is not None and own is not plain

@@ -1,7 +1,7 @@
-"""Holds one gradient back until something is done, so that DDP cannot complete the reduction of all of them before.
+"""Delays one gradient until something is done, so that DDP cannot finish its reduction, and no rank its update, before.
 
-No rank makes its update before it has each rank's gradients. A backward pass goes on meanwhile: the gradient that is
-held is that of the first parameter, which the pass usually comes to last.
+The delayed gradient is that of the first parameter, which the backward pass usually computes last, so the rest of the
+pass is not delayed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class HeldGradient:
-    """Of one module, for one backward pass at a time.
+    """Delays a gradient of one module, in one backward pass at a time.
 
     Args:
-        module: Whose backward passes these are.
+        module: The model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -24,10 +24,10 @@ class HeldGradient:
         self._hook: RemovableHandle | None = None
 
     def hold(self, until: Callable[[], None]) -> None:
-        """In the pass that begins now, the gradient waits.
+        """Delays the gradient in the backward pass that begins now.
 
         Args:
-            until: Returns when it has waited enough. Not called if that parameter gets no gradient.
+            until: Blocks as long as the gradient is to wait. Not called if the parameter gets no gradient.
         """
         self.release()
         first = next((each for each in self._module.parameters() if each.requires_grad), None)
@@ -35,7 +35,7 @@ class HeldGradient:
             self._hook = first.register_hook(lambda _: until())  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """The pass is over. Twice does no harm."""
+        """The pass is over. Safe to call twice."""
         hook, self._hook = self._hook, None
         if hook is not None:
             hook.remove()

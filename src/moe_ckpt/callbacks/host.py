@@ -1,4 +1,4 @@
-"""``driver.run.Host`` of a Lightning trainer: its step, its plain state, and how that is restored."""
+"""``driver.host.Host`` of a Lightning trainer: its step, its plain state, and how that is restored."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, differing, plain_values
 from moe_ckpt.driver.generators import Generators
-from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.driver.host import End, Host
 from moe_ckpt.driver.replaying import Repeated
-from moe_ckpt.driver.run import End, Host
+from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, state_path
@@ -37,7 +37,8 @@ from moe_ckpt.modeling.names import clean_name, tied_aliases
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
-from moe_ckpt.recovery.resume import Restored, other_ranks, rank_of_state
+from moe_ckpt.recovery.executing import Restored, rank_of_state
+from moe_ckpt.recovery.resume import other_ranks
 
 _Plain = Mapping[str, Any]
 
@@ -81,7 +82,7 @@ class LightningHost(Host):
         found = changes(self.trainer, plain, self._configured)
         found += _thawed(self.state, plain["plain"], plain.get("configured", {}), self._configured)
         self._configured = plain.get("configured", self._configured)
-        with handing_back("the model and its optimizers", restored.path):
+        with loading_state("the model and its optimizers", restored.path):
             self.state.load_plain(plain["plain"])
         restore_checkpoint(self.trainer, plain["checkpoint"], restored.path)
         self.generators.take(plain["rng"])
@@ -126,11 +127,11 @@ class LightningHost(Host):
         return found if self.windows is None else found | {"replay": self.windows.recorded()}
 
     def own(self, *, whole: bool) -> dict[tuple[str, ...], Any]:
-        """What may have changed of ``capture()`` since the step before, when the forward pass of another is done.
+        """Returns the parts of ``capture()`` that may have changed since the last step, after another forward pass.
 
         Args:
-            whole: Since then hooks may have changed anything, or nobody captured that step. Else counters and
-                schedules, which the update moves alike on every rank, are as they were.
+            whole: All of it: hooks may have changed anything since, or that step was not captured. Otherwise counters
+                and schedules are left out, which change in updates only, alike on every rank.
         """
         if whole:
             return {(): self._captured(capture_rng(), described=False)}
@@ -152,7 +153,7 @@ class LightningHost(Host):
 
     @property
     def has_newest(self) -> bool:
-        """Whether a checkpoint made now would be of the newest step as it was when it was done."""
+        """Whether the newest step's plain state is still known, so that a checkpoint of it can be made now."""
         return self.settled or (self._kept is not None and self._kept[0] == self.step)
 
     def end(self) -> End | None:

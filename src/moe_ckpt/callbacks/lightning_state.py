@@ -24,8 +24,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from moe_ckpt.callbacks.lazy_checkpoint import LazyCheckpoint
 from moe_ckpt.callbacks.loop_position import interrupted
-from moe_ckpt.driver.handing_back import handing_back
-from moe_ckpt.driver.run import require_framework
+from moe_ckpt.driver.host import require_framework
+from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.schema import like, listing, record, require
 from moe_ckpt.format.tree import encode_tree
@@ -257,19 +257,19 @@ def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> No
     checkpoint = unmark(stored, module.state_dict())
     datamodule = trainer.datamodule
     if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
-        with handing_back(f"the datamodule {type(datamodule).__name__}", path):
+        with loading_state(f"the datamodule {type(datamodule).__name__}", path):
             datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
-    with handing_back(f"{type(module).__name__} (on_load_checkpoint)", path):
+    with loading_state(f"{type(module).__name__} (on_load_checkpoint)", path):
         module.on_load_checkpoint(checkpoint)
     _restore_callbacks(trainer, checkpoint, path)
     go_on_finetuning(trainer)
     precision = trainer.precision_plugin
-    with handing_back(f"the precision plugin {type(precision).__name__}", path):
+    with loading_state(f"the precision plugin {type(precision).__name__}", path):
         precision.on_load_checkpoint(checkpoint)
         if type(precision).__qualname__ in checkpoint:
             precision.load_state_dict(checkpoint[type(precision).__qualname__])
     if trainer.state.fn is TrainerFn.FITTING and checkpoint["global_step"]:
-        with handing_back("the fit loop", path):
+        with loading_state("the fit loop", path):
             trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
             # A search for a learning rate or a batch size has made it. It takes its position where it is made.
             trainer.fit_loop._combined_loader = None
@@ -278,7 +278,7 @@ def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> No
         trainer.fit_loop.epoch_loop.val_loop.restarting = True
     _go_on_averaging(trainer)
     for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
-        with handing_back(f"the scheduler {type(config.scheduler).__name__}", path):
+        with loading_state(f"the scheduler {type(config.scheduler).__name__}", path):
             config.scheduler.load_state_dict(state)
 
 
@@ -288,11 +288,11 @@ def _restore_callbacks(trainer: Any, checkpoint: dict[str, Any], path: str) -> N
     if absent:
         log.warning("the checkpoint holds state of callbacks that this Trainer does not have: %s", ", ".join(absent))
     for callback in trainer.callbacks:
-        with handing_back(f"the callback {type(callback).__name__} (on_load_checkpoint)", path):
+        with loading_state(f"the callback {type(callback).__name__} (on_load_checkpoint)", path):
             callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
     for callback in trainer.callbacks:
         if callback.state_key in states:
-            with handing_back(f"the callback {type(callback).__name__}", path):
+            with loading_state(f"the callback {type(callback).__name__}", path):
                 callback.load_state_dict(deepcopy(states[callback.state_key]))
 
 

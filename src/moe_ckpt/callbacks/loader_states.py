@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from moe_ckpt.driver.handing_back import handing_back
+from moe_ckpt.driver.state_loading import loading_state
 
 _ADVICE = (
     "Its sampler may be of another kind than in the run, as where another number of ranks gives it another one "
@@ -40,7 +40,7 @@ class LoaderStates:
                 if loader is None:
                     raise
                 loop._data_fetcher = None  # its teardown asks a loader that has not begun for its length
-                with handing_back(f"the training loader {loader}", path(), _ADVICE):
+                with loading_state(f"the training loader {loader}", path(), _ADVICE):
                     raise
 
         loop.setup_data = setup_data

@@ -19,9 +19,9 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 
 FETCH_KEY = "moe_ckpt_fetched_ahead"
-"""In a Lightning checkpoint, where the next batch was fetched ahead: what its fetch needs besides the loaders' states.
+"""In a Lightning checkpoint, if the next batch was fetched ahead: what fetching it again needs beside loaders' states.
 
-``rng``: states of the generators before it, if it drew. ``consumed``: which loaders had begun again in this epoch.
+``rng``: states of the generators before the fetch, if it drew. ``consumed``: loaders that had started over this epoch.
 """
 
 
@@ -97,7 +97,7 @@ class Lookahead:
         self._rng, self._drew = _rng(), True  # until the fetch has ended, of which the first is not seen
 
     def _take_due(self) -> None:
-        """Takes up what the fetch of a resumed run's first batch needs."""
+        """Restores what a resumed run needs to fetch its first batch again."""
         due, self._due = self._due, {}
         if due.get("consumed"):
             self._loop._combined_loader._iterator._consumed = list(due["consumed"])
@@ -116,7 +116,7 @@ class Lookahead:
             checkpoint[FETCH_KEY] = more
 
     def fetch_again(self, states: list[dict[str, Any]], due: Mapping[str, Any]) -> None:
-        """Lets the loaders begin anew, in place of the batch that waits.
+        """Restarts the loaders, and fetches another batch in place of the one that waits.
 
         Args:
             states: Of the stateful loaders.

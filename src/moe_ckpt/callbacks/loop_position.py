@@ -1,13 +1,11 @@
-"""Where Lightning's loops go on after a restart: the end of an epoch, and the batch count with other ranks.
+"""Corrects Lightning's loops after a restart: at the end of an epoch, and the batch count on another number of ranks.
 
 Lightning counts an epoch that resumes as restarting until its end. Then it updates no plateau scheduler, and after an
 epoch's last batch it would train on what ``limit_train_batches`` left in the loader, unless a validation is due.
 
-With another number of ranks the batch count within an epoch is set anew.
-
-That count decides when the last batch, an accumulated step and a validation come. With another number of ranks the
-epoch has another number of batches, so the count is set to what a run of the new size has at this position: the batches
-of an epoch less those still to come. Where that changes the count:
+The batch count within an epoch decides when the last batch, an accumulated step and a validation come. On another
+number of ranks the epoch has another number of batches, so the count is set to what a run of the new size has at this
+position: the batches of an epoch less those still to come. Where that changes the count:
 
 - The epoch ends with its last sample; the next epochs are whole ones of the new size.
 - Checkpoints are taken after an optimizer step, so no accumulated gradient is lost. The next step comes when the new
@@ -128,7 +126,7 @@ def end_whole_epoch(trainer: Any) -> None:
         return
 
     def advance(data_fetcher: Iterator[Any]) -> None:
-        """As if no loader had anything left."""
+        """Ends the epoch, as if every loader were exhausted."""
         del loop.advance
         raise StopIteration
 
@@ -143,10 +141,10 @@ def _stateful_stream(loader: Any) -> Any:
 
 
 def _is_where_it_says(dataset: Any) -> bool:
-    """Returns whether a stream's next iterator goes on where ``state_dict()`` says, as one that never ended does.
+    """Returns whether a stream's next iterator continues at ``state_dict()``, as that of an endless stream does.
 
-    Another kind notes in ``load_state_dict`` where the next iterator begins, and later ones begin anew. To give that
-    its present state changes it, and is undone.
+    Other streams use what ``load_state_dict`` sets for their next iterator only, and begin later ones at the start.
+    Loading its own state into such a stream changes it; that is undone here.
     """
     before = dict(vars(dataset))
     dataset.load_state_dict(deepcopy(dataset.state_dict()))
@@ -173,18 +171,18 @@ def _loaders_begun(trainer: Any, data_fetcher: Iterator[Any]) -> list[Iterator[A
 
 
 def leave_broken_validation(trainer: Any) -> None:
-    """Puts modules back into training mode, where an exception has ended a validation, which would do so at its end.
+    """Puts modules back into training mode if an exception ended a validation, which would have done so at its end.
 
-    Else a second fit of the same module would train without dropout. Called in ``on_exception``.
+    Otherwise a second fit of the same module would train without dropout. Called in ``on_exception``.
     """
     if trainer.validating or trainer.sanity_checking:
         trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
 
 
 def forget_broken_fit(trainer: Any) -> None:
-    """Takes back what an exception left of a fit of this trainer, which the checkpoint's state says nothing of.
+    """Resets what an exception left in this trainer's loops, and no checkpoint restores.
 
-    A validation that had run, whose epoch Lightning would take for over, so that a resumed epoch would train nothing.
+    A validation that ran before the exception would make Lightning take the resumed epoch for over, and train nothing.
     """
     trainer.fit_loop.epoch_loop.val_loop._has_run = False
 

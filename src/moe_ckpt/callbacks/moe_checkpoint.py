@@ -35,6 +35,7 @@ from moe_ckpt.callbacks.loop_position import leave_broken_validation
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import STATE_KEY, sharding_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
+from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.options import OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
@@ -156,7 +157,7 @@ class MoECheckpoint(_Unranked):
         self._data = DataPosition()
         self._bucket_order: str | None = None
         self._step_log = StepLog()
-        self._given: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] | None = None
         self._saved_ledger: Mapping[str, Any] | None = None
 
     @property
@@ -211,14 +212,14 @@ class MoECheckpoint(_Unranked):
         if fit.driver.restored_step is not None:
             self.restored_step, restored = fit.driver.restored_step, fit.driver.restored
             self.recovery_plan = None if restored is None else restored.plan
-            self._given = self._saved_ledger = None
+            self._loaded = self._saved_ledger = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._fit is None:
             return
-        given, run_ledger, self._given, self._saved_ledger = self._given, self._saved_ledger, None, None
-        self._fit.begin(given, run_ledger, self._data, self._bucket_order, (self, self._first))
-        if given is not None:
+        loaded, run_ledger, self._loaded, self._saved_ledger = self._loaded, self._saved_ledger, None, None
+        self._fit.begin(loaded, run_ledger, self._data, self._bucket_order, (self, self._first))
+        if loaded is not None:
             self.restored_step, self.recovery_plan = self._fit.driver.restored_step, None
 
     # --- every step ---
@@ -256,7 +257,7 @@ class MoECheckpoint(_Unranked):
         if self._fit is not None:
             self._fit.driver.survive(exception)
             self._data.close()
-            self._fit.close(min(10.0, self.options.timeout_secs))
+            self._fit.close(min(CLOSE_SECS, self.options.timeout_secs))
             leave_broken_validation(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -280,7 +281,7 @@ class MoECheckpoint(_Unranked):
         return {"tokens": TOKENS_MARK, "index": index} | ({} if k is None else {"k": k})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._fit is not None and self._fit.is_training:
+        if self._fit is not None and self._fit.driver.lifecycle.is_training:
             return  # of a learning rate finder, back where it began; tokens and K are of this moment
         self._saved_ledger = state_dict
         self._step_log.k = state_dict.get("k")
@@ -298,11 +299,11 @@ class MoECheckpoint(_Unranked):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self._fit is not None and self._fit.is_training:
+        if self._fit is not None and self._fit.driver.lifecycle.is_training:
             return
         self._data.load(checkpoint)
         self._bucket_order = checkpoint.pop(BUCKETS_KEY, None)
-        self._given = checkpoint.pop(RESUME_KEY, None)
+        self._loaded = checkpoint.pop(RESUME_KEY, None)
 
 
 def _source(trainer: Any, fit: Fit | None) -> str:

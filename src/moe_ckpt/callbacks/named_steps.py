@@ -21,7 +21,7 @@ from moe_ckpt.recovery.together import (
     DAMAGED,
     NotUsableError,
     by_rank_zero,
-    leave_together,
+    raise_on_all_ranks,
     require_committed,
     together,
 )
@@ -111,7 +111,7 @@ def _load_one(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Co
     except NotUsableError as error:
         if error.kind == DAMAGED and directory is not None:
             require_committed(comm, StoreReader(storage).storage, directory)
-        leave_together(comm, error, path)
+        raise_on_all_ranks(comm, error, path)
 
 
 def _load_newest(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Communicator, fitting: bool) -> Loaded:
@@ -138,7 +138,7 @@ def _load_first(
             return load(comm, lambda directory=directory: (reader, reader.manifest(directory)))  # type: ignore[misc]
         except NotUsableError as error:
             if error.kind != DAMAGED:
-                leave_together(comm, error, f"{path}/{directory}")
+                raise_on_all_ranks(comm, error, f"{path}/{directory}")
             require_committed(comm, reader.storage, directory)
             if error.problem is not None:
                 log.warning("checkpoint %s of %s cannot be used: %s", directory, path, error.problem)

@@ -187,7 +187,7 @@ def require_restartable(trainer: Any) -> None:
 
 
 def _draws_anew(sampler: object) -> bool:
-    """Returns whether nobody brings back the order in which a sampler of torch's gives this epoch's samples."""
+    """Returns whether a sampler of torch's draws this epoch's order anew after a resume, as nothing restores it."""
     drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     return isinstance(sampler, drawing) and not hasattr(sampler, "load_state_dict")
 

@@ -20,13 +20,13 @@ class Batch(NamedTuple):
 
     Attributes:
         stepped: ``trainer.global_step`` moved.
-        updates: How many there were.
-        sure: One of them was not left out for an overflow.
+        updates: How often an optimizer stepped.
+        applied: At least one of these updates was not skipped because gradients overflowed.
     """
 
     stepped: bool
     updates: int
-    sure: bool
+    applied: bool
 
 
 class UpdateWatch:
@@ -37,7 +37,7 @@ class UpdateWatch:
         module: The model.
         before_update: Called before a raw optimizer steps, under manual optimization.
         after_batch: Called after every batch-end hook.
-        is_aside: Whether batches are no part of the run: then ``before_update`` is called here, since no callback is.
+        is_searching: Whether batches are no part of the run: then ``before_update`` is called here, as no callback is.
 
     Attributes:
         steps_seldom: A batch made no step, so that others may not either.
@@ -49,11 +49,11 @@ class UpdateWatch:
         module: pl.LightningModule,
         before_update: Callable[[], None],
         after_batch: Callable[[], None],
-        is_aside: Callable[[], bool],
+        is_searching: Callable[[], bool],
     ) -> None:
         self.steps_seldom = False
         self._updates = self._booked = 0
-        self._global_step = self._sure = 0
+        self._global_step = self._applied = 0
         self._hooks: list[RemovableHandle] = []
         name = "on_train_batch_end"
         theirs, had = getattr(module, name), vars(module).get(name)
@@ -71,7 +71,7 @@ class UpdateWatch:
             bypassed = not module.automatic_optimization
 
             def begins(*_: Any, bypassed: bool = bypassed) -> None:
-                if bypassed or is_aside():
+                if bypassed or is_searching():
                     before_update()
 
             self._hooks.append(optimizer.register_step_pre_hook(begins))
@@ -79,7 +79,7 @@ class UpdateWatch:
     def begin(self, global_step: int) -> None:
         """Training begins at ``trainer.global_step``. Updates made before, to come back to it, do not count."""
         self._global_step = global_step
-        self._updates = self._booked = self._sure = 0
+        self._updates = self._booked = self._applied = 0
 
     @property
     def unbooked(self) -> int:
@@ -92,9 +92,7 @@ class UpdateWatch:
         return self._booked > 0
 
     def book(self, global_step: int) -> Batch:
-        """Returns what this batch did.
-
-        There are none where the loss scaler skipped the step, or gradients are accumulated.
+        """Returns what this batch did. It made no update if gradients accumulate, or the loss scaler skipped the step.
 
         Raises:
             ConfigError: There were updates, and ``global_step`` did not move.
@@ -107,17 +105,17 @@ class UpdateWatch:
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
                 "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be counted"
             )
-        sure, self._booked, self._sure = self._sure > 0, self._updates, 0
-        return Batch(stepped, updates, sure)
+        applied, self._booked, self._applied = self._applied > 0, self._updates, 0
+        return Batch(stepped, updates, applied)
 
     def forget(self) -> None:
-        """What was updated since ``book`` is no part of the run."""
-        self._booked, self._sure = self._updates, 0
+        """Ignores the updates since the last call of ``book``: they are no part of the run."""
+        self._booked, self._applied = self._updates, 0
 
     def _count(self, optimizer: Any, *_: Any) -> None:
         self._updates += 1
         # A fused optimizer is handed the loss scale, and leaves out an overflow by itself, on the device.
-        self._sure += getattr(optimizer, "found_inf", None) is None
+        self._applied += getattr(optimizer, "found_inf", None) is None
 
     def close(self) -> None:
         """Safe to call twice."""

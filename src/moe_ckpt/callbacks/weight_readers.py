@@ -43,22 +43,23 @@ def weight_readers(trainer: Any, module: pl.LightningModule) -> list[str]:
 
 
 def _may_keep(callback: Callback) -> bool:
-    return (any(_of_others(callback, _HOOKS)) and any(_is_own(callback, name) for name in _KEEPS)) or (
-        any(_of_others(callback, _KEEPS)) and any(_is_own(callback, name) for name in _HOOKS)
+    return (any(_of_others(callback, _HOOKS)) and any(overrides(callback, name) for name in _KEEPS)) or (
+        any(_of_others(callback, _KEEPS)) and any(overrides(callback, name) for name in _HOOKS)
     )
 
 
-def _is_own(callback: Callback, name: str) -> bool:
-    """Returns whether the callback overrides a method of ``Callback``, also where it is set on the object."""
-    return name in vars(callback) or getattr(type(callback), name) is not getattr(Callback, name)
+def overrides(callback: Callback, name: str) -> bool:
+    """Returns whether the callback overrides a hook of ``Callback``, also where it is set on the object."""
+    own, plain = getattr(type(callback), name, None), getattr(Callback, name, None)
+    return plain is not None and (name in vars(callback) or own is not plain)
 
 
 def _of_others(callback: Callback, names: tuple[str, ...]) -> Iterator[bool]:
-    """Yields whether each method that is overridden comes from somebody of whom nothing is known."""
+    """Yields for each overridden method whether it is of unknown code, which may read weights."""
     for name in names:
         if name in vars(callback):
             yield True
-        elif _is_own(callback, name):
+        elif overrides(callback, name):
             where = next(kind.__module__ for kind in type(callback).__mro__ if name in vars(kind))
             yield where in _READERS or not f"{where}.".startswith(_HARMLESS)
 

@@ -39,10 +39,20 @@ _PROBED_BATCHES = 4
 
 
 class Windows:
-    """From ``on_fit_start`` until ``close``, under a policy with windows, or during a replay of one."""
+    """From ``on_fit_start`` until ``close``, under a policy with windows, or during a replay of one.
 
-    def __init__(self, trainer: Any, module: pl.LightningModule, catalog: Catalog, state: TorchTrainingState) -> None:
-        self._trainer = trainer
+    Args:
+        trainer: Of the fit.
+        module: The model.
+        catalog: Of the model.
+        state: Of this rank.
+        policy: Name of its class.
+    """
+
+    def __init__(
+        self, trainer: Any, module: pl.LightningModule, catalog: Catalog, state: TorchTrainingState, policy: str
+    ) -> None:
+        self._trainer, self._policy = trainer, policy
         self._module = module
         self._state = state
         self._catalog = catalog
@@ -55,13 +65,10 @@ class Windows:
         self._probed = 0
         self._agreed: Callable[[], ComputeTypes] | None = None
 
-    def check(
-        self, policy: str, isolate_validation: bool, replaying: Replaying | None, buckets: BucketOrder | None
-    ) -> None:
+    def check(self, isolate_validation: bool, replaying: Replaying | None, buckets: BucketOrder | None) -> None:
         """Raises ``ConfigError`` if steps cannot be computed again exactly.
 
         Args:
-            policy: Name of its class.
             isolate_validation: The option.
             replaying: The window that is replayed.
             buckets: Of DDP, where their order matters.
@@ -69,29 +76,28 @@ class Windows:
         reasons = inexact(self._trainer, isolate_validation, buckets)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._trainer.optimizers):
             reasons.append("an update of LBFGS uses all parameters, also those that are not restored yet")
-        if replaying is not None:
-            policy = "The sparse window that training resumes from"
         if reasons:
+            who = self._policy if replaying is None else "The sparse window that training resumes from"
             raise ConfigError(
-                f"{policy} computes steps again after a failure, so a resume must be exact, and this one would not be: "
+                f"{who} computes steps again after a failure, so a resume must be exact, and this one would not be: "
                 f"{'; '.join(reasons)}. Or choose a policy that needs no replay (Dense, MoC)."
             )
 
-    def check_updates(self, policy: str, updates: int) -> None:
+    def check_updates(self, updates: int) -> None:
         """Raises if a batch made more updates than one per optimizer: a replay loads the window at its end only."""
         optimizers = len(self._trainer.optimizers)
         if updates > optimizers:
             raise ConfigError(
-                f"{policy} needs one update of each optimizer per batch, and this batch made {updates} with "
+                f"{self._policy} needs one update of each optimizer per batch, and this batch made {updates} with "
                 f"{optimizers} optimizer(s). Step once per batch, or use Dense or MoC."
             )
 
-    def refuse_backward(self, policy: str) -> None:
+    def refuse_backward(self) -> None:
         """Raises because a backward pass begins after an update of the same batch."""
         raise ConfigError(
-            f"{policy} needs all backward passes of a batch to come before its updates, and here an optimizer stepped "
-            "first: when the step is computed again, the pass would read weights that are not restored yet. Step the "
-            "optimizers after the last backward pass, or use GradientLog, Dense or MoC."
+            f"{self._policy} needs all backward passes of a batch to come before its updates, and here an optimizer "
+            "stepped first: when the step is computed again, the pass would read weights that are not restored yet. "
+            "Step the optimizers after the last backward pass, or use GradientLog, Dense or MoC."
         )
 
     def strip_optimizer_state(self, checkpoint: dict[str, Any], replaying: Replaying) -> None:
@@ -131,7 +137,7 @@ class Windows:
     def before_update(self, session: CheckpointSession) -> None:
         """Gradients of a step are final, before clipping. Tells the session which types kernels read, once.
 
-        Here a step may wait for other ranks: those have agreed on the step before, and that was asked for first.
+        Waiting for other ranks is cheap here: the agreement on the step before, which was sent first, has arrived.
         """
         if self._agreed is not None:
             session.set_compute_types(self._agreed())
@@ -141,9 +147,9 @@ class Windows:
         self._without = self._gradients.missing(parameters)
 
     def recorded(self) -> Mapping[str, Any]:
-        """Returns what a replay needs of this step besides, for its plain state, whose parameters were looked for."""
+        """Returns what a replay needs of this step beside the rest of its plain state."""
         found: dict[str, Any] = {"norms": list(self._norms.taken), "compiled": has_compiled()}
-        if self._state.parameters(described=True) is self._parameters:  # else nobody looked at some of them
+        if self._state.parameters(described=True) is self._parameters:  # else gradients of new ones were not looked at
             found["without_gradient"] = list(self._without)
         return found if self._reentrant is None else found | {"reentrant": self._reentrant.seen}
 

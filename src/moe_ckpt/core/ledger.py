@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.core.anchors import Anchors
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.operators import Catalog, grid_of
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import AtRisk, Counts, FaultRecord, TokenBook
 from moe_ckpt.core.versions import NEVER, Versions
@@ -33,7 +33,7 @@ class Ledger:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self.tokens = TokenBook(len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0))
+        self.tokens = TokenBook(*grid_of(catalog.layers))
         self.at_risk = AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())
         self.anchors = Anchors(catalog)
         self._stored = Versions(catalog)

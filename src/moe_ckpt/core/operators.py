@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 
@@ -94,6 +94,11 @@ class MoELayer:
 
 EXPERT = "expert/"
 """How the ids of experts begin."""
+
+
+def grid_of(layers: Sequence[MoELayer]) -> tuple[int, int]:
+    """Returns ``(L, E)``, the shape of token counts: how many MoE layers, and the experts of the largest."""
+    return len(layers), max((layer.experts for layer in layers), default=0)
 
 
 @lru_cache(maxsize=1 << 16)

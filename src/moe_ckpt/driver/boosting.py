@@ -35,7 +35,7 @@ _KEY = "boost"
 
 
 class Boosting:
-    """Of one run, on this rank. For the training thread only.
+    """The capacity boost of one run, on this rank. For the training thread only.
 
     Args:
         boost: Of the policy's needs; None: nothing is ever done.
@@ -65,7 +65,7 @@ class Boosting:
         ranks: int | None = None,
         of_rank: Callable[[int], Plain] | None = None,
     ) -> None:
-        """Training goes on from a checkpoint: so do its boosts, and those of experts that came back stale begin.
+        """Continues the boosts of a checkpoint, and begins those of experts that came back stale.
 
         A collective of all ranks, after the checkpoint was booked.
 
@@ -95,7 +95,7 @@ class Boosting:
             messages.say_boosted(self._boost, int(owed.sum()), int((owed > 0).sum()), self._comm.rank)
 
     def _stored_elsewhere(self, own: Plain, ranks: int, of_rank: Callable[[int], Plain] | None) -> Iterable[Plain]:
-        """Yields the stored boosts that this rank takes care of: its own, and of ranks that are no more."""
+        """Yields the stored boosts that this rank continues: its own, and those of ranks that no longer exist."""
         for rank in range(self._comm.rank, ranks, self._comm.world_size):
             try:
                 yield own if rank == self._comm.rank else (of_rank or _not_there)(rank).get(_KEY, {})
@@ -178,7 +178,7 @@ class Boosting:
         }
 
     def close(self) -> None:
-        """Routers are as they were; ``captured`` goes on to tell what was left. May be called twice."""
+        """Detaches from the routers; ``captured`` still returns what is left to make up. Safe to call twice."""
         for at in self._layers:
             self._ports[at].detach()
         self._run_ledger = None

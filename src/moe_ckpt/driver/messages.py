@@ -13,8 +13,6 @@ from moe_ckpt.notices import announce
 
 log = logging.getLogger("moe_ckpt")
 
-"""Ranks that a message names."""
-
 
 def say_new(dirpath: str, resume: str, generation: int, rank: int) -> None:
     """A new run begins.
@@ -56,9 +54,9 @@ def say_resumed(
     announce("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides, level=level)
 
 
-def say_left_behind(unit: str, step: int, found: LeftBehind, rank: int) -> None:
-    """The run continues from ``step`` on storage, although memory held newer steps."""
-    if rank:
+def say_left_behind(unit: str, step: int, found: LeftBehind | None, rank: int) -> None:
+    """The run continues from ``step`` on storage, although memory held newer steps, if it did."""
+    if rank or found is None:
         return
     if found.step is None:
         announce(

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.driver import messages
-from moe_ckpt.driver.boosting import Boosting
-from moe_ckpt.driver.changes import Change, say_changes
+from moe_ckpt.driver.changes import say_changes
+from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.rejoining import Rejoining, note_replayed, unlogged
-from moe_ckpt.driver.replaying import Repeated, Replaying
+from moe_ckpt.driver.replaying import Replaying
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.agreement import StepTokens
@@ -29,89 +29,22 @@ from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.snapshot import plain_of
-from moe_ckpt.errors import ConfigError, SaveFailedError
-from moe_ckpt.format.finished import Finished
+from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.gradients.densifying import Densifier
 from moe_ckpt.gradients.own_log import OwnLog
-from moe_ckpt.interop.weights import Loaded as LoadedWeights
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
+from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.resume import Restored, resume_newest
+from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
 
-
-class End(NamedTuple):
-    """How training ended; see ``format.finished.Finished``."""
-
-    reason: str
-    limits: Mapping[str, int] = {}
-    callbacks: Mapping[str, Any] = {}
-
-
-class Host(Protocol):
-    """What an adapter provides. Called alike on all ranks, on the training thread.
-
-    Attributes:
-        boosting: The capacity boost; its state is part of what is captured.
-    """
-
-    boosting: Boosting
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-
-    def admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
-        """Raises if training cannot resume from this checkpoint (see ``recovery.executing.Admits``)."""
-
-    def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
-        """Restores plain state, after the tensors. Random number generators may follow later.
-
-        Returns:
-            Hyperparameters that differ; and why the resumed run is inexact, if it is.
-        """
-
-    def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
-        """Loads the weights at ``path``, which a new run begins with."""
-
-    def go_on_from_end(
-        self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
-    ) -> tuple[bool, str]:
-        """Decides on the start of a finished run.
-
-        Returns:
-            Whether training goes on; and what to add to the message about the resume.
-
-        Raises:
-            FinishedRunError: It must not go on.
-        """
-
-    def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:
-        """Returns the parts of the plain state that a replayed step must repeat (see ``driver.replaying``)."""
-
-    def capture(self, *, described: bool = False) -> Mapping[str, Any]:
-        """Returns this rank's plain state.
-
-        Args:
-            described: As of ``ports.TrainingState.plain``.
-        """
-
-    def end(self) -> End | None:
-        """Returns how training ended; None if the next start continues it. Called on rank 0."""
-
-
-def require_framework(plain: Mapping[str, Any], framework: str, path: str) -> None:
-    """Raises ``ConfigError`` if the plain state at ``path`` is of another framework than this adapter's."""
-    if plain.get("framework") != framework.lower():
-        raise ConfigError(
-            f"{path} was written by {plain.get('framework')!r}, not by {framework}: this framework cannot use its "
-            "optimizer, loops and schedules"
-        )
+CLOSE_SECS = 10.0
+"""Longest wait, after a failure of training, for what is being written."""
 
 
 class Driver:
@@ -194,9 +127,15 @@ class Driver:
         self.session, self._storage = session, storage
         self._resume = functools.partial(resume_newest, storage, comm, state)
         memory = self.options.memory
-        secs = 0.0 if memory is None else memory.sealing_secs
-        self.surviving = Surviving(session.survivor, secs, self._unit, comm.rank)
-        self.surviving.newest = lambda: self._host.step
+        self.surviving = Surviving(
+            session.survivor,
+            0.0 if memory is None else memory.sealing_secs,
+            self._unit,
+            comm.rank,
+            newest=lambda: self._host.step,
+            count=self._host.count_update,
+            write_logs=self._host.write_logs,
+        )
         self.lifecycle.move(Action.OPEN, "open()")
 
     def resume(
@@ -243,6 +182,23 @@ class Driver:
         """The framework loads what training begins with."""
         self.lifecycle.move(Action.RESUME, "resume()")
 
+    def resume_loaded(
+        self, reader: StoreReader, manifest: Manifest, plain: Mapping[str, Any], *, same_store: bool
+    ) -> None:
+        """Continues from a checkpoint that the user named, and the framework has loaded since ``resume_elsewhere``.
+
+        Args:
+            reader: Of its store.
+            manifest: Of the checkpoint.
+            plain: This rank's plain state in it.
+            same_store: It is in this run's own store.
+        """
+        fault = self.session.resume_from(manifest, same_store=same_store)
+        plt, root = self.session.run_ledger.tokens.plt, reader.storage.root
+        messages.say_resumed(self._unit, manifest.step, manifest.directory, fault, plt, root, self.comm.rank)
+        self._host.boosting.begin(plain, fault.lacking, self.session.run_ledger, **_writers(manifest, reader))
+        self.restored_step = manifest.step
+
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         self.session.run_ledger.check(manifest)
         self._host.admits(manifest, plain)
@@ -263,6 +219,7 @@ class Driver:
                 self.restored_step,
                 restored.going_on,
                 changed="; ".join(map(str, changes)),
+                skipper=self._host.skipper(),
             )
             self.lifecycle.move(Action.RESUME_WINDOW, "resume()")
         if restored.local is not None:
@@ -270,7 +227,7 @@ class Driver:
                 self.lifecycle.move(Action.RESUME, "resume()")
         elif self.replaying is not None:
             messages.say_replayed(self._unit, self.replaying.steps[0], manifest.step, restored.place, dirpath, rank)
-            self._say_left_behind(restored)
+            messages.say_left_behind(self._unit, manifest.step, restored.left_behind, rank)
         else:
             finished = read_finished(self._storage, self.comm, manifest)
             fault = self.session.resume_from(manifest, **restored.going_on)
@@ -284,20 +241,11 @@ class Driver:
                 return
             messages.say_resumed(self._unit, manifest.step, restored.place, fault, plt, dirpath, rank, besides)
             if finished is None:
-                self._say_left_behind(restored)
-            self._host.boosting.begin(
-                restored.plain,
-                fault.lacking,
-                self.session.run_ledger,
-                ranks=manifest.world_size,
-                of_rank=None if restored.from_memory else functools.partial(StoreReader(self._storage).state, manifest),
-            )
+                messages.say_left_behind(self._unit, manifest.step, restored.left_behind, rank)
+            writers = _writers(manifest, None if restored.from_memory else StoreReader(self._storage))
+            self._host.boosting.begin(restored.plain, fault.lacking, self.session.run_ledger, **writers)
         messages.say_inexact(inexact, rank)
         say_changes(changes, rank)
-
-    def _say_left_behind(self, restored: Restored) -> None:
-        if restored.left_behind is not None:
-            messages.say_left_behind(self._unit, restored.manifest.step, restored.left_behind, self.comm.rank)
 
     def begin(self, *, new: bool, wait: bool = True, over: bool = False) -> None:
         """Training begins: saves the initial state of a new run, if the policy has windows.
@@ -359,7 +307,7 @@ class Driver:
         return self.last
 
     def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
-        """Training stops after the newest step's update, and that step is final: for ``survive``, which seals it."""
+        """Counts the newest step, after whose update training stops, so that ``survive`` seals it."""
         plain = plain_of(self._host.capture, self.comm.rank)
         self.session.survivor.counted(self._host.step, plain, tokens, updated=updated)
 
@@ -421,8 +369,8 @@ class Driver:
     def finish(self, *, moved: bool, ended: bool = True, save: bool = True) -> None:
         """Training ended well: saves a complete last checkpoint, and waits for it.
 
-        A run that came back to its last step has that saved, too: if it is from memory, of which the end lets go, or
-        if experts are of older steps, whose lost tokens no checkpoint has booked.
+        A run that resumed at its last step and trained no more saves that state, too, if storage lacks it: memory, from
+        which it came, is released at the end; or some experts are older, and no checkpoint records their lost tokens.
 
         Args:
             moved: Steps were done in this process, so that there is something to save.
@@ -466,7 +414,7 @@ class Driver:
             self.surviving.survive(why if isinstance(why, str) else type(why).__name__)
 
     def note(self, moment: Moment) -> None:
-        """Where the iteration is, as an adapter knows it better than ``before_update`` and ``after_update`` tell."""
+        """Sets the iteration's phase, where the adapter knows more than ``before_update`` and ``after_update`` do."""
         if self.lifecycle.state is State.TRAINING:
             self.surviving.enter(moment)
 
@@ -483,7 +431,23 @@ class Driver:
         self.session.close(timeout_secs)
 
 
+def release_gradients(driver: Driver) -> None:
+    """Gradients are about to be overwritten: waits until the copy under way has read them.
+
+    Args:
+        driver: Whose session may not be open yet, or no longer.
+    """
+    if driver.session.is_open:
+        driver.session.before_update(receive=False, of_gradients=True)
+
+
+def _writers(manifest: Manifest, reader: StoreReader | None) -> dict[str, Any]:
+    """Arguments of ``Boosting.begin`` on the ranks that wrote a checkpoint; ``reader`` is None if storage lacks it."""
+    of_rank = None if reader is None else functools.partial(reader.state, manifest)
+    return {"ranks": manifest.world_size, "of_rank": of_rank}
+
+
 def _capture_of(restored: Restored, host: Host, comm: Communicator) -> Callable[[], Mapping[str, Any]]:
-    """Gives the plain state of what was restored, and not trained on: the loops' own need not be ready to tell it."""
+    """Returns a capture of the restored plain state, for a run that trains no more: its loops may not have started."""
     plain = restored.plain
     return (lambda: plain) if restored.manifest.world_size == comm.world_size else host.capture

@@ -16,7 +16,7 @@ from moe_ckpt.errors import ConfigError
 
 
 class State(Enum):
-    """Of one life of a run."""
+    """How far one life of a run has come."""
 
     NEW = "the store is not open"
     OPEN = "the store is open, and no checkpoint was loaded yet"
@@ -29,7 +29,7 @@ class State(Enum):
 
 
 class Action(Enum):
-    """What an adapter asks for."""
+    """What an adapter does next."""
 
     OPEN = "open"
     RESUME = "resume"
@@ -75,6 +75,11 @@ class Lifecycle:
     def __init__(self, advice: Advice) -> None:
         self.state = State.NEW
         self._advice = advice
+
+    @property
+    def is_training(self) -> bool:
+        """Whether steps are computed, for the first time or again."""
+        return self.state in (State.TRAINING, State.REPLAYING)
 
     def allows(self, event: Action) -> bool:
         """Returns whether this may happen now."""

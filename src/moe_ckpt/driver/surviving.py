@@ -41,21 +41,28 @@ class Surviving:
         secs: The longest that sealing may take.
         unit: What the framework calls a step.
         rank: This process's.
+        newest: Returns the newest step that was counted.
+        count: See ``Host.count_update``.
+        write_logs: See ``Host.write_logs``.
 
     Attributes:
         moment: Of the iteration.
-        settle: Completes what else must outlive the process, within so many seconds.
-        count: Counts a step whose update is made as its loop would have, and says whether it could; until an adapter
-            that knows the loop sets it, nobody can.
-        newest: Gives the newest step that was counted; set by the driver.
         termination: Handles SIGTERM, where nobody else does.
     """
 
-    def __init__(self, survivor: Survivor, secs: float, unit: str, rank: int) -> None:
-        self.newest: Callable[[], int] = lambda: 0
+    def __init__(
+        self,
+        survivor: Survivor,
+        secs: float,
+        unit: str,
+        rank: int,
+        *,
+        newest: Callable[[], int] = lambda: 0,
+        count: Callable[[], bool] = lambda: False,
+        write_logs: Callable[[float], None] = lambda secs: None,
+    ) -> None:
+        self._newest, self._count, self._write_logs = newest, count, write_logs
         self.moment = Moment.UNKNOWN
-        self.settle: Callable[[float], None] = lambda secs: None
-        self.count: Callable[[], bool] = lambda: False
         self.termination = Termination(self, secs)
         self._survivor, self._secs, self._unit, self._rank = survivor, secs, unit, rank
         self._once = threading.Lock()
@@ -97,13 +104,13 @@ class Surviving:
 
     @contextlib.contextmanager
     def joining(self, *, update: bool) -> Iterator[None]:
-        """The copy under way is joined, after which weights may change.
+        """The block joins the copy under way; after it, weights may change.
+
+        Inside the block they do not, so a peer that is lost there is lost between two steps. Without an update, the
+        weights are fingerprinted first, so that a later change by other code is noticed.
 
         Args:
-            update: By an update of the optimizer.
-
-        Until then they are as they were: a peer that is missed here is missed between two steps. Without an update they
-        are noted first, so that it is known whether anybody has changed them.
+            update: The optimizer is about to change them.
         """
         if update and self.is_whole:
             self.enter(Moment.REDUCING)
@@ -145,7 +152,7 @@ class Surviving:
         """
         if not self._survivor.is_on or not self.is_here:
             return
-        with self._sealing:  # another thread that is at it ends first: this one may be about to end the process
+        with self._sealing:  # waits for another thread that seals: this one may be about to end the process
             if not self._once.acquire(blocking=False):
                 return
             if self.moment is Moment.WRITTEN and self._counts():
@@ -153,15 +160,15 @@ class Surviving:
             if self.moment is Moment.LENT:
                 self.moment = Moment.RESTING if self._are_unchanged() else Moment.UNKNOWN
             if self.moment is Moment.WRITTEN:
-                say_not_counted(self._unit, self.newest() + 1, why, self._rank)
+                say_not_counted(self._unit, self._newest() + 1, why, self._rank)
                 return
             if not self.is_whole:
                 log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
                 return
-            with _not_interrupted():  # what it says included: a handler may raise
+            with _not_interrupted():  # including its messages: a handler may raise
                 until = time.monotonic() + self._secs
                 found = self._survivor.seal(self._secs)
-                self.settle(max(0.0, until - time.monotonic()))
+                self._write_logs(max(0.0, until - time.monotonic()))
                 if found is not None:
                     self._say(why, found)
 
@@ -185,7 +192,7 @@ class Surviving:
 
     def _counts(self) -> bool:
         try:
-            return self.count()
+            return self._count()
         except Exception as error:  # whatever it is, older checkpoints count, and training ends as without us
             log.warning("the tokens of the newest %s cannot be counted, so it is not sealed: %s", self._unit, error)
             return False

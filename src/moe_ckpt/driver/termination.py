@@ -1,4 +1,4 @@
-"""What ends a process: an exception that nobody catches, and SIGTERM.
+"""Handles what ends a process: an uncaught exception, and SIGTERM.
 
 Launchers send SIGTERM to ranks when another one has failed, and schedulers when time is up. Where nobody else handles
 it, the newest step is sealed before the process ends as it would have. The handler runs on the training thread, between
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 HANDLER_SECS = 1.0
-"""So long the training thread has to come to the handler, and to the end of a step that it is in the middle of."""
+"""Time for the training thread to reach the handler, and the end of a step under way."""
 LAST_SECS = 2.0
 """Before ``torchrun`` kills: sealing must have ended."""
 EXIT_CODE = 128 + signal.SIGTERM
@@ -66,7 +66,7 @@ class Termination:
         self._ours: _ExceptHook | None = None
 
     def watch(self) -> None:
-        """From here on. Does nothing on another thread than the main one, or where somebody handles the signal."""
+        """Begins to handle both. Does nothing on other threads than the main one, or if the signal has a handler."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and self._ours is None:
             self._previous, self._ours = sys.excepthook, self._uncaught
@@ -91,7 +91,7 @@ class Termination:
         threading.Thread(target=self._wait, args=(reader,), name="moe_ckpt-sigterm", daemon=True).start()
 
     def unwatch(self) -> None:
-        """As before ``watch``; in a forked child, which has inherited it, without any effect on its parent."""
+        """Restores what ``watch`` replaced. A forked child, which inherits it, does not affect its parent."""
         ours, self._ours = self._ours, None
         if ours is not None and sys.excepthook is ours:
             sys.excepthook = self._previous
@@ -148,7 +148,7 @@ class Termination:
                     self._act()
 
     def _act(self) -> None:
-        """The signal came: if the training thread does not see to it, it waits for what will not come."""
+        """The signal came. Seals if the training thread does not: that waits for a peer that is gone."""
         if self._is_beside and not self._stands_still():
             return
         until = time.monotonic() + self._secs
@@ -170,7 +170,7 @@ class Termination:
             time.sleep(HANDLER_SECS / 4)
             if self._sockets is None or self._surviving.is_over:
                 return False
-            # Known by its object, which nothing else becomes as long as it is held: a loop often comes by.
+            # Compared by identity, which is unique as long as the frame is referenced: a loop often comes by.
             was, frame = frame, sys._current_frames().get(threading.main_thread().ident or 0)
             if frame is not was or frame is None or frame.f_lasti != place:
                 since, place = time.monotonic(), -1 if frame is None else frame.f_lasti

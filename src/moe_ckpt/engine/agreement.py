@@ -39,7 +39,8 @@ class StepConsensus:
         sends: What must be sent to some rank's peers (``MirroredShares.sends``).
         used_up: Some rank's budget has no room beside what memory must keep, or may have to.
         in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
-        edited: On some rank, something else than an optimizer changed what the step's gradients do not tell.
+        edited: On some rank, something other than the optimizer changed weights or optimizer state, so that the step
+            does not follow from its gradients.
         secs: Rank 0's clock; None before the ranks have agreed on a step.
         persist_secs: The longest time one of them took from beginning to commit.
     """
@@ -59,11 +60,11 @@ class StepConsensus:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How this rank's snapshots stand at the end of a step.
+class RankStatus:
+    """The state of this rank's snapshots at the end of a step.
 
     Attributes:
-        busy: No other one can be taken now.
+        busy: No other snapshot can be taken now.
         storage_busy: Storage is behind.
         copies_behind: So are this rank's peers.
         ended: Those that ended since the last step.
@@ -153,7 +154,7 @@ class StepAgreement:
     def late(self) -> bool:
         return self._comm.agrees_late
 
-    def send(self, step: int, tokens: Deferred[StepTokens], standing: Standing, measured: Measured) -> Future[Counts]:
+    def send(self, step: int, tokens: Deferred[StepTokens], standing: RankStatus, measured: Measured) -> Future[Counts]:
         """Begin to agree on the end of ``step``; all ranks, every step. Returns the step's applied tokens to come.
 
         Only rank 0's resolutions count: it alone knows what is committed, and ranks that learned of a commit at
@@ -187,7 +188,7 @@ class StepAgreement:
         return AgreedStep(step, tokens.result().split(summed), _consensus([int(value) for value in largest]))
 
 
-def step_numbers(standing: Standing, measured: Measured, *, leads: bool) -> Counts:
+def step_numbers(standing: RankStatus, measured: Measured, *, leads: bool) -> Counts:
     """What one rank sends, arranged so that the maximum over ranks is right.
 
     Args:

@@ -106,7 +106,7 @@ class Backlog:
         """Warn once of each snapshot that storage does not finish, and of each window that is given up for it."""
         if self._comm.rank:
             return
-        writing = pipeline.writing
+        writing = pipeline.stages.writing
         step, secs = (None, 0.0) if writing is None else writing
         if plan.window is not None and plan.slot:
             log.warning(

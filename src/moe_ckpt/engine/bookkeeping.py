@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import Standing, StepAgreement, StepConsensus, StepTokens
+from moe_ckpt.engine.agreement import RankStatus, StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.meter import Meter
@@ -79,7 +79,7 @@ class Bookkeeper:
 
     @property
     def anchors(self) -> Anchors:
-        """Of the gradient log, if the policy keeps one."""
+        """The anchors of the gradient log, if the policy keeps one."""
         return self.run_ledger.ledger.anchors
 
     @property
@@ -115,17 +115,17 @@ class Bookkeeper:
             step: Which.
             tokens: Of this rank.
             pipeline: Has the snapshots.
-            edited: See ``Standing``.
+            edited: See ``RankStatus``.
         """
         before = self.run_ledger.tokens.applied.copy()
-        ended, memory = pipeline.resolutions(self._newest_ended), pipeline.memory
+        ended, memory = pipeline.stages.resolutions(self._newest_ended), pipeline.memory
         self.meter.record_transfers(ended)
         in_memory = () if memory is None else memory.reports()
         if memory is not None and memory.replicator is not None:
             self.meter.sends(memory.replicator.send_bytes_per_sec)
-        behind = pipeline.storage_busy, pipeline.copies_behind
-        used_up = memory is not None and pipeline.is_used_up
-        standing = Standing(pipeline.busy, *behind, ended, in_memory, pipeline.sends, used_up, edited)
+        behind = pipeline.storage_busy, pipeline.room.copies_behind
+        used_up = memory is not None and pipeline.room.is_used_up
+        standing = RankStatus(pipeline.room.is_short, *behind, ended, in_memory, pipeline.sends, used_up, edited)
         applied = self._agreement.send(step, tokens, standing, self.meter.measured())
         total, self._awaited = self._awaited or Future(), None
         applied.add_done_callback(lambda found: _add(total, before, found))
@@ -186,7 +186,7 @@ class Bookkeeper:
                 self.committed_directory = None
             self.failures.note(pending.window, pending.slot, committed=committed)
             if self.failures.in_row >= self._max_failures:
-                causes = [r.cause for r in pipeline.resolutions(-1) if r.sequence == sequence and r.cause]
+                causes = [r.cause for r in pipeline.stages.resolutions(-1) if r.sequence == sequence and r.cause]
                 raise SaveFailedError(pending.step, (f"{self.failures.in_row} checkpoints failed in a row", *causes))
 
     def book(self, sequence: int, committed: bool) -> Pending:

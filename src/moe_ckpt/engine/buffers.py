@@ -20,13 +20,11 @@ import torch
 from moe_ckpt.engine.cgroups import available_bytes
 from moe_ckpt.engine.cgroups import free_bytes as _cgroup_free_bytes
 from moe_ckpt.engine.early_buffers import EarlyBuffers
-from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, cuda, let_go, roomy, serves, unregister
+from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, cuda, let_go, serves, unregister
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.slot import Slot
 
 log = logging.getLogger("moe_ckpt")
-
-__all__ = ["MIRRORED", "PIECES", "WHOLE", "HostBuffer", "HostBufferPool", "default_budget_bytes", "roomy"]
 
 _SHARE_OF_FREE_MEMORY = 0.5
 _PAGE_NBYTES = 4096
@@ -40,9 +38,9 @@ class HostBufferPool(EarlyBuffers):
         pinned: Page-locked, for copies from a GPU.
         make_slot: Makes memory that outlives the process; None for private memory. Where it cannot (no room, no
             descriptor left, a directory that is gone), private memory serves.
-        make_early: The same ahead of time, when it may be at the expense of less.
-        fits: Whether such memory may be had for so many bytes; at once, and no promise. Then private memory that served
-            for want of it is given up. None: it serves on.
+        make_early: As ``make_slot``, for memory made ahead of time, which takes no room from anything else.
+        fits: Whether a slot of so many bytes could be made now. If so, private memory that was used for lack of room is
+            given up for a slot. None: it is kept.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class HostBufferPool(EarlyBuffers):
     ) -> list[HostBuffer] | None:
         """Buffers of at least these (kind, bytes), or None if the budget has no room for all of them.
 
-        Those of the kinds beside ``WHOLE`` are kept, when they are given back, as long as one of their kind is of use.
+        A buffer of another kind than ``WHOLE`` is kept when it is given back, if it fits one of these sizes.
 
         Args:
             needs: See above.
@@ -118,8 +116,8 @@ class HostBufferPool(EarlyBuffers):
                 best = min(fitting, key=lambda b: b.nbytes)
                 self._free.remove(best)
                 # Not private memory, where there is room again for what outlives the process.
-                usable = (best.slot or not self._fits or not self._fits(best.nbytes)) and _is_unsealed(best)
-                if usable and self._is_cut(best, nbytes) and self._is_warm(best):
+                usable = (best.slot or not self._fits or not self._fits(best.nbytes)) and _unseal(best)
+                if usable and self._trim(best, nbytes) and self._warm(best):
                     self._lent.add(best)
                     return best
                 let_go(best)
@@ -140,8 +138,8 @@ class HostBufferPool(EarlyBuffers):
             self._lent.add(buffer)
         return buffer
 
-    def _is_cut(self, buffer: HostBuffer, nbytes: int) -> bool:
-        """What was foreseen has the size that it would have if it were made now; False if it is of no use."""
+    def _trim(self, buffer: HostBuffer, nbytes: int) -> bool:
+        """Shrinks a buffer that was made ahead of time to the size that ``nbytes`` need; False if that fails."""
         size = max(self._size(nbytes), self._usual_bytes)
         foreseen, buffer.foreseen = buffer.foreseen, False
         if not foreseen or buffer.slot is None or buffer.nbytes <= size:
@@ -158,8 +156,8 @@ class HostBufferPool(EarlyBuffers):
             return False
         return True
 
-    def _is_warm(self, buffer: HostBuffer) -> bool:
-        """This process has touched the pages, and CUDA page-locked them; False if that cannot be had."""
+    def _warm(self, buffer: HostBuffer) -> bool:
+        """Touches the pages of a slot of an earlier life, and page-locks them for CUDA; False if that fails."""
         cold, buffer.is_cold = buffer.is_cold, False
         try:
             if cold and self._pinned:
@@ -200,7 +198,7 @@ class HostBufferPool(EarlyBuffers):
             raise
 
     def _slot(self, size: int, make: Callable[[int], Slot], *, or_none: bool) -> Slot | None:
-        """None where private memory must serve: whatever is wrong with the slot's file system, training continues."""
+        """Returns None if private memory must be used: training continues whatever is wrong with the file system."""
         slot = None
         try:
             slot = make(size)
@@ -226,7 +224,7 @@ class HostBufferPool(EarlyBuffers):
             self._lent.add(buffer)
 
     def add(self, slot: Slot, kind: str) -> None:
-        """A slot of an earlier life, whose bytes nobody needs any more, is a free buffer from now on."""
+        """Makes a free buffer of a slot of an earlier life, whose bytes are no longer needed."""
         with self._lock:
             if not self._retired:
                 self._free.append(HostBuffer(slot.memory, slot, kind=kind, is_cold=True))
@@ -292,14 +290,14 @@ class HostBufferPool(EarlyBuffers):
             return more or bool(wrong)
 
     def _let_go_of(self, buffers: Sequence[HostBuffer]) -> None:
-        """Of free ones."""
+        """Gives up free buffers."""
         for buffer in buffers:
             self._free.remove(buffer)
             let_go(buffer)
 
     def clear(self) -> bool:
-        """Free buffers give back their room, which a snapshot needs that is due; False if there are none, or if what
-        needs the room is one more of them."""
+        """Frees the free buffers, whose room a snapshot needs; False if there are none, or if the room is for another
+        buffer that is made ahead of time."""
         with self._lock:
             if self._ahead:
                 return False
@@ -315,9 +313,8 @@ class HostBufferPool(EarlyBuffers):
             return lent - spare + nbytes <= self.budget_bytes
 
 
-def _is_unsealed(buffer: HostBuffer) -> bool:
-    """Whoever comes after this process does not take its bytes for what they were, but may come to find them; False if
-    that cannot be had."""
+def _unseal(buffer: HostBuffer) -> bool:
+    """Marks a slot as not sealed, so that no later process uses the old snapshot in it; False if that fails."""
     try:
         if buffer.slot is not None:
             buffer.slot.unseal()

@@ -22,7 +22,7 @@ from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, groups_to
 from moe_ckpt.engine.documents import read_manifest
 from moe_ckpt.engine.view import Names, Needed, needed_of
 from moe_ckpt.errors import DamagedError, FormatVersionError
-from moe_ckpt.format.manifest import GROUPS, MANIFEST_NAME, Manifest, PartRecord, group_of, parse_step_dir
+from moe_ckpt.format.manifest import GROUPS, MANIFEST_NAME, Manifest, PartRecord, age_of, group_of, parse_step_dir
 from moe_ckpt.format.part import Part
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.steps import each_step
@@ -173,7 +173,7 @@ class _Contents:
 
     def begun_after_newest(self) -> set[str]:
         newest = max((record.order for record in self.records.values()), default=(-1, -1))
-        return {directory for directory in self.names if _order(directory) > newest}
+        return {directory for directory in self.names if age_of(directory) > newest}
 
 
 def _read_store(storage: Storage, known: Known, abandoned: Collection[str] = ()) -> _Contents:
@@ -188,7 +188,7 @@ def _read_store(storage: Storage, known: Known, abandoned: Collection[str] = ())
     def look(directory: str) -> Names:
         if directory in known.names:
             return known.names[directory]
-        is_begun = newest is not None and _order(directory) > newest and directory not in abandoned
+        is_begun = newest is not None and age_of(directory) > newest and directory not in abandoned
         if is_begun and not storage.exists(f"{directory}/{MANIFEST_NAME}"):
             return {}
         names = storage.list(directory)
@@ -259,8 +259,3 @@ def _tidy(storage: Storage, contents: _Contents, directory: str, known: Known) -
     if not contents.names[directory]:
         storage.delete_dir(directory)  # which leaves it alone if it holds other files
         known.names.pop(directory, None)
-
-
-def _order(directory: str) -> tuple[int, int]:
-    step, generation = parse_step_dir(directory) or (-1, -1)
-    return generation, step

@@ -211,7 +211,7 @@ class Committer:
         return _Slot(request.window, request.step, part, {**names, **PART}, request.applied)
 
     def _names(self, acknowledged: Acknowledgement) -> Names:
-        """Of the ranks' files: the very sets of the step before where they are the same, which many ask."""
+        """Names of the ranks' files, by group. Sets that are equal to the last step's are the same objects."""
         before = self._name_sets
         self._name_sets = {lines: before.get(lines) or names_in(lines) for lines in acknowledged.lines.values()}
         return {group: self._name_sets[lines] for group, lines in acknowledged.lines.items()}

@@ -7,7 +7,15 @@ from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, parse_step_dir, shard_path
+from moe_ckpt.format.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    PartRecord,
+    parse_step_dir,
+    shard_path,
+    step_of,
+)
 from moe_ckpt.format.part import Part, composed
 from moe_ckpt.format.sealed import FRAME_NBYTES, MAX_SEALED_BYTES, digest, require_frame
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, decode_header
@@ -92,12 +100,7 @@ def _decoded(record: PartRecord, raw: Chunk) -> Part:
     try:
         return Part.decode(raw, record.path)
     except DamagedError as error:
-        raise DamagedError(error.path, error.reason, step=_step_of(record)) from error
-
-
-def _step_of(record: PartRecord) -> int | None:
-    place = parse_step_dir(record.directory)
-    return place[0] if place else None
+        raise DamagedError(error.path, error.reason, step=step_of(record.directory)) from error
 
 
 def read_part(storage: Storage, record: PartRecord) -> Chunk:
@@ -107,7 +110,7 @@ def read_part(storage: Storage, record: PartRecord) -> Chunk:
         DamagedError: it is missing, or not what was written.
         OSError: the storage does not answer.
     """
-    step = _step_of(record)
+    step = step_of(record.directory)
     try:
         raw = read_sealed(storage, record.path)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The buffers of a pool, and those of them that a background thread makes before a snapshot needs them."""
+"""The part of the buffer pool that a background thread calls, to make buffers before a snapshot needs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MANY = 64
 
 
 class EarlyBuffers(ABC):
-    """What of a pool is on no training thread. Safe to use from several threads.
+    """The part of ``HostBufferPool`` that makes buffers ahead of time. Safe to use from several threads.
 
     Args:
         budget_bytes: Of all buffers together.
@@ -37,11 +37,11 @@ class EarlyBuffers(ABC):
 
     @abstractmethod
     def _make_early(self, size: int) -> HostBuffer:
-        """The same at the expense of nothing else."""
+        """As ``_make``, but takes no room from anything else."""
 
     @abstractmethod
-    def _is_warm(self, buffer: HostBuffer) -> bool:
-        """This process has touched the pages, and CUDA page-locked them; False if that cannot be had."""
+    def _warm(self, buffer: HostBuffer) -> bool:
+        """Touches the pages of a slot of an earlier life, and page-locks them for CUDA; False if that fails."""
 
     def top_up(self, count: int, *, early: bool = False) -> bool:
         """Make one more buffer of the usual size, unless ``count`` exist or the budget is spent; True if it did.
@@ -50,7 +50,7 @@ class EarlyBuffers(ABC):
 
         Args:
             count: See above.
-            early: Not at the expense of anything: see ``make_early``.
+            early: Take no room from anything else: see ``HostBufferPool``, ``make_early``.
         """
         with self._lock:
             size, least = self._usual_bytes, self._least_bytes
@@ -61,8 +61,7 @@ class EarlyBuffers(ABC):
         return self._make_ahead(size, early=early)
 
     def foresee(self, least: int, most: int, count: int) -> bool:
-        """Make one more buffer for what may need ``least`` to ``most`` bytes, as ``top_up`` does, before anything is
-        known of what is usual."""
+        """As ``top_up``, before the usual size is known: makes a buffer for a need of ``least`` to ``most`` bytes."""
         with self._lock:
             there = sum(b.kind == WHOLE and b.nbytes >= least for b in (*self._free, *self._lent))
             size = self._size(most)
@@ -92,7 +91,7 @@ class EarlyBuffers(ABC):
                 return False
             self._free.remove(buffer)
             self._begin_ahead(buffer.nbytes)
-        if self._is_warm(buffer):
+        if self._warm(buffer):
             self._end_ahead(buffer)
             return True
         with self._lock:

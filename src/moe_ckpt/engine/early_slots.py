@@ -10,7 +10,8 @@ import logging
 from collections.abc import Sequence
 
 from moe_ckpt.core.survivors import GRADIENTS
-from moe_ckpt.engine.buffers import PIECES, WHOLE, HostBufferPool
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.host_buffer import PIECES, WHOLE
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory.files import FoundSlot, MemoryFiles
 from moe_ckpt.memory.slot import Slot
@@ -48,13 +49,10 @@ class EarlySlots:
 
     def take_over(self, over: Sequence[FoundSlot]) -> list[FoundSlot]:
         """Makes buffers of this rank's own slots, whose pages the kernel need not clear; returns the others."""
-        rest = []
-        for found in over:
-            if not self._is_taken(found):
-                rest.append(found)
-        return rest
+        return [found for found in over if not self._take(found)]
 
-    def _is_taken(self, found: FoundSlot) -> bool:
+    def _take(self, found: FoundSlot) -> bool:
+        """Makes a buffer of a slot; False if it is not this rank's, does not fit, or cannot be taken over."""
         kind, slot, nbytes = _KINDS.get(found.header.only), found.slot, found.slot.memory.numel()
         left = self._pool.budget_bytes - self._pool.held_bytes
         if found.header.rank != self._rank or kind is None or nbytes > left:

@@ -12,7 +12,7 @@ _SAMPLES = 32
 """Elements that are looked at of each tensor: torch counts no writes through ``.data``, as averaging callbacks make."""
 _MOST_SAMPLED = 2048
 """Tensors that are looked at, at even distances where there are more: the training thread does it, at each validation.
-Who averages weights writes to most of them."""
+Averaging callbacks write to most of them."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -16,7 +16,7 @@ log = logging.getLogger("moe_ckpt")
 
 
 class StorageFlush:
-    """Without memory that outlives the process, every snapshot goes. For the training thread only.
+    """Decides which snapshots go to storage: all, unless memory outlives the process. For the training thread only.
 
     Args:
         settings: The user's.
@@ -150,9 +150,7 @@ class StorageFlush:
 
 
 class PeerCopies:
-    """Snapshots go to peers, where there are any, unless those have not taken the ones before. For the training thread.
-
-    By the rule in ``core.peer_copies``.
+    """Decides which snapshots go to peers, by the rule in ``core.peer_copies``. For the training thread only.
 
     Args:
         settings: The user's.

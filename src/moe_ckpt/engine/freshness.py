@@ -23,14 +23,14 @@ class FreshnessWatch:
     def seen(self, snapshot: Snapshot, parts: Sequence[SealedPart]) -> int:
         """Returns what the checksums of a snapshot's parts show: ``UNKNOWN``, ``STALE`` or ``FRESH``.
 
-        Of a logged step the operators saved in full may all be of an optimizer that rested. Gradients that another one
-        consumed prove that training continues, though their checksums say nothing of the state.
+        In a logged step, all operators saved in full may belong to an optimizer that made no update. Gradients that
+        another optimizer consumed show that training continues; their checksums say nothing about the state.
 
-        A sparse window is judged as a whole, at its last slot: all operators of one slot may have rested, such as
+        A sparse window is judged as a whole, at its last slot: perhaps no operator of one slot was updated, such as
         experts that got no tokens.
 
-        What one snapshot has shown to move is fresh in another after the same update, such as a complete one at the end
-        beside a partial one: of that, experts that were frozen meanwhile are all that there is to compare.
+        Two snapshots after the same update agree: if one is fresh, so is the other. A complete one at the end, beside
+        a partial one, may have nothing to compare but frozen experts.
         """
         request = snapshot.request
         updates = request.updates

@@ -15,8 +15,8 @@ _SMALL_BYTES = 1 << 20
 _STEPS_PER_DOUBLING = 16
 """Buffers come in so many sizes between one power of two and the next."""
 WHOLE, PIECES, MIRRORED = "whole", "pieces", "mirrored"
-"""What a buffer is for: a snapshot, or all of it but gradients that lie in others; such gradients; duplicates of other
-ranks' shares. One that was of one kind never serves another, for they differ in size and in how long they stay."""
+"""What a buffer is for: a snapshot without the gradients that have buffers of their own; such gradients; duplicates of
+other ranks' shares. A buffer never changes its kind, since kinds differ in size and in how long they stay."""
 
 
 @dataclass(eq=False)

@@ -65,23 +65,23 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         StoreError: That of another rank cannot be used.
     """
     settings, memory = run.settings, run.settings.memory
-    begun = _begun(run, memory, run_id)
+    agreed = _agree(run, memory, run_id)
     if memory is None:
         left_here = host_tier.claimable_bytes(run.storage.root, run_id, run.comm.rank)
         ranks = settings.local_ranks
         budget = settings.host_memory_bytes or default_budget_bytes(ranks, left_here * ranks)  # each has left as much
         pool = HostBufferPool(budget, pinned=settings.pinned)
         return HostMemory(pool, host_tier.claim(run.storage.root, run_id, run.comm.rank, pool), generation)
-    generation = max(generation, begun.newest + 1)
-    files, slots = _taken_over_together(run, memory, run_id, generation, begun.life)
+    generation = max(generation, agreed.newest + 1)
+    files, slots = _take_over_on_all_ranks(run, memory, run_id, generation, agreed.life)
     generation, replicator = files.generation, None
     try:
-        # Each rank has what it left itself; now what no rank has taken. Others hear of trouble in ``open_replication``.
-        found, trouble = _tried(memory, lambda: (node_of(memory.root), files.take_left(own=False)))
+        # Each rank has taken over its own slots; now those that no rank has. ``open_replication`` shares the error.
+        found, trouble = _attempt(memory, lambda: (node_of(memory.root), files.take_left(own=False)))
         node, others = found or ("", [])
         slots.add(others)
         pool = HostBufferPool(
-            begun.budget,
+            agreed.budget,
             pinned=settings.pinned,
             make_slot=lambda nbytes: tier.make(nbytes),
             make_early=lambda nbytes: early.make(nbytes),
@@ -92,21 +92,22 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
         limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
         replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate, trouble)
-        _say_room(run, memory, begun, replicator)
+        _say_room(run, memory, agreed, replicator)
         tier = MemoryTier(run.comm.rank, node, run.model, pool, files, slots, replicator)
     except BaseException:
         if replicator is not None:
             replicator.close()
-        _let_go((files, slots))
+        _release((files, slots))
         raise
     host_tier.register(run.storage.root, run_id, tier)
     return HostMemory(pool, tier, generation)
 
 
-def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _Free]:
-    """(newest life of which memory has something, -1 for none; budget of this rank's buffers in bytes; what is free).
+def _inspect(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _Free]:
+    """Looks at the memory directory, before any rank takes over slots there, so that a node's ranks find the same.
 
-    Before any rank takes anything over: the ranks of a node find the same there.
+    Returns:
+        Newest life of which memory has something, -1 for none; budget of this rank's buffers in bytes; what is free.
     """
     if os.path.isdir(memory.root):  # else an error tells that, and it lies nowhere
         say_file_system(memory.root)
@@ -121,14 +122,14 @@ def _prepared(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _
     return newest, budget, (free_bytes(memory.root) + left, limits)
 
 
-def _say_room(run: RunContext, memory: Memory, begun: _Begun, replicator: Replicator | None) -> None:
+def _say_room(run: RunContext, memory: Memory, agreed: _Agreed, replicator: Replicator | None) -> None:
     """Warns before training if slots will find no room. One rank of the node knows of all whose copies lie there."""
-    settings, rank, (free, limits) = run.settings, run.comm.rank, begun.free
+    settings, rank, (free, limits) = run.settings, run.comm.rank, agreed.free
     if rank % settings.local_ranks:
         return
     held = () if replicator is None else replicator.roster.placement.sources_of[rank : rank + settings.local_ranks]
     share = ExpectedShare(run.state.tensors(), run.state.specs())
-    of_node = settings.max_in_flight + 2, begun.budget, sum(map(len, held)), settings.local_ranks, share.is_estimated
+    of_node = settings.max_in_flight + 2, agreed.budget, sum(map(len, held)), settings.local_ranks, share.is_estimated
     needed = RoomNeeded(share.most_nbytes, *of_node)
     known = (limit for limit in limits.values() if limit is not None)
     if needed.nbytes > min(free, *known):  # else there is no need to weigh what peers share
@@ -136,7 +137,7 @@ def _say_room(run: RunContext, memory: Memory, begun: _Begun, replicator: Replic
         say_room(memory.root, replace(needed, share_bytes=exact), free, limits)
 
 
-class _Begun(NamedTuple):
+class _Agreed(NamedTuple):
     """What the ranks agree on first.
 
     Attributes:
@@ -153,21 +154,21 @@ class _Begun(NamedTuple):
     free: _Free
 
 
-def _begun(run: RunContext, memory: Memory | None, run_id: str) -> _Begun:
-    """Compares what the ranks were told, and looks at their memory directories. One agreement, of a few numbers.
+def _agree(run: RunContext, memory: Memory | None, run_id: str) -> _Agreed:
+    """Compares the ranks' settings, and looks at their memory directories. One agreement, of a few numbers.
 
-    Ranks compare digests, so that what is sent does not grow with their number; only where those differ do they tell
-    each other their settings.
+    Ranks compare digests of their settings, so the message does not grow with their number. They exchange the settings
+    themselves only if digests differ.
 
     Raises:
         ConfigError: Memory is on at some ranks only, or ranks have other settings.
     """
-    rank, is_on, alike = run.comm.rank, memory is not None, _alike_everywhere(memory)
-    number, life = _number_of(alike), secrets.randbits(_NUMBER_BITS) if rank == 0 else 0
+    rank, is_on, alike = run.comm.rank, memory is not None, _shared_settings(memory)
+    number, life = _digest_of(alike), secrets.randbits(_NUMBER_BITS) if rank == 0 else 0
     found: tuple[int, int, _Free] | None = None
     trouble: Exception | None = None
     if memory is not None:
-        found, trouble = _tried(memory, lambda: _prepared(run, memory, run_id))
+        found, trouble = _attempt(memory, lambda: _inspect(run, memory, run_id))
     newest, budget, free = found or (-1, 0, (0, {}))
     failed = 0 if trouble is None else rank + 1
     mine = [(rank + 1) * is_on, (rank + 1) * (not is_on), number, -number, life, failed, newest]
@@ -178,15 +179,15 @@ def _begun(run: RunContext, memory: Memory | None, run_id: str) -> _Begun:
     if most != -least:
         settings = [json.loads(raw) for raw in run.comm.everyone(json.dumps(alike).encode())]
         raise ConfigError(_disagreement(rank, settings))
-    _raise_together(trouble, failed)
-    return _Begun(f"{life:016x}", newest, budget, free)
+    _raise_on_all_ranks(trouble, failed)
+    return _Agreed(f"{life:016x}", newest, budget, free)
 
 
-def _alike_everywhere(memory: Memory | None) -> list[str]:
-    """What all ranks must share, in words. Copies on peers compare theirs themselves.
+def _shared_settings(memory: Memory | None) -> list[str]:
+    """Settings that must be equal on all ranks, as text. ``open_replication`` compares those of copies on peers.
 
-    Each rank decides alone which snapshots go to storage, and what it keeps at a failure: the others would wait for it,
-    or have kept theirs for nothing. Directories, failure domains and sizes are a node's own, for nodes differ.
+    Each rank decides alone which snapshots go to storage, and what it keeps at a failure: with other settings, the
+    others would wait for it, or keep their part for nothing. Directories, failure domains and sizes may differ by node.
     """
     if memory is None:
         return []
@@ -198,8 +199,8 @@ def _alike_everywhere(memory: Memory | None) -> list[str]:
     ]
 
 
-def _number_of(alike: Sequence[str]) -> int:
-    """Equal settings have equal numbers, others others."""
+def _digest_of(alike: Sequence[str]) -> int:
+    """A digest, as a number that ranks can agree on."""
     found = hashlib.blake2b(json.dumps(alike).encode(), digest_size=8).digest()
     return int.from_bytes(found, "little") >> (64 - _NUMBER_BITS)
 
@@ -215,10 +216,10 @@ def _disagreement(rank: int, settings: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _taken_over(
+def _take_over(
     run: RunContext, memory: Memory, run_id: str, generation: int, life: str
 ) -> tuple[MemoryFiles, LeftSlots]:
-    """This life's directory, with what this rank itself left taken over; that is verified from here on."""
+    """Makes this life's directory, and takes over what this rank left; a thread verifies that from here on."""
     files = MemoryFiles(memory.root, run_id, generation, life, run.comm.rank, run.storage.root)
     try:
         left = files.take_left(own=True)
@@ -228,18 +229,18 @@ def _taken_over(
         raise
 
 
-def _taken_over_together(
+def _take_over_on_all_ranks(
     run: RunContext, memory: Memory, run_id: str, generation: int, life: str
 ) -> tuple[MemoryFiles, LeftSlots]:
-    """``_taken_over`` on every rank, of one generation, ``files.generation``; raises on every rank, if on one.
+    """``_take_over`` on every rank, for the same generation; if it fails on one rank, all raise. A collective.
 
-    That of another store with this one's run id may have begun with the same number at this moment: then all ranks
-    begin once more, with a newer one. A collective.
+    A copy of the store has the same run id, and its run may start at this moment with the same generation. Then all
+    ranks start over with a newer one (``files.generation``).
     """
     tries = 0
     while True:
         tries += 1
-        found, trouble = _tried(memory, partial(_taken_over, run, memory, run_id, generation, life))
+        found, trouble = _attempt(memory, partial(_take_over, run, memory, run_id, generation, life))
         ahead = trouble.ahead if isinstance(trouble, HeldByCopyError) and tries < _TRIES else 0
         try:
             failed, ahead = largest(run.comm, [0 if trouble is None or ahead else run.comm.rank + 1, ahead])
@@ -247,23 +248,23 @@ def _taken_over_together(
                 return found
         except BaseException:
             if found is not None:
-                _let_go(found)
+                _release(found)
             raise
         if found is not None:
-            _let_go(found)
+            _release(found)
         if failed:
-            _raise_together(trouble, failed)
+            _raise_on_all_ranks(trouble, failed)
         generation += ahead
 
 
-def _let_go(taken_over: tuple[MemoryFiles, LeftSlots]) -> None:
+def _release(taken_over: tuple[MemoryFiles, LeftSlots]) -> None:
     files, slots = taken_over
     slots.checker.close()
     files.close(keep=True)
 
 
-def _tried(memory: Memory, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What ``action`` gives, or why it cannot."""
+def _attempt(memory: Memory, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Returns (result of ``action``, None), or (None, its error)."""
     try:
         return action(), None
     except MoECheckpointError as error:
@@ -282,8 +283,8 @@ def _clearing(root: str) -> str:
     )
 
 
-def _raise_together(trouble: Exception | None, failed: int) -> None:
-    """Raises on every rank, if there is trouble on one. failed: the highest such rank, and one more; 0 for none."""
+def _raise_on_all_ranks(trouble: Exception | None, failed: int) -> None:
+    """Raises on every rank if one has failed. failed: the highest such rank plus one; 0 for none."""
     if trouble is not None:
         raise trouble
     if failed:

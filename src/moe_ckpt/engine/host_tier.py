@@ -27,7 +27,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.host_buffer import HostBuffer
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.tiers import BufferTier
@@ -207,8 +208,8 @@ class HostTier:
         """Give the recovery buffer up early, because there is no other; True if there was one.
 
         Args:
-            chain: Means nothing.
-            last: Likewise.
+            chain: Not used here; see ``BufferTier.drop``.
+            last: Not used here.
         """
         with self._lock:
             kept, self._kept = self._kept, ()

@@ -108,7 +108,7 @@ def _mend(limit: str) -> str:
 
 
 def _once_more_bytes() -> int:
-    """How much larger this process once was than it is now: a step's gradients come again. 0 where nobody tells."""
+    """Bytes by which this process was larger at its peak: gradients will take them again. 0 if unknown."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as lines:
         for line in lines:

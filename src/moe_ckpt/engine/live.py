@@ -57,7 +57,7 @@ class LiveState:
         self._alike_at, self._alike = -1, False
 
     def describe(self) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
-        """Returns this rank's tensors and those of all; listed once per step. Where they lie ``describe_for`` tells."""
+        """Returns this rank's tensors and those of all ranks, listed once per step. Addresses: see ``describe_for``."""
         if self._described is None:
             tensors = self._state.tensors(of=_NOTHING)
             self._described = tensors, self._state.specs()
@@ -81,7 +81,7 @@ class LiveState:
         return self._here.of(chosen)
 
     def forget(self) -> None:
-        """The tensors that ``describe`` listed may be others from now on."""
+        """Drops the list of ``describe``: the tensors may change from now on."""
         self._described = None
 
     def set_compute_types(self, types: ComputeTypes) -> None:
@@ -138,5 +138,5 @@ class _Here:
         self._tensors_of = np.fromiter(chain.from_iterable(sharing), np.int64, int(self._counts.sum()))
 
     def of(self, operators: Numbers) -> Reading:
-        """Of the operators at these places of the catalog."""
+        """The tensors of the operators at these places of the catalog."""
         return Reading(self.tensors, self._tensors_of[ranges(self._firsts[operators], self._counts[operators])])

@@ -47,7 +47,7 @@ class WrittenShare:
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """The bytes of all of it."""
         return self.state.nbytes + sum(file.nbytes for file in self.files)
 
 

@@ -25,7 +25,8 @@ from moe_ckpt.core.memory_retention import (
     newest_checkpoint,
     with_newest_experts,
 )
-from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.host_buffer import HostBuffer
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.unsettled import Unsettled
@@ -96,7 +97,7 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        """Of its memory."""
+        """The bytes of its memory."""
         buffers = (self.buffer, self.mirrored, *self.pieces.values())
         return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
@@ -273,8 +274,8 @@ class MemoryTier:
                 self._release_unneeded()
 
     def reports(self) -> list[int]:
-        """What to tell the other ranks: the states of snapshots that are not settled, and then what the checksums of
-        each show (``core.freshness``); always as many numbers.
+        """Numbers for the other ranks: the states of snapshots that are not settled, then what the checksums of each
+        show (``core.freshness``). Their count is always the same.
         """
         with self._lock:
             asked = self._unsettled.ask(_REPORTED, lambda sequence: self._entries[sequence].step.copied)
@@ -381,7 +382,7 @@ class MemoryTier:
             return False
 
     def forget_gone(self) -> None:
-        """Somebody has deleted slots: what was in them is not counted on any more."""
+        """Gives up the snapshots of which somebody has deleted slots."""
         with self._lock:
             for entry in self._entries.values():
                 if entry.state in _SAFE and entry.gone:

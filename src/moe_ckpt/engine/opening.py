@@ -1,4 +1,4 @@
-"""Take possession of a store: writable, ours, of this model, locked, swept. Rank 0 acts, all learn."""
+"""Opens a store for a run: rank 0 checks, locks and cleans it, and tells the other ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("moe_ckpt")
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedStore:
     """What ``store.json`` says, and the generation that this life of the run writes under.
 
     Attributes:
@@ -38,7 +38,7 @@ class Opened:
 
     @property
     def run_id(self) -> str:
-        """Of the store."""
+        """The run id of the store."""
         return self.identity.run_id
 
 
@@ -49,7 +49,7 @@ def open_store(
     lock: StoreLock,
     retention: RetentionPolicy,
     patience_secs: float = PATIENCE_SECS,
-) -> Opened:
+) -> OpenedStore:
     """Called once by all ranks before training; rank 0 takes the ``lock``.
 
     Args:
@@ -79,7 +79,7 @@ def open_store(
     answer = json.loads(comm.broadcast(b""))
     if "error" in answer:
         raise StoreError(f"rank 0 could not open the store: {answer['error']}")
-    return Opened(Identity(**answer["identity"]), answer["generation"])
+    return OpenedStore(Identity(**answer["identity"]), answer["generation"])
 
 
 def _open(
@@ -89,7 +89,7 @@ def _open(
     retention: RetentionPolicy,
     patience_secs: float,
     ranks: int,
-) -> Opened:
+) -> OpenedStore:
     fingerprint = catalog.fingerprint()
     storage.probe()
     lock.acquire()
@@ -111,7 +111,7 @@ def _open(
         lock.release()
         raise
     generation = 1 + max((generation for _, generation in steps.values()), default=-1)
-    return Opened(identity, generation, keeper)
+    return OpenedStore(identity, generation, keeper)
 
 
 def _identity(storage: Storage, names: list[str], directories: list[str]) -> Identity | None:

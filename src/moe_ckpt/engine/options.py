@@ -165,7 +165,7 @@ class Options(Settings):
 
     @property
     def needs(self) -> Needs:
-        """Of the policy."""
+        """What the policy needs."""
         return needs_of(self.policy)
 
     @property

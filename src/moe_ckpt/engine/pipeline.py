@@ -22,22 +22,21 @@ from typing import Any
 import torch
 
 from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.buffers import HostBuffer
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.host_buffer import HostBuffer
 from moe_ckpt.engine.host_memory import HostMemory
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.limited_slots import requires_room
-from moe_ckpt.engine.making import AheadOfTime
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.persisting import Persister
+from moe_ckpt.engine.preallocation import Preallocator
 from moe_ckpt.engine.resolving import SnapshotResolver
 from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
-from moe_ckpt.engine.snapshot import Encode, LogSpan, Snapshot, copy_at_once, needs_of, placed
+from moe_ckpt.engine.snapshot import Encode, LogSpan, Snapshot, buffer_sizes, copy_at_once, placed
 from moe_ckpt.engine.stages import Stages
-from moe_ckpt.policies.base import needs_of as needs_of_policy
+from moe_ckpt.policies.base import needs_of
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copier import Copier, Copy
@@ -56,6 +55,7 @@ class Pipeline:
     Attributes:
         tier: What memory keeps.
         stages: What snapshots pass through.
+        room: Host memory for the next snapshot.
         next_memory_sequence: That of the next snapshot, in memory that outlives the process.
     """
 
@@ -83,7 +83,7 @@ class Pipeline:
         self._copier = Copier(run.on_phase, run.gate)
         stages: Stages | None = None
         require = None if self.memory is None else requires_room(self.memory.files.path, settings.local_ranks)
-        needs, is_wanted = needs_of_policy(run.policy), self.memory is not None
+        needs, is_wanted = needs_of(run.policy), self.memory is not None
         always_whole = not (needs.partial or needs.windows or needs.gradients)
         count = len(run.catalog.operators)
         try:
@@ -91,10 +91,10 @@ class Pipeline:
             persister = Persister(resolver.resolve, (lambda: None) if rank else run.lock.refresh)
             sealer = None if self.memory is None else MemorySealer(run, self.memory, persister.submit)
             self.stages = stages = Stages(persister, sealer, self.memory)
-            self._room = Room(
+            self.room = Room(
                 self._pool, self.tier, self.stages, settings, rank, count, require, always_whole=always_whole
             )
-            self._ahead = AheadOfTime(run, self._room, is_wanted=is_wanted, always_whole=always_whole)
+            self._preallocator = Preallocator(run, self.room, is_wanted=is_wanted, always_whole=always_whole)
         except BaseException:  # no thread to be had, for instance
             if stages is not None:
                 stages.close(_IDLE_SECS, lambda: None)
@@ -110,19 +110,9 @@ class Pipeline:
         return self.tier if isinstance(self.tier, MemoryTier) else None
 
     @property
-    def busy(self) -> bool:
-        """See ``Room.is_short``."""
-        return self._room.is_short
-
-    @property
     def storage_busy(self) -> bool:
         """True if storage is so far behind that it should be left alone, while memory takes the next snapshot."""
         return self.stages.storage_in_flight >= self._settings.max_in_flight
-
-    @property
-    def copies_behind(self) -> bool:
-        """See ``Room.copies_behind``."""
-        return self._room.copies_behind
 
     @property
     def sends(self) -> tuple[bool, ...]:
@@ -134,14 +124,9 @@ class Pipeline:
         """The most that one snapshot of this rank may have, where as many as may be under way are of that size."""
         return self._pool.budget_bytes // self._settings.max_in_flight
 
-    @property
-    def is_used_up(self) -> bool:
-        """See ``Room.is_used_up``."""
-        return self._room.is_used_up
-
     def training_begins(self, *, whole: bool) -> None:
-        """See ``AheadOfTime``."""
-        self._ahead.training_begins(whole=whole)
+        """See ``Preallocator``."""
+        self._preallocator.training_begins(whole=whole)
 
     def begin(
         self,
@@ -175,12 +160,12 @@ class Pipeline:
             UnencodableStateError: The plain state holds what only pickle could write.
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
-        encoded, side = plain(**_told_of_updates(request, gradients))
+        encoded, side = plain(**_log_entry(request, gradients))
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
         plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
-        needs, refused, began = needs_of(plan), None, time.monotonic()
-        buffers, waited = self._room.find(request, needs, patience_secs, last=last)
+        needs, refused, began = buffer_sizes(plan), None, time.monotonic()
+        buffers, waited = self.room.find(request, needs, patience_secs, last=last)
         if buffers is None:
             budget = self._pool.budget_bytes, self._settings.budget_setting
             refused = _no_room(request, plan.total_nbytes, budget, patience_secs, time.monotonic() - began)
@@ -210,8 +195,8 @@ class Pipeline:
         self._sequence += request.stored or dense is not None
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
-        if self._room.used(request, needs):
-            self._ahead.top_up()
+        if self.room.note_use(request, needs):
+            self._preallocator.top_up()
         return snapshot
 
     def step_begins(self) -> None:
@@ -259,26 +244,13 @@ class Pipeline:
         return self.stages.wait_for_all(timeout_secs)
 
     def wait_for_room(self, timeout_secs: float) -> bool:
-        """Wait until the pipeline is not ``busy``; False if that took longer than ``timeout_secs``.
+        """Wait until there is room for another snapshot; False if that took longer than ``timeout_secs``.
 
         Raises:
             RuntimeError: a peer is gone.
         """
         self._let_go()
-        return self._room.wait(timeout_secs)
-
-    @property
-    def writing(self) -> tuple[int, float] | None:
-        """See ``Persister.writing``."""
-        return self.stages.writing
-
-    def resolutions(self, after: int) -> Sequence[Resolution]:
-        """Recent snapshots that ended on storage, with a sequence greater than ``after``."""
-        return self.stages.resolutions(after)
-
-    def raise_fatal(self) -> None:
-        """Raise, once, the error that ended the thread that seals or writes."""
-        self.stages.raise_fatal()
+        return self.room.wait(timeout_secs)
 
     def close(self, timeout_secs: float, *, keep: bool, afterwards: Callable[[], None]) -> bool:
         """Stop the threads once what is queued is done.
@@ -295,7 +267,7 @@ class Pipeline:
         try:
             self.join()
         finally:
-            self._ahead.close()
+            self._preallocator.close()
             try:
                 ended = self.stages.close(timeout_secs, afterwards)
             finally:
@@ -319,7 +291,8 @@ def _from_log(
     return replace(logged, request=request, plan=plan, buffers=nothing, state=None, from_log=span)
 
 
-def _told_of_updates(request: SnapshotRequest, gradients: StepGradients | None) -> dict[str, Any]:
+def _log_entry(request: SnapshotRequest, gradients: StepGradients | None) -> dict[str, Any]:
+    """What the plain state says of the gradients that are logged."""
     return {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
 
 

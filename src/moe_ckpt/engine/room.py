@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from moe_ckpt.core.peer_copies import are_behind
-from moe_ckpt.engine.buffers import HostBuffer, HostBufferPool
+from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.host_buffer import HostBuffer
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.engine.tiers import BufferTier
@@ -118,7 +119,7 @@ class Room:
             left = max(0, min(left, self._stages.in_flight) - 1)
 
     def _acquire(self, request: SnapshotRequest, needs: Sequence[tuple[str, int]]) -> list[HostBuffer] | None:
-        """Buffers of the pool; None if there are none to be had before something is given up."""
+        """Buffers of the pool; None if something must be given up first."""
         try:
             require = self._require if request.survivors_of is not None else None
             return self._pool.acquire_all(needs, require)
@@ -128,7 +129,7 @@ class Room:
             return None
 
     def _wait_for_making(self, nbytes: int, until: float) -> None:
-        """Until another thread has made what it is making for such a snapshot: to make one more takes as long."""
+        """Waits while another thread makes such a buffer: to make one more here would take as long."""
         self._is_ready.wait(max(0.0, until - time.monotonic()))
         while self._pool.is_made_ahead(nbytes) and time.monotonic() < until:
             time.sleep(_MAKING_SECS)
@@ -149,8 +150,8 @@ class Room:
                 return False
         return True
 
-    def used(self, request: SnapshotRequest, needs: Sequence[tuple[str, int]]) -> bool:
-        """A snapshot began that needed this. Returns True if more buffers should be made ahead of time (``top_up``)."""
+    def note_use(self, request: SnapshotRequest, needs: Sequence[tuple[str, int]]) -> bool:
+        """A snapshot began with these buffers. Returns True if more should be made ahead of time (``top_up``)."""
         (_, nbytes), total = needs[0], sum(each for _, each in needs)
         partial = len(request.operators) < self._operators and request.window is None
         self._last_nbytes, self._most_nbytes = total, max(self._most_nbytes, total)
@@ -169,7 +170,7 @@ class Room:
         self._is_ready.clear()
 
     def end_ready(self) -> None:
-        """It is not going to be called."""
+        """``make_ready`` will not be called."""
         self._is_ready.set()
 
     def make_ready(self, share: Callable[[], int] | None) -> bool:
@@ -233,7 +234,7 @@ class Room:
         )
 
     def _too_small(self, request: SnapshotRequest, nbytes: int) -> HostMemoryError:
-        """What to raise where a snapshot can never fit: what it is, whose the budget is, and what to set."""
+        """Returns the error for a snapshot that can never fit: names it, the budget, and the setting to change."""
         whole = len(request.operators) == self._operators
         what = f"the checkpoint of step {request.step}, which holds {'everything' if whole else 'a part of the model'},"
         free = "That is half of what was free at the start, divided among the ranks of this host. "
@@ -248,7 +249,7 @@ class Room:
         return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._rank)
 
     def _give_up_recovery(self, nbytes: int, *, chain: bool, last: bool) -> bool:
-        """Make room by what only a fault would need; True if there was something. chain, last: see ``drop``."""
+        """Give up what only a failure would need; True if there was something. chain, last: see ``BufferTier.drop``."""
         costs_tokens = self._tier.has_more
         dropped = self._tier.drop(chain=chain, last=last)
         if dropped and costs_tokens and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:

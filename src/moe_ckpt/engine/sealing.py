@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.survivors import GRADIENTS, TENSORS
-from moe_ckpt.engine.buffers import roomy
 from moe_ckpt.engine.commit import SavedOperators
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
+from moe_ckpt.engine.host_buffer import roomy
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
@@ -129,7 +129,7 @@ class MemorySealer:
         parts: tuple[SlotPart, ...],
         **of_slot: Any,
     ) -> SlotHeader:
-        """Of one of the snapshot's slots. of_slot: what it has beside."""
+        """Header of one of the snapshot's slots. of_slot: fields of this slot alone."""
         request, files = snapshot.request, self._tier.files
         return SlotHeader(
             run_id=files.run_id,

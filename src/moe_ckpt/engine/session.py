@@ -285,7 +285,7 @@ class CheckpointSession:
         if self._resources.memory is not None:
             self._resources.memory.left.step_ended()
         booking, pipeline = self._booking, self._resources.pipeline
-        pipeline.raise_fatal()
+        pipeline.stages.raise_fatal()
         pipeline.join()
         loaded = bool(self.run_ledger.pending or self.run_ledger.sealing)
         booking.meter.lap(final_at, loaded=loaded)
@@ -300,9 +300,8 @@ class CheckpointSession:
             plan = save_full(step, self.catalog.everything)
         else:
             context = ledger.context(step, self.comm.world_size, ledger.popularity, consensus.measured)
-            plan = self._snapshots.rooted(
-                self._planner.plan(self._snapshots.informed(context, consensus)), edited=consensus.edited
-            )
+            plan = self._planner.plan(self._snapshots.with_memory_facts(context, consensus))
+            plan = self._snapshots.with_anchors(plan, edited=consensus.edited)
         record = StepRecord(step)
         if plan:
             self._newest_plan = plan

@@ -93,7 +93,7 @@ class Settings:
         return self.max_failures if self.memory is None else math.inf
 
     def _set(self, name: str, value: Any) -> None:
-        """What was written as text, or as a path object, is kept as the number or the text that it means."""
+        """Replaces a field that was given as text or as a path object by the number or text that it stands for."""
         object.__setattr__(self, name, value)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_ckpt.engine.buffers import MIRRORED, PIECES, WHOLE, HostBuffer
+from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.format.tree import encode_tree
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Plain = tuple[Any, list[tuple[SliceEntry, torch.Tensor]]]
 """A rank's plain state, encoded, and the tensors of it."""
 Encode = Callable[..., Plain]
-"""Gives the plain state as it was when this was called first, and what is given by name besides."""
+"""Returns the plain state as of its first call, with further entries that are given by name."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Snapshot:
         sequence: How many snapshots for storage this process began before it.
         request: What to save.
         plan: What this rank copies and writes for it.
-        buffers: Host memory, as ``needs_of`` lists it.
+        buffers: Host memory, as ``buffer_sizes`` lists it.
         copy: The copy under way.
         state: JSON-ready trainer state (side tensors are among the slices).
         began_at: ``time.perf_counter`` of its beginning.
@@ -87,12 +87,12 @@ class Snapshot:
 
     @property
     def pieces(self) -> Sequence[HostBuffer]:
-        """Of ``plan.pieces``, each by itself."""
+        """The buffers of ``plan.pieces``, one each."""
         return self.buffers[1 : 1 + len(self.plan.pieces)]
 
     @property
     def mirrored(self) -> HostBuffer | None:
-        """Of ``plan.mirrored``; None if it has none."""
+        """The buffer of ``plan.mirrored``; None if it has none."""
         return self.buffers[-1] if self.plan.mirrored else None
 
     @property
@@ -138,14 +138,14 @@ class Snapshot:
         return next(memory for each, memory in placed(self.plan, self.buffers) if each is part)
 
 
-def needs_of(plan: CompiledPlan) -> list[tuple[str, int]]:
-    """Returns the buffers that a plan needs, for ``HostBufferPool.acquire_all``: that of its parts comes first."""
+def buffer_sizes(plan: CompiledPlan) -> list[tuple[str, int]]:
+    """Returns (kind, bytes) of a plan's buffers, for ``HostBufferPool.acquire_all``; that of its parts comes first."""
     found = [(WHOLE, plan.nbytes), *((PIECES, part.nbytes) for _, part in plan.pieces)]
     return [*found, (MIRRORED, plan.mirrored_nbytes)] if plan.mirrored else found
 
 
 def placed(plan: CompiledPlan, buffers: Sequence[HostBuffer]) -> Iterator[tuple[CompiledPart, torch.Tensor]]:
-    """Yields every part with its bytes (uint8, a view), of the buffers that ``needs_of`` lists."""
+    """Yields every part with its bytes (uint8, a view), of the buffers that ``buffer_sizes`` lists."""
     first, *others = (buffer.memory for buffer in buffers)
     for base, part in plan.parts:
         yield part, first[base : base + part.nbytes]

@@ -98,7 +98,7 @@ class Snapshotter:
         self.live.forget()
         self._end_secs = self._run.settings.timeout_secs
 
-    def informed(self, context: PolicyContext, consensus: StepConsensus) -> PolicyContext:
+    def with_memory_facts(self, context: PolicyContext, consensus: StepConsensus) -> PolicyContext:
         """The context with what the policy may know of memory: where this step's snapshot will go from there."""
         if self._run.gradients is not None:
             context = replace(context, anchored_at=self.booking.anchors.steps)
@@ -116,15 +116,15 @@ class Snapshotter:
         )
         return replace(context, memory=facts)
 
-    def rooted(self, plan: SnapshotPlan, *, edited: bool = False) -> SnapshotPlan:
-        """Returns the plan, with operators in full instead of their gradients where those lead nowhere.
+    def with_anchors(self, plan: SnapshotPlan, *, edited: bool = False) -> SnapshotPlan:
+        """Returns the plan, with operators in full instead of gradients that no recovery could apply.
 
-        If it needs gradients of operators without an anchor, returns a plan of everything instead, or, for a policy
-        that leaves experts out, the plan with those operators in full.
+        Gradients need an anchor, which is a full copy of the operator at an earlier step. If an operator lacks one, the
+        plan becomes one of everything; for a policy that leaves experts out, those operators alone are saved in full.
 
         Args:
             plan: Equal on every rank.
-            edited: All of them: the step does not follow from gradients, or, where ranks agree late, the one before.
+            edited: The step does not follow from its gradients, or, where ranks agree late, the step before does not.
         """
         if edited and plan.gradients:
             everything, planned = self._run.catalog.everything, {*plan.operators(), *plan.gradients}
@@ -191,7 +191,7 @@ class Snapshotter:
         """Begin a snapshot of everything, unless the newest one is just that."""
         newest, everything = self.booking.run_ledger.newest, self._run.catalog.everything
         if newest is not None and newest.step == step:
-            if newest.operators == everything and not (newest.from_log and not self._is_made(step)):
+            if newest.operators == everything and not (newest.from_log and not self._wait_until_made(step)):
                 return
             self._resources.generation += 1  # a partial checkpoint of this step has taken the name
             if self._resources.memory is not None:
@@ -200,8 +200,8 @@ class Snapshotter:
         plain = plain_of(capture, self._run.comm.rank)
         self._begin(save_full(step, everything), plain, last=True, step_is_agreed=True)
 
-    def _is_made(self, step: int) -> bool:
-        """Wait for what is made from the log, as the state is still there; False if that failed."""
+    def _wait_until_made(self, step: int) -> bool:
+        """Wait for the checkpoint that is made from the log, while the state is still there; False if that failed."""
         return self.drain(step, last=True)[-1].committed
 
     def _wait_for_storage(self, step: int) -> None:
@@ -215,7 +215,7 @@ class Snapshotter:
         pipeline, memory = self._resources.pipeline, self._resources.memory
         until = time.monotonic() + self._end_secs
         while memory is not None:
-            lacking = pipeline.is_used_up and not memory.is_settled
+            lacking = pipeline.room.is_used_up and not memory.is_settled
             if lacking:
                 pipeline.stages.wait(0, max(0.0, until - time.monotonic()))
             numbers = int(lacking), int(time.monotonic() >= until), *memory.reports()
@@ -259,7 +259,7 @@ class Snapshotter:
         pipeline.join()
         if not pipeline.wait(self._end_secs if last else timeout_secs):
             raise self._not_in_time(step, timeout_secs)
-        return pipeline.resolutions(-1)
+        return pipeline.stages.resolutions(-1)
 
     def _begin(
         self,
@@ -404,7 +404,7 @@ class Snapshotter:
     def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
         """What to raise when earlier snapshots were not out of the way after so long."""
         pipeline, newest = self._resources.pipeline, self.booking.run_ledger.committed_step
-        writing, root = pipeline.writing, self._run.storage.root
+        writing, root = pipeline.stages.writing, self._run.storage.root
         kept = "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
         if writing is None and pipeline.memory is not None:
             cause = f"earlier snapshots were still being copied, or sent to peers, after {secs:g} s (timeout_secs)"

@@ -22,8 +22,8 @@ import torch
 from moe_ckpt.core.freshness import UNKNOWN
 from moe_ckpt.core.survivors import BEFORE, STATE, survivor_sequence
 from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.buffers import roomy
 from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.host_buffer import roomy
 from moe_ckpt.engine.snapshot import Plain
 from moe_ckpt.engine.writing import checksums_of, state_file
 from moe_ckpt.format.foreseen import AFTER, Lesson, Path, changes, foreseen, replaced, said

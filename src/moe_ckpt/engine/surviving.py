@@ -56,7 +56,7 @@ class Own(Protocol):
 
 
 class Sealing(Protocol):
-    """What ``Stages`` tells."""
+    """What ``Stages`` tells of sealing."""
 
     @property
     def in_flight(self) -> int:

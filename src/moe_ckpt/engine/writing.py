@@ -64,13 +64,13 @@ class Acknowledgement:
 
     @property
     def columns(self) -> list[bytes]:
-        """For ``Communicator.combine``."""
+        """The fields as columns for ``Communicator.combine``."""
         files = [self.experts, self.others, self.states, self.file_rows, self.state_rows]
         return [self.errors, self.covers, *files, self.freshness]
 
     @property
     def ranks(self) -> int:
-        """Whose it is: how many."""
+        """How many ranks it is of."""
         return len(self.covers) // _COVER_NBYTES
 
     @property
@@ -317,5 +317,5 @@ def encode_boxes(boxes: Sequence[tuple[str, Box]]) -> bytes:
 
 
 def decode_boxes(raw: bytes) -> list[tuple[str, Box]]:
-    """What ``encode_boxes`` was given."""
+    """Inverse of ``encode_boxes``."""
     return [(key, Box(tuple(offsets), tuple(shape))) for key, offsets, shape in json.loads(b"[%b]" % raw[:-1])]

@@ -69,6 +69,17 @@ def parse_step_dir(name: str) -> tuple[int, int] | None:
     return (step, generation) if step_dir(step, generation) == name else None
 
 
+def age_of(directory: str) -> tuple[int, int]:
+    """(generation, step) of a step directory, by which checkpoints are ordered; (-1, -1) for any other name."""
+    step, generation = parse_step_dir(directory) or (-1, -1)
+    return generation, step
+
+
+def step_of(directory: str) -> int | None:
+    """The step of a step directory; None for any other name."""
+    return (parse_step_dir(directory) or (None, None))[0]
+
+
 def shard_path(directory: str, rank: int, kind: str) -> str:
     """``kind`` is one of ``KINDS``."""
     return f"{directory}/rank_{rank:05d}_{kind}.safetensors"

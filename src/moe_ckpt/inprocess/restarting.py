@@ -17,12 +17,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.surviving import Surviving
 from moe_ckpt.errors import (
     ConfigError,
@@ -36,7 +38,6 @@ from moe_ckpt.errors import (
 log = logging.getLogger("moe_ckpt")
 
 _T = TypeVar("_T")
-_CLOSE_SECS = 10.0
 _HOPELESS = (UserError, RecoveryLoopError, NoCheckpointError)
 """What another call would end with, too."""
 _PATIENCE_SECS = 5.0
@@ -55,6 +56,24 @@ class Kept(Protocol):
 
     def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
         """Releases threads, lock and hooks."""
+
+
+def close_guarded(guard: Callable[[], AbstractContextManager[Any]], checkpoint: Kept, error: BaseException) -> None:
+    """Closes a checkpoint after a failure, while a monitor may interrupt this thread.
+
+    The monitor may be faster than the guard. It interrupts only once for its soft_timeout, so the second attempt ends.
+
+    Args:
+        guard: Keeps the monitor from interrupting a block.
+        checkpoint: To close.
+        error: That ended training.
+    """
+    try:
+        with guard():
+            checkpoint.close(CLOSE_SECS, error)
+    except BaseException:
+        checkpoint.close(CLOSE_SECS, error)
+        raise
 
 
 class Restart:
@@ -118,20 +137,11 @@ class Restart:
             yield
             kept.finish()
         except BaseException as error:
-            self._close(kept, error)
+            close_guarded(self._call.atomic, kept, error)
             raise
         finally:
             self._kept = None
-        kept.close(_CLOSE_SECS)
-
-    def _close(self, checkpoint: Kept, error: BaseException) -> None:
-        try:
-            with self._call.atomic():
-                checkpoint.close(_CLOSE_SECS, error)
-        except BaseException:
-            # The monitor was faster: it has raised here, and raises no more for its soft_timeout.
-            checkpoint.close(_CLOSE_SECS, error)
-            raise
+        kept.close(CLOSE_SECS)
 
     def survive(self) -> None:
         """Seals the newest step before the processes are restarted. On the monitor thread."""

@@ -6,10 +6,10 @@ method is wrapped while a loop is attached. It costs two looks at the clock and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
+from torch import nn
 
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError
@@ -19,13 +19,12 @@ from moe_ckpt.slices.gating import BubbleGate
 _MODULE, _CLASS, _METHOD = "megatron.core.pipeline_parallel.p2p_communication", "P2PCommunicator", "_communicate"
 
 
-def make_gate(options: Options, chunks: int, *, on_device: bool) -> BubbleGate | None:
+def make_gate(options: Options, chunks: Sequence[nn.Module]) -> BubbleGate | None:
     """Returns what holds this rank's copies and sends back; None where they go at once.
 
     Args:
         options: The user's.
         chunks: Of the model on this rank.
-        on_device: It computes on a GPU.
 
     Raises:
         ConfigError: They are to be held back for the bubbles of a pipeline that has one stage.
@@ -40,7 +39,8 @@ def make_gate(options: Options, chunks: int, *, on_device: bool) -> BubbleGate |
     wanted = options.bubbles == "on" or (options.bubbles == "auto" and options.needs.bubbles)
     if stages == 1 or not wanted:
         return None
-    return BubbleGate(int(groups.get_pipeline_model_parallel_rank()), stages, chunks, on_device=on_device)
+    on_device = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
+    return BubbleGate(int(groups.get_pipeline_model_parallel_rank()), stages, len(chunks), on_device=on_device)
 
 
 class PipelineWatch:
@@ -103,8 +103,3 @@ class _Request:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
-
-
-def on_device(parameters: Iterable[torch.Tensor]) -> bool:
-    """Returns whether a rank with these parameters computes on a GPU."""
-    return any(parameter.is_cuda for parameter in parameters)

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.core.operators import grid_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.replaying import Recompute
-from moe_ckpt.driver.run import Driver
+from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.agreement import StepTokens
@@ -27,8 +28,8 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.boosting import RouterPort
-from moe_ckpt.megatron.bubbles import PipelineWatch, make_gate, on_device
-from moe_ckpt.megatron.gradient_log import GradientLogging
+from moe_ckpt.megatron.bubbles import PipelineWatch, make_gate
+from moe_ckpt.megatron.gradient_log import run_log
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
@@ -90,10 +91,23 @@ def attach(
     """
     require_groups()
     chosen = make_options("megatron.attach", policy, dirpath, options, ("stateful",))
+    return attach_with(chosen, model_chunks, optimizer, scheduler, stateful)
+
+
+def attach_with(
+    options: Options,
+    model_chunks: Sequence[nn.Module] | nn.Module,
+    optimizer: Any,
+    scheduler: Stateful | None,
+    stateful: Mapping[str, Stateful] | None,
+    count_update: Callable[[], bool] = lambda: False,
+) -> MegatronCheckpoint:
+    """As ``attach``, with checked options, for a loop whose counters are known (``driver.host.Host.count_update``)."""
+    require_groups()
     beside = all_stateful(scheduler, stateful or {})
-    if chosen.needs.windows or chosen.needs.gradients:
+    if options.needs.windows or options.needs.gradients:
         require_quiet_weights(optimizer)
-    return MegatronCheckpoint(chunks_of(model_chunks), optimizer, beside, chosen)
+    return MegatronCheckpoint(chunks_of(model_chunks), optimizer, beside, options, count_update)
 
 
 class MegatronCheckpoint:
@@ -118,30 +132,29 @@ class MegatronCheckpoint:
         optimizer: Any,
         stateful: Mapping[str, Stateful],
         options: Options,
+        count_update: Callable[[], bool] = lambda: False,
     ) -> None:
         inventory = take_inventory(chunks)
-        self._host = MegatronHost(chunks, inventory, optimizer, stateful, options)
+        self._host = MegatronHost(chunks, inventory, optimizer, stateful, options, count_update)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
         world = bind(state, comm, may_spare(chunks, optimizer))
         options.policy.check(world.catalog)
         world.require_updates()
-        device = on_device(parameter for chunk in chunks for parameter in chunk.parameters())
-        gate = make_gate(options, len(chunks), on_device=device)
+        gate = make_gate(options, chunks)
         numbers = {layer.name: layer.index for layer in world.layers}
-        shape = len(world.layers), max((layer.experts for layer in world.layers), default=0)
         self._counter = RouterCounter(
             [(numbers[found.name], found.router) for found in inventory.layers],
-            *shape,
+            *grid_of(world.layers),
             soft=options.needs.soft_counts,
         )
         ports: dict[int, BoostPort] = {numbers[at.name]: RouterPort(at.name, at.router) for at in inventory.layers}
-        self._host.boosting = Boosting(options.needs.boost, ports, shape, comm)
+        self._host.boosting = Boosting(options.needs.boost, ports, grid_of(world.layers), comm)
         self.options = options
         self.policy, self.dirpath = options.policy, options.dirpath
         self.metrics, observers = _metrics_of([layer.experts for layer in world.layers])
         self.recovery_plan: RecoveryPlan | None = None
         self._driver = Driver(self._host, options, "iteration", _ADVICE)
-        self._log = GradientLogging(inventory, optimizer, chunks, options, lambda: self._driver.session)
+        self._log = run_log(inventory, optimizer, chunks, options, functools.partial(release_gradients, self._driver))
         upstream_bytes = upstream_budget(options, world.stages, chunks)
         self.upstream: PipelineStage | None = None
         try:
@@ -164,22 +177,22 @@ class MegatronCheckpoint:
             self._driver.close(0.0)
             raise
         self._chunks = chunks
+        self._host.upstream = self.upstream
         self.surviving = self._driver.surviving
         spares = self._host.spares = Spares(chunks, inventory, optimizer, world.may_spare, options.needs.windows)
-        note = self._driver.note
 
         def reduces() -> None:
             """Nothing changes weights yet: gradients are reduced over ranks first, where a peer may be missed."""
             self.before_step()
             spares.update_begins()
-            note(Moment.REDUCING)
+            self._driver.note(Moment.REDUCING)
 
         def ends_alone() -> None:
-            self._driver.session.survivor.lends = False  # of other ranks' weights nobody knows which are here
-            note(Moment.WRITTEN)
+            self._driver.session.survivor.lends = False  # it is not known which of other ranks' weights have arrived
+            self._driver.note(Moment.WRITTEN)
 
         self._watch = StepWatch(optimizer, reduces, self._stepped, ends_alone)
-        self._watch.before_writing(lambda: note(Moment.WRITING))
+        self._watch.before_writing(lambda: self._driver.note(Moment.WRITING))
         self._first: FirstForward | None = None
         self._pipeline = None if gate is None else PipelineWatch(gate)
 
@@ -240,8 +253,6 @@ class MegatronCheckpoint:
             replayer=replayer,
             logs=None if self.upstream is None else self.upstream.kept,
         )
-        if self._driver.replaying is not None:
-            self._driver.replaying.beside = self._host.spares.source()
         if self.upstream is not None:
             self.upstream.resumed(self.iteration)
         restored = self._driver.restored
@@ -259,7 +270,7 @@ class MegatronCheckpoint:
             ConfigError: ``resume`` was not called.
         """
         lifecycle, generators = self._driver.lifecycle, self._host.generators
-        if lifecycle.state in (State.TRAINING, State.REPLAYING):
+        if lifecycle.is_training:
             return
         lifecycle.require(Action.BEGIN, "begin_training()")
         if self._first is not None:
@@ -305,7 +316,8 @@ class MegatronCheckpoint:
         """After ``optimizer.step()``: in a replay, loads the window's weights, which a validation may read."""
         if self._driver.replaying is not None:
             self._driver.replaying.put_back(self.iteration + 1)
-        self._log.stepped()
+        if self._log.recorder is not None:
+            self._log.recorder.copies_written()
         self._driver.note(Moment.WRITTEN)
 
     def after_step(
@@ -335,7 +347,7 @@ class MegatronCheckpoint:
         self._require_begun()
         self._driver.lifecycle.require(Action.STEP, "after_step()")
         updated = has_updated(self) if updated is None else updated
-        tokens = _counted(self, iteration, consumed_samples, counters, updated=updated)
+        tokens = end_iteration(self, iteration, consumed_samples, counters, updated=updated)
         if self.upstream is not None:
             self.upstream.step_ends()  # before anything may end the process, or raise
         record = self._driver.after_update(began, tokens, updated=updated)
@@ -445,7 +457,7 @@ class MegatronCheckpoint:
             if kind is None and self.session.is_open:  # else it was finished or closed inside
                 self.finish()
         finally:
-            self.close(10.0, error)
+            self.close(CLOSE_SECS, error)
 
 
 def has_updated(ckpt: MegatronCheckpoint) -> bool:
@@ -453,25 +465,7 @@ def has_updated(ckpt: MegatronCheckpoint) -> bool:
     return ckpt._watch.updated is not False
 
 
-def count_iteration(
-    ckpt: MegatronCheckpoint,
-    iteration: int,
-    consumed_samples: int,
-    counters: Mapping[str, Any],
-    generators: Mapping[str, Any] | None = None,
-) -> None:
-    """Counts an iteration after whose update training stops, instead of ``after_step``: no checkpoint begins.
-
-    Args:
-        generators: States of random number generators that belong to it; None for those of now.
-    """
-    updated = has_updated(ckpt)
-    tokens = _counted(ckpt, iteration, consumed_samples, counters, updated=updated)
-    ckpt._host.generators.state = generators or ckpt._host.generators.state
-    ckpt._driver.count(tokens, updated=updated)
-
-
-def _counted(
+def end_iteration(
     ckpt: MegatronCheckpoint,
     iteration: int,
     consumed_samples: int,
@@ -479,7 +473,7 @@ def _counted(
     *,
     updated: bool,
 ) -> Deferred[StepTokens]:
-    """The iteration is over. Returns the tokens that this rank routed in it."""
+    """Counts an iteration that is over. Returns the tokens that this rank routed in it."""
     ckpt._watch.iteration_ends(ckpt._driver.options)
     ckpt._host.loop.step(iteration, consumed_samples, counters)
     ckpt._host.generators.note()

@@ -119,10 +119,10 @@ def _described(dropping: Callable[..., Any], args: Any, kwargs: Any, result: Any
         )
         return Dropping(probs, given["routing_map"], result[1], capacity, given["drop_policy"])
     except KeyError as error:
-        raise moved(f"{ROUTER}.{DROPPING}", f"a function with an argument {error}") from None
+        raise changed_hook(f"{ROUTER}.{DROPPING}", f"a function with an argument {error}") from None
 
 
-def moved(name: str, expected: str) -> UnsupportedError:
+def changed_hook(name: str, expected: str) -> UnsupportedError:
     """Returns the error for a hook point that has changed."""
     return UnsupportedError(
         f"{name} of megatron-core {version()} is not what the counter of routed tokens expects: {expected}. The "

@@ -1,4 +1,4 @@
-"""Gradient logs of a Megatron training loop: what records them, and what comes back along them."""
+"""The gradient log of a Megatron training loop."""
 
 from __future__ import annotations
 
@@ -8,82 +8,44 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.core.operators import Catalog
 from moe_ckpt.engine.options import Options
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.recording import Ignored, StepRecorder
-from moe_ckpt.gradients.returning import LogReplayer
+from moe_ckpt.gradients.run_log import RunLog
 from moe_ckpt.megatron.gradients import capture_gradients, inner_optimizers, weights_from_masters
 from moe_ckpt.megatron.inventory import ModelInventory
 from moe_ckpt.megatron.optimizers import slots
 
 
-class GradientLogging:
-    """Does nothing unless the policy logs gradients, or memory holds a log.
+def run_log(
+    inventory: ModelInventory,
+    optimizer: Any,
+    chunks: Sequence[Any],
+    options: Options,
+    release: Callable[[], None],
+) -> RunLog:
+    """Returns the gradient log of a training loop, which records nothing unless the policy logs gradients.
 
     Args:
         inventory: Of the model chunks.
         optimizer: Megatron's.
         chunks: The model chunks.
         options: The user's.
-        session: Gives the session, once it is open.
+        release: Called before gradients are overwritten.
 
-    Attributes:
-        recorder: For the driver; None where the policy logs no gradients.
+    Raises:
+        ConfigError: Megatron changes weights behind the optimizer's update.
+        UnsupportedError: As ``capture_gradients``.
     """
-
-    def __init__(
-        self,
-        inventory: ModelInventory,
-        optimizer: Any,
-        chunks: Sequence[Any],
-        options: Options,
-        session: Callable[[], CheckpointSession],
-    ) -> None:
-        self.recorder: StepRecorder | None = None
-        self._optimizer, self._chunks = optimizer, chunks
-        self._attach = partial(capture_gradients, inventory, optimizer, chunks)
-        self._capture: GradientCapture | None = None
-        self._session = session
-        if options.needs.gradients:
-            _refuse_qk_clip(chunks, type(options.policy).__name__)
-            self._attach(Ignored()).close()  # whatever is refused, is refused before training
-            inner = inner_optimizers(optimizer)
-            keys, stored = [0] * len(inner), options.needs.stored_gradients  # keys as ``megatron.state`` has them
-            copies, gathered = list(_copies(inventory, optimizer)), _gathers_late(chunks)
-            self.recorder = StepRecorder(inner, self._release, keys, stored, copies, gathered=gathered)
-
-    def _release(self) -> None:
-        if self._session().is_open:
-            self._session().before_update(receive=False, of_gradients=True)
-
-    def replayer(self, catalog: Catalog) -> LogReplayer:
-        """Returns what makes the updates of a log once more.
-
-        Args:
-            catalog: Of the whole model.
-        """
-        finish = partial(weights_from_masters, self._optimizer, self._chunks)
-        optimizers = [] if self._optimizer is None else inner_optimizers(self._optimizer)
-        return LogReplayer(optimizers, catalog, lambda: self._attach(Ignored()), finish)
-
-    def stepped(self) -> None:
-        """``optimizer.step()`` of Megatron's optimizer ended: model weights are those of the masters now."""
-        if self.recorder is not None:
-            self.recorder.copies_written()
-
-    def begin(self) -> None:
-        """Training begins."""
-        if self.recorder is not None:
-            self._capture = self._attach(self.recorder, self.recorder.rounded)
-            self.recorder.begin(self._capture)
-
-    def close(self) -> None:
-        """Takes all hooks away. Safe to call twice."""
-        if self._capture is not None:
-            self._capture.close()
+    attach, inner = partial(capture_gradients, inventory, optimizer, chunks), inner_optimizers(optimizer)
+    recorder: StepRecorder | None = None
+    if options.needs.gradients:
+        _refuse_qk_clip(chunks, type(options.policy).__name__)
+        attach(Ignored()).close()  # whatever is refused, is refused before training
+        keys, stored = [0] * len(inner), options.needs.stored_gradients  # keys as ``megatron.state`` has them
+        copies, gathered = list(_copies(inventory, optimizer)), _gathers_late(chunks)
+        recorder = StepRecorder(inner, release, keys, stored, copies, gathered=gathered)
+    return RunLog(attach, inner, recorder, partial(weights_from_masters, optimizer, chunks))
 
 
 def _copies(inventory: ModelInventory, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:

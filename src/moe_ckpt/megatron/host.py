@@ -1,9 +1,9 @@
-"""``driver.run.Host`` of a Megatron training loop: its iteration, its plain state, and how that is restored."""
+"""``driver.host.Host`` of a Megatron training loop: its iteration, its plain state, and how that is restored."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,9 +11,9 @@ from torch import nn
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.generators import Generators
-from moe_ckpt.driver.handing_back import handing_back
-from moe_ckpt.driver.replaying import Repeated, same_plain
-from moe_ckpt.driver.run import End, Host, require_framework
+from moe_ckpt.driver.host import End, Host, require_framework
+from moe_ckpt.driver.replaying import Repeated, StepSource, same_plain
+from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.finished import Finished
@@ -35,10 +35,11 @@ from moe_ckpt.megatron.trainer_state import (
     restore_generators,
     restore_stateful,
 )
+from moe_ckpt.megatron.upstream import PipelineStage
 from moe_ckpt.megatron.weights import load_into
 from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.resume import Restored
 from moe_ckpt.storage import open_storage
 
 _Plain = Mapping[str, Any]
@@ -52,11 +53,12 @@ _REPEATED: tuple[Repeated, ...] = (
 
 
 class MegatronHost(Host):
-    """One training loop. Arguments: as of ``attach``; ``inventory`` is that of ``chunks``.
+    """One training loop. Arguments: as of ``attach_with``; ``inventory`` is that of ``chunks``.
 
     Attributes:
         boosting: Set once the ranks know their MoE layers.
         spares: Set once the store is open.
+        upstream: Logs the messages of this rank's pipeline stage; None without such a log.
     """
 
     def __init__(
@@ -66,9 +68,12 @@ class MegatronHost(Host):
         optimizer: Any,
         stateful: Mapping[str, Stateful],
         options: Options,
+        count_update: Callable[[], bool],
     ) -> None:
         self.boosting: Boosting
         self.spares: Spares
+        self.upstream: PipelineStage | None = None
+        self._count_update = count_update
         self.state = MegatronTrainingState(inventory, optimizer)
         self.loop = Loop()
         self.generators = Generators(capture_generators, restore_generators)
@@ -108,13 +113,13 @@ class MegatronHost(Host):
         if not self.state.buffers <= found["buffers"].keys():
             reader = StoreReader(open_storage(self._options.dirpath))
             found = found | {"buffers": all_buffers(reader, restored.manifest, self.state.buffers)}
-        with handing_back("the model and its optimizer", restored.path):
+        with loading_state("the model and its optimizer", restored.path):
             self.state.load_plain(found)
         # After the optimizer, as Megatron does: a schedule that overrides the checkpoint's writes its rates there.
         restore_stateful(self._stateful, plain["stateful"], restored.path)
         if follows(self._stateful.get(SCHEDULER), plain["stateful"].get(SCHEDULER)):
             # The loop may have changed what the schedule wrote, and loading has written that once more.
-            with handing_back("the hyperparameters of the optimizer", restored.path):
+            with loading_state("the hyperparameters of the optimizer", restored.path):
                 write_settings(self._optimizer, found["optimizer"]["groups"])
         iteration, consumed, counters = plain["iteration"], plain["consumed_samples"], plain.get("counters", {})
         self.loop.stand_at(Progress(int(iteration), int(consumed), restored=True, counters=counters))
@@ -149,6 +154,9 @@ class MegatronHost(Host):
         numbers = lambda state: {name: each for name, each in state["rng"].items() if name not in idle}  # noqa: E731
         return (("the state of the random number generators", numbers), *_REPEATED)
 
+    def skipper(self) -> StepSource:
+        return self.spares.source()
+
     def capture(self, *, described: bool = False) -> dict[str, Any]:
         if self.generators.state is None:
             self.generators.note()
@@ -168,6 +176,13 @@ class MegatronHost(Host):
 
     def end(self) -> End:
         return End("finish() was called")
+
+    def count_update(self) -> bool:
+        return self._count_update()
+
+    def write_logs(self, secs: float) -> None:
+        if self.upstream is not None:
+            self.upstream.write_log(secs)
 
 
 def idle_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
@@ -207,5 +222,5 @@ def settings_changed(restored: Restored, now: _Plain, used: _Plain) -> list[Chan
     before = restored.plain.get("configured")
     if before is None:  # checkpoints of earlier releases
         return []
-    with handing_back("the settings of optimizer and scheduler", restored.path):
+    with loading_state("the settings of optimizer and scheduler", restored.path):
         return changes(before, now, used)

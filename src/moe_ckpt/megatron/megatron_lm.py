@@ -27,22 +27,24 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from moe_ckpt.driver.messages import say_halted
+from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
+from moe_ckpt.inprocess.restarting import close_guarded
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach_with
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.counters import COUNTED, counters_of, rerun_machine
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.modes import moved, require_trainable, warn_of_loader
+from moe_ckpt.megatron.modes import require_trainable, unknown_release, warn_of_loader
 from moe_ckpt.megatron.script_values import changed, flat
-from moe_ckpt.megatron.stopping import BegunIteration, close_after
+from moe_ckpt.megatron.stopping import StartedIteration, uninterrupted
 from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero
 from moe_ckpt.megatron.trainer_state import Stateful
 from moe_ckpt.megatron.validation import USED_OF_TRAIN, LateValidation, can_pass_over, pass_over
@@ -120,8 +122,7 @@ def install(
     logs_messages = chosen.memory is not None and chosen.memory.upstream_bytes is not None
     replaced = REPLACED_WITH_LOG if logs_messages else REPLACED
     training = find_training(replaced)
-    attach_to = functools.partial(attach, policy=policy, dirpath=dirpath, stateful=stateful, **options)
-    _installed = MegatronLM(training, chosen, attach_to, tuple(replaced), stateful or ())
+    _installed = MegatronLM(training, chosen, tuple(replaced), stateful or {})
     atexit.register(_say_unused, _installed)
     return _installed
 
@@ -150,15 +151,15 @@ def find_training(replaced: Mapping[str, tuple[str, tuple[str, ...]]]) -> Any:
             "tree, not in the package megatron-core. Put that tree on PYTHONPATH, or, in a training loop of your own, "
             "use megatron.attach"
         ) from error
-    absent = list(_moved_names(training, replaced))
+    absent = list(_missing_names(training, replaced))
     if absent:
-        raise moved(", no ".join(absent))
+        raise unknown_release(", no ".join(absent))
     for module, name in USED:
         look_up(module, name)
     return training
 
 
-def _moved_names(training: Any, replaced: Mapping[str, tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+def _missing_names(training: Any, replaced: Mapping[str, tuple[str, tuple[str, ...]]]) -> Iterator[str]:
     """Yields what of ``replaced`` this version lacks."""
     for name, (caller, parameters) in replaced.items():
         absent = [each for each in (name, caller) if not callable(getattr(training, each, None))]
@@ -177,9 +178,8 @@ class MegatronLM:
     Args:
         training: Their module.
         options: As given, checked.
-        attach_to: Attaches to model, optimizer and scheduler.
         replaced: Names of the functions.
-        stateful: Names of what ``attach_to`` saves beside.
+        stateful: As of ``attach``.
 
     Attributes:
         checkpoint: The result of ``attach``; None until ``pretrain`` has built the model.
@@ -191,19 +191,18 @@ class MegatronLM:
         self,
         training: Any,
         options: Options,
-        attach_to: Callable[[Any, Any, Any], MegatronCheckpoint],
         replaced: Sequence[str],
-        stateful: Collection[str] = (),
+        stateful: Mapping[str, Stateful],
     ) -> None:
         self.checkpoint: MegatronCheckpoint | None = None
         self.setting_up = False
         self.options = options
         self._training = training
-        self._attach, self._stateful = attach_to, stateful
-        self._updated, self._leaving = True, False  # the newest step updated weights; all ranks will exit
+        self._stateful = stateful
+        self._updated, self._exits = True, False  # of the newest step: it updated weights; all ranks will exit
         self._floating_point_operations: Any = 0
-        self._begun: BegunIteration | None = None
-        self._late = LateValidation()
+        self._iteration: StartedIteration | None = None
+        self._late_validation = LateValidation()
         self._original: dict[str, Callable[..., Any]] = {name: getattr(training, name) for name in replaced}
         for name in replaced:
             setattr(training, name, getattr(self, f"_{name}"))
@@ -222,7 +221,7 @@ class MegatronLM:
         return importlib.import_module("megatron.training.global_vars").get_args()
 
     @property
-    def _running(self) -> MegatronCheckpoint:
+    def _attached(self) -> MegatronCheckpoint:
         if self.checkpoint is None:
             raise ConfigError("megatron.install(): training began without setup_model_and_optimizer")
         return self.checkpoint
@@ -238,21 +237,23 @@ class MegatronLM:
         require_trainable(settings)
         warn_of_loader(settings, self._stateful)
         if self.checkpoint is not None:  # restarted within this process
-            self.checkpoint.close(10.0)
+            self.checkpoint.close(CLOSE_SECS)
             self.checkpoint = None
-        found = self._found()
+        found = self._newest_stored_step()
         with changed(settings, **({} if found is None else {"load": None, "pretrained_checkpoint": None})):
             built = self._original["setup_model_and_optimizer"](*args, **kwargs)
-        self.checkpoint = self._attach(*built[:3])
-        self.checkpoint.surviving.count = self._count
-        progress = self.checkpoint.resume(functools.partial(self._loaded, settings) if settings.iteration else None)
-        self._tell(settings, progress)
-        self._late.agree(self.checkpoint, settings, progress)
+        model, optimizer, scheduler = built[:3]
+        self.checkpoint = attach_with(self.options, model, optimizer, scheduler, self._stateful, self._count_update)
+        progress = self.checkpoint.resume(
+            functools.partial(self._progress_of_load, settings) if settings.iteration else None
+        )
+        self._set_counters(settings, progress)
+        self._late_validation.agree(self.checkpoint, settings, progress)
         if found is not None:
-            self._say_what_was_left(settings, progress.iteration)
+            self._warn_of_newer_load(settings, progress.iteration)
         return built
 
-    def _found(self) -> int | None:
+    def _newest_stored_step(self) -> int | None:
         """Returns the newest step of the store, as rank 0 sees it, on all ranks."""
         if self.options.resume == "never":
             return None
@@ -270,7 +271,7 @@ class MegatronLM:
             raise StoreError(f"rank 0 could not read the store {self.options.dirpath}; see its message")
         return None if answer < 0 else answer
 
-    def _loaded(self, settings: Any) -> Progress:
+    def _progress_of_load(self, settings: Any) -> Progress:
         """Returns where a run begins that ``--load`` has loaded, without a checkpoint here."""
         if is_rank_zero():
             announce(
@@ -286,7 +287,7 @@ class MegatronLM:
             counters=counters_of(settings, getattr(settings, "num_floating_point_operations_so_far", 0)),
         )
 
-    def _tell(self, settings: Any, progress: Progress) -> None:
+    def _set_counters(self, settings: Any, progress: Progress) -> None:
         """Sets Megatron's counters as its ``load_checkpoint`` does."""
         settings.iteration, settings.consumed_train_samples = progress.iteration, progress.consumed_samples
         for name in COUNTED:
@@ -306,7 +307,7 @@ class MegatronLM:
                 settings.train_iters,
             )
 
-    def _say_what_was_left(self, settings: Any, iteration: int) -> None:
+    def _warn_of_newer_load(self, settings: Any, iteration: int) -> None:
         """Warns if ``--load`` has a newer iteration than the checkpoint that was loaded instead."""
         if settings.load is None or not is_rank_zero():
             return
@@ -327,7 +328,7 @@ class MegatronLM:
             )
 
     def _build_train_valid_test_data_loaders(self, *args: Any, **kwargs: Any) -> Any:
-        with self._late.counted(self._args):
+        with self._late_validation.counted(self._args):
             built = self._original["build_train_valid_test_data_loaders"](*args, **kwargs)
         seed = torch.initial_seed() + self._args.iteration
         for loader in flat(built):
@@ -336,40 +337,40 @@ class MegatronLM:
         return built
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
-        ckpt, self._leaving = self._running, False
-        self._late.given = self._arguments("train", args, kwargs)
+        ckpt, self._exits = self._attached, False
+        self._late_validation.arguments = self._arguments("train", args, kwargs)
         try:
             result = self._original["train"](*args, **kwargs)
-            self._late.make(ckpt, self._args, self._evaluate_and_print_results)  # if there was no iteration left
+            self._late_validation.run(ckpt, self._args, self._evaluate_and_print_results)  # no iteration was left
         except SystemExit as error:
-            if not self._leaving:  # this rank alone exits, so the others would not answer
-                close_after(error, ckpt)
+            if not self._exits:  # this rank alone exits, so the others would not answer
+                close_guarded(uninterrupted, ckpt, error)
                 raise
-            ckpt.finish(ended=self._through)
+            ckpt.finish(ended=self._is_complete)
             raise
         except BaseException as error:
-            close_after(error, ckpt)
+            close_guarded(uninterrupted, ckpt, error)
             raise
-        ckpt.finish(ended=self._through)
+        ckpt.finish(ended=self._is_complete)
         return result
 
     @property
-    def _through(self) -> bool:
+    def _is_complete(self) -> bool:
         """False if a time limit, a signal or an interval ended the job, and another one continues."""
         last = self._args.train_iters
-        return last is None or self._running.iteration >= last
+        return last is None or self._attached.iteration >= last
 
     # --- every iteration ---
 
     def _train_step(self, *args: Any, **kwargs: Any) -> Any:
-        ckpt = self._running
+        ckpt = self._attached
         ckpt.begin_training()
         if ckpt.upstream is not None:
             ckpt.upstream.begin()
-        self._late.make(ckpt, self._args, self._evaluate_and_print_results)
+        self._late_validation.run(ckpt, self._args, self._evaluate_and_print_results)
         name, given = "forward_backward_func", self._arguments("train_step", args, kwargs)
         inner = given[name]
-        self._begun = BegunIteration(ckpt, self._args, self._training, given["opt_param_scheduler"])
+        self._iteration = StartedIteration(ckpt, self._args, self._training, given["opt_param_scheduler"])
 
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             ckpt.discard_tokens()
@@ -381,17 +382,19 @@ class MegatronLM:
             args = tuple(forward_backward if each is inner else each for each in args)
         result = self._original["train_step"](*args, **kwargs)
         if not isinstance(result, tuple) or len(result) < 4:
-            raise moved(f"{TRAINING}.train_step returning (losses, skipped, should checkpoint, should exit, ...)")
-        self._updated, self._leaving = not result[1], bool(result[3])
+            raise unknown_release(
+                f"{TRAINING}.train_step returning (losses, skipped, should checkpoint, should exit, ...)"
+            )
+        self._updated, self._exits = not result[1], bool(result[3])
         return result
 
-    def _count(self) -> bool:
-        return self._begun is not None and self._begun.count(self._floating_point_operations)
+    def _count_update(self) -> bool:
+        return self._iteration is not None and self._iteration.count(self._floating_point_operations)
 
     def _dummy_train_step(self, *args: Any, **kwargs: Any) -> Any:
-        ckpt, settings = self._running, self._args
+        ckpt, settings = self._attached, self._args
         ckpt.begin_training()
-        self._late.make(ckpt, settings, self._evaluate_and_print_results)
+        self._late_validation.run(ckpt, settings, self._evaluate_and_print_results)
         result = self._original["dummy_train_step"](*args, **kwargs)
         # The loop counts these samples when this returns.
         ranks = megatron_core().parallel_state.get_data_parallel_world_size()
@@ -404,7 +407,7 @@ class MegatronLM:
         return result
 
     def _checkpoint_and_decide_exit(self, *args: Any, **kwargs: Any) -> Any:
-        ckpt, settings = self._running, self._args
+        ckpt, settings = self._attached, self._args
         given = self._arguments("checkpoint_and_decide_exit", args, kwargs)
         iteration = given["iteration"]
         self._floating_point_operations = given["num_floating_point_operations_so_far"]
@@ -419,7 +422,7 @@ class MegatronLM:
         if stage is not None:
             stage.rest()
         if is_alone:  # all ranks saved and decided when the iteration was computed first
-            self._leaving = False
+            self._exits = False
             return False
         interval = getattr(settings, "save_interval", None)
         if interval and iteration % interval == 0:
@@ -430,8 +433,8 @@ class MegatronLM:
             leave = self._original["checkpoint_and_decide_exit"](*args, **kwargs)
         if record.halt is not None and is_rank_zero():
             say_halted("iteration", iteration, record.halt, 0)
-        self._leaving = leave or record.halt is not None
-        return self._leaving
+        self._exits = leave or record.halt is not None
+        return self._exits
 
     def _training_log(self, *args: Any, **kwargs: Any) -> Any:
         """Logs the first iteration of a start, at which stages may stand at different ones, as it does any other."""
@@ -440,10 +443,10 @@ class MegatronLM:
         return self._original["training_log"](*given.args, **given.kwargs)
 
     def _evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
-        stage, settings = self._running.upstream, self._args
+        stage, settings = self._attached.upstream, self._args
         with contextlib.ExitStack() as within:
-            if self._begun is not None:
-                within.enter_context(self._begun.validating())
+            if self._iteration is not None:
+                within.enter_context(self._iteration.validating())
             if stage is not None and can_pass_over(settings):
                 if stage.is_alone:
                     given = self._arguments("evaluate_and_print_results", args, kwargs)

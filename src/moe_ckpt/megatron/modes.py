@@ -16,7 +16,7 @@ KNOWN = "core_v0.16.1"
 ARGUMENTS = ("consumed_train_samples", "train_iters", "micro_batch_size", "load", "save")
 
 
-def moved(what: str) -> UnsupportedError:
+def unknown_release(what: str) -> UnsupportedError:
     """The error of a Megatron-LM that lacks ``what``."""
     return UnsupportedError(
         f"this Megatron-LM (megatron-core {megatron_core().version}) has no {what}, which moe_ckpt.megatron.install "
@@ -29,7 +29,7 @@ def require_trainable(settings: Any) -> None:
     """Raises for modes of Megatron-LM in which checkpoints cannot work."""
     missing = [name for name in ARGUMENTS if not hasattr(settings, name)]
     if missing:
-        raise moved(f"args.{missing[0]}")
+        raise unknown_release(f"args.{missing[0]}")
     if getattr(settings, "skip_train", False):
         raise ConfigError(
             "--skip-train: nothing is trained, so there is no optimizer to attach checkpoints to. Leave "

@@ -32,7 +32,7 @@ from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import look_up, megatron_core, version
-from moe_ckpt.megatron.dropping import DROPPING, ROUTER, Watch, attach, detach, moved
+from moe_ckpt.megatron.dropping import DROPPING, ROUTER, Watch, attach, changed_hook, detach
 from moe_ckpt.modeling.routing import clear, count_tokens, counts_on_host, soft_on_host
 from moe_ckpt.notices import announce
 
@@ -185,13 +185,13 @@ def _result(router: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         or probs.shape != routing_map.shape
         or routing_map.shape[1:] != (router.config.num_moe_experts,)
     ):
-        raise moved(f"{ROUTER}.TopKRouter.forward", "(probs, bool routing_map), both [tokens, num_moe_experts]")
+        raise changed_hook(f"{ROUTER}.TopKRouter.forward", "(probs, bool routing_map), both [tokens, num_moe_experts]")
     return probs, routing_map
 
 
 def _before_dropping(assigned: torch.Tensor | None, routing_map: torch.Tensor) -> torch.Tensor:
     if assigned is None or assigned.shape != routing_map.shape or assigned.dtype != torch.bool:
-        raise moved(
+        raise changed_hook(
             f"{ROUTER}.{DROPPING}",
             "called by the router's forward with the bool map [tokens, experts] before dropping",
         )
@@ -216,7 +216,7 @@ def _real_tokens(args: tuple[Any, ...], kwargs: dict[str, Any], routing_map: tor
 def _check(routers: Sequence[tuple[int, nn.Module]], layers: int, experts: int) -> None:
     expected = look_up(ROUTER, "TopKRouter")
     if not (isinstance(expected, type) and issubclass(expected, nn.Module)):
-        raise moved(f"{ROUTER}.TopKRouter", "a class of modules")
+        raise changed_hook(f"{ROUTER}.TopKRouter", "a class of modules")
     seen = set()
     for at, router in routers:
         _check_router(router, expected)
@@ -238,10 +238,10 @@ def _check_router(router: Any, expected: type) -> None:
             "it routes cannot be counted. Use TopKRouter or a subclass of it."
         )
     if list(inspect.signature(kind.forward).parameters)[:3] != ["self", "input", "padding_mask"]:
-        raise moved(f"{kind.__module__}.{kind.__qualname__}.forward", "a method (self, input, padding_mask)")
+        raise changed_hook(f"{kind.__module__}.{kind.__qualname__}.forward", "a method (self, input, padding_mask)")
     for name in ("num_moe_experts", "moe_expert_capacity_factor"):
         if not hasattr(router.config, name):
-            raise moved(f"TransformerConfig.{name}", "an option of the router's config")
+            raise changed_hook(f"TransformerConfig.{name}", "an option of the router's config")
     captured = {getattr(scope, "name", scope) for scope in _graph_scope(router.config)}
     if captured - _GRAPHS_WITHOUT_ROUTER:
         raise UnsupportedError(

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.driver.replaying import StepSource
+from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.megatron.inventory import ModelInventory
 from moe_ckpt.megatron.optimizers import STEP, StateSlot, leaves, slots
 from moe_ckpt.modeling.sparing import WithoutGradients
@@ -115,7 +115,7 @@ class Sparing(StepSource):
         self._release()
         if FACTS not in recorded:
             return  # written by an earlier release, or behind the window
-        with handing_back("the iterations of a sparse window", replay.upcoming_path):
+        with loading_state("the iterations of a sparse window", replay.upcoming_path):
             facts = recorded[FACTS]
             self._facts.given = {"norms": list(facts["norms"]), "overflows": list(facts["overflows"])}
         names = replay.frozen_parameters()

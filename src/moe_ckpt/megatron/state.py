@@ -220,7 +220,7 @@ class MegatronTrainingState:
         """Yields tensors of a parameter in a distributed optimizer: this rank writes the range that it updates."""
         start, stop = slot.range or (0, 0)
         group = self.groups.expert if live.is_expert else self.groups.dense
-        # Of the block that tensor parallelism gives this rank: who holds another one writes that.
+        # The block that tensor parallelism gives this rank. Other blocks are written by the ranks that hold them.
         block = next((placed.offsets, placed.shape) for placed in place(part, part.start, part.stop))
         writes = slot.writes and self._require_world().holders[part.name, block][0] in group
         for writer, low, high in _divided(slot, start, stop, weights.numel()):

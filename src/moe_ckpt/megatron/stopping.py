@@ -1,11 +1,11 @@
-"""What is done where Megatron-LM's ``train`` stops at a failure.
+"""Seals the newest iteration when Megatron-LM's ``train`` stops at a failure.
 
-The loop counts samples and operations after the update, and the update's own function moves the scheduler. Where an
-error comes in between, the weights are those of the next iteration already, so that its state is whole once the rest
-is counted as the loop would have. A validation that did not end is left to the next start.
+The loop advances the scheduler and counts samples and operations after the update. If an error comes in between, the
+weights are already those of the next iteration, so its state is complete once the rest is counted as the loop would
+have. A validation that did not end is left to the next start.
 
-Under Megatron-LM's own ``--inprocess-restart`` a monitor interrupts what the process is at, to let it train again; not
-so while the newest iteration is sealed.
+Under Megatron-LM's own ``--inprocess-restart`` a monitor interrupts the process to let it train again, but not while
+the newest iteration is sealed.
 """
 
 from __future__ import annotations
@@ -18,32 +18,18 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, count_iteration, has_updated
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration, has_updated
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.counters import counters_of
 from moe_ckpt.megatron.trainer_state import capture_generators
 from moe_ckpt.megatron.validation import DUE, follows
 
-_CLOSE_SECS = 10.0
 
+def uninterrupted() -> AbstractContextManager[Any]:
+    """Keeps the monitor from interrupting the block, by the call wrapper that ``pretrain`` has as a local variable.
 
-def close_after(error: BaseException, ckpt: MegatronCheckpoint) -> None:
-    """Seals the newest iteration, and lets everything go. Called within ``pretrain``.
-
-    Args:
-        error: That ended ``train``.
-        ckpt: Of the run.
+    Called within ``pretrain``.
     """
-    try:
-        with _uninterrupted():
-            ckpt.close(_CLOSE_SECS, error)
-    except BaseException:
-        ckpt.close(_CLOSE_SECS, error)  # the monitor was faster: it has interrupted this, and does not do so again
-        raise
-
-
-def _uninterrupted() -> AbstractContextManager[Any]:
-    """What holds up the monitor. Nobody but ``pretrain`` is told of it, and a script has that name before us."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "pretrain":
         frame = frame.f_back
@@ -52,8 +38,8 @@ def _uninterrupted() -> AbstractContextManager[Any]:
     return found
 
 
-class BegunIteration:
-    """What the loop had counted when the iteration began.
+class StartedIteration:
+    """The loop's counters when an iteration began.
 
     Args:
         ckpt: Of the run.
@@ -73,7 +59,7 @@ class BegunIteration:
 
     @contextlib.contextmanager
     def validating(self) -> Iterator[None]:
-        """The validation that follows the iteration is made in this block."""
+        """The block runs the validation that follows the iteration."""
         self._generators = capture_generators()
         yield
         self._is_validated = True
@@ -87,7 +73,7 @@ class BegunIteration:
         Returns:
             False where weights change after the update, since it is not known whether they have.
         """
-        ckpt, settings = self._ckpt, self._settings
+        ckpt, settings, updated = self._ckpt, self._settings, has_updated(self._ckpt)
         iteration = ckpt.iteration + 1
         if getattr(settings, "qk_clip", False) or getattr(settings, "vision_pretraining", False):
             return False
@@ -95,7 +81,7 @@ class BegunIteration:
         calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
         micro_batches = calculator.get_num_microbatches() * settings.micro_batch_size
         samples = megatron_core().parallel_state.get_data_parallel_world_size() * micro_batches
-        if has_updated(ckpt) and self._scheduler.num_steps == self._scheduler_steps:
+        if updated and self._scheduler.num_steps == self._scheduler_steps:
             self._scheduler.step(increment=micro_batches * settings.data_parallel_size)
         counters = counters_of(settings, operations + self._training.num_floating_point_operations(settings, samples))
         if "skipped_train_samples" in counters:
@@ -103,5 +89,8 @@ class BegunIteration:
             counters["skipped_train_samples"] = self._skipped + left_out
         if is_due:
             counters |= {"consumed_valid_samples": self._validated, DUE: True}
-        count_iteration(ckpt, iteration, self._consumed + samples, counters, self._generators if is_due else None)
+        tokens = end_iteration(ckpt, iteration, self._consumed + samples, counters, updated=updated)
+        if is_due and self._generators:
+            ckpt._host.generators.state = self._generators
+        ckpt._driver.count(tokens, updated=updated)
         return True

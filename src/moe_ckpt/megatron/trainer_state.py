@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from moe_ckpt.driver.handing_back import handing_back
 from moe_ckpt.driver.replaying import same_plain
+from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
@@ -95,7 +95,7 @@ def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]
         )
     for name, each in stateful.items():
         is_schedule = any(kind.__name__ == "OptimizerParamScheduler" for kind in type(each).__mro__)
-        with handing_back(f"{name} ({type(each).__name__})", path, _OTHER_SCHEDULE if is_schedule else ""):
+        with loading_state(f"{name} ({type(each).__name__})", path, _OTHER_SCHEDULE if is_schedule else ""):
             if is_schedule:  # adds the steps that it is given to its own, which Megatron-LM's --load has set already
                 each.num_steps = 0  # type: ignore[attr-defined]
             each.load_state_dict(stored[name])

@@ -92,7 +92,6 @@ class PipelineStage:
         self._boundary = Boundary(self._stage_of, self._log)
         self._interception: Interception | None = None
         self._sealed: Future[None] | None = None
-        driver.surviving.settle = self._settle
 
     @property
     def kept(self) -> KeptLogs:
@@ -155,8 +154,8 @@ class PipelineStage:
         if self._driver.replaying is None:
             self._tier.files.forget_divergence()
 
-    def _settle(self, secs: float) -> None:
-        """Training stops: the log of the newest step is written."""
+    def write_log(self, secs: float) -> None:
+        """Training stops: waits up to ``secs`` until the log of the newest step is written."""
         if self._sealed is not None:
             try:
                 self._sealed.result(secs)

@@ -1,8 +1,8 @@
-"""Validations of Megatron-LM's ``train``, in which training may stop, and which are beside an upstream log.
+"""Validations of Megatron-LM's ``train``: those at which training stopped, and those during a localized recovery.
 
-A validation changes no weights. So where training stops at one, the iteration is sealed as it was when the validation
-began, and the next start makes the validation first. A stage that computes the iteration before it again leaves it out,
-since all stages have made it: it only draws the validation's batches, and counts them, to stand where the others do.
+A validation changes no weights. If training stops during one, the iteration is sealed as of the validation's beginning,
+and the next start runs the validation first. A pipeline stage that recomputes an iteration alone skips the validation
+after it, which all stages have run: it only draws and counts the validation's batches, to have the others' position.
 """
 
 from __future__ import annotations
@@ -65,37 +65,37 @@ def pass_over(settings: Any, data_iterator: Any) -> None:
 
 
 class LateValidation:
-    """The validation at which training stopped, before the first iteration after it.
+    """The validation at which training stopped; it runs before the first iteration after the restart.
 
     Attributes:
         iteration: That it follows; None if none is late.
-        given: Arguments of ``train``, by name.
+        arguments: Those of ``train``, by name.
     """
 
     def __init__(self) -> None:
         self.iteration: int | None = None
-        self.given: Mapping[str, Any] = {}
-        self._is_made_again = False
+        self.arguments: Mapping[str, Any] = {}
+        self._runs_again = False
 
     def agree(self, ckpt: MegatronCheckpoint, settings: Any, progress: Progress) -> None:
-        """Training resumes. A collective: if it is late on one rank, all make it, those too that were through with it.
+        """Training resumes. A collective: if one rank has yet to run the validation, all ranks run it.
 
         Args:
             ckpt: Of the run.
-            settings: Megatron's arguments, which stand where this rank resumes.
-            progress: Where that is.
+            settings: Megatron's arguments, set to the position where this rank resumes.
+            progress: That position.
         """
         is_due = bool(progress.counters.get(DUE, False))
-        told = json.dumps([progress.iteration, is_due, getattr(settings, "consumed_valid_samples", 0)]).encode()
-        everyone = [json.loads(raw) for raw in ckpt.session.comm.everyone(told)]
+        own = json.dumps([progress.iteration, is_due, getattr(settings, "consumed_valid_samples", 0)]).encode()
+        everyone = [json.loads(raw) for raw in ckpt.session.comm.everyone(own)]
         late = [(iteration, consumed) for iteration, is_due_there, consumed in everyone if is_due_there]
         self.iteration, consumed = max(late, default=(None, 0))
         if progress.iteration == self.iteration:
-            self._is_made_again = not is_due
+            self._runs_again = not is_due
             settings.consumed_valid_samples = consumed
 
     def counted(self, settings: Any) -> AbstractContextManager[None]:
-        """While loaders are built: Megatron takes a count of 0 for one that a checkpoint lacks, and makes one up.
+        """While loaders are built: Megatron takes a count of 0 for one that its checkpoint lacks, and estimates it.
 
         Args:
             settings: Megatron's arguments.
@@ -104,15 +104,15 @@ class LateValidation:
         is_first = is_first and not getattr(settings, "phase_transition_iterations", None)
         return changed(settings, **({"iteration": 0} if is_first else {}))
 
-    def make(self, ckpt: MegatronCheckpoint, settings: Any, evaluate: Callable[..., Any]) -> None:
-        """Makes it, if it is next. Called before each iteration, and at the loop's end.
+    def run(self, ckpt: MegatronCheckpoint, settings: Any, evaluate: Callable[..., Any]) -> None:
+        """Runs the validation if it is next. Called before each iteration, and at the loop's end.
 
         Args:
             ckpt: Of the run.
             settings: Megatron's arguments.
             evaluate: As ``evaluate_and_print_results``.
         """
-        iteration, given = self.iteration, self.given
+        iteration, given = self.iteration, self.arguments
         if iteration is None or ckpt.iteration != iteration:
             return
         self.iteration = None
@@ -132,5 +132,5 @@ class LateValidation:
             non_loss_data_func=given["non_loss_data_func"],
         )
         settings.curr_iteration = iteration
-        if self._is_made_again:
+        if self._runs_again:
             ckpt._host.generators.go_back()  # random numbers of this rank had moved on already

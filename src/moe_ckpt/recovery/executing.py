@@ -214,7 +214,7 @@ class Recovery:
     def _return_to_memory(self, opener: Opener) -> Restored:
         """The same of a checkpoint that memory has, or has a part of: its files are read like those of a store.
 
-        Ranks wait for one another as seldom as can be, which is what a return from a rank's own memory takes.
+        Waits for other ranks take most of the time of a return from a rank's own memory, so there are few.
         """
         comm, state, make = self.comm, self.state, opener()
         (opened, spans, kept, found), asked = together_and_most(comm, lambda: self._proven(make()))
@@ -245,7 +245,7 @@ class Recovery:
         )
 
     def _verified(self, opened: OpenedMemory) -> _Verified:
-        """What this rank reads of a checkpoint is as it was written. Changes nothing."""
+        """Opens a checkpoint, and verifies what this rank reads of it. Changes nothing."""
         found = self._planned(opened)
         found.source.verify(tuple(opened.manifest.operators), self.state)
         return found
@@ -334,9 +334,9 @@ class Recovery:
         return self._return_to(made_dense(self.comm, self.reader.storage, opened, self.make_dense, fits))
 
     def _proven(self, opened: OpenedMemory) -> tuple[_Proven, int]:
-        """What was opened; and if this rank does not have all that it reads of it, ``_OF_OTHERS`` or ``_OF_STORAGE``.
+        """Proves that a checkpoint is whole. Also returns what this rank needs: ``_OF_OTHERS``, ``_OF_STORAGE`` or 0.
 
-        If it has all, it goes on and verifies what it reads: no answer of other ranks is needed for that.
+        If all bytes are here, it verifies them at once, which needs no other rank.
         """
         opened.reader.prove(opened.manifest)
         foreign = opened.logged and opened.manifest.world_size != self.comm.world_size
@@ -455,7 +455,7 @@ def plan_text(plan: RecoveryPlan) -> str:
 
 
 def _remaking(plan: RecoveryPlan) -> str:
-    """Who makes updates once more, where others do not."""
+    """Names the ranks that repeat updates, if not all do."""
     ranks = sorted(plan.remaking or ())
     return f", by {name_ranks(ranks)} of {plan.ranks}; the others keep what they sealed of step {plan.step}"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from moe_ckpt.core.memory_shares import Share
 from moe_ckpt.engine.writing import state_file
 from moe_ckpt.errors import DamagedError
@@ -28,7 +26,7 @@ def state_after(part: SlotFiles, writer: int, share: Share, facts: SnapshotFacts
     """
     path = state_path(part.directory, writer)
     try:
-        before, lent = (_told(each[writer].told, path) for each in (facts.states, facts.writers))
+        before, lent = (unseal(each[writer].told, path) for each in (facts.states, facts.writers))
         prefix = f"side/{writer}/"
         headers = [decode_header(raw, path) for _, _, raw in facts.states[writer].parts]
         sums = {each.key.removeprefix(prefix): each.checksum for header in headers for each in header.slices}
@@ -39,7 +37,3 @@ def state_after(part: SlotFiles, writer: int, share: Share, facts: SnapshotFacts
     except (KeyError, TypeError) as error:
         raise DamagedError(path, f"no state before an update: {error!r}", step=part.step, rank=writer) from error
     return state_file(state, part.step, share.generation, ran["run_id"], writer, share.writers)
-
-
-def _told(raw: bytes, path: str) -> dict[str, Any]:
-    return unseal(raw, path)

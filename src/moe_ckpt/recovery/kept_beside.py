@@ -22,7 +22,7 @@ from moe_ckpt.ports import Communicator, StateTensor, TrainingState, UpdateRepla
 from moe_ckpt.recovery.gradient_log import NOTHING, Kept
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
 from moe_ckpt.recovery.opened_memory import OpenedMemory
-from moe_ckpt.recovery.restore import box_of, parameters_of
+from moe_ckpt.recovery.restore import held_parameters, parameters_of
 from moe_ckpt.recovery.sources import opened_inventories
 
 _MODEL = "model/"
@@ -60,26 +60,18 @@ def _wanted(index: TensorIndex, parameters: Sequence[StateTensor]) -> dict[str, 
     As ``restore.needed_slices`` has them, but without what follows: state of no dimension (step counts), which is in
     the plain state of each logged step, and weights that another rank's masters give (``UpdateReplayer.finish``).
     """
-    boxes_of: dict[str, list[Box]] = {}
-    updated: dict[str, list[Box]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for tensor in parameters:
-        fqn, box = split_key(tensor.key).fqn, box_of(tensor)
-        boxes_of.setdefault(fqn, []).append(box)
-        if tensor.updated_here:
-            updated.setdefault(fqn, []).append(box)
-        shapes[fqn] = tuple(tensor.global_shape)
+    held = held_parameters(parameters)
     found: dict[str, dict[str, list[Box]]] = {}
     for key, group in index.tensors.items():
-        fqn, shape = split_key(key).fqn, group[0].entry.global_shape
-        if fqn not in shapes:
+        parameter, shape = held.get(split_key(key).fqn), group[0].entry.global_shape
+        if parameter is None:
             continue
         if key.startswith(_MODEL):
-            for stored in (stored for box in boxes_of[fqn] for stored, _ in overlapping(group, box)):
+            for stored in (stored for box in parameter.boxes for stored, _ in overlapping(group, box)):
                 found.setdefault(stored.entry.operator, defaultdict(list))
         elif not shape:
             continue
-        boxes = updated.get(fqn, []) if shape == shapes[fqn] else [Box((0,) * len(shape), shape)]
+        boxes = parameter.updated if shape == parameter.shape else [Box((0,) * len(shape), shape)]
         for box in dict.fromkeys(boxes):  # of tied embeddings there are two alike
             for stored, common in overlapping(group, box):
                 found.setdefault(stored.entry.operator, defaultdict(list))[key].append(common)

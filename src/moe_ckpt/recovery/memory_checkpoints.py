@@ -42,6 +42,7 @@ from moe_ckpt.format.manifest import (
     ModelRecord,
     OperatorRecord,
     SlotRecord,
+    age_of,
     step_dir,
 )
 from moe_ckpt.format.part import pruned
@@ -54,17 +55,14 @@ from moe_ckpt.recovery.gradient_log import LoggedSnapshot
 from moe_ckpt.recovery.index import blocks_of
 from moe_ckpt.recovery.opened_memory import OpenedMemory, RankMemory
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slot_storage import SlotFile, SlotStorage
+from moe_ckpt.recovery.slot_storage import SlotFile, SlotPaths, SlotStorage, packed_paths
 from moe_ckpt.recovery.slot_views import (
     ExchangedHeaders,
     Layer,
     SlotFiles,
-    SlotPaths,
     SnapshotFacts,
     View,
-    age_of,
     packed_header,
-    packed_paths,
     packed_with_headers,
     share_of,
     told_of,
@@ -150,7 +148,7 @@ class MemoryCheckpoints:
         return self.opener(checkpoint)
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
-        """As ``ask``, of a checkpoint that nobody goes on from here and now."""
+        """As ``ask``, but does not count as a start from the checkpoint."""
         known = [(*age_of(name), name) for name in self.standing.stored]
         names = [name for name in base_of(checkpoint, known) if name not in self._bad_bases]
         described = self.describe([checkpoint])
@@ -214,7 +212,7 @@ class MemoryCheckpoints:
         shares = self._of_other_layout if step is None else set(self.used.values()) - self._passing
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
         kept = [self._own[number] for number in sorted(numbers)]
-        self._own = ()  # nobody but ``left`` knows what it lets go of
+        self._own = ()  # so that ``left`` has the only references to what it deletes
         self._tier.left.keep(kept)
         self._tier.complete_step = step
 
@@ -226,7 +224,7 @@ class MemoryCheckpoints:
             self._tier.left.note_start(self._own[number], lasting=True)
 
     def _note_start(self, directory: str, checkpoint: MemoryCheckpoint) -> None:
-        """Count this start on every slot of the checkpoint, wherever it lies, until it gets somewhere."""
+        """Count this start on every slot of the checkpoint, on every node, until a step ends."""
         shares = checkpoint.shares
         starts = max(share.starts for share in shares)
         if starts >= MOST_STARTS:

@@ -274,7 +274,7 @@ def _slots_of(path: Path, store: str) -> Iterator[FoundSlot]:
 
 
 def _model_of(reader: StoreReader) -> ModelRecord:
-    """As the newest manifest that can be read tells of it."""
+    """Returns the model's record in the newest manifest that can be read."""
     for directory in reader.directories():
         try:
             found: Manifest = reader.manifest(directory)

@@ -129,7 +129,8 @@ class MemorySource:
             received = self._receive(group, lacking[:, columns])
             if lacking[:, columns].any():
                 known = {offer.entry.name: offer.entry.checksum for offer in group}
-                if _anywhere(self._comm, any(checksum(data) != known[n] for n, data in received.items())):
+                differs = any(checksum(data) != known[name] for name, data in received.items())
+                if any(largest(self._comm, [differs])):
                     log.warning(
                         "%s did not arrive completely on all ranks, so the versions on storage are used",
                         ", ".join(batch),
@@ -213,10 +214,6 @@ def _is_of(kept: KeptCheckpoint, manifest: Manifest, index: TensorIndex) -> bool
         if _is_own(stored, manifest)
     }
     return all((entry.name, entry.checksum) in written for entry in entries)
-
-
-def _anywhere(comm: Communicator, here: bool) -> bool:
-    return bool(largest(comm, [here])[0])
 
 
 def _verified(

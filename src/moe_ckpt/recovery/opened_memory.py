@@ -49,12 +49,12 @@ class MemoryPlace(Protocol):
 
     @property
     def run_id(self) -> str:
-        """Of the store."""
+        """The run id of the store."""
         ...
 
     @property
     def path(self) -> Path:
-        """Of this life's slots: ``<root>/<user>/<run>/<generation>/<rank>``."""
+        """The folder of this life's slots: ``<root>/<user>/<run>/<generation>/<rank>``."""
         ...
 
 

@@ -31,6 +31,7 @@ from moe_ckpt.format.manifest import (
     check_version,
     parse_step_dir,
     state_path,
+    step_of,
 )
 from moe_ckpt.format.part import Part, composed
 from moe_ckpt.format.schema import require, shown
@@ -139,7 +140,7 @@ class StoreReader:
         """Returns the manifest of a step directory. Raises ``DamagedError`` if it is of another directory or run."""
         if directory not in self._manifests:
             path = f"{directory}/{MANIFEST_NAME}"
-            with reported(path, _step_of(directory)):
+            with reported(path, step_of(directory)):
                 manifest = read_commit(self.storage, directory)
             identity = self.identity()
             if manifest.run_id != identity.run_id:
@@ -169,7 +170,7 @@ class StoreReader:
         self._is_sound = functools.cache(is_sound)
 
     def unverified(self, wanted: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
-        """Yields those that nobody has verified yet; notes the others."""
+        """Yields the slices that are not verified yet; notes the others as verified."""
         for stored in wanted:
             if self._is_sound(stored.path):
                 self.note_verified(stored)
@@ -177,12 +178,12 @@ class StoreReader:
                 yield stored
 
     def note_verified(self, stored: StoredSlice) -> None:
-        """The bytes of a slice are as they were written. What is read from storage may be read differently again."""
+        """Notes a slice as undamaged, if it lies in memory. Storage may return other bytes at the next read."""
         if stored.path in self._in_memory:
             self.verified.add(stored)
 
     def _part(self, record: PartRecord) -> Chunk:
-        with reported(record.path, _step_of(record.directory)):
+        with reported(record.path, step_of(record.directory)):
             return read_part(self.storage, record)
 
     def headers(self, manifest: Manifest) -> dict[str, ShardHeader]:
@@ -272,11 +273,6 @@ class StoreReader:
         if facts != (manifest.run_id, manifest.step, manifest.generation, record.rank):
             raise DamagedError(record.path, f"is the state of (run, step, generation, rank) {facts}", **where)
         return body
-
-
-def _step_of(directory: str) -> int | None:
-    place = parse_step_dir(directory)
-    return place[0] if place else None
 
 
 def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = True) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,19 +22,14 @@ from moe_ckpt.recovery.index import StoredSlice, TensorIndex, overlapping, split
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slices import block, find_damage
 
+if TYPE_CHECKING:
+    from moe_ckpt.recovery.shared_reading import SharedReading
+
 StoredByKey = Mapping[str, Sequence[StoredSlice]]
 """Tensor key -> its stored slices."""
 Targets = dict[StoredSlice, list[tuple[StateTensor, Box]]]
 """Slice -> (live tensor, block of the whole that it takes of the slice)."""
 _MODEL = "model/"
-
-
-class Divided(Protocol):
-    """Reading that several ranks divide (``recovery.shared_reading``)."""
-
-    def is_read_here(self, stored: StoredSlice) -> bool:
-        """Whether it is this rank that reads and verifies a slice that it needs."""
-        ...
 
 
 def require_fitting(
@@ -100,6 +95,31 @@ def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpe
         raise CoverageError(f"restoring checkpoint {manifest.directory}", tuple(problems))
 
 
+class HeldParameter(NamedTuple):
+    """What this rank holds of a parameter.
+
+    Attributes:
+        shape: Of the whole parameter.
+        boxes: The blocks that this rank holds.
+        updated: Those of them that it updates (``StateTensor.updated_here``).
+    """
+
+    shape: tuple[int, ...]
+    boxes: list[Box]
+    updated: list[Box]
+
+
+def held_parameters(parameters: Sequence[StateTensor]) -> dict[str, HeldParameter]:
+    """Returns what this rank holds of each parameter, by name."""
+    found: dict[str, HeldParameter] = {}
+    for tensor in parameters:
+        held = found.setdefault(split_key(tensor.key).fqn, HeldParameter(tuple(tensor.global_shape), [], []))
+        held.boxes.append(box_of(tensor))
+        if tensor.updated_here:
+            held.updated.append(box_of(tensor))
+    return found
+
+
 def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
     """Yields the slices that this rank will read, before its optimizer state exists.
 
@@ -107,21 +127,13 @@ def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> 
     other state (step counts, row and column factors), which is small, always. Other ranks verify parameters that only
     they have.
     """
-    boxes_of: dict[str, list[Box]] = {}
-    updated: dict[str, list[Box]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for tensor in parameters:
-        fqn = split_key(tensor.key).fqn
-        boxes_of.setdefault(fqn, []).append(box_of(tensor))
-        if tensor.updated_here:
-            updated.setdefault(fqn, []).append(box_of(tensor))
-        shapes[fqn] = tuple(tensor.global_shape)
+    held = held_parameters(parameters)
     for key, group in stored_of.items():
-        fqn = split_key(key).fqn
-        if fqn not in shapes:
+        parameter = held.get(split_key(key).fqn)
+        if parameter is None:
             continue
-        if shapes[fqn] == group[0].entry.global_shape:
-            boxes = boxes_of[fqn] if key.startswith(_MODEL) else updated.get(fqn, [])
+        if parameter.shape == group[0].entry.global_shape:
+            boxes = parameter.boxes if key.startswith(_MODEL) else parameter.updated
             yield from (stored for box in boxes for stored, _ in overlapping(group, box))
         else:
             yield from group
@@ -131,13 +143,13 @@ def verify_needed(
     reader: StoreReader,
     stored_of: StoredByKey,
     parameters: Sequence[StateTensor],
-    shared: Divided | None = None,
+    shared: SharedReading | None = None,
 ) -> None:
     """Raises ``DamagedError`` if a slice of ``stored_of`` that this rank will read is damaged.
 
     Args:
         parameters: The model's, as they are sharded now.
-        shared: Which slices other ranks verify; None: none.
+        shared: Says which slices other ranks verify; None if this rank verifies all.
     """
     needed = needed_slices(stored_of, parameters)
     if shared is not None:

@@ -19,17 +19,16 @@ from moe_ckpt.core.recovery_plan import first_choice
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import NoCheckpointError, OtherLayoutError
-from moe_ckpt.format.manifest import Manifest, step_dir
+from moe_ckpt.format.manifest import Manifest, age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
-from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored, rank_of_state
+from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored
 from moe_ckpt.recovery.localized import LocalAttempt
 from moe_ckpt.recovery.log_of_others import MakeDense
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slot_views import age_of
 from moe_ckpt.recovery.standing import say_kept
-from moe_ckpt.recovery.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, leave_together
+from moe_ckpt.recovery.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
 from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS
@@ -38,7 +37,6 @@ _DIVERGED = (
     "%s in memory is a step of a gradient log whose updates, repeated, came to another state than the run's: none of "
     "its steps is used, and the newest one that was saved in full is tried"
 )
-__all__ = ["Restored", "other_ranks", "rank_of_state", "resume_newest"]
 log = logging.getLogger("moe_ckpt")
 _ONLY_IN_MEMORY = (
     "memory held steps of an earlier start, up to %d, but no whole checkpoint that this run can use, and %s holds "
@@ -97,7 +95,7 @@ def resume_newest(
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
                 if isinstance(tier, MemoryTier):
                     tier.left.withdraw_starts()  # else three such starts would pass for a checkpoint that leads nowhere
-                leave_together(comm, restored, directory)
+                raise_on_all_ranks(comm, restored, directory)
             if memory is not None and opener is not None:
                 passed_over.set_aside(memory, directory, restored)
             else:
@@ -175,7 +173,7 @@ class _PassedOver:
         if stored:
             raise self.error(root)
         if self.diverged is not None:  # the model is what the log came to
-            leave_together(comm, *self.diverged)
+            raise_on_all_ranks(comm, *self.diverged)
 
     def error(self, root: str) -> OtherLayoutError | NoCheckpointError:
         """What to raise if none is left."""
@@ -206,7 +204,7 @@ def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) ->
 
 
 def _has_whole(memory: MemoryCheckpoints, directory: str) -> bool:
-    """Whether memory alone has all of a checkpoint, so that what it has of newer ones was under way only."""
+    """Whether memory has all of a checkpoint. Newer ones, of which it has a part, were still being made then."""
     known = checkpoints_of(memory.shares)
     return any(each.is_complete for each in known if step_dir(each.step, each.generation) == directory)
 
@@ -247,7 +245,7 @@ def _say_passed_over(window: Manifest, reason: str, taken: Manifest) -> None:
 def other_ranks(manifest: Manifest, world_size: int) -> str | None:
     """Returns what is inexact because ``world_size`` differs from the checkpoint's; None if it does not.
 
-    For adapters whose ranks load the plain state of ``rank_of_state``.
+    For adapters whose ranks load the plain state of ``executing.rank_of_state``.
     """
     saved = manifest.world_size
     if saved == world_size:

@@ -33,7 +33,7 @@ from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice
 from moe_ckpt.recovery.slices import RUN_NBYTES
-from moe_ckpt.recovery.together import NotUsableError, leave_together, together
+from moe_ckpt.recovery.together import NotUsableError, raise_on_all_ranks, together
 
 log = logging.getLogger("moe_ckpt")
 
@@ -80,7 +80,7 @@ def divide(
         mine = frozenset(needed())
         flags = np.fromiter((each in mine and each.nbytes > 0 for each in slices), dtype=np.bool_, count=len(slices))
         payload = _told(slices, flags)
-    except Exception as error:  # whoever reads what is needed says it to all ranks
+    except Exception as error:  # the read that needs it raises on all ranks
         log.warning("rank %d cannot tell what it needs of storage: %s", comm.rank, error)
         payload = b""
     told = comm.everyone(payload)
@@ -166,7 +166,7 @@ class SharedReading:
     def agreed(self, directory: str, action: Callable[[], None]) -> None:
         """Does what every rank does, which may load; if it fails on one, all raise. A collective.
 
-        If only some load, each raises its own: whoever needed what another could not read, too.
+        If only some ranks load, each raises its own error, also where another could not read what it needs.
 
         Args:
             directory: Of the checkpoint, for messages.
@@ -178,7 +178,7 @@ class SharedReading:
         try:
             together(self._comm, action)
         except NotUsableError as error:
-            leave_together(self._comm, error, directory)
+            raise_on_all_ranks(self._comm, error, directory)
 
     def load(self, reader: StoreReader, stored_of: StoredByKey, tensors: Tensors) -> None:
         """Write this rank's part of the slices into the live tensors. A collective, which is completed in any case.
@@ -292,7 +292,7 @@ class _Handing:
         return parts, None
 
     def _read(self, parts: Sequence[_Part]) -> None:
-        """Reads the slices of these parts, or says at their end that it could not. Raises nothing. On either thread."""
+        """Reads the slices of these parts, or marks the parts as unread. Raises nothing. On either thread."""
         failed = self.problem
         for part in parts:
             try:
@@ -330,7 +330,7 @@ class _Handing:
             self._comm.swap(given, expected)
 
     def _take(self, part: _Part) -> None:
-        """Write what has arrived as it was written. The rest is read from storage."""
+        """Write the slices that arrived undamaged. The rest is read from storage."""
         if torch.equal(part.end, _NOT_READ):
             self.attempt(partial(_raise, part.slices[0].damaged(f"rank {part.chunk.reader} could not read it")))
             return

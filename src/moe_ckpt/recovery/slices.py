@@ -73,7 +73,7 @@ def find_damage(storage: Storage, wanted: Iterable[StoredSlice]) -> Iterator[tup
 
 
 def _are_sound(storage: Storage, run: list[StoredSlice]) -> bool:
-    """Whether neighbours are as they were written, by one read. Raises ``StoreForbiddenError``."""
+    """Whether neighbouring slices are undamaged, by one read. Raises ``StoreForbiddenError``."""
     try:
         raw = _read(storage, run[0], run[0].offset, sum(stored.nbytes for stored in run))
     except StoreForbiddenError:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -71,45 +71,35 @@ def _place_of(places: _Places, wanted: Wanted) -> torch.Tensor:
     return each.data[wanted.begin - each.begin : wanted.end - each.begin]
 
 
-def _exchange() -> defaultdict[int, list[torch.Tensor]]:
-    """Rank -> tensors, for ``Communicator.swap``."""
-    return defaultdict(list)
+_Exchange = defaultdict[int, list[torch.Tensor]]
+"""Rank -> tensors, for ``Communicator.swap``."""
 
 
-class Paths(Protocol):
-    """Where slots lie."""
+def packed_paths(own: Sequence[FoundSlot]) -> list[Any]:
+    """Where slots lie, for ``SlotPaths``; names of directories once."""
+    directories = list(dict.fromkeys(str(found.slot.path.parent) for found in own))
+    at = {directory: number for number, directory in enumerate(directories)}
+    return [directories, [[at[str(found.slot.path.parent)], found.slot.path.name] for found in own]]
+
+
+class SlotPaths:
+    """Where the slots of all ranks lie."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[Any]] = {}
+
+    def note(self, holder: int, packed: list[Any]) -> None:
+        """What a rank's ``packed_paths`` gave."""
+        self._of[holder] = packed
 
     def __getitem__(self, share: Share) -> str:
-        """Of one slot."""
-        ...
-
-
-class ReadOnly:
-    """The verbs of ``Storage`` that change something, refused."""
-
-    def probe(self) -> None:
-        """Nothing is written here."""
-        raise OSError("memory slots are read-only")
-
-    def write(self, path: str, chunks: object) -> int:
-        """Nothing is written here."""
-        raise OSError("memory slots are read-only")
-
-    def delete(self, path: str) -> None:
-        """Nothing is deleted here."""
-        raise OSError("memory slots are read-only")
-
-    def delete_dir(self, path: str) -> None:
-        """Nothing is deleted here."""
-        raise OSError("memory slots are read-only")
-
-    def clean_temporaries(self, path: str) -> int:
-        """Nothing is deleted here."""
-        raise OSError("memory slots are read-only")
+        directories, names = self._of[share.holder]
+        directory, name = names[share.number]
+        return f"{directories[directory]}/{name}"
 
 
 @dataclass
-class SlotStorage(ReadOnly):
+class SlotStorage:
     """A store as ``storage`` has it, but for ``files``, which come from slots. For reading only.
 
     Attributes:
@@ -126,7 +116,7 @@ class SlotStorage(ReadOnly):
     comm: Communicator
     node: str
     own: Mapping[int, FoundSlot]
-    paths: Paths
+    paths: SlotPaths
     files: Mapping[str, SlotFile]
     checker: SlotChecker | None = None
     _opened: dict[Share, FoundSlot] = field(default_factory=dict)
@@ -203,7 +193,7 @@ class SlotStorage(ReadOnly):
 
     def _from_other_nodes(self, portions: Sequence[Portion], places: _Places) -> int:
         """Receive what this rank fetches, and send what it holds. Returns the bytes received."""
-        given, expected = _exchange(), _exchange()
+        given, expected = _Exchange(list), _Exchange(list)
         for portion in portions:
             wanted = portion.wanted
             if wanted.holder == self.comm.rank:
@@ -215,8 +205,8 @@ class SlotStorage(ReadOnly):
         return sum(data.numel() for group in expected.values() for data in group)
 
     def _on_this_node(self, portions: Sequence[Portion], places: _Places) -> None:
-        """Give the other ranks of the node what this one fetched, and take what they did."""
-        given, expected = _exchange(), _exchange()
+        """Send the node's other ranks what this one fetched, and receive what they did."""
+        given, expected = _Exchange(list), _Exchange(list)
         for portion in portions:
             if portion.fetcher == self.comm.rank:
                 for other in portion.others:
@@ -276,6 +266,11 @@ class SlotStorage(ReadOnly):
     def exists(self, path: str) -> bool:
         """See ``Storage``."""
         return path in self.files or self.storage.exists(path)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise OSError("memory slots are read-only")
+
+    probe = write = delete = delete_dir = clean_temporaries = _refuse
 
     def list(self, path: str = "") -> list[str]:
         """See ``Storage``; without what is in memory only."""

@@ -23,7 +23,6 @@ from moe_ckpt.format.manifest import (
     OperatorRecord,
     StateRecord,
     kind_of,
-    parse_step_dir,
     shard_path,
     state_path,
 )
@@ -35,12 +34,6 @@ from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.slot_storage import STATE as STATE_FILE
 from moe_ckpt.recovery.slot_storage import SlotFile
 from moe_ckpt.slices.compiling import GRADIENTS, HOST_ONLY
-
-
-def age_of(directory: str) -> tuple[int, int]:
-    """(generation, step) of a step directory."""
-    step, generation = parse_step_dir(directory) or (-1, -1)
-    return generation, step
 
 
 def place_of(operator: str) -> tuple[int, int]:
@@ -180,7 +173,7 @@ def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
 
 
 class ExchangedHeaders:
-    """Headers that ranks exchanged before anybody knew which are needed."""
+    """Headers that ranks exchanged in advance, before it was known which are needed."""
 
     def __init__(self) -> None:
         self._headers: dict[tuple[int, int], tuple[Described, Mapping[str, Any] | None]] = {}
@@ -198,7 +191,7 @@ class ExchangedHeaders:
         return all(self._of(shares) is not None for shares in beside.values() if shares)
 
     def facts_of(self, snapshot: Snapshot, beside: Beside, recounted: Collection[int] = ()) -> SnapshotFacts:
-        """Of a snapshot of which all is told.
+        """Returns the facts of a snapshot whose headers were all exchanged.
 
         Args:
             recounted: As of ``SnapshotFacts.settle``.
@@ -445,26 +438,3 @@ def share_of(holder: int, node: str, fields: Sequence[Any]) -> Share:
     if not groups:
         return share
     return replace(share, groups=tuple(map(tuple, groups)), beside=tuple(beside), held=tuple(held))
-
-
-def packed_paths(own: Sequence[FoundSlot]) -> list[Any]:
-    """Where slots lie, for ``SlotPaths``; names of directories once."""
-    directories = list(dict.fromkeys(str(found.slot.path.parent) for found in own))
-    at = {directory: number for number, directory in enumerate(directories)}
-    return [directories, [[at[str(found.slot.path.parent)], found.slot.path.name] for found in own]]
-
-
-class SlotPaths:
-    """Where the slots of all ranks lie."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, list[Any]] = {}
-
-    def note(self, holder: int, packed: list[Any]) -> None:
-        """What a rank's ``packed_paths`` gave."""
-        self._of[holder] = packed
-
-    def __getitem__(self, share: Share) -> str:
-        directories, names = self._of[share.holder]
-        directory, name = names[share.number]
-        return f"{directories[directory]}/{name}"

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, newer_than
 from moe_ckpt.core.quantities import name_ranks
-from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.format.manifest import age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
-from moe_ckpt.recovery.slot_views import age_of
 
 log = logging.getLogger("moe_ckpt")
 
@@ -31,10 +30,10 @@ class Standing:
         self._said: set[str] = set()
 
     def stands(self, checkpoint: MemoryCheckpoint) -> bool:
-        """Whether storage still has what it had when the checkpoint began, or what replaced that.
+        """Whether storage still has the checkpoint that this one builds on, or what replaced that.
 
-        It has not if somebody went back by removing checkpoints, or by putting an older copy of the store in its place:
-        what memory holds would undo that.
+        It has not if a user went back, by removing checkpoints or restoring an older copy of the store. What memory
+        holds would undo that.
         """
         base, begun = age_of(checkpoint.base), checkpoint.generation
         stands = not checkpoint.base or any(
@@ -56,7 +55,7 @@ class Standing:
 
 
 def say_unusable(directory: str, reasons: Sequence[str]) -> None:
-    """Says each reason once, with the ranks that it holds for where it does not hold for all.
+    """Logs each reason once, with the ranks that gave it, unless all did.
 
     Args:
         directory: Of a checkpoint in memory.

@@ -141,7 +141,7 @@ def _kind(problem: Exception | None) -> int:
     return DAMAGED if isinstance(problem, skipped) else STOPS
 
 
-def leave_together(comm: Communicator, found: NotUsableError, directory: str) -> NoReturn:
+def raise_on_all_ranks(comm: Communicator, found: NotUsableError, directory: str) -> NoReturn:
     """Raises on every rank: this rank's own error if it is of the worst kind, else the worst one's message."""
     own = found.problem
     said = comm.share(str(own).encode() if comm.rank == found.rank else b"", found.rank).decode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,33 +84,6 @@ class _Findings:
         except (DamagedError, StoreUnreadableError) as error:
             if only is None or error.path == only:
                 self.add(error, [directory])
-
-
-def verify_store(
-    storage: Storage, directories: Collection[str] | None = None, progress: Progress | None = None
-) -> list[Damage]:
-    """Returns all damage in what the committed steps name. Each file is read once.
-
-    What is wrong with a step only because it was removed while it was read is left out (see ``verify_steps``).
-
-    Args:
-        storage: Of the store.
-        directories: Only these steps, and the files of older steps that they need; None for all.
-        progress: Called with bytes checked and bytes in all.
-
-    Raises:
-        ForeignStoreError, FormatVersionError: This is no store that this package reads.
-        StoreForbiddenError: This user may not read a file.
-        OSError: The storage failed.
-    """
-    reader = StoreReader(storage)
-    reader.identity()
-    listed = reader.directories()
-    wanted = [directory for directory in listed if directories is None or directory in directories]
-    absent = sorted(set(directories or ()) - set(listed))
-    damages = [*verify_steps(reader, wanted, progress).damages]
-    damages += [Damage(f"{directory}/{MANIFEST_NAME}", "is missing", affects=(directory,)) for directory in absent]
-    return sorted(damages, key=_place)
 
 
 def verify_steps(reader: StoreReader, directories: Sequence[str], progress: Progress | None = None) -> Verified:

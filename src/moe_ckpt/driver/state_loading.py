@@ -1,4 +1,4 @@
-"""Loading stored state into objects of others: trainers, callbacks, schedulers, a user's own."""
+"""Loads stored state into objects of other packages and of users: trainers, callbacks, schedulers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _REFUSALS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError
 
 
 @contextmanager
-def handing_back(what: str, path: str, advice: str = "") -> Iterator[None]:
-    """Turns what ``load_state_dict`` of another's object raises into ``StateRefusedError``. Our own errors pass.
+def loading_state(what: str, path: str, advice: str = "") -> Iterator[None]:
+    """The block calls ``load_state_dict`` of a foreign object: its errors become ``StateRefusedError``. Ours pass.
 
     Args:
         what: Whose state it is.

@@ -1,4 +1,4 @@
-"""The thread that makes host memory ahead of time: the kernel takes long to clear pages, and no copy waits for it."""
+"""Allocates host memory on a background thread, since the kernel takes long to clear pages and no copy should wait."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from moe_ckpt.slices.expected import ExpectedShare
 log = logging.getLogger("moe_ckpt")
 
 
-class MakerThread:
-    """Exists while there is something to make. ``start`` and ``close`` are called on the training thread."""
+class WorkThread:
+    """A background thread that exists only while there is work. ``start`` and ``close``: on the training thread."""
 
     def __init__(self) -> None:
         self._works: deque[Callable[[], bool]] = deque()
@@ -28,10 +28,10 @@ class MakerThread:
         self._lock = threading.Lock()
 
     def start(self, work: Callable[[], bool]) -> bool:
-        """Call ``work`` on the thread, again and again, until it returns False. Its errors are logged.
+        """Call ``work`` on the thread until it returns False. Its errors are logged.
 
         Returns:
-            False if that will not happen: there is no thread to be had, or it is closed.
+            False if that will not happen: no thread can be started, or this one is closed.
         """
         with self._lock:
             if self._closing:
@@ -44,7 +44,7 @@ class MakerThread:
             thread = threading.Thread(target=self._run, args=(device,), name="moe_ckpt-make", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no thread to be had
+            except RuntimeError:  # no thread can be started
                 self._works.clear()
                 return False
             self._thread = thread
@@ -62,51 +62,53 @@ class MakerThread:
                 work = self._works[0]
             try:
                 again = work()
-            except Exception:  # whatever it is, training makes its own then
+            except Exception:  # whatever it is, training allocates what it needs itself
                 log.exception("memory could not be made ahead of time")
                 again = False
             if not again:
                 self._works.popleft()
 
     def close(self) -> None:
-        """No more is made; returns when what is in hand is."""
+        """Start no more work; return when the work in hand is done."""
         with self._lock:
             self._closing, thread = True, self._thread
         if thread is not None:
             thread.join()
 
 
-class AheadOfTime:
-    """Has made what the next snapshots of a rank need, as far as it is known before. For the training thread.
+class Preallocator:
+    """Allocates the buffers of a rank's next snapshots as soon as their size is known. For the training thread.
 
     Args:
         run: The session's.
         room: Of the buffers.
-        is_wanted: Of the first snapshots, too: memory that outlives the process takes long to make.
+        is_wanted: Also for the first snapshots: memory that outlives the process takes long to allocate.
         always_whole: Each snapshot of the policy holds everything.
     """
 
     def __init__(self, run: RunContext, room: Room, *, is_wanted: bool, always_whole: bool) -> None:
         self._run, self._room, self._always_whole = run, room, always_whole
-        self._waits = is_wanted
-        self._thread = MakerThread()
+        self._is_due = is_wanted
+        self._thread = WorkThread()
 
     def training_begins(self, *, whole: bool) -> None:
-        """The state is as it will be, but for what the optimizer has yet to make. Counts once.
+        """Allocates for the first snapshots. The state is complete, except for optimizer state that does not exist yet.
+
+        Does nothing the second time.
 
         Args:
             whole: The first snapshot will have everything, whatever the policy.
         """
-        if not self._waits:
+        if not self._is_due:
             return
-        self._waits = False
+        self._is_due = False
         share = self._share() if whole or self._always_whole else None
         self._room.begin_ready()
         if not self._thread.start(lambda: self._room.make_ready(share)):
             self._room.end_ready()
 
     def _share(self) -> Callable[[], int]:
-        """Returns what says how many bytes a snapshot of everything has, on any thread: it may take a while."""
+        """Returns a function that estimates the bytes of a snapshot of everything. It is slow, and may run anywhere."""
         run = self._run
         tensors, specs = run.state.tensors(), run.state.specs()
 
@@ -122,5 +124,5 @@ class AheadOfTime:
         self._thread.start(self._room.top_up)
 
     def close(self) -> None:
-        """As ``MakerThread.close``."""
+        """As ``WorkThread.close``."""
         self._thread.close()

@@ -1,0 +1,101 @@
+"""What an adapter provides to the driver: its step, its plain state, and decisions that depend on its framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from moe_ckpt.driver.boosting import Boosting
+from moe_ckpt.driver.changes import Change
+from moe_ckpt.driver.replaying import Repeated, StepSource
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.finished import Finished
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.interop.weights import Loaded as LoadedWeights
+from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.executing import Restored
+
+
+class End(NamedTuple):
+    """How training ended; see ``format.finished.Finished``."""
+
+    reason: str
+    limits: Mapping[str, int] = {}
+    callbacks: Mapping[str, Any] = {}
+
+
+class Host(Protocol):
+    """What an adapter provides. Called alike on all ranks, on the training thread.
+
+    Attributes:
+        boosting: The capacity boost; its state is part of what is captured.
+    """
+
+    boosting: Boosting
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+
+    def admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
+        """Raises if training cannot resume from this checkpoint (see ``recovery.executing.Admits``)."""
+
+    def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
+        """Restores plain state, after the tensors. Random number generators may follow later.
+
+        Returns:
+            Hyperparameters that differ; and why the resumed run is inexact, if it is.
+        """
+
+    def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
+        """Loads the weights at ``path``, which a new run begins with."""
+
+    def go_on_from_end(
+        self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
+    ) -> tuple[bool, str]:
+        """Decides on the start of a finished run.
+
+        Returns:
+            Whether training goes on; and what to add to the message about the resume.
+
+        Raises:
+            FinishedRunError: It must not go on.
+        """
+
+    def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:
+        """Returns the parts of the plain state that a replayed step must repeat (see ``driver.replaying``)."""
+
+    def skipper(self) -> StepSource:
+        """Returns what leaves out work in replayed steps, beside what computes them; by default nothing does."""
+        return StepSource()
+
+    def capture(self, *, described: bool = False) -> Mapping[str, Any]:
+        """Returns this rank's plain state.
+
+        Args:
+            described: As of ``ports.TrainingState.plain``.
+        """
+
+    def end(self) -> End | None:
+        """Returns how training ended; None if the next start continues it. Called on rank 0."""
+
+    def count_update(self) -> bool:
+        """Training stops after an update that the loop has not counted: counts it as the loop would have.
+
+        Returns:
+            Whether it could; by default it cannot.
+        """
+        return False
+
+    def write_logs(self, secs: float) -> None:
+        """Training stops: completes logs that must outlive the process, within ``secs``. By default there are none."""
+        return
+
+
+def require_framework(plain: Mapping[str, Any], framework: str, path: str) -> None:
+    """Raises ``ConfigError`` if the plain state at ``path`` is of another framework than this adapter's."""
+    if plain.get("framework") != framework.lower():
+        raise ConfigError(
+            f"{path} was written by {plain.get('framework')!r}, not by {framework}: this framework cannot use its "
+            "optimizer, loops and schedules"
+        )

@@ -50,13 +50,14 @@ def allowance(ordinary: Ints, left: Ints, carried: Ints, parts: int) -> tuple[In
 def share(wanted: Ints, pool: Ints) -> Ints:
     """Divides ``pool`` (one number) in proportion to what each wants; none gets more than that.
 
-    What rounding leaves goes to the first of those that have not all they want. The sum is ``min(pool, wanted.sum())``.
+    Shares are rounded down; one more goes to the first of those that were rounded, until the sum is
+    ``min(pool, wanted.sum())``.
     """
     total = wanted.sum()
     given = pool.clip(max=total)
     dealt = wanted * given // total.clip(min=1)
-    lacking = wanted > dealt
-    return dealt + (lacking & (lacking.cumsum(0) <= given - dealt.sum()))
+    rounded = wanted * given % total.clip(min=1) > 0
+    return dealt + (rounded & (rounded.cumsum(0) <= given - dealt.sum()))
 
 
 def capacities(capacity: int, unused: Ints, extra: Ints) -> Ints:

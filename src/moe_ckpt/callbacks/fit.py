@@ -82,12 +82,14 @@ class Fit:
         self.buckets = BucketOrder.of(trainer)
         on_device = trainer.strategy.root_device.type == "cuda"
         shape = len(catalog.layers), max((layer.experts for layer in catalog.layers), default=0)
-        ports = boost_ports(layers, boost_refusal(trainer.strategy))
+        passes = self.host.passes
+        ports = boost_ports(layers, boost_refusal(trainer.strategy), passes)
         self.step_log = StepLog([layer.experts for layer in catalog.layers], k, trainer)
         frozen: Callable[[], Mask | None] = no_experts
         if options.needs.partial:  # looked for at every update, hence only where experts may come back older
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
-        self._counter = RoutingCounter(module, layers, soft=options.needs.soft_counts, frozen=frozen)
+        soft = options.needs.soft_counts
+        self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes)
         self._capture = functools.partial(capture_gradients, trainer, module)
         self._recorder: StepRecorder | None = None
         self._captured: GradientCapture | None = None
@@ -305,6 +307,7 @@ class Fit:
 
     def before_callbacks(self) -> None:
         """A batch ended; runs before any callback that may read weights."""
+        self.host.passes.in_batch = False
         if self.driver.replaying is not None and self._watch.unbooked:
             self.driver.replaying.put_back(self.host.step)
 

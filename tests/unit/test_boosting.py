@@ -16,6 +16,7 @@ from moe_ckpt.modeling import registry
 from moe_ckpt.modeling.boost_ports import TopKPort, boost_ports
 from moe_ckpt.modeling.boosting import LayerBoost
 from moe_ckpt.modeling.discover import find_moe_layers
+from moe_ckpt.modeling.passes import TrainingPasses
 from moe_ckpt.modeling.registry import register_moe
 from moe_ckpt.modeling.routing import RoutingCounter
 from tests.support.moe_models import FAMILIES, ListMoE, OwnMoE, Stack, family, loss_of
@@ -238,6 +239,21 @@ def test_a_boost_that_has_nothing_left_changes_no_bit():
     again.backward()
     assert torch.equal(loss, again)
     assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
+
+
+def test_a_model_that_is_trained_in_eval_mode_is_boosted_in_its_batches():
+    passes, model = TrainingPasses(), Stack(ListMoE).eval()
+    port, boost = boost_ports(find_moe_layers(model), passes=passes)[0], boost_of([5] * 4)
+    port.attach(boost)
+    model(torch.randn(6, 8))
+    assert not boost.asked
+    passes.in_batch = True
+    with torch.no_grad():
+        model(torch.randn(6, 8))
+    assert not boost.asked
+    model(torch.randn(6, 8))
+    assert boost.asked
+    port.detach()
 
 
 def test_a_forward_pass_that_fails_leaves_torch_as_it_was():

@@ -16,6 +16,7 @@ from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling import registry
 from moe_ckpt.modeling.discover import find_moe_layers
+from moe_ckpt.modeling.passes import TrainingPasses
 from moe_ckpt.modeling.registry import register_moe
 from moe_ckpt.modeling.routing import SOFT_UNIT, RoutingCounter, count_assignments
 from tests.support.acted_gpu import CUDA, RUBBISH, ActedGPU
@@ -277,6 +278,17 @@ def test_a_compiled_model_counts_the_same_in_one_graph(counted):
         loss_of(eager, seed).backward()
         loss_of(compiled, seed).backward()
     assert np.array_equal(counts(first.take()), counts(second.take()))
+    torch._dynamo.reset()
+
+
+def test_a_model_compiled_in_eval_mode_counts_batches_of_training():
+    passes, model = TrainingPasses(), torch.compile(family("Mixtral").eval(), backend="aot_eager")
+    counter = RoutingCounter(model, find_moe_layers(model), passes=passes)
+    for passes.in_batch, gradients, counted in ((True, True, 32), (False, True, 0), (True, False, 0), (True, True, 32)):
+        with torch.set_grad_enabled(gradients):
+            loss_of(model)
+        assert counts(counter.take()).sum(1).tolist() == [counted] * 2
+    counter.close()
     torch._dynamo.reset()
 
 

@@ -81,12 +81,14 @@ class Fit:
         self._isolate_validation = isolate_validation
         self.buckets = BucketOrder.of(trainer)
         on_device = trainer.strategy.root_device.type == "cuda"
-        ports = boost_ports(layers, boost_refusal(trainer.strategy))
+        passes = self.host.passes
+        ports = boost_ports(layers, boost_refusal(trainer.strategy), passes)
         self.step_log = StepLog([layer.experts for layer in catalog.layers], k, trainer)
         frozen: Callable[[], Mask | None] = no_experts
         if options.needs.partial:  # looked for at every update, hence only where experts may come back older
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
-        self._counter = RoutingCounter(module, layers, soft=options.needs.soft_counts, frozen=frozen)
+        soft = options.needs.soft_counts
+        self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes)
         self._held = HeldGradient(module)
         self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
         recorder: StepRecorder | None = None
@@ -284,6 +286,7 @@ class Fit:
 
     def before_callbacks(self) -> None:
         """A batch ended; runs before any callback that may read weights."""
+        self.host.passes.in_batch = False
         if self.driver.replaying is not None and self._watch.unbooked:
             self.driver.replaying.put_back(self.host.step)
 

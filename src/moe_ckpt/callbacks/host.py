@@ -34,6 +34,7 @@ from moe_ckpt.interop.weights import Loaded, load_weights
 from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.compiled import is_compiled
 from moe_ckpt.modeling.names import clean_name, tied_aliases
+from moe_ckpt.modeling.passes import TrainingPasses
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
@@ -50,6 +51,7 @@ class LightningHost(Host):
         windows: What sparse windows need besides; None where they are neither written nor replayed.
         boosting: See ``Host``; set before the driver opens.
         data: Positions in the data, once training has begun.
+        passes: Which forward passes are training's.
         settled: The newest batch made a step, so that no gradients wait for another batch.
         ended: Training came to its end, by no exception.
     """
@@ -62,6 +64,7 @@ class LightningHost(Host):
         self.generators = Generators(capture_rng, restore_rng)
         self.windows: Windows | None = None
         self.data: DataPosition | None = None
+        self.passes = TrainingPasses()
         self.settled, self.ended = True, False
         self._options = options
         self._configured: _Plain = configured(trainer) | {"frozen": _frozen(self.state)}

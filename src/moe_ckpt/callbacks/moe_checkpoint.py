@@ -235,6 +235,7 @@ class MoECheckpoint(_Unranked):
     ) -> None:
         if self._fit is not None:
             self._fit.driver.note(Moment.RESTING)
+            self._fit.host.passes.in_batch = True
             if self._fit.host.windows is not None:
                 self._fit.host.windows.batch_begins()
 

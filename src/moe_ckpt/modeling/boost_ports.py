@@ -16,24 +16,29 @@ from torch.overrides import TorchFunctionMode
 
 from moe_ckpt.modeling.boosting import BoostPort, LayerBoost
 from moe_ckpt.modeling.discover import FoundLayer
+from moe_ckpt.modeling.passes import TrainingPasses
 
 ATTRIBUTE = "moe_boost"
 
 
-def boost_ports(layers: Sequence[FoundLayer], shared: str | None = None) -> dict[int, BoostPort]:
+def boost_ports(
+    layers: Sequence[FoundLayer], shared: str | None = None, passes: TrainingPasses | None = None
+) -> dict[int, BoostPort]:
     """Returns the port of each MoE layer, by its number.
 
     Args:
         layers: Of the live model.
         shared: Why no layer can take a boost; None if layers can.
+        passes: Tells which forward passes are training's. None: those of modules in training mode.
     """
-    return {layer.info.index: _port(layer) if shared is None else NoPort(layer, shared) for layer in layers}
+    known = passes or TrainingPasses()
+    return {layer.info.index: _port(layer, known) if shared is None else NoPort(layer, shared) for layer in layers}
 
 
-def _port(layer: FoundLayer) -> BoostPort:
+def _port(layer: FoundLayer, passes: TrainingPasses) -> BoostPort:
     """Of the first module that has the attribute: a router, or the layer."""
     own = next((module for module in (*layer.routers, layer.layer) if hasattr(module, ATTRIBUTE)), None)
-    return TopKPort(layer) if own is None else AttributePort(layer, own)
+    return TopKPort(layer, passes) if own is None else AttributePort(layer, own, passes)
 
 
 def _router_of(layer: FoundLayer) -> str:
@@ -75,9 +80,13 @@ class NoPort(_Port):
 class AttributePort(_Port):
     """Of a module whose forward asks ``self.moe_boost``, unless that is None."""
 
+    def __init__(self, layer: FoundLayer, module: nn.Module, passes: TrainingPasses) -> None:
+        super().__init__(layer, module)
+        self._passes = passes
+
     def attach(self, boost: LayerBoost) -> None:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            setattr(module, ATTRIBUTE, boost if module.training else None)
+            setattr(module, ATTRIBUTE, boost if self._passes.include(module) else None)
 
         self._handles.append(self._module.register_forward_pre_hook(before))
 
@@ -89,13 +98,14 @@ class AttributePort(_Port):
 class TopKPort(_Port):
     """Of a layer that calls ``topk`` once per forward pass, over the last dimension, of E scores."""
 
-    def __init__(self, layer: FoundLayer) -> None:
+    def __init__(self, layer: FoundLayer, passes: TrainingPasses) -> None:
         super().__init__(layer, layer.layer)
+        self._passes = passes
         self._k = layer.info.top_k
-        self._passes = self._found = 0
+        self._asked = self._found = 0
 
     def refusal(self) -> str | None:
-        if self._found == self._passes:
+        if self._found == self._asked:
             return None
         how = "calls torch.topk over the scores of its experts more than once" if self._found else "calls no torch.topk"
         of = f"{self.experts} experts" if self._k is None else f"{self.experts} experts for the best {self._k}"
@@ -108,7 +118,7 @@ class TopKPort(_Port):
         open_modes: list[_Choosing] = []
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if module.training:
+            if self._passes.include(module):
                 mode = _Choosing(self._is_choice, boost)
                 open_modes.append(mode)
                 mode.__enter__()  # type: ignore[no-untyped-call]
@@ -117,7 +127,7 @@ class TopKPort(_Port):
             if open_modes:
                 mode = open_modes.pop()
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._passes, self._found = self._passes + 1, self._found + mode.found
+                self._asked, self._found = self._asked + 1, self._found + mode.found
 
         self._handles.append(self._module.register_forward_pre_hook(before))
         self._handles.append(self._module.register_forward_hook(after, always_call=True))

@@ -23,6 +23,7 @@ from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.discover import FoundLayer, RoutingSource
+from moe_ckpt.modeling.passes import TrainingPasses
 from moe_ckpt.modeling.registry import Assignments
 
 _NOT_IN_BACKWARD = -1
@@ -158,7 +159,7 @@ def no_experts() -> Mask | None:
 class RoutingCounter:
     """Hooks on the MoE layers of one model; see the module's docstring for what is counted.
 
-    Only modules in training mode count, so validation (sanity checks too) does not. Counts of several
+    Only forward passes of training count (``passes``), so validation (sanity checks too) does not. Counts of several
     micro-batches add up until ``take``. Used on the training thread only.
 
     torch.compile: construct the counter before the first compiled forward pass.
@@ -168,6 +169,7 @@ class RoutingCounter:
             among the arguments or results of the same module.
         frozen: Tells which experts no update changes (``trainable.FrozenExperts``): none of their tokens is applied.
             The very same array for as long as it is the same.
+        passes: Tells which forward passes are training's. None: those of modules in training mode.
     """
 
     def __init__(
@@ -177,10 +179,11 @@ class RoutingCounter:
         *,
         soft: bool = False,
         frozen: Callable[[], Mask | None] = no_experts,
+        passes: TrainingPasses | None = None,
     ) -> None:
         first = next(model.parameters(), None)
         device = first.device if first is not None else torch.device("cpu")
-        self._layers = tuple(layers)
+        self._passes = passes or TrainingPasses()
         self._width = max((layer.info.experts for layer in layers), default=0)
         self._counts = [torch.zeros(layer.info.experts + 1, dtype=torch.int64, device=device) for layer in layers]
         self._rows = [[0] * layer.info.experts for layer in layers]
@@ -263,7 +266,7 @@ class RoutingCounter:
         counts_given = source.kind == "counts"
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not module.training:
+            if not self._passes.include(module):
                 return
             value = args[position] if len(args) > position else kwargs[name]
             if counts_given:
@@ -281,7 +284,7 @@ class RoutingCounter:
         """Called once per expert and pass: the host knows how many rows there are, so no kernel adds them up."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not module.training:
+            if not self._passes.include(module):
                 return
             rows = args[0] if args else None
             if not isinstance(rows, torch.Tensor):
@@ -297,7 +300,7 @@ class RoutingCounter:
         self, at: int, read: Assignments
     ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if module.training:
+            if self._passes.include(module):
                 experts = _by_itself(read)(module, args, kwargs, output)
                 _count_assignments(self._table(at, experts.device), experts.detach())
                 if self._soft:

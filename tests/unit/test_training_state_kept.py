@@ -537,11 +537,12 @@ def reading(tensors, chosen) -> Reading:
     return Reading(tensors, np.array([at for at, tensor in enumerate(tensors) if chosen(tensor)], dtype=np.int64))
 
 
-@pytest.mark.parametrize("place", ["_TYPE_AT", "_VERSION_AT", "_MANAGED_AT"])
+@pytest.mark.skipif(watching.dict_version is None, reason="dicts have no versions since Python 3.12, nothing is read")
+@pytest.mark.parametrize("place", ["_TYPE_AT", "_VERSION_AT", *["_MANAGED_AT"][sys.version_info < (3, 11) :]])
 def test_words_are_read_only_where_they_are_what_python_says(place, monkeypatch):
     modules = list(Model().modules())
     read = words.types_and_attributes(modules), words.versions(list(map(vars, modules)), watching.dict_version)
-    assert None not in read or sys.version_info >= (3, 12)
+    assert None not in read
     monkeypatch.setattr(words, place, 16)
     read = words.types_and_attributes(modules), words.versions(list(map(vars, modules)), watching.dict_version)
     assert None in read

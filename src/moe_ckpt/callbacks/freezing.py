@@ -73,10 +73,12 @@ class ClipNorms:
         parameters = list(self._plugin.main_params(optimizer))
         if self.given:
             norm = self.given.pop(0).to(parameters[0].device)
-            nn.utils.clip_grads_with_norm_(parameters, clip_val, _alike(norm, parameters))
         else:
-            norm = nn.utils.clip_grad_norm_(parameters, clip_val)
-        self.taken.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+            # Of sharded gradients it is a partial sum; torch 2.9 rounds differently with that than with a whole norm.
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, _alike(norm, parameters))
+        self.taken.append(norm)
 
     def close(self) -> None:
         if self.known:

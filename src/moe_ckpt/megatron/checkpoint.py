@@ -129,11 +129,9 @@ class MegatronCheckpoint:
         gate = make_gate(options, len(chunks), on_device=device)
         numbers = {layer.name: layer.index for layer in world.layers}
         shape = len(world.layers), max((layer.experts for layer in world.layers), default=0)
-        self._counter = RouterCounter(
-            [(numbers[found.name], found.router) for found in inventory.layers],
-            *shape,
-            soft=options.needs.soft_counts,
-        )
+        routers = [(numbers[found.name], found.router) for found in inventory.layers]
+        soft, frozen = options.needs.soft_counts, world.frozen_experts
+        self._counter = RouterCounter(routers, *shape, soft=soft, frozen=frozen)
         ports: dict[int, BoostPort] = {numbers[at.name]: RouterPort(at.name, at.router) for at in inventory.layers}
         self._host.boosting = Boosting(options.needs.boost, ports, shape, comm)
         self.options = options

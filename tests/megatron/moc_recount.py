@@ -83,7 +83,7 @@ class Recount:
         for (layer, _), tokens in counts.items():
             per_layer[layer] += tokens
         assert len(set(per_layer.values())) == 1, "no token is lost between router and experts"
-        self.steps[lines[0]["step"]] = counts
+        self.steps[lines[0]["step"]] = counts | dict.fromkeys(frozen_experts(self.setup), 0)
         self.digests[lines[0]["step"]] = [line["digests"] for line in lines]
 
     def resume(self, step: int, versions: dict[Expert, int]) -> None:
@@ -116,6 +116,18 @@ class Recount:
             for layer in range(self.setup.layers)
         ]
         assert books["applied"] == applied
+
+
+def frozen_experts(setup: Setup) -> set[Expert]:
+    """Experts that ``setup`` freezes, layer by layer or by their number on each expert-parallel rank."""
+    here = setup.experts // setup.ep
+    found = set()
+    for layer in range(setup.layers):
+        for expert in range(setup.experts):
+            name = f"layers.{layer}.mlp.experts.local_experts.{expert % here}.linear_fc1.weight"
+            if any(part in name for part in setup.frozen):
+                found.add((layer, expert))
+    return found
 
 
 def run_cases(function: Any, cases: list[Case], root: Path, world: int = 4, timeout: float = 240) -> None:

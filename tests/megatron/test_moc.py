@@ -140,6 +140,19 @@ def test_experts_in_ranges_of_the_distributed_optimizer(tmp_path: Path):
         assert set(sharers) == {0, 1, 2, 3}
 
 
+def test_tokens_of_experts_of_which_nothing_is_trained_do_not_count(tmp_path: Path):
+    """One expert of either rank, and all of a layer: an older copy of them is as good."""
+    some = ("layers.1.mlp.experts", "layers.0.mlp.experts.local_experts.1.")
+    model = Setup(ep=2, num_microbatches=2, layers=3, frozen=some)
+    case = Case("frozen", model, ("MoC", {"k": 1, "selector": "load_aware"}), steps=6, kills=((1, 5),))
+    run_cases(lives, [case], tmp_path, world=2)
+    found = check(case, tmp_path, world=2)
+    assert found.lost > 0
+    frozen = recount.frozen_experts(model)
+    assert len(frozen) == model.experts + 2
+    assert all(tokens == 0 for counts in found.steps.values() for at, tokens in counts.items() if at in frozen)
+
+
 BUDGET = Case(
     "budget",
     setup(EXPERT_DATA, layers=2),

@@ -146,6 +146,7 @@ class MegatronCheckpoint:
             [(numbers[found.name], found.router) for found in inventory.layers],
             *grid_of(world.layers),
             soft=options.needs.soft_counts,
+            frozen=world.frozen_experts,
         )
         ports: dict[int, BoostPort] = {numbers[at.name]: RouterPort(at.name, at.router) for at in inventory.layers}
         self._host.boosting = Boosting(options.needs.boost, ports, grid_of(world.layers), comm)

@@ -25,6 +25,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,7 +34,7 @@ from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import look_up, megatron_core, version
 from moe_ckpt.megatron.dropping import DROPPING, ROUTER, Watch, attach, changed_hook, detach
-from moe_ckpt.modeling.routing import clear, count_tokens, counts_on_host, soft_on_host
+from moe_ckpt.modeling.routing import Mask, clear, count_tokens, counts_on_host, soft_on_host
 from moe_ckpt.notices import announce
 
 _GRAPHS_WITHOUT_ROUTER = frozenset({"attn", "mlp", "mamba"})
@@ -51,6 +52,7 @@ class RouterCounter:
         layers: L of the whole model.
         experts: E, the largest number of experts of any layer.
         soft: Add up the gate's weights too.
+        frozen: ``[L, E]`` experts that no update changes: none of their tokens is applied. None: there are none.
 
     Raises:
         ConfigError: An index is taken twice or out of range, or a router has more than ``experts`` experts.
@@ -59,11 +61,17 @@ class RouterCounter:
     """
 
     def __init__(
-        self, routers: Sequence[tuple[int, nn.Module]], layers: int, experts: int, *, soft: bool = False
+        self,
+        routers: Sequence[tuple[int, nn.Module]],
+        layers: int,
+        experts: int,
+        *,
+        soft: bool = False,
+        frozen: Mask | None = None,
     ) -> None:
         _check(routers, layers, experts)
         self._shape = (layers, experts)
-        self._soft_wanted = soft
+        self._soft_wanted, self._frozen = soft, frozen
         self._applied: dict[int, torch.Tensor] = {}
         self._dropped: dict[int, torch.Tensor] = {}
         self._soft: dict[int, torch.Tensor] = {}
@@ -79,7 +87,8 @@ class RouterCounter:
     def take(self) -> Deferred[StepTokens]:
         """Returns the counts since the last ``take`` or ``discard``, without padding, and resets them.
 
-        ``assigned`` is None until a router here has a capacity factor. Only ``result()`` waits.
+        ``assigned`` is None where no expert is frozen, until a router here has a capacity factor. Only ``result()``
+        waits.
         """
         applied = counts_on_host(self._applied, self._shape)
         dropped = counts_on_host(self._dropped, self._shape) if self._watch.was_attached else None
@@ -87,9 +96,11 @@ class RouterCounter:
         self.discard()
 
         def found() -> StepTokens:
-            arrived = applied.result()
+            arrived, weights = applied.result(), None if soft is None else soft.result()
             assigned = None if dropped is None else arrived + dropped.result()
-            return StepTokens(arrived, None if soft is None else soft.result(), assigned)
+            if self._frozen is None:
+                return StepTokens(arrived, weights, assigned)
+            return StepTokens(np.where(self._frozen, 0, arrived), weights, arrived if assigned is None else assigned)
 
         return Deferred(found)
 

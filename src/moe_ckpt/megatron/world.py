@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_ckpt.core.operators import (
     Catalog,
@@ -152,6 +153,17 @@ class World:
         """Tensor -> id of the operator that it belongs to."""
         numbers = {layer.name: layer.index for layer in self.layers}
         return {name: _operator_id(tensor, numbers) for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def frozen_experts(self) -> npt.NDArray[np.bool_] | None:
+        """``[L, E]`` experts of which the optimizer has no tensor, on any rank; None if there are none."""
+        found = np.zeros(self.catalog.expert_places.shape, dtype=bool)
+        found[tuple(self.catalog.all_experts.T)] = True
+        numbers = {layer.name: layer.index for layer in self.layers}
+        for moe, expert in (tensor.owner for tensor in self.tensors.values() if tensor.trained):
+            if moe is not None and expert is not None:
+                found[numbers[moe], int(expert)] = False
+        return found if found.any() else None
 
     def _operator(self, op: str, names: Sequence[str]) -> Operator:
         spans = tuple(Span(name) for name in sorted(names, key=natural))

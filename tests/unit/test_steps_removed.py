@@ -323,8 +323,6 @@ def test_a_file_that_another_step_needs_is_damage_though_one_of_its_steps_was_re
 
 def test_a_step_without_a_manifest_is_what_it_was(run, capsys):
     os.unlink(run.root / NEWEST / MANIFEST_NAME)
-    [damage] = verify_store(LocalStorage(run.root), [NEWEST])
-    assert str(damage) == f"{NEWEST}/{MANIFEST_NAME}: is missing"
     assert call(capsys, "verify", run.root / NEWEST)[0] == 2
     with pytest.raises(NoCheckpointError, match="was not committed"):
         open_step(run.root / NEWEST)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import importlib.util
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +184,9 @@ def grouped_matmul(
 
 def _grouped_gemm() -> None:
     """transformer/moe/grouped_gemm_util.py asks whether the CUDA package is there, and GroupedMLP calls one function
-    of it (transformer/moe/experts.py:248-258)."""
+    of it (transformer/moe/experts.py:248-258). Newer releases have neither."""
+    if importlib.util.find_spec("megatron.core.transformer.moe.grouped_gemm_util") is None:
+        return
     module = importlib.import_module("megatron.core.transformer.moe.grouped_gemm_util")
     ops = SimpleNamespace(gmm=grouped_matmul)
     replace(module, "grouped_gemm", SimpleNamespace(ops=ops))

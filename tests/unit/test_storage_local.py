@@ -556,3 +556,22 @@ def test_many_make_the_same_directories_at_once(tmp_path):
         for number in range(300):
             paths = [str(tmp_path / str(number) / "run" / "000000" / f"rank_{rank}") for rank in range(8)]
             assert sorted(made[-1] for made in pool.map(make_directories, paths)) == paths
+
+
+def test_a_directory_that_another_process_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
+    (tmp_path / "shared").mkdir()
+    mkdir = os.mkdir
+
+    def removed_then(path, mode):
+        try:
+            mkdir(path, mode)
+        except FileExistsError:
+            os.rmdir(path)
+            raise
+
+    monkeypatch.setattr(os, "mkdir", removed_then)
+    assert make_directories(str(tmp_path / "shared")) == [str(tmp_path / "shared")]
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(NotADirectoryError, match="is a file, not a directory"):
+        make_directories(str(tmp_path / "dangling"))

@@ -313,9 +313,10 @@ def make_directories(directory: str, access: Access = PRIVATE) -> list[str]:
             access.make_directory(missing[-1])
             created.append(missing.pop())
         except FileExistsError:
-            if not os.path.isdir(missing[-1]):
+            if os.path.isdir(missing[-1]):
+                missing.pop()
+            elif os.path.lexists(missing[-1]):  # else another process has just removed it, and it is made again
                 raise NotADirectoryError(errno.ENOTDIR, "is a file, not a directory", missing[-1]) from None
-            missing.pop()
         except FileNotFoundError:
             parent = os.path.dirname(missing[-1])
             if not os.path.isdir(parent):

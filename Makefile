@@ -6,7 +6,7 @@
 #
 # PYTHON=python3.12  another interpreter      VENV=/some/dir  another place for the environment
 # PYTEST="-k moc"    more pytest arguments    DEMO=, BENCH=   arguments of the demo and the benchmark
-# CONSTRAINTS=file    the versions that pip installs
+# CONSTRAINTS=FILE   the versions that pip installs
 # WORKERS=4          processes that `make test` runs tests in, file by file; a test may start up to 8 more. One more
 #                    than there are cores serves best: some tests wait for a timeout
 
@@ -75,5 +75,5 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "Done: $$($(PY) -c 'import torch, moe_ckpt; print("moe_ckpt", moe_ckpt.__version__, "with torch", torch.__version__)')"
 
 clean: ## Remove the environment and everything that was built
-	@rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) .venv-oldest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

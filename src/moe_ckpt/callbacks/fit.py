@@ -249,9 +249,8 @@ class Fit:
             ConfigError: A finder makes it during training, and the policy computes steps again after a failure.
         """
         if self._is_searching() and self.driver.options.needs.windows:
-            self.close(
-                min(CLOSE_SECS, self.driver.options.timeout_secs)
-            )  # Lightning tells no callback of this exception
+            # Lightning tells no callback of this exception.
+            self.close(min(CLOSE_SECS, self.driver.options.timeout_secs))
             raise ConfigError(
                 f"{self._policy} and a learning rate or batch size finder in the middle of training contradict each "
                 "other: after a failure steps are computed again, and a search between them cannot be. Search before "

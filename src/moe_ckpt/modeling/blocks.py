@@ -132,7 +132,7 @@ def _root(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that ``mesh`` was sliced from, or ``mesh`` itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
-    from torch.distributed import device_mesh  # torch 2.6 to 2.8
+    from torch.distributed import device_mesh  # torch 2.9 and older
 
     root: DeviceMesh = device_mesh._mesh_resources.get_root_mesh(mesh)
     return root

@@ -10,12 +10,15 @@ import zipfile
 from pathlib import Path
 
 SOURCE = Path("src")
-SHIPPED = {".py", ".yaml", ".typed"}
+SHIPPED = {".py", ".yaml", ".csv", ".typed"}
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-import moe_ckpt
+import moe_ckpt, moe_ckpt_sim
 from moe_ckpt.cli.main import main
-names = [module.name for module in pkgutil.walk_packages(moe_ckpt.__path__, "moe_ckpt.")]
+names = [
+    module.name for package in (moe_ckpt, moe_ckpt_sim)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+]
 for name in names:
     if not name.endswith("__main__"):
         importlib.import_module(name)
@@ -28,13 +31,14 @@ def main(wheel: str, site: str) -> int:
     held = set(zipfile.ZipFile(wheel).namelist())
     wanted = {str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*") if p.suffix in SHIPPED}
     problems = [f"missing from the wheel: {name}" for name in sorted(wanted - held)]
-    foreign = {name for name in held if not name.startswith(("moe_ckpt/", "moe_ckpt-"))}
+    foreign = {name for name in held if not name.startswith(("moe_ckpt/", "moe_ckpt_sim/", "moe_ckpt-"))}
     problems += [f"does not belong into the wheel: {name}" for name in sorted(foreign)]
     for what in ("moe_ckpt/py.typed", "moe_ckpt/callbacks/__init__.py", "licenses/LICENSE", "entry_points.txt"):
         if not any(name.endswith(what) for name in held):
             problems.append(f"missing from the wheel: {what}")
-    if not any(name.startswith("moe_ckpt/conf/") and name.endswith(".yaml") for name in held):
-        problems.append("missing from the wheel: the config groups below moe_ckpt/conf")
+    for package in ("moe_ckpt", "moe_ckpt_sim"):
+        if not any(name.startswith(f"{package}/conf/") and name.endswith(".yaml") for name in held):
+            problems.append(f"missing from the wheel: the config groups below {package}/conf")
     environment = {**os.environ, "PYTHONPATH": site}
     with tempfile.TemporaryDirectory() as elsewhere:
         command = [sys.executable, "-c", IMPORT_ALL, site]

@@ -17,7 +17,7 @@ AWAY_SECS = (180, 900)
 """Until a node is back, drawn evenly."""
 
 _EXAMPLE = "example: python benchmarks/failure_trace.py --out gcp_like_6h.csv"
-PATH = Path(__file__).parents[1] / "src/moe_ckpt/conf/simulate/failures/gcp_like_6h.csv"
+PATH = Path(__file__).parents[1] / "src/moe_ckpt_sim/conf/simulate/failures/gcp_like_6h.csv"
 HEAD = f"""\
 # Synthetic, by benchmarks/failure_trace.py (seed {SEED}): {REMOVALS} removals in {HOURS} hours on {NODES} nodes.
 time,event,node

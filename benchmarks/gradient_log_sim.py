@@ -23,9 +23,9 @@ from rich.table import Table
 from benchmarks import sim_papers_moetion
 from benchmarks.report import RESULTS, write_json
 from benchmarks.sim_papers_data import constants, rates, scenario
-from moe_ckpt.sim.log_or_windows import Cost, break_even_secs
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.scenario import Outcome, Scenario
+from moe_ckpt_sim.planner.log_or_windows import Cost, break_even_secs
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.scenario import Outcome, Scenario
 
 _EXAMPLE = """examples:
   python benchmarks/gradient_log_sim.py --json gradient_log_sim.json     # all clusters; a minute

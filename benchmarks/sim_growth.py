@@ -72,9 +72,9 @@ def measure(settings: Sequence[str]) -> dict[str, Any]:
 
 def one(settings: Sequence[str]) -> dict[str, Any]:
     """Compose, build and simulate, here."""
-    from moe_ckpt.conf.scenarios import scenario_of
-    from moe_ckpt.conf.sweeps import Combination, composed
-    from moe_ckpt.sim.run import simulate
+    from moe_ckpt_sim.conf.scenarios import scenario_of
+    from moe_ckpt_sim.conf.sweeps import Combination, composed
+    from moe_ckpt_sim.run.run import simulate
 
     before = time.process_time()
     scenario = scenario_of(composed(Combination(tuple(settings))))

@@ -14,11 +14,11 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from moe_ckpt.conf.scenarios import CONFIG_DIR, scenario_of
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.scenario import Outcome, Scenario
-from moe_ckpt.sim.size_formulas import CountedWindow, window_by_count
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.conf.scenarios import CONFIG_DIR, scenario_of
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.scenario import Outcome, Scenario
+from moe_ckpt_sim.workload.size_formulas import CountedWindow, window_by_count
 
 MTBF_SECS = {"2H": 7200.0, "1H": 3600.0, "30M": 1800.0, "20M": 1200.0, "10M": 600.0}
 SYSTEMS = ("CheckFreq", "Gemini", "MoC", "MoEvement")

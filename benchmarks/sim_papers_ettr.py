@@ -22,9 +22,9 @@ from benchmarks.sim_papers_data import (
     scenario,
 )
 from benchmarks.sim_papers_render import lines, part, table
-from moe_ckpt.sim.formulas import ettr, expected_recovery_secs_dense, expected_recovery_secs_sparse
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.scenario import Outcome
+from moe_ckpt_sim.failures.formulas import ettr, expected_recovery_secs_dense, expected_recovery_secs_sparse
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.scenario import Outcome
 
 GEMINI_10M_OVERHEAD = 0.13
 """The text gives 11 to 15 % for all models."""

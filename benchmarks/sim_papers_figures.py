@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.sim_papers_data import SYSTEMS, Tick, run
 from benchmarks.sim_papers_render import lines, part, table
-from moe_ckpt.sim.scenario import Outcome
+from moe_ckpt_sim.run.scenario import Outcome
 
 DEEPSEEK = "moevement_deepseek"
 

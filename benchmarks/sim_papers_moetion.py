@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.sim_papers_data import Tick, constants, scenario
 from benchmarks.sim_papers_render import bars, part, table
 from benchmarks.tokens_at_risk import selected_again
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.redundancy import OperatorShare, deliveries
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.scenario import Outcome, Scenario
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.cluster.redundancy import OperatorShare, deliveries
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.scenario import Outcome, Scenario
 
 GEMINI_32 = (1820.0, 74.9)
 """GB and seconds of a dense checkpoint of MoE-GPT-3.8B with 32 experts (figure 9)."""

@@ -6,10 +6,10 @@ from typing import Any
 
 from benchmarks.sim_papers_data import Tick, constants, policy_of, restart, scenario
 from benchmarks.sim_papers_render import lines, part, table
-from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.scenario import Outcome
+from moe_ckpt_sim.cluster.cluster import Parallel
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.scenario import Outcome
 
 SIZES = ("32b", "67b", "145b", "671b")
 FIGURE_11 = {"Gemini": 0.55, "MoEvement": 0.86}

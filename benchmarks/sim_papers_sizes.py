@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.sim_papers_data import Tick, scenario
 from benchmarks.sim_papers_render import lines, part, table
 from moe_ckpt.core.operators import non_expert_id
-from moe_ckpt.sim.formulas import (
+from moe_ckpt_sim.failures.formulas import (
     Component,
     component_mtbf_hours,
     daly_interval_secs,
@@ -16,8 +16,8 @@ from moe_ckpt.sim.formulas import (
     system_mtbf_hours,
     young_interval_secs,
 )
-from moe_ckpt.sim.model import SimModel
-from moe_ckpt.sim.size_formulas import moetion_bytes, pec_reduction
+from moe_ckpt_sim.workload.model import SimModel
+from moe_ckpt_sim.workload.size_formulas import moetion_bytes, pec_reduction
 
 
 def _moetion(model: SimModel, selected: int, bytes_per_param: float) -> float:
@@ -163,7 +163,7 @@ def known(tick: Tick) -> dict[str, Any]:
     )
     return part(
         "Known answers",
-        "Closed forms of time (`moe_ckpt.sim.formulas`).",
+        "Closed forms of time (`moe_ckpt_sim.failures.formulas`).",
         [shown],
         ["Differences are roundings of the published figures."],
     )

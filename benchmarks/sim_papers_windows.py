@@ -17,8 +17,8 @@ from benchmarks.sim_papers_data import (
     scenario,
 )
 from benchmarks.sim_papers_render import part, table
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.run import simulate
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.run.run import simulate
 
 _COLUMNS = ["model", "T s", "paper", "Algorithm 1", "difference", "needs GB/s", "library", "difference"]
 _FORMATS = ["", "", "d", "", "", "", "d", "+d"]

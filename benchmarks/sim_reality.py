@@ -34,7 +34,7 @@ from benchmarks.sim_reality_compare import Comparison, compare
 from benchmarks.sim_reality_contestants import CONTESTANTS, NO_CHECKPOINTS, Contestant
 from benchmarks.sim_reality_report import table, write
 from benchmarks.sim_reality_runs import RealRun, kill_times, run
-from moe_ckpt.sim.profile import read_profile
+from moe_ckpt_sim.planner.profile import read_profile
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sim_reality.json"
 LIMIT = 0.03

@@ -12,16 +12,16 @@ import numpy as np
 from benchmarks.sim_reality_contestants import Contestant
 from benchmarks.sim_reality_runs import NODE_EVERY, RealRun
 from moe_ckpt.recovery.reader import open_step
-from moe_ckpt.sim.cluster import Cluster
-from moe_ckpt.sim.failures import FailureEvent, Failures, Poisson
-from moe_ckpt.sim.iteration import Timing, boundary_bytes, pipeline_slots
-from moe_ckpt.sim.lives import Restarts
-from moe_ckpt.sim.model import LayerShape
-from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.scenario import Outcome, Scenario
-from moe_ckpt.sim.system import System
-from moe_ckpt.sim.traces import Trace
+from moe_ckpt_sim.cluster.cluster import Cluster
+from moe_ckpt_sim.failures.failures import FailureEvent, Failures, Poisson
+from moe_ckpt_sim.failures.traces import Trace
+from moe_ckpt_sim.planner.lives import Restarts
+from moe_ckpt_sim.planner.profile import RunProfile, read_profile, scenario_from
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.scenario import Outcome, Scenario
+from moe_ckpt_sim.run.system import System
+from moe_ckpt_sim.workload.iteration import Timing, boundary_bytes, pipeline_slots
+from moe_ckpt_sim.workload.model import LayerShape
 
 NEARBY_SECS = 2.0
 SEEDS = 40

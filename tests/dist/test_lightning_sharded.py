@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ckpt.sim.profile import read_profile
-from moe_ckpt.sim.surviving import Survivors
+from moe_ckpt_sim.cluster.surviving import Survivors
+from moe_ckpt_sim.planner.profile import read_profile
 from tests.support import run_ranks
 from tests.support.tensor_reads import tensor_bytes_read
 

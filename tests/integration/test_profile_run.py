@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.policies import MoEvement
-from moe_ckpt.sim.failures import Poisson
-from moe_ckpt.sim.profile import read_profile, scenario_from
-from moe_ckpt.sim.system import System
+from moe_ckpt_sim.failures.failures import Poisson
+from moe_ckpt_sim.planner.profile import read_profile, scenario_from
+from moe_ckpt_sim.run.system import System
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,

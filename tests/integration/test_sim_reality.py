@@ -12,8 +12,8 @@ from benchmarks import sim_reality
 from benchmarks.sim_reality_compare import compare, final_step, measured, piped, trace
 from benchmarks.sim_reality_contestants import CONTESTANTS
 from benchmarks.sim_reality_runs import Life, RealRun, kill_times, run, steps_again
-from moe_ckpt.sim.failures import FailureEvent
-from moe_ckpt.sim.profile import read_profile
+from moe_ckpt_sim.failures.failures import FailureEvent
+from moe_ckpt_sim.planner.profile import read_profile
 from tests.sim.builders import scenario
 from tests.support.inprocess_job import has_extension
 

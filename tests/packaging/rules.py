@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "moe_ckpt"
+SIMULATOR = "moe_ckpt_sim"
+"""Imports ``PACKAGE``, which knows it only by the names of two commands."""
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 MAX_METHODS = 20
 MAX_ATTRIBUTES = 15
 LAYERS = (
     *("core", "policies", "format", "storage", "memory", "upstream", "comm", "slices", "replicas", "engine"),
-    *("recovery", "profiling", "sim", "modeling", "gradients", "data", "interop", "metrics", "driver"),
+    *("recovery", "profiling", "modeling", "gradients", "data", "interop", "metrics", "driver"),
     *("inprocess", "callbacks", "megatron"),
 )
 """Each may import itself and what stands before it."""
@@ -42,8 +44,8 @@ IMPURE_MODULES = frozenset(
 )
 # fmt: on
 IMPURE_PARTS = ("numpy.random", f"{PACKAGE}.notices", f"{PACKAGE}.tables")
-KNOW_POLICIES = ("policies", "sim", "cli", "conf", "testing", "")
-"""Parts that may import a policy: to simulate and compare them, to show their windows, to offer them to users."""
+KNOW_POLICIES = ("policies", "cli", "conf", "testing", "")
+"""Parts that may import a policy: to show their windows, to offer them to users."""
 POLICY_PARTS = tuple(f"{PACKAGE}.policies.{name}." for name in ("base", "by_name", "guard", "wrapper"))
 """What others may import of ``policies``: the protocol and its facts, policies by users' names for them, wrappers."""
 HOMES = {
@@ -130,6 +132,8 @@ def direction(module: Module) -> Iterator[str]:
         return
     for line, target in imports(module):
         head, _, rest = target.partition(".")
+        if head == SIMULATOR:
+            yield f"{module.name}:{line} imports {target}: {PACKAGE} may not import {SIMULATOR}"
         if head != PACKAGE:
             continue
         part = rest.partition(".")[0]
@@ -143,7 +147,7 @@ def direction(module: Module) -> Iterator[str]:
 def no_command_line(module: Module) -> Iterator[str]:
     """Programs outside of the package use the library, not its command line. ``module``: one of theirs."""
     for line, target in imports(module):
-        if f"{target}.".startswith(f"{PACKAGE}.cli."):
+        if f"{target}.".startswith((f"{PACKAGE}.cli.", f"{SIMULATOR}.commands.")):
             yield f"{module.name}:{line} imports {target}: only the package's command line may"
 
 
@@ -363,3 +367,13 @@ RULES: tuple[Rule, ...] = (
     broad_except,
     google_docstrings,
 )
+SIMULATOR_RULES: tuple[Rule, ...] = (
+    no_pickle,
+    no_assert,
+    sizes,
+    class_sizes,
+    annotated,
+    broad_except,
+    google_docstrings,
+)
+"""Rules that hold for the simulator as well, which has no layers."""

@@ -13,6 +13,7 @@ from tests.packaging.rules import Module
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / rules.PACKAGE
 MODULES = rules.read_package(SOURCE)
+SIMULATOR = rules.read_package(ROOT / "src" / rules.SIMULATOR)
 
 
 def test_the_package_was_read():
@@ -23,6 +24,13 @@ def test_the_package_was_read():
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
 def test_source_keeps(rule):
     problems = [problem for module in MODULES for problem in rule(module)]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("rule", rules.SIMULATOR_RULES, ids=lambda rule: rule.__name__)
+def test_the_simulator_keeps(rule):
+    assert len(SIMULATOR) > 40
+    problems = [problem for module in SIMULATOR for problem in rule(module)]
     assert not problems, "\n".join(problems)
 
 
@@ -75,8 +83,9 @@ SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"s
         (rules.direction, "notices", "from moe_ckpt.ports import x", "'notices' may not import 'ports'"),
         (rules.direction, "helpers.misc", "", "belongs to no layer"),
         (rules.direction, "tables", "from moe_ckpt.errors import x", "'tables' may not import 'errors'"),
-        (rules.direction, "sim.x", "from moe_ckpt.conf import scenarios", "'sim' may not import 'conf'"),
-        (rules.no_command_line, "growth", "def f():\n    from moe_ckpt.cli.plan import x", "growth:2 imports"),
+        (rules.direction, "cli.x", "from moe_ckpt_sim.run import run", "may not import moe_ckpt_sim"),
+        (rules.direction, "conf.x", "import moe_ckpt_sim", "may not import moe_ckpt_sim"),
+        (rules.no_command_line, "growth", "def f():\n    from moe_ckpt_sim.commands.plan import x", "growth:2 imports"),
         (rules.no_command_line, "growth", "from moe_ckpt import cli", "imports moe_ckpt.cli: only"),
         (rules.purity, "core.x", "import torch", "imports torch"),
         (rules.purity, "policies.x", "from time import monotonic", "imports time.monotonic"),
@@ -112,7 +121,6 @@ SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"s
         (rules.class_sizes, "engine.x", f"class A:{ASSIGNED}", "A has 0 methods and 16 attributes"),
         (rules.class_sizes, "recovery.x", f"@dataclass(frozen=False)\nclass A:{FIELDS}", "16 attributes"),
         (rules.class_sizes, "engine.x", f"@dataclass(frozen=True)\nclass A:{METHODS}", "21 methods"),
-        (rules.class_sizes, "sim.x", f"class A:{METHODS}", "21 methods"),
         (rules.annotated, "engine.x", "def f(a, *b, c: int, **d) -> None: ...", "no type for a, b, d"),
         (rules.annotated, "engine.x", "class A:\n    def f(self): ...", "no result type"),
         (rules.broad_except, "engine.x", "try: ...\nexcept Exception: ...", "catches everything"),
@@ -135,10 +143,10 @@ def test_rule_can_fail(rule, name, source, said):
         (rules.direction, "megatron.x", "from moe_ckpt.interop import dcp\nfrom moe_ckpt.megatron import x"),
         (rules.direction, "testing.x", "from moe_ckpt.megatron import x"),
         (rules.no_policy_by_class, "engine.x", "from moe_ckpt.policies.base import Needs, needs_of"),
-        (rules.no_policy_by_class, "sim.x", "from moe_ckpt.policies import MoC"),
+        (rules.no_policy_by_class, "cli.x", "from moe_ckpt.policies import MoC"),
         (rules.frameworks, "testing.x", "import importlib as i\ni.import_module('megatron.core')"),
         (rules.direction, "cli.main", "from moe_ckpt.interop import dcp\nfrom moe_ckpt import register_moe"),
-        (rules.no_command_line, "growth", "from moe_ckpt.conf.sweeps import composed\nfrom moe_ckpt import client"),
+        (rules.no_command_line, "growth", "from moe_ckpt_sim.conf.sweeps import composed\nfrom moe_ckpt import client"),
         (rules.ports_without_torch, "ports", "if TYPE_CHECKING:\n    import torch"),
         (rules.no_pickle, "interop.x", "torch.load(f, weights_only=True)"),
         (rules.sizes, "engine.x", "x = 1\n" * 500),

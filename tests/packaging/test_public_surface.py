@@ -227,10 +227,10 @@ def test_stored_records(record):
 
 
 def test_config_groups():
-    conf = SOURCE / "conf"
     found = {}
-    for path in sorted(conf.rglob("*.yaml")):
-        found.setdefault(str(path.parent.relative_to(conf)), []).append(path.stem)
+    for conf in (SOURCE / "conf", SOURCE.parent / "moe_ckpt_sim" / "conf"):
+        for path in sorted(conf.rglob("*.yaml")):
+            found.setdefault(str(path.parent.relative_to(conf)), []).append(path.stem)
     assert found == {group: options.split() for group, options in CONFIG_GROUPS.items()}
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from moe_ckpt.policies import Dense, MoEvement
 from moe_ckpt.policies.base import Policy
-from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
-from moe_ckpt.sim.failures import FailureEvent, Failures, NoFailures
-from moe_ckpt.sim.load import ExpertLoad
-from moe_ckpt.sim.model import ModelSpec, Precision
-from moe_ckpt.sim.scenario import Outcome, Scenario
-from moe_ckpt.sim.system import System
-from moe_ckpt.sim.traces import Trace
-from moe_ckpt.sim.training import Batch, Iteration
+from moe_ckpt_sim.cluster.cluster import Cluster, ClusterLayout, Parallel
+from moe_ckpt_sim.failures.failures import FailureEvent, Failures, NoFailures
+from moe_ckpt_sim.failures.traces import Trace
+from moe_ckpt_sim.run.scenario import Outcome, Scenario
+from moe_ckpt_sim.run.system import System
+from moe_ckpt_sim.workload.load import ExpertLoad
+from moe_ckpt_sim.workload.model import ModelSpec, Precision
+from moe_ckpt_sim.workload.training import Batch, Iteration
 
 SPEC = ModelSpec("toy", layers=4, hidden=16, experts=8, top_k=2, expert_ffn=32, vocab=64, seq=8)
 MODEL = SPEC.build()

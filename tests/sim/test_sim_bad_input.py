@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement
-from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.failing import FUTILE_FAILURES
-from moe_ckpt.sim.failures import Components, FailureEvent, Poisson, Weibull
-from moe_ckpt.sim.iteration import estimate
-from moe_ckpt.sim.load import ExpertLoad
-from moe_ckpt.sim.model import Precision
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.system import System
-from moe_ckpt.sim.traces import Trace
-from moe_ckpt.sim.training import Batch, Iteration
+from moe_ckpt_sim.cluster.cluster import Parallel
+from moe_ckpt_sim.failures.failures import Components, FailureEvent, Poisson, Weibull
+from moe_ckpt_sim.failures.traces import Trace
+from moe_ckpt_sim.run.failing import FUTILE_FAILURES
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.system import System
+from moe_ckpt_sim.workload.iteration import estimate
+from moe_ckpt_sim.workload.load import ExpertLoad
+from moe_ckpt_sim.workload.model import Precision
+from moe_ckpt_sim.workload.training import Batch, Iteration
 from tests.sim.builders import CLUSTER, SPEC, layout, scenario, trace
 
 NOT_RATES = (0, 0.0, -1.0, float("nan"), float("inf"), True, "1e9", None)

@@ -10,15 +10,15 @@ import pytest
 from moe_ckpt.core.plan import Tier, save_full
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies import Dense, MoC, MoEvement
-from moe_ckpt.sim.clock import MOST_SECS, on_clock
-from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.failures import Poisson
-from moe_ckpt.sim.intervals import by_formula, least_interval, oracle, usual, with_interval
-from moe_ckpt.sim.load import tokens_of
-from moe_ckpt.sim.model import Precision
-from moe_ckpt.sim.recovery import Recoveries
-from moe_ckpt.sim.run import ettr_of, simulate
+from moe_ckpt_sim.cluster.clock import MOST_SECS, on_clock
+from moe_ckpt_sim.cluster.cluster import Parallel
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.failures.failures import Poisson
+from moe_ckpt_sim.planner.intervals import by_formula, least_interval, oracle, usual, with_interval
+from moe_ckpt_sim.run.recovery import Recoveries
+from moe_ckpt_sim.run.run import ettr_of, simulate
+from moe_ckpt_sim.workload.load import tokens_of
+from moe_ckpt_sim.workload.model import Precision
 from tests.sim.builders import MODEL, scenario, sparse, trace
 
 PARALLELS = [Parallel(), Parallel(pp=4, ep=2), Parallel(pp=2, dp=2, ep=2), Parallel(pp=1, dp=4), Parallel(pp=2, ep=4)]

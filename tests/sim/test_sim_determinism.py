@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion, MoEvement
-from moe_ckpt.sim.failures import Components, Poisson, Weibull
-from moe_ckpt.sim.load import ExpertLoad, tokens_of
-from moe_ckpt.sim.run import simulate
+from moe_ckpt_sim.failures.failures import Components, Poisson, Weibull
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.workload.load import ExpertLoad, tokens_of
 from tests.sim.builders import LOCAL, scenario
 
 LOAD = ExpertLoad(skewness=0.3, drift=0.4, drift_secs=150.0)

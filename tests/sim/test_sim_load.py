@@ -12,9 +12,9 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import MoC, Wrapper
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.budget import dynamic_k
-from moe_ckpt.sim.failures import Poisson
-from moe_ckpt.sim.load import ExpertLoad, tokens_of
-from moe_ckpt.sim.run import simulate
+from moe_ckpt_sim.failures.failures import Poisson
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.workload.load import ExpertLoad, tokens_of
 from tests.sim.builders import MODEL, scenario, trace
 
 SKEWED = ExpertLoad(skewness=0.2, drift=0.0)

@@ -7,11 +7,11 @@ from itertools import permutations
 
 import pytest
 
-from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.recovery import Recoveries, host_nodes
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.training import Iteration
+from moe_ckpt_sim.cluster.cluster import Parallel
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.run.recovery import Recoveries, host_nodes
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.workload.training import Iteration
 from tests.sim.builders import LOCAL, layout, sparse, trace
 
 SHORT = {"duration_secs": 200.0}

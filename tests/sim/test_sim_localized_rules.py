@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.core.localized import Segment, local_recovery
-from moe_ckpt.sim import run
-from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.failing import Failing
-from moe_ckpt.sim.failures import FailureEvent
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.traces import Trace
+from moe_ckpt_sim.cluster.cluster import Parallel
+from moe_ckpt_sim.failures.failures import FailureEvent
+from moe_ckpt_sim.failures.traces import Trace
+from moe_ckpt_sim.run import run
+from moe_ckpt_sim.run.failing import Failing
+from moe_ckpt_sim.run.run import simulate
 from tests.sim.builders import LOCAL, sparse
 
 FIRST_SECS = 100.5

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.failures import FailureEvent
-from moe_ckpt.sim.resources import use_of
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.system import System
-from moe_ckpt.sim.traces import Trace
-from moe_ckpt.sim.training import Iteration
-from moe_ckpt.sim.upstream_log import SimulatedUpstreamLog
+from moe_ckpt_sim.cluster.upstream_log import SimulatedUpstreamLog
+from moe_ckpt_sim.failures.failures import FailureEvent
+from moe_ckpt_sim.failures.traces import Trace
+from moe_ckpt_sim.planner.resources import use_of
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.system import System
+from moe_ckpt_sim.workload.training import Iteration
 from tests.sim.builders import LOCAL, sparse
 
 WINDOW, LOGGED = 4, 50e3

@@ -10,13 +10,13 @@ import pytest
 from moe_ckpt.core.replica_placement import place_replicas
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Gemini, MoC, MoEvement
-from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.failures import FailureEvent, Poisson, Weibull
-from moe_ckpt.sim.recovery import Copies
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.traces import Trace
-from moe_ckpt.sim.training import Batch
+from moe_ckpt_sim.cluster.cluster import Parallel
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.failures.failures import FailureEvent, Poisson, Weibull
+from moe_ckpt_sim.failures.traces import Trace
+from moe_ckpt_sim.run.recovery import Copies
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.workload.training import Batch
 from tests.sim.builders import layout, scenario
 
 LOCAL = {"durable": "node"}

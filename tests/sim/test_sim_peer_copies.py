@@ -19,9 +19,9 @@ from moe_ckpt.policies import Dense, MoEvement
 from moe_ckpt.replicas.messages import SealedSlot
 from moe_ckpt.replicas.replication import Replicator, Roster
 from moe_ckpt.replicas.wire import Listener
-from moe_ckpt.sim.failures import FailureEvent
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.traces import Trace
+from moe_ckpt_sim.failures.failures import FailureEvent
+from moe_ckpt_sim.failures.traces import Trace
+from moe_ckpt_sim.run.run import simulate
 from tests.sim.builders import MODEL, scenario
 
 STEPS = 6

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEvement
-from moe_ckpt.sim.failures import Poisson
-from moe_ckpt.sim.load import ExpertLoad
-from moe_ckpt.sim.run import simulate
+from moe_ckpt_sim.failures.failures import Poisson
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.workload.load import ExpertLoad
 from tests.sim.builders import LOCAL, predicted, scenario, sparse, trace
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from moe_ckpt.policies import Dense, MoC, MoEvement
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.failing import Spares
-from moe_ckpt.sim.failures import Poisson
-from moe_ckpt.sim.recovery import Copies
-from moe_ckpt.sim.run import simulate
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.failures.failures import Poisson
+from moe_ckpt_sim.run.failing import Spares
+from moe_ckpt_sim.run.recovery import Copies
+from moe_ckpt_sim.run.run import simulate
 from tests.sim.builders import layout, scenario, sparse, trace
 
 DOWN = 5.0

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, GradientLog, MoC, MoEtion, MoEvement
-from moe_ckpt.sim import formulas
-from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.failures import Poisson
-from moe_ckpt.sim.load import ExpertLoad
-from moe_ckpt.sim.run import simulate
+from moe_ckpt_sim.cluster.cluster import Parallel
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.failures import formulas
+from moe_ckpt_sim.failures.failures import Poisson
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.workload.load import ExpertLoad
 from tests.sim.builders import LOCAL, predicted, scenario, sparse
 from tests.sim.naive import Naive
 from tests.unit.builders import context

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
-from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.failures import FailureEvent
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.surviving import Survivors
-from moe_ckpt.sim.traces import Trace
+from moe_ckpt_sim.cluster.cluster import Parallel
+from moe_ckpt_sim.cluster.surviving import Survivors
+from moe_ckpt_sim.failures.failures import FailureEvent
+from moe_ckpt_sim.failures.traces import Trace
+from moe_ckpt_sim.run.run import simulate
 from tests.sim.builders import layout, scenario
 
 ALIKE = Parallel(pp=1, dp=8, ep=1)

@@ -13,14 +13,14 @@ from moe_ckpt.core.rolling import bytes_per_parameter
 from moe_ckpt.policies import GradientLog, Guarded, MoEtion, Wrapper
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.moetion import MOST_GRADIENTS
-from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.failures import FailureEvent, NoFailures
-from moe_ckpt.sim.load import ExpertLoad, tokens_of
-from moe_ckpt.sim.recovery import host_nodes
-from moe_ckpt.sim.resources import host_bytes
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.traces import Trace
+from moe_ckpt_sim.cluster.cluster import Parallel
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.failures.failures import FailureEvent, NoFailures
+from moe_ckpt_sim.failures.traces import Trace
+from moe_ckpt_sim.planner.resources import host_bytes
+from moe_ckpt_sim.run.recovery import host_nodes
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.workload.load import ExpertLoad, tokens_of
 from tests.sim.builders import MODEL, scenario
 
 CATALOG = MODEL.catalog

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.cli.plan import COLUMNS, _scenario, memory_systems
-from moe_ckpt.conf.scenarios import scenario_of
-from moe_ckpt.conf.sweeps import combinations, composed
 from moe_ckpt.engine.settings import Settings
-from moe_ckpt.profiling.rates import Rate, Rates
-from moe_ckpt.sim.planner import recommend, trainer_systems
+from moe_ckpt_sim.commands.plan import COLUMNS, _scenario, memory_systems
+from moe_ckpt_sim.conf.scenarios import scenario_of
+from moe_ckpt_sim.conf.sweeps import combinations, composed
+from moe_ckpt_sim.planner.planner import recommend, trainer_systems
+from moe_ckpt_sim.planner.rates import Rate, Rates
 from tests.unit.test_profile import PROFILE, encoded
 
 QUICK = ("setup=moetion_2_9b", "failures.mtbf_secs=1800", "duration_secs=3600", "iteration.secs=6", "--seeds", "1")
@@ -136,7 +136,7 @@ def test_one_node_has_no_peers():
 
 @pytest.mark.usefixtures("warm_programs")
 def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
-    from moe_ckpt.profiling import rates
+    from moe_ckpt_sim.planner import rates
 
     measure = rates.measure
     small = {"copy_bytes": 1 << 20, "network_bytes": 1 << 20, "file_bytes": 1 << 20, "repeats": 1}
@@ -152,7 +152,7 @@ def test_measured_rates_are_shown_and_used(capsys, tmp_path, monkeypatch):
 def test_what_is_said_of_the_cluster_goes_before_what_is_measured(capsys, tmp_path, monkeypatch):
     """One machine tells nothing of the network between nodes, but how much its processes can send at most."""
     rate = Rate("", 1, 12e9, 12e9, 12e9, 1)
-    monkeypatch.setattr("moe_ckpt.profiling.rates.measure", lambda *_, **__: Rates(rate, rate, rate, rate))
+    monkeypatch.setattr("moe_ckpt_sim.planner.rates.measure", lambda *_, **__: Rates(rate, rate, rate, rate))
     short = (*QUICK, "--storage-only", "--json", "-q", "--measure", str(tmp_path))
 
     def clusters(*settings: str) -> dict:
@@ -255,7 +255,7 @@ def test_tokens_that_a_profile_does_not_tell_can_be_said(capsys, tmp_path):
 
 
 def test_settings_are_read_before_anything_is_measured(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_ckpt.profiling.rates.measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("moe_ckpt_sim.planner.rates.measure", lambda *_, **__: pytest.fail("measured"))
     code, _, err = call(capsys, "setup=tiny", "cluster.nodes=0", "--measure", str(tmp_path))
     assert code == 2
     assert "nodes" in err
@@ -272,7 +272,7 @@ def test_where_no_policy_can_be_used_the_exit_code_is_1(capsys):
 
 def test_without_hydra_the_extra_is_named(capsys, monkeypatch):
     for name in [
-        name for name in sys.modules if name.startswith(("hydra", "moe_ckpt.conf.scen", "moe_ckpt.conf.sweep"))
+        name for name in sys.modules if name.startswith(("hydra", "moe_ckpt_sim.conf.scen", "moe_ckpt_sim.conf.sweep"))
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "hydra", None)

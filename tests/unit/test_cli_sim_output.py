@@ -12,11 +12,11 @@ pytest.importorskip("hydra")
 pytest.importorskip("matplotlib")
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.cli.sim_plots import LONGEST_NAME, goodput_over_time, lost_tokens_over_time, panels
-from moe_ckpt.cli.sim_runs import Result
-from moe_ckpt.cli.sim_table import sweep_table
-from moe_ckpt.conf.sweeps import Combination
-from moe_ckpt.sim.scenario import Outcome, Sample, Spent
+from moe_ckpt_sim.commands.sim_plots import LONGEST_NAME, goodput_over_time, lost_tokens_over_time, panels
+from moe_ckpt_sim.commands.sim_runs import Result
+from moe_ckpt_sim.commands.sim_table import sweep_table
+from moe_ckpt_sim.conf.sweeps import Combination
+from moe_ckpt_sim.run.scenario import Outcome, Sample, Spent
 
 SMALL = ["setup=tiny", "policy=dense", "iteration=given", "iteration.secs=10", "duration_secs=600"]
 LINUX = pytest.mark.skipif(not Path("/proc").is_dir(), reason="no directory in which nobody can make a file")
@@ -46,7 +46,7 @@ def result(varied=(), history=(), spent=None, **values):
 def test_where_nothing_can_be_written_nothing_is_simulated(tmp_path, capsys, monkeypatch, option, said):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    monkeypatch.setattr("moe_ckpt.cli.sim_runs.simulate", lambda *_: pytest.fail("simulated"))
+    monkeypatch.setattr("moe_ckpt_sim.commands.sim_runs.simulate", lambda *_: pytest.fail("simulated"))
     assert main(["simulate", *SMALL, option]) == 2
     err = capsys.readouterr().err
     assert said in err

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("hydra")
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.cli.plan import memory_systems
-from moe_ckpt.conf.overrides import CHANGED, RENAMED, renamed
-from moe_ckpt.conf.scenarios import scenario_of
-from moe_ckpt.conf.sweeps import choices, combinations, composed
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.planner import trainer_systems
+from moe_ckpt_sim.commands.plan import memory_systems
+from moe_ckpt_sim.conf.scenarios import scenario_of
+from moe_ckpt_sim.conf.sweeps import combinations, composed
+from moe_ckpt_sim.planner.planner import trainer_systems
 
 
 def error_of(capsys, *argv):
@@ -48,7 +45,7 @@ SAID = {
     "seed=null": "seed must be given: seed=...",
     "~duration_secs": "duration_secs must be given: duration_secs=...",
     "~cluster.nodes": "cluster.nodes must be given: cluster.nodes=...",
-    "+cluster.foo=1": "cluster.foo: moe_ckpt.sim.cluster.Cluster has no such parameter; it has name, nodes",
+    "+cluster.foo=1": "cluster.foo: moe_ckpt_sim.cluster.cluster.Cluster has no such parameter; it has name, nodes",
     "+policy.policy.k=1": "policy.policy.k: moe_ckpt.policies.MoEvement has no such parameter; it has window",
     "cluster={a: 1}": "'cluster': Key 'a' is not in struct",
     **{
@@ -89,7 +86,7 @@ def test_a_setup_of_null_is_none():
 
 CODE = """\
 from dataclasses import dataclass
-from moe_ckpt.sim.cluster import Cluster
+from moe_ckpt_sim.cluster.cluster import Cluster
 
 class Wrong:
     def __init__(self, of):
@@ -155,7 +152,7 @@ def test_what_ones_own_class_takes_can_be_added(mine, capsys):
     asked = ("--config-dir", str(mine), "policy=dense", "duration_secs=60", "-q")
     for added in ("+cluster.racks=2", "+racks=many"):
         assert main(["simulate", "setup=tiny", "cluster=ours", added, *asked]) == 0, capsys.readouterr().err
-    assert "cluster.racks: moe_ckpt.sim.cluster.Cluster has no" in error_of(capsys, *asked, "+racks=many")
+    assert "cluster.racks: moe_ckpt_sim.cluster.cluster.Cluster has no" in error_of(capsys, *asked, "+racks=many")
     assert "cluster.rooms: my_sim_code.Ours has no" in error_of(capsys, *asked, "cluster=ours", "+cluster.rooms=2")
 
 
@@ -165,42 +162,6 @@ def test_an_unknown_place_is_refused_before_composing():
 
 
 # --- names that policies had ---
-
-
-@pytest.mark.parametrize(
-    ("given", "now", "said"),
-    [
-        ("policy=moc_storage", "policy=moc", "policy=moc_storage is called moc now"),
-        (
-            "policy=moevement_sparse,dense",
-            "policy=moevement_peers_sparse,dense",
-            "is called moevement_peers_sparse now",
-        ),
-        ("policy=moc", "policy=moc", "policy=moc saves to storage, as in a Trainer; to save .* use policy=moc_peers"),
-        ("policy=choice(moetion,dense)", "policy=choice(moetion,dense)", "policy=moetion saves to storage"),
-        ("policy=moc_peers,moevement_peers,gemini", "policy=moc_peers,moevement_peers,gemini", None),
-        ("policy.backup_every_secs=60", "policy.storage_every_secs=60", "is called policy.storage_every_secs now"),
-        ("policy.policy.order=moc_storage", "policy.policy.order=moc_storage", None),
-        ("setup=moevement_qwen", "setup=moevement_qwen", None),
-    ],
-)
-def test_names_that_policies_had_are_known_and_said(given, now, said):
-    found, notes = renamed(given)
-    assert found == now
-    assert (said is None) == (not notes)
-    assert said is None or re.search(said, notes[0])
-
-
-def test_where_memory_is_said_a_name_needs_no_word():
-    assert renamed("policy=moevement", ["policy=moevement", "memory=replicated"])[1] == []
-    assert renamed("policy=moc_storage", ["memory=off"])[1] == ["policy=moc_storage is called moc now"]
-
-
-def test_every_name_that_has_changed_is_a_policy_now():
-    there = choices()["policy"]
-    assert set(RENAMED.values()) <= set(there)
-    assert not set(RENAMED) & set(there)
-    assert all({name, f"{name}_peers"} <= set(there) for name in CHANGED)
 
 
 def test_one_name_is_one_thing_in_the_simulator_and_the_planner():

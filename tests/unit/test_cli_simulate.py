@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("hydra")
 
-from moe_ckpt.cli import sim_runs
 from moe_ckpt.cli.main import main
-from moe_ckpt.cli.sim_runs import PARTS, results_of
-from moe_ckpt.cli.sim_table import duration, one_facts, one_table, sweep_table
-from moe_ckpt.conf.sweeps import choices, combinations, composed
 from moe_ckpt.errors import ConfigError
+from moe_ckpt_sim.commands import sim_runs
+from moe_ckpt_sim.commands.sim_runs import PARTS, results_of
+from moe_ckpt_sim.commands.sim_table import duration, one_facts, one_table, sweep_table
+from moe_ckpt_sim.conf.sweeps import choices, combinations, composed
 
 SMALL = ["setup=tiny", "iteration=given", "iteration.secs=10", "duration_secs=7200", "failures.mtbf_secs=900"]
 STORED = [*SMALL, "policy=moc", "policy.durable=storage"]
@@ -270,7 +270,7 @@ GOLDEN = {
 
 
 def test_torch_is_not_needed():
-    code = "import sys, moe_ckpt.cli.sim_runs, moe_ckpt.policies; sys.exit('torch' in sys.modules)"
+    code = "import sys, moe_ckpt_sim.commands.sim_runs, moe_ckpt.policies; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -376,7 +376,7 @@ def test_config_dir_adds_groups_and_code_beside_it(tmp_path, capsys, workers):
     (mine / "policy").mkdir()
     (mine / "cluster" / "ours.yaml").write_text("# Ours.\ndefaults: [laptop, _self_]\nname: ours\nrestart_secs: 50\n")
     (mine / "policy" / "rarely.yaml").write_text(
-        "_target_: moe_ckpt.sim.system.System\nname: rarely\npolicy: {_target_: my_rare_policies.Rarely}\n"
+        "_target_: moe_ckpt_sim.run.system.System\nname: rarely\npolicy: {_target_: my_rare_policies.Rarely}\n"
     )
     (mine.parent / "my_rare_policies.py").write_text(POLICY)
     path = list(sys.path)

@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks import gradient_log_sim
 from moe_ckpt.policies import Dense, GradientLog, MoEvement
-from moe_ckpt.sim.failures import Poisson
-from moe_ckpt.sim.log_or_windows import Cost, break_even_secs, report_of, sentences
-from moe_ckpt.sim.planner import recommend
-from moe_ckpt.sim.system import System
+from moe_ckpt_sim.failures.failures import Poisson
+from moe_ckpt_sim.planner.log_or_windows import Cost, break_even_secs, report_of, sentences
+from moe_ckpt_sim.planner.planner import recommend
+from moe_ckpt_sim.run.system import System
 from tests.sim.builders import scenario
 
 DOCS = Path(__file__).parents[2] / "docs" / "gradient_log.md"

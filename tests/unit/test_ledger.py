@@ -7,8 +7,8 @@ import pytest
 
 from moe_ckpt.core.ledger import NEVER, Ledger
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.sim.durable import Durable
-from moe_ckpt.sim.moving_ledger import MovingRunLedger
+from moe_ckpt_sim.run.durable import Durable
+from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
 from tests.unit.builders import catalog, mixed
 
 MODEL = catalog(2, 3)

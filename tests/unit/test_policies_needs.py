@@ -32,8 +32,8 @@ from moe_ckpt.policies import (
 )
 from moe_ckpt.policies import needs_of as needs
 from moe_ckpt.policies.base import SnapshotLimit
-from moe_ckpt.sim.choosing import exact
-from moe_ckpt.sim.system import System
+from moe_ckpt_sim.planner.choosing import exact
+from moe_ckpt_sim.run.system import System
 from tests.unit.builders import catalog, context
 
 MODEL = catalog(2, 4)

@@ -42,15 +42,15 @@ from moe_ckpt.ports import TensorSpec
 from moe_ckpt.profiling import recorder
 from moe_ckpt.profiling.facts import parallel, started_unix_secs, weighed
 from moe_ckpt.profiling.recorder import profilers
-from moe_ckpt.sim.cluster import Parallel
-from moe_ckpt.sim.failures import NoFailures, Poisson
-from moe_ckpt.sim.profile import RunProfile, read_profile, scenario_from
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.surviving import Survivors
-from moe_ckpt.sim.system import System
 from moe_ckpt.slices.assignment import operator_bytes
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.local import remove_temporaries_of, replace_file
+from moe_ckpt_sim.cluster.cluster import Parallel
+from moe_ckpt_sim.cluster.surviving import Survivors
+from moe_ckpt_sim.failures.failures import NoFailures, Poisson
+from moe_ckpt_sim.planner.profile import RunProfile, read_profile, scenario_from
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.system import System
 from tests.unit import engine_parts
 from tests.unit.builders import catalog
 from tests.unit.engine_parts import ThreadRanks, run_threads
@@ -869,7 +869,7 @@ def test_a_profile_that_is_not_there(tmp_path):
 
 
 def test_reading_a_profile_needs_no_torch():
-    code = "import sys, moe_ckpt.sim.profile; print('torch' in sys.modules)"
+    code = "import sys, moe_ckpt_sim.planner.profile; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "False\n"
 
 

@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from moe_ckpt.errors import ConfigError, StoreError, StoreUnwritableError
-from moe_ckpt.profiling import rates
-from moe_ckpt.profiling.rates import MIB, Rates, measure
 from moe_ckpt.slices import copier
 from moe_ckpt.slices.copier import Copier
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt_sim.planner import rates
+from moe_ckpt_sim.planner.rates import MIB, Rates, measure
 from tests.support.clocks import Clock
 from tests.support.processes import run_ranks
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.sim.redundancy import OperatorShare, deliveries, portion_saved
+from moe_ckpt_sim.cluster.redundancy import OperatorShare, deliveries, portion_saved
 
 RANKS = st.integers(0, 7)
 

@@ -10,10 +10,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
 
-from moe_ckpt.conf.scenarios import CONFIG_DIR, layout_of, scenario_of
 from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.iteration import breakdown
+from moe_ckpt_sim.conf.scenarios import CONFIG_DIR, layout_of, scenario_of
+from moe_ckpt_sim.workload.iteration import breakdown
 
 GROUPS = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir())
 
@@ -326,15 +326,21 @@ def test_an_unknown_choice_lists_the_choices(composed, group):
         (["failures.mtbf_secs=-1"], r"Poisson\(mtbf_secs=-1\)"),
         (["iteration=given"], "^iteration.secs must be given: iteration.secs=...$"),
         (["failures=trace"], "^failures.path must be given"),
-        (["+model.width=3"], "^model.width: moe_ckpt.sim.model.ModelSpec has no such parameter; it has name, layers"),
+        (
+            ["+model.width=3"],
+            "^model.width: moe_ckpt_sim.workload.model.ModelSpec has no such parameter; it has name, layers",
+        ),
         (["parallel.dp=3"], "needs 288 ranks, but Cluster 'a100_96' has 96 GPUs"),
         (["parallel.pp=1", "parallel.dp=12"], "Batch.*does not divide over 12 pipelines"),
         (["seed=-1"], "seed must be a whole number of at least 0"),
         (["duration_secs=0"], "duration_secs must be"),
         (["load.skewness=1"], "skewness must be below 1"),
         (["model.top_k=65"], "top_k must not exceed experts"),
-        (["model._target_=moe_ckpt.sim.nonesuch.X"], "model: .*nonesuch"),
-        (["model._target_=moe_ckpt.sim.training.Batch"], r"^model\.\w+: moe_ckpt.sim.training.Batch has no such"),
+        (["model._target_=moe_ckpt_sim.nonesuch.X"], "model: .*nonesuch"),
+        (
+            ["model._target_=moe_ckpt_sim.workload.training.Batch"],
+            r"^model\.\w+: moe_ckpt_sim.workload.training.Batch has no such",
+        ),
         (["policy=moc", "policy.policy.k=${model.nonesuch}"], "policy.policy.k: .*nonesuch"),
         (["~precision"], "precision: nothing with a _target_"),
         (["batch._target_=builtins.dict"], "batch: builtins.dict made a dict, not a Batch"),

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from moe_ckpt.conf import register
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.failures import Components, FailureEvent, NoFailures, Poisson, Weibull
-from moe_ckpt.sim.formulas import Component, observed_mtbf_hours
+from moe_ckpt_sim.failures.failures import Components, FailureEvent, NoFailures, Poisson, Weibull
+from moe_ckpt_sim.failures.formulas import Component, observed_mtbf_hours
 
-CONF = Path(__file__).parents[2] / "src" / "moe_ckpt" / "conf" / "simulate" / "failures"
+CONF = Path(__file__).parents[2] / "src" / "moe_ckpt_sim" / "conf" / "simulate" / "failures"
 TABLE = {
     "gpu": {"count": 4096, "mtbf_hours": 25_000},
     "host": {"count": 512, "mtbf_hours": 8_000},
@@ -232,6 +232,9 @@ def test_other_configs():
 
 
 def test_neither_torch_nor_hydra_is_needed():
-    code = "import sys, moe_ckpt.sim.traces, moe_ckpt.sim.size_formulas; print({'torch', 'hydra'} & set(sys.modules))"
+    code = (
+        "import sys, moe_ckpt_sim.failures.traces, moe_ckpt_sim.workload.size_formulas; "
+        "print({'torch', 'hydra'} & set(sys.modules))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.window import OperatorBytes, slot_bytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim import formulas, size_formulas
-from moe_ckpt.sim.formulas import (
+from moe_ckpt_sim.failures import formulas
+from moe_ckpt_sim.failures.formulas import (
     Component,
     component_mtbf_hours,
     daly_interval_secs,
@@ -28,8 +28,9 @@ from moe_ckpt.sim.formulas import (
     whole_iterations,
     young_interval_secs,
 )
-from moe_ckpt.sim.model import ModelSpec
-from moe_ckpt.sim.size_formulas import (
+from moe_ckpt_sim.workload import size_formulas
+from moe_ckpt_sim.workload.model import ModelSpec
+from moe_ckpt_sim.workload.size_formulas import (
     CountedWindow,
     counted_slot_bytes,
     mean_window_bytes,

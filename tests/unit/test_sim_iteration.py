@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
-from moe_ckpt.sim.iteration import Timing, breakdown, bubble_fraction, estimate, heaviest_chunk, pipeline_slots
-from moe_ckpt.sim.model import ModelSpec, Precision
-from moe_ckpt.sim.training import Batch
+from moe_ckpt_sim.cluster.cluster import Cluster, ClusterLayout, Parallel
+from moe_ckpt_sim.workload.iteration import Timing, breakdown, bubble_fraction, estimate, heaviest_chunk, pipeline_slots
+from moe_ckpt_sim.workload.model import ModelSpec, Precision
+from moe_ckpt_sim.workload.training import Batch
 
 SPEC = ModelSpec("m", layers=8, hidden=64, experts=16, top_k=2, expert_ffn=128, vocab=1000, seq=128, bias=False)
 MODEL = SPEC.build()

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
-from moe_ckpt.sim.model import LayerShape, ModelSpec, Precision
+from moe_ckpt_sim.cluster.cluster import Cluster, ClusterLayout, Parallel
+from moe_ckpt_sim.workload.model import LayerShape, ModelSpec, Precision
 
 SMALL = ModelSpec("small", layers=4, hidden=8, experts=4, top_k=2, expert_ffn=16, vocab=100, seq=32, moe_every=2)
 """Two of four layers have experts."""

@@ -24,7 +24,7 @@ from benchmarks import sim_papers_scaling as scaling
 from benchmarks import sim_papers_sizes as sizes
 from benchmarks import sim_papers_windows as windows
 from benchmarks.report import RESULTS
-from moe_ckpt.sim.run import simulate
+from moe_ckpt_sim.run.run import simulate
 
 ROOT = Path(__file__).parents[2]
 KEPT = json.loads((ROOT / sim_papers.JSON).read_text())

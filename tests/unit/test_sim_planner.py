@@ -11,17 +11,17 @@ from hydra.utils import instantiate
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies import CheckFreq, Dense, Gemini, Guarded, MoC, MoEtion, MoEvement
-from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
-from moe_ckpt.sim.costs import Costs
-from moe_ckpt.sim.failures import Poisson
-from moe_ckpt.sim.load import ExpertLoad
-from moe_ckpt.sim.model import ModelSpec, Precision
-from moe_ckpt.sim.planner import memory_overrides, overrides, recommend, trainer_systems
-from moe_ckpt.sim.resources import use_of
-from moe_ckpt.sim.run import simulate
-from moe_ckpt.sim.scenario import Scenario
-from moe_ckpt.sim.system import System
-from moe_ckpt.sim.training import Batch, Iteration
+from moe_ckpt_sim.cluster.cluster import Cluster, ClusterLayout, Parallel
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.failures.failures import Poisson
+from moe_ckpt_sim.planner.planner import memory_overrides, overrides, recommend, trainer_systems
+from moe_ckpt_sim.planner.resources import use_of
+from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.scenario import Scenario
+from moe_ckpt_sim.run.system import System
+from moe_ckpt_sim.workload.load import ExpertLoad
+from moe_ckpt_sim.workload.model import ModelSpec, Precision
+from moe_ckpt_sim.workload.training import Batch, Iteration
 
 MODEL = ModelSpec("small", layers=4, hidden=256, experts=8, top_k=2, expert_ffn=1024, vocab=1000).build()
 LINKS = {"pcie_bytes_per_sec": 1e9, "nic_bytes_per_sec": 4e9, "storage_bytes_per_sec": 1e9}

@@ -11,10 +11,10 @@ pytest.importorskip("hydra")
 pytest.importorskip("matplotlib")
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.cli.sim_plots import COLOURS, MOST_LINES, by_mtbf, figures, goodput, kept, panels
-from moe_ckpt.cli.sim_runs import PARTS, Result
-from moe_ckpt.conf.sweeps import Combination
-from moe_ckpt.sim.scenario import Outcome, Sample, Spent
+from moe_ckpt_sim.commands.sim_plots import COLOURS, MOST_LINES, by_mtbf, figures, goodput, kept, panels
+from moe_ckpt_sim.commands.sim_runs import PARTS, Result
+from moe_ckpt_sim.conf.sweeps import Combination
+from moe_ckpt_sim.run.scenario import Outcome, Sample, Spent
 
 
 def outcome(system="moc", seed=0, useful=60.0, history=(), **values):
@@ -170,7 +170,7 @@ def test_where_nothing_can_be_written(tmp_path, capsys):
 
 def test_without_matplotlib_nothing_is_simulated_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr("moe_ckpt.cli.sim_runs.simulate", lambda *_: pytest.fail("simulated"))
+    monkeypatch.setattr("moe_ckpt_sim.commands.sim_runs.simulate", lambda *_: pytest.fail("simulated"))
     assert main(["simulate", *SMALL, "--plot", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert "needs the package 'matplotlib'" in err

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from moe_ckpt.policies import Dense, MoC, MoEvement
-from moe_ckpt.sim.choosing import Leg, best, race, why_not
-from moe_ckpt.sim.failures import NoFailures
-from moe_ckpt.sim.intervals import with_interval
-from moe_ckpt.sim.planner import recommend, trainer_systems
-from moe_ckpt.sim.racing import LEAST_SPANS, Runner, _student, ratio
-from moe_ckpt.sim.run import Run, ettr_of, simulate
-from moe_ckpt.sim.system import System
+from moe_ckpt_sim.failures.failures import NoFailures
+from moe_ckpt_sim.planner.choosing import Leg, best, race, why_not
+from moe_ckpt_sim.planner.intervals import with_interval
+from moe_ckpt_sim.planner.planner import recommend, trainer_systems
+from moe_ckpt_sim.planner.racing import LEAST_SPANS, Runner, _student, ratio
+from moe_ckpt_sim.run.run import Run, ettr_of, simulate
+from moe_ckpt_sim.run.system import System
 from tests.unit.test_sim_planner import scenario as of
 
 LONG = replace(of(), duration_secs=36_000.0)

@@ -8,11 +8,11 @@ import pytest
 from torch import nn
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.cluster import Cluster, ClusterLayout, Parallel
-from moe_ckpt.sim.iteration import breakdown
-from moe_ckpt.sim.model import LayerShape, Precision
-from moe_ckpt.sim.swin import SwinSpec
-from moe_ckpt.sim.training import Batch
+from moe_ckpt_sim.cluster.cluster import Cluster, ClusterLayout, Parallel
+from moe_ckpt_sim.workload.iteration import breakdown
+from moe_ckpt_sim.workload.model import LayerShape, Precision
+from moe_ckpt_sim.workload.swin import SwinSpec
+from moe_ckpt_sim.workload.training import Batch
 
 SWIN = SwinSpec(
     "swin",

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import failure_trace
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.sim.failures import FailureEvent
-from moe_ckpt.sim.traces import Trace
+from moe_ckpt_sim.failures.failures import FailureEvent
+from moe_ckpt_sim.failures.traces import Trace
 
 HEADER = "time,event,node\n"
 RNG = np.random.Generator(np.random.PCG64(0))

@@ -21,8 +21,13 @@ from moe_ckpt import __version__
 from moe_ckpt.cli.arguments import Parser, commands_of
 from moe_ckpt.errors import CoverageError, DamagedError, MoECheckpointError
 
-COMMANDS = ("inspect", "verify", "window", "export", "memory", "densify", "train", "simulate", "plan")
-_PASS_ON = ("train", "simulate", "plan")
+_HERE = ("inspect", "verify", "window", "export", "memory", "densify", "train")
+_SIMULATOR = ("simulate", "plan")
+COMMANDS = {name: f"moe_ckpt.cli.{name}" for name in _HERE} | {
+    name: f"moe_ckpt_sim.commands.{name}" for name in _SIMULATOR
+}
+"""The commands in the order of ``--help``, and their modules. Nothing else in this package knows ``moe_ckpt_sim``."""
+_PASS_ON = ("train", *_SIMULATOR)
 _BROKEN_PIPE = 141
 """As of a program that SIGPIPE ended: 128 + 13. Not 0, for what was not printed may have been a damage."""
 
@@ -46,8 +51,8 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"moe-ckpt {__version__}")
     subparsers = commands_of(parser)
-    for name in COMMANDS:
-        importlib.import_module(f"moe_ckpt.cli.{name}").add_parser(subparsers)
+    for module in COMMANDS.values():
+        importlib.import_module(module).add_parser(subparsers)
     return parser
 
 
@@ -118,7 +123,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except SystemExit:
         sys.stdout.flush()  # of --help: here, where a reader that has gone does no harm
         raise
-    command = importlib.import_module(f"moe_ckpt.cli.{args.command}")
+    command = importlib.import_module(COMMANDS[args.command])
     try:
         code: int = command.run(args, rest)
     except BrokenPipeError:

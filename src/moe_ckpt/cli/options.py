@@ -1,4 +1,4 @@
-"""What ``simulate`` and ``plan`` ask of their command lines, before anything else is done."""
+"""What commands ask of their command lines, before anything else is done."""
 
 from __future__ import annotations
 

@@ -112,41 +112,6 @@ def nearest_key(overrides: Sequence[str], tree: Tree) -> str:
     return ""
 
 
-RENAMED = {
-    "moc_storage": "moc",
-    "moc_fixed": "moc_peers_fixed",
-    "moc_load_aware": "moc_peers_load_aware",
-    "moevement_storage": "moevement",
-    **{f"moevement_{part}": f"moevement_peers_{part}" for part in ("sparse", "freeze", "reorder")},
-}
-"""Policies of ``simulate`` by the names that they had."""
-CHANGED = ("moc", "moetion", "moevement")
-"""Names that meant checkpoints in the memory of peers, and mean what a Trainer does by now."""
-
-
-def renamed(text: str, others: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """An override with the names that there are now, and what to say of it.
-
-    Args:
-        others: Overrides besides; where one says what memory there is, it need not be said what a policy's name means.
-    """
-    key, equals, value = text.partition("=")
-    if key == "policy.backup_every_secs":
-        return f"policy.storage_every_secs={value}", [f"{key} is called policy.storage_every_secs now"]
-    if key.lstrip("+") != "policy":
-        return text, []
-    notes = []
-    for name in dict.fromkeys(re.findall(r"\w+", value)):
-        if name in RENAMED:
-            notes.append(f"policy={name} is called {RENAMED[name]} now")
-        elif name in CHANGED and not any(one.startswith("memory=") for one in others):
-            notes.append(
-                f"policy={name} saves to storage, as in a Trainer; to save to the memory of peers, as in the papers "
-                f"(and as this name did before), use policy={name}_peers"
-            )
-    return key + equals + re.sub(r"\w+", lambda name: RENAMED.get(name[0], name[0]), value), notes
-
-
 def there_are(groups: Mapping[str, object]) -> str:
     """What can be said at all."""
     return f"there are the groups {', '.join(sorted(groups))} and the settings {', '.join(VALUES)}"

@@ -1,0 +1,1 @@
+"""``moe-ckpt simulate`` and ``moe-ckpt plan``."""

@@ -1,0 +1,1 @@
+"""Config group ``simulate``: models, clusters, failures and systems for ``moe-ckpt simulate`` and ``moe-ckpt plan``."""

@@ -1,0 +1,1 @@
+"""When nodes fail: distributions, recorded traces, closed forms."""

@@ -1,0 +1,108 @@
+"""When checkpoints in memory are written to storage, and what a policy is told of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from moe_ckpt.core.cadence import StorageCadence, StorageFacts
+from moe_ckpt.policies.base import MemoryFacts, PolicyContext
+from moe_ckpt_sim.cluster.clock import on_clock
+from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.run.state import State
+
+
+class Flushing:
+    """Of one system; whatever it says is as of ``state``.
+
+    Most systems take to storage what is complete in memory. One whose policy plans for both apart
+    (``Needs.tiers``) begins a snapshot for storage when that is due.
+    """
+
+    def __init__(self, costs: Costs, state: State) -> None:
+        self._costs, self._state = costs, state
+        self._cadence: StorageCadence | None = costs.system.cadence
+        self._tiered = costs.system.tiered
+
+    @property
+    def secs(self) -> float:
+        """To write what memory holds complete. Of a window all slots, of a partial checkpoint all that it stands on."""
+        newest = self._state.track.newest
+        return self._costs.storage_secs(self._costs.bytes_of.held(newest.window if newest else None))
+
+    def _facts(self, step: int) -> StorageFacts:
+        """As of ``step``. What a run begins with is taken to be on storage."""
+        state, track = self._state, self._state.track
+        return StorageFacts(
+            step=step,
+            last_step=track.backup.step,
+            secs_since=state.now - track.backup.begun_secs,
+            flush_secs=self.secs,
+            iteration_secs=self._costs.iteration.secs,
+            failures=state.failures,
+            run_secs=state.now,
+        )
+
+    @property
+    def is_due(self) -> bool:
+        """What is complete in memory is to be written. One after the other; what a failure cut off is begun at once."""
+        backup, newest = self._state.track.backup, self._state.track.newest
+        if self._tiered or self._cadence is None or newest is None or newest.step <= backup.step:
+            return False
+        return backup.ends_secs is None and (backup.was_cut_off or self._cadence.due(self._facts(newest.step)))
+
+    @property
+    def next_is_due(self) -> bool:
+        """The snapshot that begins now goes to storage: the very first one always does."""
+        track = self._state.track
+        if self._cadence is None or track.backup.ends_secs is not None or track.flush_is_coming:
+            return False
+        first = track.backup.durable is None and track.newest is None
+        return first or track.backup.was_cut_off or self._cadence.due(self._facts(self._state.step))
+
+    def begin(self) -> None:
+        """What is durable in memory now is written to storage, too."""
+        state = self._state
+        if state.track.newest is not None:
+            state.track.backup.begin(state.track.newest, state.now, on_clock(self.secs))
+
+    def informed(self, context: PolicyContext) -> PolicyContext:
+        """With what a policy may know of memory."""
+        memory, track, costs = context.memory, self._state.track, self._costs
+        if memory is None:
+            return context
+        known = track.backup.durable is not None or track.backup.ends_secs is not None
+        facts: MemoryFacts = replace(
+            memory,
+            storage_due=self.next_is_due,
+            storage_steps=context.step - track.backup.step if known else None,
+            replicas=costs.system.replicas if costs.system.durable == "peers" else 0,
+            sends=costs.sends,
+        )
+        # Without storage, memory is all that there is to be safe in.
+        return replace(context, memory=facts, nothing_safe=context.nothing_safe and self._cadence is not None)
+
+    def undisturbed_secs(self, otherwise: float) -> float:
+        """Until then there is nothing to look at between rounds.
+
+        Args:
+            otherwise: When something else is.
+        """
+        track, newest = self._state.track, self._state.track.newest
+        if self._cadence is None or newest is None:
+            return otherwise
+        if track.backup.ends_secs is not None:
+            return min(otherwise, track.backup.ends_secs)
+        if self._tiered and track.flush_is_coming:
+            return self._state.now
+        secs = self._cadence.next_secs(self._facts(newest.step))
+        return otherwise if secs is None else min(otherwise, track.backup.begun_secs + on_clock(secs))
+
+    def undisturbed_steps(self) -> float:
+        """Likewise, in steps from here."""
+        track, newest = self._state.track, self._state.track.newest
+        if self._cadence is None or newest is None or track.backup.ends_secs is not None:
+            return inf
+        step = self._state.step if self._tiered else newest.step
+        due = self._cadence.next_step(self._facts(step))
+        return inf if due is None else due - 1 - step

@@ -1,0 +1,158 @@
+"""A trainer's ledger that a simulated run advances by many steps at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt.core.ledger import Ledger
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
+from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.engine.run_ledger import Pending, RunLedger
+from moe_ckpt_sim.run.durable import Durable
+
+
+class MovingRunLedger(RunLedger):
+    """A trainer's ledger that can record many steps at once, and be moved ahead in time.
+
+    Steps recorded together route equally, and time-decayed activity is set to its limit under them.
+
+    Args:
+        stores: Storage has its own ledger; without, what is durable stands for it.
+        watched: The policy reads these at each step, as a budget for lost tokens does.
+    """
+
+    def __init__(
+        self, catalog: Catalog, *, outlives_process: bool = False, stores: bool = False, watched: bool = False
+    ) -> None:
+        super().__init__(catalog, outlives_process=outlives_process)
+        self._stores, self._watched = stores, watched
+
+    def empty(self) -> MovingRunLedger:
+        """The ledger that a new life begins with."""
+        return MovingRunLedger(
+            self.catalog, outlives_process=self.outlives_process, stores=self._stores, watched=self._watched
+        )
+
+    def routed_often(self, counts: Counts, steps: int) -> None:
+        """``steps`` optimizer steps, each of which routed ``counts`` [L, E]."""
+        if steps >= 1:
+            self.tokens.apply(counts * steps)
+            self.activity.add_often(counts, steps)
+
+    def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
+        """The first checkpoint of a run is dense, whatever the policy: after it, nothing is, but on storage."""
+        if self.last_step is None or not self._stores:
+            return self.catalog.everything if self.last_step is None else ()
+        return super()._missing(under_way)
+
+    def return_to(
+        self, checkpoint: Durable, alive: npt.NDArray[np.bool_] | None, sealed: npt.NDArray[np.bool_] | None
+    ) -> FaultRecord:
+        """As ``resume_from``, from a checkpoint that was never written.
+
+        Args:
+            alive: See ``Track.fail``.
+            sealed: Likewise.
+        """
+        self.ledger = ledger = checkpoint.ledger.as_of(checkpoint.ledger.tokens.applied)
+        if sealed is not None:
+            experts = [op for op, at in self.catalog.expert_at.items() if sealed[at]]
+            ledger.hold(tuple(experts), checkpoint.step, ledger.tokens.applied)
+            alive = sealed if alive is None else alive | sealed
+        self.index, self.last_step = checkpoint.index + 1, checkpoint.step
+        self.committed_step = checkpoint.step
+        step, left = checkpoint.step, tuple(_left(ledger, alive))
+        plan = plan_recovery(f"step {step}", step, self.catalog.everything, left)
+        fault = ledger.recover(step, _seen(ledger, plan))
+        if self.outlives_process and alive is not None:
+            self._rescued = self._newer()
+        return fault
+
+    def sealed(self, sequence: int, *, sent: bool) -> None:
+        """Every rank has a snapshot in its memory, as a recovery would find it.
+
+        Args:
+            sent: To peers, too; then it is settled once those have it.
+        """
+        if not sent:
+            self.in_memory(sequence, complete=True)
+            return
+        pending = self.sealing[sequence]
+        operators = pending.operators_in(Tier.HOST)
+        self.ledger.hold(operators, pending.step, pending.applied)
+        self._rescued -= frozenset(operators)
+
+    def move(self, steps: int, checkpoints: int, counts: Counts) -> None:
+        """Everything as it would be ``steps`` later, in a run that does all the time what it did before.
+
+        Args:
+            checkpoints: Begun in that time.
+        """
+        self.ledger.move(steps, counts, stored=not self.outlives_process)
+        self.index += checkpoints
+        self.last_step = None if self.last_step is None else self.last_step + steps
+        self.committed_step = None if self.committed_step is None else self.committed_step + steps
+        if self.window is not None:
+            self.window = replace(self.window, start=self.window.start + steps)
+        self.sealing = {key: moved(pending, steps, counts) for key, pending in self.sealing.items()}
+        # What goes on from memory to storage stays what it is.
+        if not self.outlives_process:
+            self.pending = {key: moved(pending, steps, counts) for key, pending in self.pending.items()}
+
+    def pattern(self, step: int) -> tuple[bytes, ...]:
+        """All inputs of policies, relative to ``step``: equal at two steps if the run repeats itself.
+
+        Where memory outlives the process, most policies look at storage only when it is due.
+        """
+        resting = self.outlives_process and not self._watched
+        tiers = sorted(tier for tier in self.tokens.saved if not (resting and tier is Tier.STORAGE))
+        unsaved = [(self.tokens.applied - self.tokens.saved[tier]).tobytes() for tier in tiers]
+        ages = [self.ledger.expert_ages(step)]
+        if self.outlives_process:
+            ages = [step - self.ledger.expert_steps(tier) for tier in tiers]
+        hard = self.activity.described().hard.tobytes()
+        return *(each.tobytes() for each in ages), hard, repr(sorted(self.rescued)).encode(), *unsaved
+
+
+def moved(pending: Pending, steps: int, counts: Counts) -> Pending:
+    """A snapshot under way, as it would be ``steps`` later."""
+    window = None if pending.window is None else replace(pending.window, start=pending.window.start + steps)
+    return replace(pending, step=pending.step + steps, applied=pending.applied + counts * steps, window=window)
+
+
+def _left(ledger: Ledger, alive: npt.NDArray[np.bool_] | None) -> Iterator[Inventory]:
+    """Yields what a failure leaves, nearest first. Sizes are not asked for.
+
+    Args:
+        ledger: As of the checkpoint that the run returns to.
+        alive: See ``Track.fail``.
+    """
+    catalog = ledger.catalog
+    nothing = np.zeros(len(catalog.operators), dtype=np.int64)
+    if alive is not None:
+        here = ledger.steps(Tier.HOST)
+        places = catalog.expert_places
+        here[places[~alive & (places >= 0)]] = ABSENT
+        yield Inventory(Tier.HOST, "own memory", here, nothing)
+        yield Inventory(Tier.PEER, "peers' memory", ledger.steps(Tier.PEER), nothing)
+    yield Inventory(Tier.STORAGE, "storage", ledger.steps(Tier.STORAGE), nothing)
+    # An expert that no snapshot had to name, for it has seen no token.
+    yield Inventory(Tier.STORAGE, "the run's beginning", nothing, nothing)
+
+
+def _seen(ledger: Ledger, plan: RecoveryPlan) -> Counts:
+    """Returns ``[L, E]`` tokens seen by the experts that ``plan`` takes from memory; 0 of others."""
+    catalog, saved = ledger.catalog, ledger.tokens.saved
+    found = np.zeros_like(ledger.tokens.applied)
+    for number, source in enumerate(plan.sources):
+        places = np.flatnonzero(plan.chosen == number)
+        if source.tier is not Tier.STORAGE and len(places):
+            at = tuple(catalog.layer_and_expert[places[catalog.is_expert[places]]].T)
+            found[at] = saved[source.tier][at]
+    return found

@@ -1,0 +1,238 @@
+"""The checkpoints of a simulated run: under way, durable, and what a failure returns to."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt.core.anchors import Anchors, later
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.core.window import Window
+from moe_ckpt.engine.run_ledger import Pending
+from moe_ckpt_sim.run.anchors import PeersLog
+from moe_ckpt_sim.run.backup import Backup
+from moe_ckpt_sim.run.durable import Durable, UnderWay, When
+from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
+
+
+class Track:
+    """Books, snapshots under way, and the durable checkpoint that a failure returns to.
+
+    Times are absolute seconds of the run.
+
+    Attributes:
+        newest: What is durable; with peers, in the memory of its own ranks. None until something is.
+        copied: The newest that all peers have, too.
+        backup: What is on storage beside both.
+        moving: When each snapshot that is still in a buffer, a window's slots among them, leaves it.
+        sends: When peers have each snapshot that is on its way to them, slots among them.
+
+    Args:
+        books: Empty, as a life begins with them.
+        log: Of gradients, if there is one.
+        tiered: Memory and storage have books of their own, and a plan says what goes to storage; else storage gets what
+            memory holds.
+    """
+
+    def __init__(self, books: MovingRunLedger, log: PeersLog, *, tiered: bool = False) -> None:
+        self.run_ledger, self._log, self._tiered = books, log, tiered
+        self.backup = Backup()
+        self.under_way: deque[UnderWay] = deque()
+        self.moving: deque[float] = deque()
+        self.sends: deque[float] = deque()
+        self.newest: Durable | None = None
+        self.copied: Durable | None = None
+        self._sending: deque[UnderWay] = deque()
+        self.mover_free_secs = 0.0
+        self._sequence = 0
+        self._generation = 0
+
+    @property
+    def anchors(self) -> Anchors:
+        """Of the log of gradients, if there is one."""
+        return self.run_ledger.ledger.anchors
+
+    @property
+    def _catalog(self) -> Catalog:
+        return self.run_ledger.catalog
+
+    def begin(
+        self,
+        step: int,
+        operators: tuple[str, ...],
+        host_only: tuple[str, ...],
+        when: When,
+        window: Window | None,
+    ) -> None:
+        """A snapshot of ``step`` begins; of a window, only its last slot is told, which makes it a checkpoint."""
+        self._sequence += 1
+        slot = window.size - 1 if window else 0
+        applied = self.run_ledger.tokens.applied.copy()
+        pending = Pending(self._catalog, step, self._generation, operators, host_only, applied, {}, window, slot)
+        self.under_way.append(UnderWay(self._sequence, pending, when, self.run_ledger.index))
+        self.run_ledger.begun(self._sequence, pending)
+
+    def begin_tiered(self, plan: SnapshotPlan, when: When, flush_secs: float | None) -> None:
+        """A snapshot begins that goes to storage in ``flush_secs`` once memory has it; None where that is not due."""
+        self._sequence += 1
+        sent, applied = when.sent_secs is not None, self.run_ledger.tokens.applied.copy()
+        pending = Pending(
+            *(self._catalog, plan.step, self._generation, plan.operators(), plan.operators(Tier.HOST), applied, {}),
+            stored=flush_secs is not None,
+            copied=sent,
+            sends_host_only=plan.sends_host_only,
+            gradients=plan.gradients,
+        )
+        anchored_at = self._log.save(self.anchors, self._sequence, plan, sent=sent)
+        self.under_way.append(UnderWay(self._sequence, pending, when, self.run_ledger.index, flush_secs, anchored_at))
+        self.run_ledger.begun(self._sequence, pending, self._sequence)
+
+    def resolve(self, now_secs: float) -> tuple[bool, bool]:
+        """What has become durable by ``now_secs`` counts from now on.
+
+        Returns:
+            Whether a checkpoint has become durable, and whether peers have got one.
+        """
+        newest, copied = self.newest, self.copied
+        for moments in (self.moving, self.sends):
+            while moments and moments[0] <= now_secs:
+                moments.popleft()
+        self._resolve_backup(now_secs)
+        while self.under_way and self.under_way[0].when.ready_secs <= now_secs:
+            done = self.under_way.popleft()
+            self.newest = done.durable = self._in_memory(done) if self._tiered else self._resolved(done)
+            if done.when.sent_secs is not None:
+                self._sending.append(done)
+            self._resolve_backup(now_secs)
+        while self._sending and (self._sending[0].when.sent_secs or 0.0) <= now_secs:
+            self._sent(self._sending.popleft())
+        return self.newest is not newest, self.copied is not copied
+
+    def _resolved(self, done: UnderWay) -> Durable:
+        pending = self.run_ledger.resolved(done.sequence, committed=True)
+        versions = self.run_ledger.ledger.as_of(pending.applied)
+        return Durable(pending.step, versions, done.index, pending.window)
+
+    def _in_memory(self, done: UnderWay) -> Durable:
+        """A snapshot is in the memory of its own ranks."""
+        self.run_ledger.sealed(done.sequence, sent=done.when.sent_secs is not None)
+        versions = self.run_ledger.ledger.as_of(done.pending.applied)
+        durable = Durable(done.pending.step, versions, done.index, None, done.anchored_at)
+        if done.flush_secs is not None:
+            self.backup.begin(durable, done.when.ready_secs, done.flush_secs, done.sequence)
+        return durable
+
+    def _sent(self, done: UnderWay) -> None:
+        """Peers have a snapshot, too."""
+        found = done.durable
+        if found is not None and self._tiered:
+            self.run_ledger.in_memory(done.sequence, complete=True, copied=True)
+            before = found.ledger
+            ledger = self.run_ledger.ledger.as_of(before.tokens.applied, before, (Tier.HOST,))
+            known = replace(found, ledger=ledger)
+            self.newest = known if self.newest is found else self.newest
+            found = known
+        if found is None or not self._log.is_cut_off(found.anchored_at):
+            self.copied = found
+
+    def _resolve_backup(self, now_secs: float) -> None:
+        sequence = self.backup.arrived(now_secs)
+        if sequence is None or self.backup.durable is None:
+            return
+        pending = self.run_ledger.resolved(sequence, committed=True)
+        self.backup.durable = replace(self.backup.durable, ledger=self.run_ledger.ledger.as_of(pending.applied))
+        # Which know now that storage has it.
+        is_copied, self.newest = self.newest is self.copied, self._knowing(self.newest)
+        self.copied = self.newest if is_copied else self._knowing(self.copied)
+
+    def _knowing(self, found: Durable | None) -> Durable | None:
+        """A checkpoint in memory that knows what storage has now."""
+        if found is None:
+            return None
+        before = found.ledger
+        ledger = self.run_ledger.ledger.as_of(before.tokens.applied, before, (Tier.HOST, Tier.PEER))
+        return replace(found, ledger=ledger)
+
+    @property
+    def flush_is_coming(self) -> bool:
+        """A snapshot for storage is on its way to memory."""
+        return self._tiered and any(one.flush_secs is not None for one in self.under_way)
+
+    def drop(self) -> None:
+        """Snapshots under way are lost, but training goes on from where it is."""
+        while self.under_way:
+            self.run_ledger.resolved(self.under_way.pop().sequence, committed=False)
+        self._stop_moving()
+
+    def _stop_moving(self) -> None:
+        for each in (self.moving, self.sends, self._sending):
+            each.clear()
+        self.backup.cut_off()
+        self.mover_free_secs = 0.0
+
+    def sealed(self, step: int) -> Durable:
+        """What survivors have of ``step``, the newest one: everything, in memory of this node alone."""
+        ledger = self.run_ledger.ledger.as_of(self.run_ledger.tokens.applied)
+        ledger.hold(self._catalog.everything, step, ledger.tokens.applied)
+        return Durable(step, ledger, self.run_ledger.index, None)
+
+    def fail(
+        self,
+        to: Durable | None,
+        alive: npt.NDArray[np.bool_] | None = None,
+        sealed: npt.NDArray[np.bool_] | None = None,
+    ) -> FaultRecord | None:
+        """The run goes back to ``to``, or to its very beginning where that is None.
+
+        Args:
+            to: What it goes back to.
+            alive: ``[L, E]`` whether host memory that may hold the expert is still there; None: nowhere.
+            sealed: ``[L, E]`` whether survivors have sealed the expert as of this very step; None: none.
+        """
+        self.run_ledger = self.run_ledger.empty()
+        self.under_way.clear()
+        self._stop_moving()
+        self._generation += 1
+        # A start keeps what it goes on from, here and on peers, and nothing else that memory had.
+        self.copied = to if to is self.copied and alive is not None else None
+        self.newest = to
+        self._log.forget()
+        return None if to is None else self.run_ledger.return_to(to, alive, sealed)
+
+    def move(self, steps: int, secs: float, checkpoints: int, counts: Counts) -> None:
+        """Everything as it would be ``steps`` and ``secs`` later, in a run that repeats itself."""
+        self.run_ledger.move(steps, checkpoints, counts)
+        books = self.run_ledger.sealing if self._tiered else self.run_ledger.pending
+        for one in (*self.under_way, *self._sending):
+            one.pending, one.when = books.get(one.sequence, one.pending), one.when.later(secs)
+            one.index += checkpoints
+            one.anchored_at = None if one.anchored_at is None else later(one.anchored_at, steps)
+        self._log.move(steps)
+        self.moving, self.sends = (deque(at + secs for at in moments) for moments in (self.moving, self.sends))
+        known = [one.durable for one in self._sending] + [self.newest, self.copied]
+        moved = {id(each): each.moved(steps, counts, stored=not self._tiered) for each in known if each is not None}
+        for one in self._sending:
+            one.durable = moved.get(id(one.durable))
+        self.newest, self.copied = moved.get(id(self.newest)), moved.get(id(self.copied))
+        self.mover_free_secs += secs
+
+    def pattern(self, step: int, now_secs: float) -> tuple[object, ...]:
+        """Alike at two decisions if the run repeats itself."""
+        pending = tuple((step - one.pending.step, one.when.later(-now_secs)) for one in self.under_way)
+        chosen = b"".join(one.pending.experts.tobytes() for one in self.under_way)
+        host_only = tuple(one.pending.host_only for one in self.under_way)
+        moving = tuple(at - now_secs for at in (*self.moving, *self.sends))
+        sending = tuple((step - one.pending.step, one.when.later(-now_secs)) for one in self._sending)
+        idle = max(self.mover_free_secs - now_secs, 0.0)
+        behind = tuple(None if each is None else step - each.step for each in (self.newest, self.copied))
+        last = None if self.run_ledger.last_step is None else step - self.run_ledger.last_step
+        anchors, missed = self._log.pattern(self.anchors, step)
+        stored = tuple(one.flush_secs for one in self.under_way)
+        books = anchors, stored, *self.run_ledger.pattern(step)
+        on_links = moving, len(self.sends), sending, missed, idle
+        return (*books, chosen, pending, host_only, on_links, behind, last)

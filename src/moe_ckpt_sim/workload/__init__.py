@@ -1,0 +1,1 @@
+"""What is trained: models, their load and their iterations without checkpoints."""

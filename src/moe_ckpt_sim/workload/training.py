@@ -1,0 +1,76 @@
+"""How long an iteration of a simulated run takes, and how many tokens it routes to which expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt_sim.checks import above_zero, at_least, given, portion, whole
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one optimizer step, and of one micro-batch of one pipeline."""
+
+    sequences: int = 512
+    micro_sequences: int = 32
+
+    def __post_init__(self) -> None:
+        whole("Batch", sequences=self.sequences, micro_sequences=self.micro_sequences)
+
+    def micro_batches(self, pipelines: int) -> int:
+        """M, of each pipeline.
+
+        Raises:
+            ConfigError: the batch does not divide.
+        """
+        if self.sequences % (self.micro_sequences * pipelines):
+            raise ConfigError(
+                f"Batch(sequences={self.sequences}, micro_sequences={self.micro_sequences}) does not divide over "
+                f"{pipelines} pipelines (Parallel dp): sequences must be a multiple of micro_sequences * dp"
+            )
+        return self.sequences // (self.micro_sequences * pipelines)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration without checkpointing, in seconds.
+
+    Attributes:
+        secs: All of it.
+        update_secs: Of the optimizer, in which tensors change and no copy may run.
+        stage_secs: Of forward and backward of all micro-batches of a stage, bubbles left out: what one stage alone
+            needs to compute the iteration again from its neighbours' logs.
+        drag_secs_per_byte: What training takes longer for each byte that a rank saves, beside waiting for copies: a
+            snapshot is begun on the training thread, and the threads that copy and write it take time from that.
+        frozen_saving: Portion of forward and backward that is weight gradients, which frozen operators do without (a
+            third, MoEvement, section 3.5).
+        boundary_bytes: What the rank with most of it sends to other pipeline stages: activations and their gradients.
+    """
+
+    secs: float
+    update_secs: float = 0.0
+    stage_secs: float | None = None
+    frozen_saving: float = 1 / 3
+    drag_secs_per_byte: float = 0.0
+    boundary_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        above_zero("Iteration", secs=self.secs, **given(stage_secs=self.stage_secs))
+        at_least("Iteration", 0, update_secs=self.update_secs, drag_secs_per_byte=self.drag_secs_per_byte)
+        at_least("Iteration", 0, boundary_bytes=self.boundary_bytes)
+        portion("Iteration", frozen_saving=self.frozen_saving)
+        if self.update_secs >= self.secs:
+            raise ConfigError(
+                f"Iteration(secs={self.secs:g}, update_secs={self.update_secs:g}): update_secs must be below secs"
+            )
+
+    @property
+    def open_secs(self) -> float:
+        """From one optimizer update to the next: what a copy may take without training waiting for it."""
+        return self.secs - self.update_secs
+
+    @property
+    def alone_secs(self) -> float:
+        """Of one stage by itself, with its update."""
+        return self.secs if self.stage_secs is None else min(self.secs, self.stage_secs + self.update_secs)

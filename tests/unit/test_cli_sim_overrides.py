@@ -178,13 +178,3 @@ def test_one_name_is_one_thing_in_the_simulator_and_the_planner():
             mine.rollback,
             type(mine.policy),
         )
-
-
-def test_a_name_that_has_changed_is_said_on_stderr_only(capsys):
-    argv = ["simulate", "setup=tiny", "policy=moc_storage", "duration_secs=600"]
-    assert main(argv) in (0, 1)
-    told, err = capsys.readouterr()
-    assert "moe-ckpt simulate: policy=moc_storage is called moc now\n" in err
-    assert main([*argv, "-q"]) in (0, 1)
-    assert "is called" not in capsys.readouterr().err
-    assert told.startswith("moc, ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
@@ -56,15 +55,6 @@ def test_copies_are_safe_wherever_the_world_allows_it(world: tuple[Domains, int]
     assert placed == place_replicas(list(domains), replicas)
 
 
-@given(worlds())
-def test_one_copy_each_is_held_evenly_unless_one_domain_has_most_ranks(world: tuple[Domains, int]):
-    domains, _ = world
-    largest = max(Counter(names[-1] for names in domains).values())
-    loads = {len(sources) for sources in place_replicas(domains, 1).sources_of}
-    if 2 * largest <= len(domains):
-        assert loads == {1}
-
-
 @given(st.integers(2, 7), st.integers(1, 4), st.integers(1, 3), st.data())
 def test_equal_domains_carry_equal_loads(racks: int, nodes: int, ranks: int, data: st.DataObject):
     replicas = data.draw(st.integers(1, (racks - 1) * nodes))
@@ -75,36 +65,54 @@ def test_equal_domains_carry_equal_loads(racks: int, nodes: int, ranks: int, dat
         assert len({domains[peer][1] for peer in peers}) == min(replicas, racks - 1), "distinct racks while there are"
 
 
-def doubled(domains: Domains, rank: int, peers: Sequence[int]) -> int:
-    """Copies of one rank that share their domain with another copy, beyond what the world makes them."""
-    there = {names[-1] for names in domains} - {domains[rank][-1]}
-    return min(len(peers), len(there)) - len({domains[peer][-1] for peer in peers})
+@given(worlds())
+def test_copies_share_a_domain_only_where_the_others_are_full(world: tuple[Domains, int]):
+    domains, replicas = world
+    placed = place_replicas(domains, replicas)
+    held, ranks = Counter[str](), Counter(names[-1] for names in domains)
+    for peers in placed.peers_of:
+        held.update(domains[peer][-1] for peer in peers)
+    for rank, peers in enumerate(placed.peers_of):
+        unused = set(ranks) - {domains[rank][-1], *(domains[peer][-1] for peer in peers)}
+        shared = len({domains[peer][-1] for peer in peers}) < len(peers)
+        assert not shared or all(held[domain] >= 2 * replicas * ranks[domain] for domain in unused)
 
 
 @given(worlds())
-def test_ranks_of_a_node_hold_about_as_many_and_all_hold_alike_where_no_domain_is_large(world):
+def test_a_rank_holds_over_twice_as_many_only_if_a_copy_had_no_other_node(world: tuple[Domains, int]):
+    domains, replicas = world
+    placed = place_replicas(domains, replicas)
+    loads = [len(sources) for sources in placed.sources_of]
+    roomy = {names[0] for load, names in zip(loads, domains, strict=True) if load < 2 * replicas}
+    for load, sources in zip(loads, placed.sources_of, strict=True):
+        others = [outside(domains, rank) - {domains[peer][0] for peer in placed.peers_of[rank]} for rank in sources]
+        assert load <= 2 * replicas or any(not (nodes & roomy) for nodes in others)
+
+
+@given(worlds())
+def test_all_ranks_hold_alike_where_no_domain_is_large(world):
+    domains, replicas = world
+    loads = [len(sources) for sources in place_replicas(domains, replicas).sources_of]
+    if (replicas + 1) * max(Counter(names[-1] for names in domains).values()) <= len(domains):
+        assert set(loads) == {replicas}
+
+
+@given(worlds())
+def test_ranks_of_a_node_hold_about_as_many(world):
     domains, replicas = world
     loads = [len(sources) for sources in place_replicas(domains, replicas).sources_of]
     for node in {names[0] for names in domains}:
         held = [loads[rank] for rank, names in enumerate(domains) if names[0] == node]
         assert max(held) - min(held) <= 1
-    if (replicas + 1) * max(Counter(names[-1] for names in domains).values()) <= len(domains):
-        assert set(loads) == {replicas}
 
 
-def test_copies_of_one_rank_lie_in_different_racks_up_to_twice_the_load():
+def test_a_small_domain_beside_large_ones_holds_up_to_twice_as_many():
     domains = [("a0", "A"), ("a1", "A"), ("b0", "B"), ("b1", "B"), ("c0", "C")]
     placed = place_replicas(domains, 2)
-    assert not any(doubled(domains, rank, peers) for rank, peers in enumerate(placed.peers_of))
+    assert all(len({domains[peer][-1] for peer in peers}) == 2 for peers in placed.peers_of)
     assert placed.sources_of[4] == (0, 1, 2, 3), "c0 holds twice as many as it has"
-    more = [*domains, ("c1", "C")]
-    placed = place_replicas(more, 2)
-    assert not any(doubled(more, rank, peers) for rank, peers in enumerate(placed.peers_of))
-    assert {len(sources) for sources in placed.sources_of} == {2}
     large = [(f"{rack}{node}", rack) for rack, nodes in (("A", 10), ("B", 10), ("C", 1)) for node in range(nodes)]
-    placed = place_replicas(large, 2)
-    assert len(placed.sources_of[20]) == 4, "of 20 ranks, since no rank holds over four copies"
-    assert sum(doubled(large, rank, peers) for rank, peers in enumerate(placed.peers_of)) == 16
+    assert len(place_replicas(large, 2).sources_of[20]) == 4, "of 20 ranks, since no rank holds over four copies"
 
 
 def lethal(placed: ReplicaPlacement, domains: Domains, lost: int) -> int:

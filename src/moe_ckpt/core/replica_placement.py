@@ -1,30 +1,33 @@
 """Which ranks hold copies of which rank's snapshots: a pure function of where the ranks are.
 
 A rank is in domains that fail as a whole: its node, and what holds that (a rack, a switch), where the user names it.
-Copies lie outside the widest domain of their source, each on a different node.
+Copies lie outside the widest domain of their source, each on a different node, and in different domains as long as no
+rank holds over twice as many copies as it has because of that.
 
 Where all domains are alike, every rank holds as many copies as it has. Copy k goes to the rank at the same place of
 another domain, at a distance of k / (r + 1) of all domains. If r + 1 divides their number, that makes groups of r + 1
 which hold one another's copies and nothing else: of all placements the one that the fewest sets of lost nodes destroy
-(Gemini, SOSP'23, section 4, Theorem 1).
-
-Where they are not, copies of one rank lie in different domains as far as no rank holds over twice as many as it has
-because of that, and then as evenly as that allows (``core.spreading``).
+(Gemini, SOSP'23, section 4, Theorem 1). Where they are not alike and none is large, ranks in groups of r + 1 domains or
+more hold one another's copies, as many as each has. Elsewhere each copy goes to the emptiest domain, node and rank that
+may have it: a rank of a small domain beside large ones then holds more copies than it has.
 
 Copies lie first on ranks that hold the same training state, as far as those are on other nodes, and be they in a domain
 that has a copy already: what such a peer has anyway need not be sent (MoEtion, arXiv 2412.15411 v1, Algorithm 2;
-``slices.mirroring``). The others lie in as many domains as they can (``core.leftover_copies``). The paper computes the
-groups from rank numbers, by a formula that gives pipelines instead; here they are those of the process groups.
+``slices.mirroring``). The paper computes the groups from rank numbers, by a formula that gives pipelines instead; here
+they are those of the process groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import inf
 
-from moe_ckpt.core.leftover_copies import LeftoverCopies
-from moe_ckpt.core.spreading import MOST_TIMES, Shape, spread
 from moe_ckpt.errors import ConfigError
+
+MOST_TIMES = 2
+"""A rank holds so many times as many copies as it has before copies of one rank come to lie in one domain."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,9 @@ class _World:
         return sum(map(len, self.domains))
 
     @property
-    def shape(self) -> Shape:
-        """Per domain, how many ranks each of its nodes has."""
-        return tuple(tuple(map(len, nodes)) for nodes in self.domains)
+    def ranks(self) -> list[list[int]]:
+        """Per domain its ranks, whatever their node."""
+        return [[rank for node in nodes for rank in node] for nodes in self.domains]
 
     @property
     def is_even(self) -> bool:
@@ -137,36 +140,26 @@ def _place_inside(
     if all(len(peers[rank]) == replicas for rank in members):
         return
     world = _world([domains[rank] for rank in members])
-    if any(peers[rank] for rank in members):
-        order = [members[place] for place in world.order]
-        LeftoverCopies(domains, order, peers, replicas, MOST_TIMES * replicas).place()
-        return
-    for place, holders in enumerate(_spread(world, replicas)):
-        peers[members[place]] = [members[holder] for holder in holders]
-
-
-def _spread(world: _World, replicas: int) -> list[list[int]]:
-    """Copies of all ranks of a world that has none yet: as many as there are nodes outside of a rank's domain."""
     if len(world.domains) < 2:
-        return []
-    rotated = _rotated(world, replicas)
-    if rotated:
-        return rotated
-    peers: list[list[int]] = [[] for _ in world.order]
-    for rank, holders in zip(world.order, spread(world.shape, replicas), strict=True):
-        peers[rank] = [world.order[holder] for holder in holders]
-    return peers
+        return
+    regular = {} if any(peers[rank] for rank in members) else _rotated(world, replicas) or _in_blocks(world, replicas)
+    for place, holders in regular.items():
+        peers[members[place]] = [members[holder] for holder in holders]
+    if not regular:
+        # Ranks of large domains first: they have the fewest places to choose from.
+        order = [members[place] for ranks in sorted(world.ranks, key=len, reverse=True) for place in ranks]
+        _Greedy(domains, order, peers, replicas).place()
 
 
-def _rotated(world: _World, replicas: int) -> list[list[int]]:
-    """Every copy at the same place of another domain, or one node further there; empty where domains differ."""
+def _rotated(world: _World, replicas: int) -> dict[int, list[int]]:
+    """Places every copy at the same place of another domain, or one node further there; empty where domains differ."""
     count, nodes = len(world.domains), len(world.domains[0])
     if not world.is_even or replicas > (count - 1) * nodes:
-        return []
+        return {}
     rounds, rest = divmod(replicas, count - 1)
     turns = [(step, onward) for onward in range(rounds) for step in range(1, count)]
     turns += [(copy * count // (rest + 1), rounds) for copy in range(1, rest + 1)]
-    peers: list[list[int]] = [[] for _ in world.order]
+    peers: dict[int, list[int]] = {rank: [] for rank in world.order}
     for domain, members in enumerate(world.domains):
         for node, ranks in enumerate(members):
             for step, onward in turns:
@@ -174,3 +167,132 @@ def _rotated(world: _World, replicas: int) -> list[list[int]]:
                 for rank, holder in zip(ranks, holders, strict=True):
                     peers[rank].append(holder)
     return peers
+
+
+def _in_blocks(world: _World, replicas: int) -> dict[int, list[int]]:
+    """Places copies among r + 1 ranks or a few more, no two of one domain; empty where a domain is too large for that.
+
+    Ranks are dealt to blocks one after the other, the largest domain first. If that has no more ranks than there are
+    blocks, no block gets two ranks of one domain.
+    """
+    order = [rank for ranks in sorted(world.ranks, key=len, reverse=True) for rank in ranks]
+    count = len(order) // (replicas + 1)
+    if max(map(len, world.ranks)) > count:
+        return {}
+    blocks = [order[start::count] for start in range(count)]
+    return {
+        rank: [block[(at + step) % len(block)] for step in range(1, replicas + 1)]
+        for block in blocks
+        for at, rank in enumerate(block)
+    }
+
+
+class _Greedy:
+    """Gives one copy after the other to the emptiest domain that has none of its source, there to the emptiest node.
+
+    A domain whose ranks hold ``MOST_TIMES`` as many copies as they have gets more only if no other node is left.
+
+    Args:
+        domains: Per rank of the world its domains, of which the first and the last count.
+        order: Ranks that hold one another's copies, those of a domain one after the other.
+        peers: Per rank of the world the ranks that hold its copies; added to.
+        replicas: Copies that each rank is to have.
+    """
+
+    def __init__(
+        self, domains: Sequence[Sequence[str]], order: Sequence[int], peers: list[list[int]], replicas: int
+    ) -> None:
+        self._domains, self._order, self._peers, self._replicas = domains, order, peers, replicas
+        self._most = MOST_TIMES * replicas
+        self._ranks: dict[str, list[int]] = {}
+        nodes: dict[str, list[str]] = {}
+        for rank in order:
+            node, domain = domains[rank][0], domains[rank][-1]
+            if node not in self._ranks:
+                nodes.setdefault(domain, []).append(node)
+            self._ranks.setdefault(node, []).append(rank)
+        self._loads = dict.fromkeys(order, 0)
+        for rank in order:
+            for holder in peers[rank]:
+                if holder in self._loads:
+                    self._loads[holder] += 1
+        self._in_nodes = {
+            domain: _ByFullness([(node, self._ranks[node]) for node in names], self._loads)
+            for domain, names in nodes.items()
+        }
+        members = [(domain, [rank for node in names for rank in self._ranks[node]]) for domain, names in nodes.items()]
+        self._in_domains = _ByFullness(members, self._loads)
+
+    def place(self) -> None:
+        """Adds copies until each rank has as many as it is to have, or no other node is left for more."""
+        for copies in range(1, self._replicas + 1):
+            for rank in self._order:
+                if len(self._peers[rank]) < copies:
+                    self._add(rank)
+
+    def _add(self, rank: int) -> None:
+        own = self._domains[rank][-1]
+        nodes = {self._domains[holder][0] for holder in self._peers[rank]}
+        used = {own, *(self._domains[holder][-1] for holder in self._peers[rank])}
+        for without, most in ((used, self._most), ({own}, self._most), ({own}, inf)):
+            choice = self._choose(without, nodes, most)
+            if choice is not None:
+                self._give(rank, *choice)
+                return
+
+    def _choose(self, domains: set[str], nodes: set[str], most: float) -> tuple[str, str] | None:
+        """Returns the emptiest domain outside of ``domains``, and the emptiest node there that is none of ``nodes``.
+
+        None if all such nodes hold ``most`` copies per rank or more.
+        """
+
+        def node_of(domain: str) -> str | None:
+            return self._in_nodes[domain].emptiest(lambda node: node not in nodes, most)
+
+        domain = self._in_domains.emptiest(lambda name: name not in domains and node_of(name) is not None)
+        node = None if domain is None else node_of(domain)
+        return None if domain is None or node is None else (domain, node)
+
+    def _give(self, rank: int, domain: str, node: str) -> None:
+        holder = min(self._ranks[node], key=self._loads.__getitem__)
+        self._peers[rank].append(holder)
+        self._loads[holder] += 1
+        self._in_domains.add(domain)
+        self._in_nodes[domain].add(node)
+
+
+class _ByFullness:
+    """Sorts sets of ranks by the copies that they hold, per rank, in a heap that drops outdated entries late.
+
+    Args:
+        members: The name of each set and its ranks.
+        loads: Copies that each rank holds.
+    """
+
+    def __init__(self, members: Sequence[tuple[str, Sequence[int]]], loads: dict[int, int]) -> None:
+        self._sizes = {name: len(ranks) for name, ranks in members}
+        self._held = {name: sum(loads[rank] for rank in ranks) for name, ranks in members}
+        self._numbers = {name: number for number, (name, _) in enumerate(members)}
+        self._heap = [self._entry(name) for name in self._sizes]
+        heapify(self._heap)
+
+    def _entry(self, name: str) -> tuple[float, int, str]:
+        return self._held[name] / self._sizes[name], self._numbers[name], name
+
+    def add(self, name: str) -> None:
+        """Counts one more copy."""
+        self._held[name] += 1
+        heappush(self._heap, self._entry(name))
+
+    def emptiest(self, is_fit: Callable[[str], bool], most: float = inf) -> str | None:
+        """Returns the set with the fewest copies per rank, below ``most``, of those that fit; None if none does."""
+        passed = []
+        chosen = None
+        while self._heap and chosen is None and self._heap[0][0] < most:
+            entry = heappop(self._heap)
+            if entry == self._entry(entry[-1]):
+                passed.append(entry)
+                chosen = entry[-1] if is_fit(entry[-1]) else None
+        for entry in passed:
+            heappush(self._heap, entry)
+        return chosen

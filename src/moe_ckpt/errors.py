@@ -229,6 +229,20 @@ class NoCheckpointError(StoreError, FileNotFoundError):
     """The path holds no checkpoint that can be loaded."""
 
 
+class NotFiniteError(StoreError, ValueError):
+    """A checkpoint holds NaN or infinite values, from which no training goes on, unless the user names it.
+
+    Attributes:
+        where: The checkpoint: its directory or its step.
+        first: The first such tensor.
+    """
+
+    def __init__(self, where: str, first: str) -> None:
+        super().__init__(f"{where} holds values that are not finite (NaN or infinity), {first} for one")
+        self.where = where
+        self.first = first
+
+
 class StepRemovedError(StoreError, LookupError):
     """A step was removed from its store while it was read. What was read of it was not damaged.
 

@@ -212,10 +212,10 @@ class ForeignStoreError(StoreError, ValueError):
 class StoreInUseError(StoreError, RuntimeError):
     """Another run holds the store's lock."""
 
-    def __init__(self, path: str, holder: str) -> None:
+    def __init__(self, path: str, holder: str, advice: str = "") -> None:
         super().__init__(
-            f"the store {path} is in use by another run ({holder}). Give each run its own dirpath, "
-            "or stop the other run first."
+            f"the store {path} is in use by another run ({holder}). "
+            + (advice or "Give each run its own dirpath, or stop the other run first.")
         )
         self.path = path
         self.holder = holder

@@ -13,6 +13,7 @@ from torch import nn
 
 from moe_ckpt import RetentionPolicy
 from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.cli.main import main
 from moe_ckpt.policies import Dense
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
@@ -101,7 +102,7 @@ def test_an_error_keeps_no_step_that_is_not_finite(place):  # noqa: F811
     assert starts(run)[1][0] == FINITE
 
 
-def test_without_any_finite_checkpoint_no_run_starts_unless_a_step_is_named(place):  # noqa: F811
+def test_without_any_finite_checkpoint_no_run_starts_unless_a_step_is_named(place, capsys):  # noqa: F811
     run = run_of("dense", place, memory=False)
     with_two = {**WAIT, "retention": RetentionPolicy(keep_last=2)}
     assert live(replace(run, sabotage="loss becomes nan", crash=("compute", 12), callback=with_two)) == KILLED
@@ -111,6 +112,8 @@ def test_without_any_finite_checkpoint_no_run_starts_unless_a_step_is_named(plac
     with pytest.raises(AssertionError, match=r"NoCheckpointError.*values that are not finite.*ckpt_path="):
         live(run)
     newest = committed(run.store)[-1]
+    assert main(["inspect", run.store]) == 0
+    assert f"{newest} holds values that are not finite" in " ".join(capsys.readouterr().out.split())
     module = fit(place / "other", ckpt_path=f"{run.store}/{newest}", max_steps=12)
     assert not all(torch.isfinite(parameter).all() for parameter in module.parameters()), "whoever names it gets it"
 

@@ -449,8 +449,8 @@ def require_store(reader: StoreReader, path: str | os.PathLike[str]) -> None:
 
 
 def _describe(storage: Storage) -> str:
-    """Returns what a directory holds, in a few words."""
-    names = storage.list()
-    if not names:
+    """Returns what a directory holds, in a few words; names in it are the user's."""
+    count = len(storage.list())
+    if not count:
         return "there is nothing, or it is a file"
-    return "there is " + ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return f"it has no {STORE_NAME} and no step among its {count} entr{'y' if count == 1 else 'ies'}"

@@ -22,7 +22,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ckpt_installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-megatron test test-slow test-oldest lint types docs bench bench-papers bench-reality setup clean
+.PHONY: help demo demo-megatron test test-slow test-oldest lint types docs bench bench-papers bench-reality setup belongs clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -63,8 +63,16 @@ bench-reality: $(STAMP) ## Kill real runs at drawn moments, and simulate the sam
 
 setup: $(STAMP) ## Only make the environment
 
+# What is installed in the environment is one checkout's sources: another checkout would test those, or take it over.
+belongs:
+	@at=$$(sed -n 's|.*"url": "file://\([^"]*\)".*|\1|p' $(VENV)/lib/python3*/site-packages/moe_ckpt-*.dist-info/direct_url.json \
+	  2>/dev/null | head -n 1); \
+	if [ -n "$$at" ] && [ -e "$$at/pyproject.toml" ] && ! [ "$$at" -ef . ]; then \
+	  echo "error: the environment $(VENV) has the sources of $$at installed, not those of $(CURDIR)." \
+	    "Name another one: make VENV=..." >&2; exit 1; fi
+
 # Made anew when missing or broken, brought up to date when one of the two files has changed.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(STAMP): pyproject.toml $(CONSTRAINTS) | belongs
 	@command -v $(PYTHON) >/dev/null || { echo "error: no '$(PYTHON)' here; name one: make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "error: $$($(PYTHON) --version) is too old, 3.10 is needed; name another: make PYTHON=..." >&2; exit 1; }
@@ -72,7 +80,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PY) -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@$(PY) -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
-	@echo "Done: $$($(PY) -c 'import torch, moe_ckpt; print("moe_ckpt", moe_ckpt.__version__, "with torch", torch.__version__)')"
+	@echo "Done: $$($(PY) -c 'import moe_ckpt, torch; print("moe_ckpt", moe_ckpt.__version__, "with torch", torch.__version__)')"
 
 clean: ## Remove the environment and everything that was built
 	@rm -rf $(VENV) .venv-oldest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -40,7 +40,6 @@ _EXAMPLE = """example:
   python benchmarks/moevement.py --only recovery --kills 20
   python benchmarks/moevement.py --only replay --size small --threads 1 --rounds 6 --write
 """
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "moevement.png"
 PARTS = ("cost", "recovery", "replay")
 RESULT = "moevement.json"
 
@@ -98,8 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in windows_report.lines(found):
             print(line)
     if options.write and result_of(options.only, options.size) == RESULT:
-        picture = PICTURE if options.out == RESULTS else options.out / PICTURE.name
-        drawn = windows_report.plot(picture, found)
+        drawn = windows_report.plot((options.out / RESULT).with_suffix(".png"), found)
         console.print(f"written to {os.path.relpath(options.out)}" + ("" if drawn else "; no picture"))
     return 1 if failed.reasons else 0
 

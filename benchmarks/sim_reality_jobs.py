@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from benchmarks.sim_reality_contestants import Contestant
-from recipes.gpt_moe_lightning.runlog import read_lines
+from recipes.demonstrating import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 START_LIMIT_SECS = 120.0

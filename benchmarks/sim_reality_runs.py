@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.sim_reality_contestants import Contestant
 from benchmarks.sim_reality_jobs import Job, job_of
 from moe_ckpt_sim.failures.failures import Poisson
-from recipes.gpt_moe_lightning.runlog import read_lines
+from recipes.demonstrating import read_lines
 
 NODE_EVERY = 3
 

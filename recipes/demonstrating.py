@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _ERROR = re.compile(r"(?:\[rank\d+\]: *)?[\w.]+(?:Error|Exception|Interrupt): ")
 
@@ -66,6 +67,17 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]
                 process.wait()
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a diary, in the order of writing; empty when there is no file yet."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue  # blank, or torn by a crash
+    return [r for r in records if isinstance(r, dict)]
+
+
 @dataclass(frozen=True)
 class Killed:
     """One kill that has happened. node: The memory of the rank's node was lost with it."""
@@ -77,9 +89,7 @@ class Killed:
 
 def kills_in(run_dir: Path) -> list[Killed]:
     """The kills so far, as the processes wrote them down before they died."""
-    path = run_dir / "kills.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kills = [json.loads(line) for line in lines if line.endswith("\n")]
+    kills = read_lines(run_dir / "kills.jsonl")
     return [Killed(kill.get("rank", 0), kill["step"], kill.get("node", False)) for kill in kills]
 
 

@@ -16,14 +16,17 @@ from recipes.gpt_moe_lightning.at_scale import AtScale
 from recipes.gpt_moe_lightning.heat import PANELS, draw_heat, partial_runs
 from recipes.gpt_moe_lightning.summary import (
     BEHIND,
+    COLUMNS,
     ROWS,
     SENT,
     STORAGE_BEHIND,
     STORED,
     Curve,
     RunSummary,
+    short_cells,
     table_cells,
 )
+from recipes.gpt_moe_lightning.timeline import TIMELINE_TEXT, draw_timeline, timeline_alternative
 
 # Colours that colour-blind readers can tell apart; widths that show a line under another one.
 LINES = (
@@ -31,8 +34,11 @@ LINES = (
     {"color": "#0072B2", "linewidth": 2.2},
     {"color": "#D55E00", "linewidth": 1.2},
     {"color": "#009E73", "linewidth": 1.2},
-    {"color": "#AA3377", "linewidth": 0.9},
     {"color": "#E69F00", "linewidth": 0.9},
+    {"color": "#56B4E9", "linewidth": 0.9},
+    {"color": "#000000", "linewidth": 0.9},
+    {"color": "#AA3377", "linewidth": 0.9},
+    {"color": "#994F00", "linewidth": 0.9},
 )
 
 STYLE = """
@@ -40,10 +46,9 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #ddd; }
 th:first-child, td:first-child { text-align: left; }
-td small { display: block; color: #777; }
 img { width: 100%; height: auto; }
 .yes::before { content: "\\2713\\00a0"; color: #007a3d; } .no::before { content: "\\2717\\00a0"; color: #b00020; }
-ul { list-style: none; padding: 0; }
+ul { list-style: none; padding: 0; overflow-wrap: anywhere; }
 """
 
 
@@ -147,8 +152,8 @@ PLOTS = (
             "expert, and one expert of each layer, in every iteration; only its very first checkpoint is a full one. "
             "MoEvement writes everything in the course of three iterations, and of what has its turn later the weights "
             "alone, so that these iterations can be computed again. All restart from the newest checkpoint. Gemini "
-            "writes everything to memory and to a peer, and every fiftieth checkpoint to storage. What counts at scale "
-            "is the height of a bar: all of it must be copied beside one iteration, or training waits."
+            "writes everything to memory and to a peer, and every twentieth checkpoint to storage. What counts at "
+            "scale is the height of a bar: all of it must be copied beside one iteration, or training waits."
         ),
         _line(STORED, 1e-6, "steps-mid"),
     ),
@@ -210,34 +215,21 @@ def heat(runs: Sequence[RunSummary]) -> bytes:
     return _png(figure)
 
 
+def timeline(runs: Sequence[RunSummary]) -> bytes:
+    """A PNG of what the time of each run was spent on."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 1.1 + 0.55 * len(runs)), dpi=110, layout="constrained")
+    draw_timeline(figure.add_subplot(), runs)
+    return _png(figure)
+
+
 def draw(plot: Plot, runs: Sequence[RunSummary]) -> bytes:
     """A PNG of one plot with one line per run, and a mark at each kill."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5.4 if plot.difference else 3.8), dpi=110, layout="constrained")
     _fill(figure, figure.add_gridspec(1, 1)[0], plot, runs)
-    return _png(figure)
-
-
-def overview(runs: Sequence[RunSummary]) -> bytes:
-    """A PNG of all plots in one picture, without the explanations; below them the unsaved tokens of each expert."""
-    from matplotlib.figure import Figure
-
-    partial = partial_runs(runs)
-    rows = (len(PLOTS) + 1) // 2
-    heights = (4.1 * rows, 2.9 * len(partial)) if partial else (4.1 * rows,)
-    figure = Figure(figsize=(14, sum(heights)), dpi=90, layout="constrained")
-    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    grid = parts[0].add_gridspec(rows, 2, height_ratios=(1.25, *[1] * (rows - 1)))
-    labels: tuple[Any, Any] | None = None
-    for number, plot in enumerate(PLOTS):
-        axes = _fill(parts[0], grid[divmod(number, 2)], plot, runs)
-        axes.get_legend().remove()
-        axes.set_title(plot.title, loc="left", fontsize=11, pad=16)
-        labels = labels or axes.get_legend_handles_labels()
-    parts[0].legend(*(labels or ([], [])), loc="outside lower center", ncols=len(LINES), frameon=False)
-    if partial:
-        draw_heat(parts[1], runs, PANELS)
     return _png(figure)
 
 
@@ -263,7 +255,7 @@ def _fill(figure: Any, place: Any, plot: Plot, runs: Sequence[RunSummary]) -> An
         axes.annotate("kill", (step, 1), color="#666666", fontsize=9, **at)
     axes.set_ylabel(plot.unit)
     lowest.set_xlabel("iteration")
-    axes.legend(frameon=False, ncols=len(LINES), loc="lower right", bbox_to_anchor=(1, 1.06))
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, ncols=5, loc="outside upper right")
     return axes
 
 
@@ -322,34 +314,27 @@ def _png(figure: Any) -> bytes:
 def render(
     runs: Sequence[RunSummary], checks: Sequence[Verdict], facts: Sequence[str], scale: Sequence[AtScale] = ()
 ) -> str:
-    """The whole page. Pictures are embedded: the file can be mailed."""
-    head = "".join(f"<th>{html.escape(run.title)}</th>" for run in runs)
-    columns = [table_cells(run, runs[0]) for run in runs]
-    rows = "".join(
-        f"<tr><td>{html.escape(title)}<small>{html.escape(note)}</small></td>"
-        + "".join(f"<td>{html.escape(column[i])}</td>" for column in columns)
-        + "</tr>"
-        for i, (title, note) in enumerate(ROWS)
-    )
+    """The whole page. Pictures are embedded: the file can be mailed. Heat maps, which take a while, come with the
+    simulation."""
     verdicts = "".join(
         f'<li class="{"yes" if check.passed else "no"}">{html.escape(check.sentence)}</li>' for check in checks
     )
+    short = _table(COLUMNS, (short_cells(run, runs[0]) for run in runs))
     plots = "".join(
         _section(plot.title, plot.explanation(runs), draw(plot, runs), alternative(plot, runs)) for plot in PLOTS
     )
-    if partial_runs(runs):
+    if scale and partial_runs(runs):
         plots += _section(HEAT_TITLE, HEAT_TEXT, heat(runs), heat_alternative(runs))
+    columns = [table_cells(run, runs[0]) for run in runs]
+    rows = ((f"{title}: {note}", *(column[i] for column in columns)) for i, (title, note) in enumerate(ROWS))
+    every = _table(["", *(run.title for run in runs)], rows)
     notes = "".join(f"<li>{html.escape(fact)}</li>" for fact in facts)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>moe_ckpt demo</title>'
         f"<style>{STYLE}</style></head><body><h1>A Mixture-of-Experts run, killed and killed again</h1>"
-        "<p>The same training run six times: never failing; failing, with a full checkpoint now and then (Dense); "
-        "failing at the same iterations, with a partial checkpoint at every iteration (MoC), once with the experts "
-        "in turn, once with those that have most to lose; with a checkpoint spread over every three iterations "
-        "(MoEvement), which brings back the exact state; and with a full one at every iteration in the memory of peers "
-        "(Gemini), where the last kill takes the memory of its node along.</p>"
-        f"<ul>{verdicts}</ul><table><tr><th></th>{head}</tr>{rows}</table>{_recoveries_section(runs)}"
-        f"{_scale_section(scale)}{plots}"
+        f"<p>{html.escape(TIMELINE_TEXT)}</p>{_image(timeline(runs), timeline_alternative(runs))}"
+        f"<ul>{verdicts}</ul>{short}{plots}{_recoveries_section(runs)}"
+        f"{_scale_section(scale) if scale else ''}<h2>All numbers</h2>{every}"
         f"<h2>How it was run</h2><ul>{notes}</ul></body></html>\n"
     )
 
@@ -380,10 +365,11 @@ def _scale_section(scale: Sequence[AtScale]) -> str:
 
 
 def _section(title: str, explanation: str, png: bytes, alternative: str) -> str:
-    return (
-        f"<h2>{html.escape(title)}</h2><p>{html.escape(explanation)}</p>"
-        f'<img alt="{html.escape(alternative)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-    )
+    return f"<h2>{html.escape(title)}</h2><p>{html.escape(explanation)}</p>{_image(png, alternative)}"
+
+
+def _image(png: bytes, alternative: str) -> str:
+    return f'<img alt="{html.escape(alternative)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
 def write_report(
@@ -393,8 +379,8 @@ def write_report(
     facts: Sequence[str],
     scale: Sequence[AtScale] = (),
 ) -> Path:
-    """Write the page to ``path`` and all curves in one picture beside it, with the suffix ``.png``."""
+    """Write the page to ``path`` and its first picture beside it, with the suffix ``.png``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(runs, checks, facts, scale), encoding="utf-8")
-    path.with_suffix(".png").write_bytes(overview(runs))
+    path.with_suffix(".png").write_bytes(timeline(runs))
     return path

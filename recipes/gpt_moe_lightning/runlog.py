@@ -68,23 +68,6 @@ class RunLog(Logger):
             file.write(b"\n" + line.encode() + b"\n")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines, in the order of writing; empty when there is no file yet."""
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue  # blank, or torn by a crash
-    return [r for r in records if isinstance(r, dict)]
-
-
-def read_runlog(run_dir: Path) -> list[list[dict[str, Any]]]:
-    """The diary of every rank, in rank order."""
-    paths = sorted(run_dir.glob("metrics.rank*.jsonl"), key=lambda p: int(p.suffixes[0].removeprefix(".rank")))
-    return [read_lines(path) for path in paths]
-
-
 class Diary(Callback):
     """Writes this rank's loss of every step, and the step that training began at."""
 

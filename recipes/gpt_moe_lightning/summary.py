@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recipes.demonstrating import human_bytes
+from recipes.demonstrating import human_bytes, read_lines
 from recipes.gpt_moe_lightning.recoveries import Recovery, recoveries_in
-from recipes.gpt_moe_lightning.runlog import read_lines, read_runlog
 
 Curve = tuple[list[float], list[float]]
 Tables = npt.NDArray[np.int64]
@@ -105,6 +104,11 @@ class RunSummary:
         return _mean(self._all(STORED))
 
     @property
+    def saved_per_iteration(self) -> float:
+        """Likewise, of what is saved anywhere: into memory or to storage."""
+        return _mean(self._all("moe_ckpt/bytes"))
+
+    @property
     def most_bytes(self) -> float:
         """In one iteration."""
         return max(self._all(STORED), default=0.0)
@@ -175,6 +179,14 @@ class RunSummary:
     def skewness_mean(self) -> float:
         return _mean(self._all("moe_ckpt/skewness"))
 
+    def same_as(self, baseline: RunSummary) -> bool:
+        """Whether all parameters and losses are equal, also those of iterations that were computed more than once."""
+        return (
+            None not in (self.parameters, self.val_loss)
+            and (self.parameters, self.val_loss) == (baseline.parameters, baseline.val_loss)
+            and self.losses == baseline.losses
+        )
+
     def tables(self, name: str) -> tuple[list[int], Tables]:
         """Steps, and ``[T, L, E]``: ``ages`` or ``unsaved`` of all experts; of a step computed twice the last."""
         by_step = {int(r["step"]): r[name] for r in self.records if r.get("event") == "experts"}
@@ -201,7 +213,8 @@ class RunSummary:
 
 
 def summarise(title: str, run_dir: Path, wall_secs: float = 0.0) -> RunSummary:
-    ranks = read_runlog(run_dir)
+    paths = sorted(run_dir.glob("metrics.rank*.jsonl"), key=lambda p: int(p.suffixes[0].removeprefix(".rank")))
+    ranks = [read_lines(path) for path in paths]
     kills, back = len(read_lines(run_dir / "kills.jsonl")), tuple(recoveries_in(run_dir, ranks))
     return RunSummary(title, tuple(over_ranks(ranks)), wall_secs, kills, back)
 
@@ -255,6 +268,39 @@ def _behind(record: Mapping[str, Any]) -> dict[str, float]:
 def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed) if listed else 0.0
+
+
+COLUMNS = (
+    "",
+    "kills",
+    "down\neach",
+    "done\nagain",
+    "lost\ntokens",
+    "saved per\niteration",
+    "training\nwaited",
+    "final\nloss",
+    "same\nbits",
+)
+"""Of the short table, which fits a terminal of 80 characters."""
+
+
+def short_cells(run: RunSummary, baseline: RunSummary) -> tuple[str, ...]:
+    """The row of one run in the short table."""
+    return (
+        run.title,
+        str(run.kills),
+        f"{_three(run.down_secs)} s" if run.recoveries else "-",
+        str(run.recomputed),
+        f"{run.plt:.2%}" if run.lost_tokens else "0",
+        human_bytes(run.saved_per_iteration),
+        f"{_three(run.stall_ms_mean)} ms",
+        "-" if run.val_loss is None else f"{run.val_loss:.4f}",
+        "-" if run is baseline else "yes" if run.same_as(baseline) else "no",
+    )
+
+
+def _three(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 ROWS: tuple[tuple[str, str], ...] = (

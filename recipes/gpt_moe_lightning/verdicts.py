@@ -2,99 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from recipes.demonstrating import Verdict, human_bytes
 from recipes.gpt_moe_lightning.summary import RunSummary
 
 
-def verdicts(
-    baseline: RunSummary,
-    dense: RunSummary,
-    sequential: RunSummary,
-    load_aware: RunSummary,
-    windows: RunSummary,
-    peers: RunSummary,
-    *,
-    kills: int,
-) -> tuple[Verdict, ...]:
-    """What the demo promises, checked on what was measured. windows: the run under MoEvement. peers: that in memory."""
-    failing = (dense, sequential, load_aware, windows, peers)
-    survived = all(run.kills == kills and run.val_loss is not None for run in failing)
-    counts = ", ".join(str(run.kills) for run in failing)
-    return (
-        Verdict(
-            survived,
-            f"All five failing runs lost a process to kill -9 {kills} times and came back by themselves."
-            if survived
-            else f"NOT as planned: {counts} kills instead of {kills} each, or a run did not finish.",
-        ),
-        _exact(baseline, dense),
-        *(_partial(baseline, dense, run) for run in (sequential, load_aware)),
-        _compared(sequential, load_aware),
-        _exact(baseline, windows),
-        _spared(dense, windows),
-        _exact(baseline, peers),
-        _from_memory(peers),
+def verdicts(baseline: RunSummary, failing: Sequence[tuple[RunSummary, bool]], *, kills: int) -> Iterator[Verdict]:
+    """One sentence on all kills, and one or two on each run.
+
+    Args:
+        baseline: The run that never failed.
+        failing: The others, and whether the policy of each promises to come back exactly.
+        kills: Planned for each of these.
+    """
+    runs = [run for run, _ in failing]
+    survived = all(run.kills == kills and run.val_loss is not None for run in runs)
+    yield Verdict(
+        survived,
+        f"Each failing run was killed {kills} times (kill -9) and came back by itself."
+        if survived
+        else f"NOT as planned: {', '.join(str(run.kills) for run in runs)} kills instead of {kills} each, or a run did "
+        "not finish.",
     )
+    for run, exact in failing:
+        yield _exact(baseline, run) if exact else _counted(baseline, run)
+        if run.memory_bytes and any(recovery.killed.node for recovery in run.recoveries):
+            yield _from_memory(run)
 
 
 def _exact(baseline: RunSummary, run: RunSummary) -> Verdict:
-    """Losses of iterations that were computed more than once count each time."""
-    same = baseline.parameters is not None and baseline.parameters == run.parameters
-    losses = baseline.losses == run.losses
-    end = baseline.val_loss is not None and baseline.val_loss == run.val_loss
+    if run.same_as(baseline) and run.lost_tokens == 0:
+        return Verdict(True, f"{run.title}: parameters and losses as without failures, bit for bit.")
     return Verdict(
-        same and losses and end and run.lost_tokens == 0,
-        f"{run.title}: parameters and every loss equal those of the run that never failed, bit for bit; no token lost."
-        if same and losses and end and run.lost_tokens == 0
-        else f"{run.title} DIFFERS from the run that never failed (parameters equal: {same}, training losses equal: "
-        f"{losses}, validation loss equal: {end}, lost tokens: {run.lost_tokens:,}).",
+        False,
+        f"{run.title} DIFFERS from the run that never failed (parameters equal: {run.parameters == baseline.parameters}"
+        f", training losses equal: {run.losses == baseline.losses}, validation loss equal: "
+        f"{run.val_loss == baseline.val_loss}, lost tokens: {run.lost_tokens:,}).",
     )
 
 
-def _partial(baseline: RunSummary, dense: RunSummary, run: RunSummary) -> Verdict:
-    drift = abs((run.val_loss or float("inf")) - (baseline.val_loss or 0.0))
+def _counted(baseline: RunSummary, run: RunSummary) -> Verdict:
+    away = abs((run.val_loss or float("inf")) - (baseline.val_loss or 0.0))
     return Verdict(
         run.val_loss is not None,
-        f"{run.title}: {run.lost_tokens:,} tokens lost (PLT {run.plt:.2%}), iterations computed again: "
-        f"{run.recomputed} (Dense: {dense.recomputed}), validation loss {drift:.4f} away from the run that never "
-        "failed.",
-    )
-
-
-def _compared(sequential: RunSummary, load_aware: RunSummary) -> Verdict:
-    """Which selection loses less depends on the router's skewness and on the kills, so either may, and is said."""
-    finished = sequential.val_loss is not None and load_aware.val_loss is not None
-    less = load_aware.lost_tokens / sequential.lost_tokens - 1 if sequential.lost_tokens else 0.0
-    return Verdict(
-        finished,
-        f"Experts chosen by load lost {load_aware.lost_tokens:,} tokens, experts in turn "
-        f"{sequential.lost_tokens:,} ({less:+.0%}), through the same kills.",
-    )
-
-
-def _spared(dense: RunSummary, windows: RunSummary) -> Verdict:
-    """How much a kill costs Dense depends on where in its ten iterations it comes, so this is said and not demanded."""
-    share = windows.bytes_per_iteration / dense.bytes_per_checkpoint if dense.bytes_per_checkpoint else 0.0
-    return Verdict(
-        windows.val_loss is not None,
-        f"{windows.title}: iterations computed again: {windows.recomputed}, {windows.replayed} of them replays "
-        f"(Dense: {dense.recomputed}); it writes {share:.0%} of a whole checkpoint at every iteration.",
+        f"{run.title}: {run.lost_tokens:,} tokens lost and counted ({run.plt:.2%}), final loss {away:.4f} away.",
     )
 
 
 def _from_memory(run: RunSummary) -> Verdict:
-    """Whether it lost a node, and storage was not needed for that nor for the processes."""
+    """Whether storage was needed neither for the lost node nor for the processes."""
     lost = [each for each in run.recoveries if each.killed.node]
-    unread = len(run.recoveries) == run.kills and not any(each.storage for each in run.recoveries)
-    passed = bool(lost) and unread and all(each.peers for each in lost)
-    if not passed:
-        stored = human_bytes(sum(each.storage for each in run.recoveries))
-        told = f"{run.title}: NOT from memory alone: nodes lost: {len(lost)}, read from storage: {stored}."
-        return Verdict(False, told)
-    node, own = (human_bytes(sum(getattr(each, place) for each in lost)) for place in ("peers", "own"))
+    stored = sum(each.storage for each in run.recoveries)
+    if len(run.recoveries) < run.kills or stored or not all(each.peers for each in lost):
+        return Verdict(False, f"{run.title}: NOT from memory alone: {human_bytes(stored)} were read from storage.")
+    node = human_bytes(sum(each.peers for each in lost))
     return Verdict(
         True,
-        f"{run.title}: a node was lost with its memory. What came in its place got {node} from its peer, whose own "
-        f"memory gave {own} to the other; iterations computed again for that: "
-        f"{sum(each.recomputed for each in lost)}. Storage was read for none of the kills.",
+        f"{run.title}: a node was lost with its memory; its successor got {node} from the other node. Storage was "
+        "read for no kill.",
     )

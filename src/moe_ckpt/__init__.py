@@ -5,6 +5,7 @@ users need ``moe_ckpt.megatron``. A model whose MoE layers are not recognised by
 ``register_moe``.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from moe_ckpt.memory.options import Memory
     from moe_ckpt.modeling.registry import register_moe
     from moe_ckpt.recovery.newest import newest_step
+
+# torch imports pynvml wherever some package has brought it along, and would print this above our first sentence.
+warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
 
 __version__ = "0.1.0"
 __all__ = [

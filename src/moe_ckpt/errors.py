@@ -212,10 +212,10 @@ class ForeignStoreError(StoreError, ValueError):
 class StoreInUseError(StoreError, RuntimeError):
     """Another run holds the store's lock."""
 
-    def __init__(self, path: str, holder: str) -> None:
+    def __init__(self, path: str, holder: str, advice: str = "") -> None:
         super().__init__(
-            f"the store {path} is in use by another run ({holder}). Give each run its own dirpath, "
-            "or stop the other run first."
+            f"the store {path} is in use by another run ({holder}). "
+            + (advice or "Give each run its own dirpath, or stop the other run first.")
         )
         self.path = path
         self.holder = holder
@@ -227,6 +227,20 @@ class StoreUnwritableError(StoreError, OSError):
 
 class NoCheckpointError(StoreError, FileNotFoundError):
     """The path holds no checkpoint that can be loaded."""
+
+
+class NotFiniteError(StoreError, ValueError):
+    """A checkpoint holds NaN or infinite values, from which no training goes on, unless the user names it.
+
+    Attributes:
+        where: The checkpoint: its directory or its step.
+        first: The first such tensor.
+    """
+
+    def __init__(self, where: str, first: str) -> None:
+        super().__init__(f"{where} holds values that are not finite (NaN or infinity), {first} for one")
+        self.where = where
+        self.first = first
 
 
 class StepRemovedError(StoreError, LookupError):

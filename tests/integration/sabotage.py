@@ -282,6 +282,28 @@ def _update_fails() -> None:
     register_optimizer_step_post_hook(fail)
 
 
+def _loss_becomes_nan() -> None:
+    """Seven steps are well, and then the loss is not finite."""
+    step = TinyMoE.training_step
+
+    def training_step(self: TinyMoE, batch: Any, batch_idx: int) -> torch.Tensor:
+        return step(self, batch, batch_idx) * (float("nan") if self.trainer.global_step == 7 else 1.0)
+
+    TinyMoE.training_step = training_step  # type: ignore[method-assign]
+
+
+def _one_shard_becomes_nan() -> None:
+    """The eighth update writes NaN into a moment of what rank 1 alone holds."""
+    updates = itertools.count(1)
+
+    def spoil(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if next(updates) == 8 and os.environ["RANK"] == "1":
+            moment = next(s["exp_avg"] for s in optimizer.state.values() if isinstance(s["exp_avg"], DTensor))
+            moment.to_local().view(-1)[0] = float("nan")
+
+    register_optimizer_step_post_hook(spoil)
+
+
 def _spared_told() -> None:
     """Nothing is wrong: each replayed step tells how many frozen parameters had no gradient, or zeros, and how far
     its backward pass went: the blocks whose output got a gradient, and those that anything anchored needs it of.
@@ -413,6 +435,8 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "killed while a log is made dense": _killed_while_a_log_is_made_dense,
     "newest update left out": _newest_update_left_out,
     "update fails": _update_fails,
+    "loss becomes nan": _loss_becomes_nan,
+    "one shard becomes nan": _one_shard_becomes_nan,
     "counted": counted_return.count,
     "tells at once": _tells_at_once,
     "seals slowly": _seals_slowly,

@@ -16,6 +16,7 @@ from moe_ckpt.gradients import densifying, returning
 from moe_ckpt.gradients.layout import Device
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import open_storage
+from moe_ckpt.storage.lock import StoreLock
 from tests.integration.crash_run import Run, build, loaders
 from tests.integration.lives import (
     KILLED,
@@ -323,3 +324,13 @@ def test_killed_while_a_log_is_made_dense(place):  # noqa: F811
         assert live(replace(alone, sabotage="killed while a log is made dense")) == KILLED, output(run)
     assert exit_code(alone) == 0, output(run)
     assert split_lives(events(run))[-1][0]["step"] >= 2
+
+
+def test_beside_a_run_it_says_what_to_wait_for(place, capsys):  # noqa: F811
+    run = killed(logged(LOG, place))
+    with StoreLock(open_storage(run.store), "a run"):
+        assert densify(run) == 2
+    said = capsys.readouterr().err
+    assert "is in use by another run" in said
+    assert "stop it first, or wait" in said
+    assert "dirpath" not in said

@@ -8,6 +8,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.policies import Dense
+from tests.integration.lives import manifests
 from tests.support.tiny_moe import TinyMoE, loader
 
 
@@ -30,3 +31,4 @@ def test_a_fused_optimizer_that_skips_overflows(tmp_path):
     assert all(map(torch.equal, before, module.parameters())), "every step overflowed"
     assert checkpoint.last.failed_checkpoints == 0
     assert checkpoint.last.committed_step == 6
+    assert [each.not_finite for each in manifests(tmp_path)] == ["", ""]

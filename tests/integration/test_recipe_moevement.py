@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.gpt_moe_lightning.runlog import read_lines
+from recipes.demonstrating import read_lines
 from recipes.gpt_moe_lightning.summary import RunSummary, summarise
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "format.md").read_text()
 
 
-OPTIONAL = {"window", "passed_over", "files", "operators"}
+OPTIONAL = {"window", "passed_over", "not_finite", "files", "operators"}
 """Fields that not every manifest has."""
 
 

@@ -54,10 +54,10 @@ SURFACE = {
 ERRORS = (
     "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
     "GradientGapError HostMemoryError MemoryFullError MemoryGoneError MissingPackageError MoECheckpointError "
-    "NoCheckpointError NoMoELayerError OptimizerChangedError OtherLayoutError PeerLostError RecoveryLoopError "
-    "ReplayDivergedError SaveFailedError SparseWindowError StaleGenerationError StateRefusedError StepRemovedError "
-    "StoreError StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError TornSnapshotError "
-    "UnencodableStateError UnsupportedError UserError"
+    "NoCheckpointError NoMoELayerError NotFiniteError OptimizerChangedError OtherLayoutError PeerLostError "
+    "RecoveryLoopError ReplayDivergedError SaveFailedError SparseWindowError StaleGenerationError StateRefusedError "
+    "StepRemovedError StoreError StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError "
+    "TornSnapshotError UnencodableStateError UnsupportedError UserError"
 )
 
 OPTIONS = (
@@ -96,7 +96,7 @@ RECORDS = {
     "moe_ckpt.format.finished.Finished": "run_id step generation reason limits callbacks",
     "moe_ckpt.format.manifest.Manifest": (
         "run_id step generation world_size index created_unix_secs model files operators states parent policy measured "
-        "tokens window passed_over parts"
+        "tokens window passed_over parts not_finite"
     ),
     "moe_ckpt.format.manifest.SlotRecord": "step states",
     "moe_ckpt.format.manifest.FileRecord": "path nbytes header_nbytes header_digest step rank",

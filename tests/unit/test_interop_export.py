@@ -216,3 +216,21 @@ def test_arrays_that_need_pickle_are_announced(tmp_path, caplog):
     run._state = state
     export(tmp_path / run.save(1), "lightning", tmp_path / "x.ckpt")
     assert "/callbacks/mine/history" in caplog.text
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_what_a_killed_export_left_is_removed_by_the_next(run, tmp_path, to):
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    host, target = os.uname().nodename, tmp_path / "out" / "model"
+    names = {
+        "killed": f".model.{host}.{dead.pid}.0123abcd.tmp",
+        "alive": f".model.{host}.{os.getpid()}.0123abcd.tmp",
+        "elsewhere": f".model.another.{dead.pid}.0123abcd.tmp",
+        "another's": f".models.{host}.{dead.pid}.0123abcd.tmp",
+    }
+    for name in names.values():
+        (target.parent / name).mkdir(parents=True)
+    (target.parent / names["killed"] / "half").write_text("of it")
+    export(run.root / STEP, to, target)
+    assert sorted(os.listdir(target.parent)) == sorted({*names.values(), "model"} - {names["killed"]})

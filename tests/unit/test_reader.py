@@ -348,7 +348,7 @@ def test_open_step_says_what_is_there_instead(tmp_path):
     for path, message in [
         ("store/step_00000004", "was not committed.*committed there: step_00000003"),
         ("store/step_00000007", "does not exist.*step_00000003"),
-        ("other", "last.ckpt"),
+        ("other", "no step among its 1 entry"),
         ("nowhere/at/all", "nothing"),
         ("other/last.ckpt", "nothing, or it is a file"),
     ]:

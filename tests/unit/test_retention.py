@@ -285,8 +285,56 @@ def test_the_rules_hold_for_any_history(ages, keep_last, every, max_age, spare):
     assert records[-1].directory in kept
     young = {r.directory for r in records if max_age is None or NOW - r.created_unix_secs <= max_age}
     wanted = {r.directory for r in records[-keep_last:] + [r for r in records if every and r.step % every == 0]}
+    first = {s // every * every: s for s in reversed(range(len(records))) if every and s >= every}
+    assert {records[s].directory for s in first.values()} & young <= kept
     assert wanted & young <= kept
     assert len(kept - (wanted & young) - {records[-1].directory}) <= 2 * spare
+
+
+def not_finite(records, since):
+    return [replace(record, finite=record.step < since) for record in records]
+
+
+def test_a_run_that_became_nan_keeps_its_finite_checkpoints():
+    records = not_finite(life(0, range(1, 41)), since=21)
+    assert kept_of(records) == {"g0s19", "g0s20", "g0s39", "g0s40"}
+    assert kept_of(records, keep_last=1, max_age_secs=1.0) == {"g0s20", "g0s40"}
+    old = [replace(each, created_unix_secs=NOW - 9.0) for each in records]
+    assert kept_of(old, keep_last=3, max_age_secs=1.0) == {"g0s20", "g0s40"}
+
+
+def test_the_newest_finite_dense_checkpoint_stays_beside_finite_windows_and_what_is_not_finite():
+    records = [replace(each, dense=each.step in (10, 30)) for each in not_finite(life(0, range(1, 41)), since=21)]
+    assert kept_of(records, keep_last=1) == {"g0s10", "g0s20", "g0s40"}
+
+
+def test_what_a_run_came_back_to_counts_among_finite_checkpoints():
+    """The second life became NaN as well, at a later step."""
+    lives = not_finite(life(0, range(1, 31)), since=21) + not_finite(life(1, range(21, 40), parent=(0, 20)), since=26)
+    assert kept_of(lives, keep_last=1) == {"g1s25", "g1s39"}
+    assert kept_of(lives[:31], keep_last=1) == {"g1s21"}
+    assert kept_of(lives[:31]) == {"g0s20", "g0s30", "g1s21"}
+
+
+def test_the_spare_of_finite_checkpoints_stays():
+    sharing = [record(s, {"shared", str(s)}) for s in (5, 6, 7)]
+    records = not_finite([record(1), record(3), *sharing, record(8), record(9)], since=8)
+    assert steps(records, keep_last=1) == [3, 5, 7, 8, 9]
+
+
+def test_a_milestone_whose_step_was_skipped_is_the_next_checkpoint():
+    assert steps([record(s) for s in (3, 9, 12, 17, 20, 21, 34, 39, 41)], keep_last=1, keep_every_n_steps=10) == [
+        *(12, 20, 34, 39, 41)
+    ]
+    assert kept_of(life(0, (3, 9, 12, 17, 20, 39)), keep_last=1, keep_every_n_steps=10) == {"g0s12", "g0s20", "g0s39"}
+    assert kept_of(life(0, (4, 8, 9)), keep_last=1, keep_every_n_steps=10) == {"g0s9"}
+
+
+def test_a_milestone_that_was_skipped_is_the_first_of_the_line():
+    lives = life(0, (8, 12, 14)) + life(1, (11, 13), parent=(0, 8))
+    assert kept_of(lives, keep_last=1, keep_every_n_steps=10) == {"g1s11", "g1s13"}
+    twice = life(0, (12, 14)) + life(1, (14, 16), parent=(0, 12))
+    assert kept_of(twice, keep_last=1, keep_every_n_steps=10) == {"g0s12", "g1s16"}
 
 
 def test_the_newest_dense_checkpoint_stays_beside_windows():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.errors import ForeignStoreError
+from moe_ckpt.format.finished import FINISHED_NAME, Finished
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import STACK, TinyRun, example
@@ -116,3 +117,13 @@ def test_only_the_named_steps(run):
 def test_what_is_no_store(tmp_path):
     with pytest.raises(ForeignStoreError):
         verify_store(LocalStorage(tmp_path))
+
+
+def test_a_damaged_end_of_the_run_is_named_and_costs_no_step(run):
+    path = run.root / FINISHED_NAME
+    path.write_bytes(Finished("run", 3, 0, "max_steps=3").encode())
+    assert verify_store(LocalStorage(run.root)) == []
+    flip(path, len(path.read_bytes()) // 2)
+    [damage] = verify_store(LocalStorage(run.root))
+    assert (damage.path, damage.affects) == (FINISHED_NAME, ())
+    assert damage.reason

@@ -87,6 +87,9 @@ def _show(facts: dict[str, Any]) -> None:
             again = f"steps {first + 1} to {last}" if first + 1 < last else f"step {last}"
             what = f"resuming computes {again} again and loses no tokens"
             print(wrapped(f"{step['directory']} is a sparse window: {what}"))
+        if step["not_finite"] is not None:
+            what = f"holds values that are not finite ({step['not_finite']}), so starts pass it over"
+            print(wrapped(f"{step['directory']} {what}"))
     for step in facts["steps"]:
         if "damage" in step:
             print(wrapped(f"damaged: {step['damage']}"))

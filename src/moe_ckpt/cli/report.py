@@ -82,6 +82,7 @@ def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "window_steps": [slot.step for slot in manifest.slots] if manifest.window else None,
         "returned_to": manifest.parent,
+        "not_finite": manifest.not_finite or None,
         "written_bytes": own + sum(n for path, n in sizes.items() if path.startswith(inside)),
         "whole_bytes": own + sum(sizes.values()),
         "layers": [{"name": x.name, "experts": x.experts, "top_k": x.top_k} for x in manifest.model.layers],

@@ -7,7 +7,8 @@ group in common with the newest, so that no single damaged file takes both.
 
 A resumed run skipped what is newer than the checkpoint it returned to, mostly because that is damaged. Such
 checkpoints must not take the place of those that the run stands on (its line), so each rule looks at the line too.
-Those that could not be read are no rule's business: they stay until a person removes them.
+Those that could not be read are no rule's business: they stay until a person removes them. A run whose loss became NaN
+goes on to save: what it saves must not take the place of finite checkpoints, so each rule looks at these by themselves.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class CheckpointRecord:
             if that is not known, or if there was none.
         passed_over: Directories that the run could not read when it came back to an older checkpoint. They may be good.
         dense: One state of the run, which any layout opens; False for a sparse window.
+        finite: No weight and no optimizer state of it is NaN or infinite.
     """
 
     directory: str
@@ -43,6 +45,7 @@ class CheckpointRecord:
     parent: tuple[int, int] | None = None
     passed_over: tuple[str, ...] = ()
     dense: bool = True
+    finite: bool = True
 
     @cached_property
     def directories(self) -> frozenset[str]:
@@ -60,17 +63,17 @@ class CheckpointRecord:
 class RetentionPolicy:
     """Which committed checkpoints stay on storage.
 
-    The newest always stays. If that is a sparse window (MoEvement), the newest dense one stays too, for a run that
-    resumes on another layout.
+    The newest always stays, and so does the newest with finite values. If that is a sparse window (MoEvement), the
+    newest dense one with finite values stays too, for a run that resumes on another layout.
 
     Attributes:
         keep_last: How many of the newest stay: of all checkpoints, and of those that the current state descends from
             (the line). The two differ only after a run resumed from a checkpoint older than damaged ones, until it has
-            made as many new ones.
-        keep_every_n_steps: Steps divisible by it stay too (one generation of each step: the newest on the line, or else
-            the newest).
+            made as many new ones. As many of those with finite values stay.
+        keep_every_n_steps: Of every so many steps the first checkpoint stays too: that of a step divisible by it or,
+            where that one was skipped, the next (one generation of it: the newest on the line, or else the newest).
         max_age_secs: Seconds, or text such as "7d". Older checkpoints are deleted, whatever the two rules above say,
-            except the newest, the newest dense one and the spares.
+            except the newest, the newest finite and dense ones and the spares.
         keep_spare: Also keep a fallback that shares no file with the newest, and the candidate to follow it: at most
             two more checkpoints, and two more while the line is not all. Costs nothing if every checkpoint is complete
             and ``keep_last >= 2``.
@@ -99,13 +102,16 @@ def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy, now
         return frozenset()
     ordered = sorted(records, key=lambda record: record.order)
     line = _line(ordered)
-    counted = [*ordered[-policy.keep_last :], *line[-policy.keep_last :], *_milestones(ordered, line, policy)]
-    kept = [record for record in counted if _is_young(record, policy, now_unix_secs)]
-    spares = [*_spares(ordered), *_spares(line)] if policy.keep_spare else []
+    finite = [[record for record in records if record.finite] for records in (ordered, line)]
+    lists = [records for records in (ordered, line, *finite) if records]
+    counted = [record for records in lists for record in records[-policy.keep_last :]]
+    young = [record for record in (*counted, *_milestones(lists, policy)) if _is_young(record, policy, now_unix_secs)]
+    spares = [record for records in lists for record in _spares(records)] if policy.keep_spare else []
     unread = {directory for record in ordered for directory in record.passed_over}
-    found = [record for record in ordered if record.directory in unread]
-    dense = [those[-1] for each in (ordered, line) if (those := [record for record in each if record.dense])]
-    return frozenset(record.directory for record in (ordered[-1], *kept, *spares, *found, *dense))
+    by_name = [record for record in ordered if record.directory in unread]
+    dense = [[record for record in records if record.dense] for records in finite]
+    newest = [records[-1] for records in (*lists, *dense) if records]
+    return frozenset(record.directory for record in (*newest, *young, *spares, *by_name))
 
 
 def _line(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
@@ -137,13 +143,16 @@ def groups_to_delete(
     return tuple(sorted(g for g in groups if g not in named and g.rpartition("/")[0] not in keep_directories))
 
 
-def _milestones(
-    ordered: Sequence[CheckpointRecord], line: Sequence[CheckpointRecord], policy: RetentionPolicy
-) -> list[CheckpointRecord]:
-    if policy.keep_every_n_steps is None:
+def _milestones(lists: Iterable[Sequence[CheckpointRecord]], policy: RetentionPolicy) -> list[CheckpointRecord]:
+    """Of each stretch of ``keep_every_n_steps`` the first checkpoint, by the last of ``lists`` that has one."""
+    every = policy.keep_every_n_steps
+    if every is None:
         return []
-    of_step = {record.step: record for record in (*ordered, *line)}
-    return [record for step, record in of_step.items() if step % policy.keep_every_n_steps == 0]
+    milestones: dict[int, CheckpointRecord] = {}
+    for records in lists:
+        descending = sorted(records, key=lambda record: (-record.step, record.generation))  # so the first one stays
+        milestones |= {record.step // every: record for record in descending if record.step >= every or not record.step}
+    return list(milestones.values())
 
 
 def _is_young(record: CheckpointRecord, policy: RetentionPolicy, now_unix_secs: float) -> bool:

@@ -152,6 +152,7 @@ def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:
         parent=None if parent is None else (parent[1], parent[0]),
         passed_over=manifest.passed_over,
         dense=not manifest.window,
+        finite=not manifest.not_finite,
     )
 
 

@@ -207,7 +207,7 @@ class Committer:
         )
         write_named(self.storage, record.path, [raw])
         names = self._names(acknowledged)
-        part = WrittenPart(record, names, saved)
+        part = WrittenPart(record, names, saved, acknowledged.first_not_finite)
         return _Slot(request.window, request.step, part, {**names, **PART}, request.applied)
 
     def _names(self, acknowledged: Acknowledgement) -> Names:
@@ -274,6 +274,7 @@ class Committer:
             window=tuple(SlotRecord(slot.step, ()) for slot in before),
             passed_over=self.passed_over,
             parts=tuple(part.record for part in view.parts),
+            not_finite=view.not_finite,
         )
 
 

@@ -18,8 +18,9 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import write_named, write_placed
 from moe_ckpt.errors import ConfigError, CoverageError
+from moe_ckpt.format.finite import all_finite, judged_in
 from moe_ckpt.format.manifest import KINDS, FileRecord, StateRecord, shard_path, state_path
-from moe_ckpt.format.sealed import digest
+from moe_ckpt.format.sealed import digest, unseal
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out
 from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.memory.slot import Slot, read_header
@@ -118,8 +119,11 @@ def _refusal(tensors: Sequence[StateTensor], placement: Placement) -> str:
 
 def write_from_log(
     storage: Storage, snapshot: Snapshot, log: OwnLog, run_id: str, rank: int
-) -> tuple[tuple[FileRecord, ...], StateRecord]:
+) -> tuple[tuple[FileRecord, ...], StateRecord, str]:
     """Makes and writes this rank's share of ``snapshot``, as ``engine.writing.write_share`` writes a copied one.
+
+    Returns:
+        What that does, and the key of the first slice with NaN or infinity.
 
     Raises:
         OSError: It cannot be written.
@@ -128,16 +132,18 @@ def write_from_log(
     request = snapshot.request
     header = ShardHeader(run_id, request.step, request.generation, rank, ())
     own = {part.kind: part.slices.listed() for _, part in snapshot.plan.own}
-    files = []
+    files, spoiled = [], list[str]()
     for kind in KINDS:
         side = list(log.side()) if kind == "non_expert" else []
         wanted = own.get(kind, [])
         if wanted or side:
             path = shard_path(snapshot.directory, rank, kind)
-            files.append(_write_shard(storage, path, header, wanted, log, side))
+            files.append(_write_shard(storage, path, header, wanted, log, side, spoiled))
     path = state_path(snapshot.directory, rank)
     write_named(storage, path, [log.state])
-    return tuple(files), StateRecord(path, len(log.state), digest(log.state), rank)
+    judged = judged_in(unseal(log.state, path)["state"] if spoiled else None)
+    record = StateRecord(path, len(log.state), digest(log.state), rank)
+    return tuple(files), record, next(filter(judged, spoiled), "")
 
 
 def _write_shard(
@@ -147,7 +153,9 @@ def _write_shard(
     wanted: Sequence[SliceEntry],
     log: OwnLog,
     side: Sequence[tuple[SliceEntry, torch.Tensor]],
+    spoiled: list[str],
 ) -> FileRecord:
+    """spoiled: gets the keys of slices with NaN or infinity."""
     placed = {each.name: each for each in lay_out([*wanted, *(entry for entry, _ in side)])}
     blank = replace(header, slices=tuple(replace(each, checksum=_UNKNOWN) for each in placed.values()))
     begin, checksums = len(encode_header(blank)), dict[str, str]()
@@ -159,6 +167,8 @@ def _write_shard(
             for entry, values in those:
                 data = values.numpy().data
                 checksums[entry.name] = xxhash.xxh3_64_hexdigest(data)
+                if entry.operator and not all_finite(data, entry.dtype):
+                    spoiled.append(entry.key)
                 yield begin + placed[entry.name].begin, data
         missing = placed.keys() - checksums.keys()
         if missing:

@@ -15,6 +15,8 @@ import xxhash
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.engine.writing import write_named
+from moe_ckpt.errors import NotFiniteError
+from moe_ckpt.format.finite import all_finite, judged_in
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     KINDS,
@@ -65,7 +67,13 @@ def write_made_share(
 
     Raises:
         OSError: They cannot be written.
+        NotFiniteError: There is NaN or infinity in them.
     """
+    spoiled = (each.key for each, data in slices if each.operator and not all_finite(data.numpy().data, each.dtype))
+    judged = judged_in(unseal(state, state_path(of.directory, rank))["state"])
+    first = next(filter(judged, spoiled), "")
+    if first:
+        raise NotFiniteError(of.directory, f"{first} on rank {rank}")
     by_kind: dict[str, list[tuple[SliceEntry, torch.Tensor]]] = {kind: [] for kind in KINDS}
     for entry, data in slices:
         by_kind[kind_of(entry.operator)].append((entry, data))

@@ -25,8 +25,8 @@ from moe_ckpt.engine.outcomes import FailureCount, Outcome, Resolution, Supersed
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_share, write_share
-from moe_ckpt.errors import CoverageError, FilesGoneError, MoECheckpointError, SaveFailedError
-from moe_ckpt.format.manifest import group_path
+from moe_ckpt.errors import CoverageError, FilesGoneError, MoECheckpointError, NotFiniteError, SaveFailedError
+from moe_ckpt.format.manifest import Manifest, group_path
 from moe_ckpt.slices.compiling import cover_difference
 
 log = logging.getLogger("moe_ckpt")
@@ -68,6 +68,7 @@ class SnapshotResolver:
         self._failures = FailureCount()
         self._watch = FreshnessWatch()
         self._reason = ""
+        self._is_spoiled = False
 
     def resolve(self, snapshot: Snapshot) -> Resolution:
         """Bring one snapshot to its end. All ranks, in the same order."""
@@ -156,8 +157,10 @@ class SnapshotResolver:
                 share = seal_share(snapshot, self._run_id, self._comm.rank, self._comm.world_size)
                 share = replace(share, freshness=self._watch.seen(snapshot, share.parts))
             records, state = write_share(self._storage, snapshot, share, self._comm.rank)
-            self._tier.offer(snapshot, share)
-            return acknowledge(records, state, cover_difference(snapshot.plan), share.freshness)
+            if not share.not_finite():
+                self._tier.offer(snapshot, share)
+            spoiled = share.not_finite(written=True)
+            return acknowledge(records, state, cover_difference(snapshot.plan), share.freshness, spoiled)
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
 
@@ -166,8 +169,8 @@ class SnapshotResolver:
             return Acknowledgement.failed(self._comm.rank, "there is no gradient log to make it from")
         slots = opened_slots(slots_of(self._tier, snapshot))
         log = self._open_log(slots)
-        records, state = write_from_log(self._storage, snapshot, log, self._run_id, self._comm.rank)
-        return acknowledge(records, state, cover_difference(snapshot.plan), slots[-1].header.freshness)
+        records, state, spoiled = write_from_log(self._storage, snapshot, log, self._run_id, self._comm.rank)
+        return acknowledge(records, state, cover_difference(snapshot.plan), slots[-1].header.freshness, spoiled)
 
     def _commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Outcome:
         """Commit on rank 0, and release what is superseded.
@@ -177,18 +180,27 @@ class SnapshotResolver:
         if self._committer is None or self._keeper is None:
             return Outcome("rank 0 has no committer")
         try:
-            self._committer.commit(snapshot, acknowledged)
+            manifest = self._committer.commit(snapshot, acknowledged)
         except (OSError, MoECheckpointError) as error:
             causes = error.causes if isinstance(error, SaveFailedError) else [f"{type(error).__name__}: {error}"]
             lost, differs = isinstance(error, FilesGoneError), isinstance(error, CoverDiffersError)
             self._clear_away(self._keeper, self._committer.abandon(snapshot, acknowledged), snapshot.step)
             return Outcome("; ".join(causes), lost, differs)
+        if manifest is not None:
+            self._say_not_finite(manifest)
         try:
             self._keeper.look_ahead(self._committer.begun)
             return Outcome(superseded=self._keeper.collect(self._committer.superseded()))
         except (OSError, MoECheckpointError) as error:
             log.warning(_NOT_REMOVED, snapshot.step, error)
             return Outcome()
+
+    def _say_not_finite(self, manifest: Manifest) -> None:
+        """Once, where checkpoints begin to hold NaN or infinity."""
+        if manifest.not_finite and not self._is_spoiled:
+            problem = NotFiniteError(f"the checkpoint of step {manifest.step}", manifest.not_finite)
+            log.warning("%s: starts pass it over, and the newest finite one stays", problem)
+        self._is_spoiled = bool(manifest.not_finite)
 
     def _clear_away(self, keeper: StoreKeeper, abandoned: Abandoned, step: int) -> None:
         try:

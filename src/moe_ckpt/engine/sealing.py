@@ -21,7 +21,7 @@ from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedPart, SealedShare, seal_share
-from moe_ckpt.errors import MemoryGoneError
+from moe_ckpt.errors import MemoryGoneError, NotFiniteError
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, WindowPlace, encode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.compiling import HOST_ONLY
@@ -47,6 +47,7 @@ class MemorySealer:
         self._saved_operators = SavedOperators(run.catalog)
         self._watch = FreshnessWatch()
         self._said: set[str] = set()
+        self._is_spoiled = False
 
     def resolve(self, snapshot: Snapshot) -> Resolution:
         """Seal this rank's share. After an error the other ranks are told, and the snapshot may still go to storage."""
@@ -56,7 +57,8 @@ class MemorySealer:
                 share = seal_share(snapshot, self._tier.files.run_id, snapshot.writer, self._comm.world_size)
                 freshness = self._watch.seen(snapshot, (*share.parts, *share.pieces))
                 snapshot.share = replace(share, freshness=freshness)
-                header = self._seal(snapshot, snapshot.share)
+                trouble = self._spoiled(snapshot, snapshot.share)
+                header = [] if trouble else self._seal(snapshot, snapshot.share)
         except Exception as error:  # whatever it is, the other ranks must learn that this one has nothing
             trouble = f"{type(error).__name__}: {error}"
             log.warning("memory does not hold the checkpoint of step %d: %s", snapshot.step, trouble)
@@ -76,6 +78,18 @@ class MemorySealer:
                 snapshot.share = snapshot.share.detached()
             self._to_storage(snapshot)
         return Resolution(snapshot.sequence, snapshot.step, snapshot.directory, False, trouble, 0.0)
+
+    def _spoiled(self, snapshot: Snapshot, share: SealedShare) -> str | None:
+        """Why the snapshot is not sealed, though storage may have it: the newest that memory holds stays a finite one.
+        Said once, where snapshots begin to hold NaN or infinity."""
+        first, before = share.not_finite(), self._is_spoiled
+        self._is_spoiled = bool(first)
+        if not first:
+            return None
+        problem = NotFiniteError(f"step {snapshot.step}", f"{first} on rank {self._comm.rank}")
+        if not before:
+            log.warning("memory keeps the newest finite step: %s", problem)
+        return f"{type(problem).__name__}: {problem}"
 
     def _seal(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
         """Headers of the slots, as peers get them, that of the snapshot's own after those of gradients beside it; none

@@ -30,7 +30,7 @@ from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Plain, Snapshot, side_tensors
 from moe_ckpt.engine.snapshotting import Snapshotter
 from moe_ckpt.engine.state_keeping import StateKeeper
-from moe_ckpt.errors import MoECheckpointError
+from moe_ckpt.errors import MoECheckpointError, NotFiniteError
 from moe_ckpt.format.foreseen import Path
 from moe_ckpt.policies.base import needs_of
 
@@ -373,6 +373,9 @@ class Survivor:
             return
         if not in_time:
             raise TimeoutError
+        first = "" if own.share is None else own.share.not_finite()
+        if first:
+            raise NotFiniteError("it", first)
         raise RuntimeError(own.refused or "its slot could not be sealed; see the warning above")
 
 

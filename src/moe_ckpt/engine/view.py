@@ -33,11 +33,13 @@ class WrittenPart:
         record: Of its part.
         names: Of its shards.
         operators: ``[n]`` places of those that it has in full.
+        not_finite: The first tensor with NaN or infinity; empty if there is none.
     """
 
     record: PartRecord
     names: Names
     operators: Counts
+    not_finite: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +71,7 @@ class View:
         found = (numbers.get(_directory(file), _OLD) for file in first)
         versions.replace(catalog.places_of(tuple(manifest.operators)), list(found))
         parts = {
-            number: WrittenPart(part, _frozen(names[part.directory]), versions.places_of(number))
+            number: WrittenPart(part, _frozen(names[part.directory]), versions.places_of(number), manifest.not_finite)
             for part in manifest.parts
             if len(versions.places_of(number := numbers[part.directory]))
         }
@@ -79,6 +81,13 @@ class View:
     def parts(self) -> Iterable[WrittenPart]:
         """The newest first."""
         return self.numbered.values()
+
+    @property
+    def not_finite(self) -> str:
+        """The first tensor with NaN or infinity; empty if there is none. Of a part that is not all of a checkpoint on
+        which a user went on, it is not known which part had it: all had."""
+        first = next((part.not_finite for part in self.parts if part.not_finite), "")
+        return first or ("" if self.old is None else self.old.not_finite)
 
     def beneath(self, newer: Iterable[WrittenPart]) -> View:
         """Returns what a checkpoint consists of that wrote ``newer``, the newest last, and takes the rest from here."""

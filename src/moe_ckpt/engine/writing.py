@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 from struct import iter_unpack
@@ -21,6 +21,7 @@ from moe_ckpt.core.freshness import STALE, UNKNOWN, of_all
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.errors import StoreUnwritableError, TornSnapshotError
 from moe_ckpt.format import FORMAT_VERSION
+from moe_ckpt.format.finite import all_finite, first_not_finite, judged_in
 from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.manifest import GROUPS, KINDS, FileRecord, StateRecord, shard_path, state_path
 from moe_ckpt.format.part import file_row, state_row
@@ -47,6 +48,7 @@ class Acknowledgement:
         experts, others, states: Names of their files, one line each: by ``format.manifest.GROUPS``.
         file_rows, state_rows: As they will be in the part document (``format.part``).
         freshness: What their checksums show, a byte of each rank (``core.freshness``).
+        not_finite: Where ranks found NaN or infinity first: ``[rank, key]`` as JSON, and a comma each.
     """
 
     errors: bytes = b""
@@ -57,6 +59,7 @@ class Acknowledgement:
     file_rows: bytes = b""
     state_rows: bytes = b""
     freshness: bytes = bytes(1)
+    not_finite: bytes = b""
 
     @classmethod
     def failed(cls, rank: int, reason: str) -> Acknowledgement:
@@ -66,7 +69,7 @@ class Acknowledgement:
     def columns(self) -> list[bytes]:
         """The fields as columns for ``Communicator.combine``."""
         files = [self.experts, self.others, self.states, self.file_rows, self.state_rows]
-        return [self.errors, self.covers, *files, self.freshness]
+        return [self.errors, self.covers, *files, self.freshness, self.not_finite]
 
     @property
     def ranks(self) -> int:
@@ -77,6 +80,12 @@ class Acknowledgement:
     def causes(self) -> tuple[str, ...]:
         """The causes, if any, for which a checkpoint must not be committed."""
         return tuple(f"rank {rank}: {reason}" for rank, reason in json.loads(b"[%b]" % self.errors[:-1]))
+
+    @property
+    def first_not_finite(self) -> str:
+        """The first tensor with NaN or infinity, for people; empty if all values are finite."""
+        rows = json.loads(b"[%b]" % self.not_finite[:-1])
+        return f"{rows[0][1]} on rank {rows[0][0]}" if rows else ""
 
     @property
     def is_stale(self) -> bool:
@@ -105,22 +114,25 @@ class SealedPart:
         part: Of the plan.
         checksums: Of its slices.
         header: That of its shard, in pieces; empty for what is in private memory only.
+        not_finite: Key of the first slice with NaN or infinity; empty without any.
     """
 
     begin: int
     part: CompiledPart
     checksums: Checksums
     header: Sequence[Chunk]
+    not_finite: str = ""
 
 
 def acknowledge(
-    files: Sequence[FileRecord], state: StateRecord, cover: int, freshness: int = UNKNOWN
+    files: Sequence[FileRecord], state: StateRecord, cover: int, freshness: int = UNKNOWN, not_finite: str = ""
 ) -> Acknowledgement:
     """That of a rank that wrote these files.
 
     Args:
         cover: ``cover_difference`` of its plan.
         freshness: Of its share.
+        not_finite: As of ``SealedPart``, of what it wrote.
     """
     names = {kind: b"".join(_line(each.path) for each in files if each.kind == kind) for kind in KINDS}
     return Acknowledgement(
@@ -131,6 +143,7 @@ def acknowledge(
         file_rows=b"".join(map(file_row, files)),
         state_rows=state_row(state),
         freshness=bytes([freshness]),
+        not_finite=json.dumps([state.rank, not_finite]).encode() + b"," if not_finite else b"",
     )
 
 
@@ -164,9 +177,18 @@ class SealedShare:
         parts = (replace(each, header=tuple(map(bytes, each.header))) for each in self.parts)
         return replace(self, parts=tuple(parts))
 
+    def not_finite(self, *, written: bool = False) -> str:
+        """Key of the first slice with NaN or infinity; empty without any.
+
+        Args:
+            written: Of what goes to storage only.
+        """
+        every = (each for each in (*self.parts, *self.pieces) if each.part.is_written or not written)
+        return next((each.not_finite for each in every if each.not_finite), "")
+
 
 def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> SealedShare:
-    """Wait for the copy, and take the checksums of all slices.
+    """Wait for the copy, take the checksums of all slices, and look whether their values are finite.
 
     Raises:
         TornSnapshotError: Tensors changed while they were being copied.
@@ -175,13 +197,16 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
     if snapshot.copy.changed:
         raise TornSnapshotError(snapshot.step, snapshot.copy.changed)
 
+    judged = judged_in(snapshot.state)
+
     def sealed(begin: int, part: CompiledPart) -> SealedPart:
-        checksums = checksums_of(part, snapshot.bytes_of(part))
+        memory = snapshot.bytes_of(part)
+        checksums = checksums_of(part, memory)
         header: Sequence[Chunk] = ()
         if part.is_written or snapshot.buffer.slot is not None:
             template = part.header(run_id, rank, snapshot.step)
             header = template.render(snapshot.step, snapshot.request.generation, checksums)
-        return SealedPart(begin, part, checksums, header)
+        return SealedPart(begin, part, checksums, header, not_finite_in(part, memory, judged))
 
     parts = tuple(sealed(begin, part) for begin, part in snapshot.plan.own)
     pieces = tuple(sealed(0, part) for _, part in snapshot.plan.pieces)
@@ -239,6 +264,24 @@ def checksums_of(part: CompiledPart, memory: torch.Tensor) -> Checksums:
             views = map(data.__getitem__, map(slice, [begin, *bounds], bounds))
             found += b"".join(map(xxhash.xxh3_64_digest, views))
     return np.frombuffer(found, dtype=">u8").astype(np.uint64)
+
+
+def not_finite_in(part: CompiledPart, memory: torch.Tensor, judged: Callable[[str], bool]) -> str:
+    """Key of the first of the part's slices with NaN or infinity; empty if there is none.
+
+    Args:
+        memory: As for ``checksums_of``.
+        judged: Says of a key whether the slice counts (``format.finite.judged_in``).
+    """
+    data, ends = memory.numpy().data, part.ends
+    for dtype, first, stop in part.stretches:
+        begin, end = (int(ends[at - 1]) if at else 0 for at in (first, stop))
+        if not all_finite(data[begin:end], dtype):
+            entries = map(part.slices.entries.__getitem__, part.slices.numbers[first:stop].tolist())
+            key = first_not_finite(list(entries), data, ends[first:stop].tolist(), judged)
+            if key:
+                return key
+    return ""
 
 
 def _stretches(ends: Numbers) -> Iterator[tuple[int, int, int]]:

@@ -216,6 +216,7 @@ class Manifest:
         passed_over: Directories of newer checkpoints that could not be read when the run came back to an older one,
             though nothing says that they are damaged. Garbage collection leaves them alone.
         parts: The parts that the view is made of, newest first; none before version 3.
+        not_finite: The first tensor with NaN or infinity, for people; empty if there is none, or nobody looked.
     """
 
     run_id: str
@@ -235,6 +236,7 @@ class Manifest:
     window: tuple[SlotRecord, ...] = ()
     passed_over: tuple[str, ...] = ()
     parts: tuple[PartRecord, ...] = ()
+    not_finite: str = ""
 
     @property
     def directory(self) -> str:
@@ -302,6 +304,8 @@ class Manifest:
             body["operators"] = {op: [record.step, *record.files] for op, record in self.operators.items()}
         if self.passed_over:
             body["passed_over"] = list(self.passed_over)
+        if self.not_finite:
+            body["not_finite"] = self.not_finite
         if self.window:
             body["window"] = [slot.step for slot in self.window]
         return seal(body)
@@ -338,6 +342,7 @@ class Manifest:
             ),
             passed_over=tuple(body.get("passed_over", ())),
             parts=tuple(PartRecord(*row) for row in body.get("parts", ())),
+            not_finite=body.get("not_finite", ""),
         )
 
 
@@ -412,7 +417,7 @@ _COMMON: dict[str, Check] = {
     "tokens": lambda found: "" if found == {} else _TOKENS(found),
 }
 _HELD: dict[str, Check] = {"files": listing(_FILE_ROW), "operators": mapping(listing(whole()), OPERATOR_ID)}
-_OPTIONAL: dict[str, Check] = {"measured": mapping(number()), "passed_over": listing(_STEP_NAME)}
+_OPTIONAL: dict[str, Check] = {"measured": mapping(number()), "passed_over": listing(_STEP_NAME), "not_finite": text}
 _OLD_FIELDS = record(
     {**_COMMON, **_HELD, "states": listing(_STATE_ROW)},
     {**_OPTIONAL, "window": listing(row({"step": whole(), "states": listing(_STATE_ROW)}))},

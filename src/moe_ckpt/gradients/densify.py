@@ -4,13 +4,15 @@ ended."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from moe_ckpt.engine.collect import clean_start
 from moe_ckpt.engine.made_dense import commit_made
+from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.format.manifest import Manifest, group_of
 from moe_ckpt.gradients.densifying import Densifier
 from moe_ckpt.gradients.layout import Device
@@ -22,6 +24,8 @@ from moe_ckpt.storage.lock import StoreLock
 
 Tell = Callable[[float, float, str], None]
 """(bytes done, of how many, what is done now) -> None."""
+
+_AT_WORK = "What a run has in memory is made dense when the run has ended: stop it first, or wait until it has."
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def densify(
     """
     # A name of its own: who has the same name takes over a lease at once.
     lock = StoreLock(storage, f"moe-ckpt densify {secrets.token_hex(4)}")
-    with lock, MemoryOutside(StoreReader(storage), roots) as memory:
+    with _locked(lock), MemoryOutside(StoreReader(storage), roots) as memory:
         lock.renew_meanwhile()
         made: list[Densifier] = []
 
@@ -102,6 +106,19 @@ def densify(
             _remove(storage, manifest.directory)
             raise
         return done
+
+
+@contextmanager
+def _locked(lock: StoreLock) -> Iterator[None]:
+    """Holds the lock. Whoever finds a run at work here asks for no run of his own."""
+    try:
+        lock.acquire()
+    except StoreInUseError as error:
+        raise StoreInUseError(error.path, error.holder, _AT_WORK) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _remove(storage: Storage, directory: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -104,9 +105,11 @@ def _write(reader: StoreReader, manifest: Manifest, writer: _Writer, target: Pat
     """Writes a checkpoint under a temporary name, and then gives it its own. Returns ``target``."""
     if os.path.lexists(target):
         raise ConfigError(f"the output {target} exists already: export never overwrites; give another --output")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    beginning = f".{target.name}.{os.uname().nodename}."
+    temporary = target.with_name(f"{beginning}{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target.parent, beginning)
         writer(whole(reader, manifest), temporary, progress)
         os.rename(temporary, target)
     except OSError as error:
@@ -115,10 +118,33 @@ def _write(reader: StoreReader, manifest: Manifest, writer: _Writer, target: Pat
             raise
         raise StoreUnwritableError(f"the output {target} cannot be written: {why_unwritable(target, error)}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        with contextlib.suppress(NotADirectoryError):
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
     return target
+
+
+def _remove_leftovers(directory: Path, beginning: str) -> None:
+    """Removes what exports to the same target left that were killed on this machine.
+
+    Args:
+        directory: Where they wrote.
+        beginning: Of their temporary names, up to the process.
+    """
+    for path in directory.iterdir():
+        pid = re.fullmatch(r"(\d{1,9})\.[0-9a-f]{8}\.tmp", path.name.removeprefix(beginning), re.ASCII)
+        if pid is None or not path.name.startswith(beginning):
+            continue
+        try:
+            os.kill(int(pid[1]), 0)
+        except ProcessLookupError:
+            _remove(path)
+        except PermissionError:  # another user's, and alive
+            continue
+
+
+def _remove(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    with contextlib.suppress(NotADirectoryError, PermissionError):
+        temporary.unlink(missing_ok=True)
 
 
 def _quiet(done: int, total: int) -> None:

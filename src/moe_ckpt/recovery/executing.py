@@ -15,7 +15,7 @@ from moe_ckpt.core.quantities import human_bytes, name_ranks
 from moe_ckpt.core.recovery_plan import Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.host_tier import HostTier
-from moe_ckpt.errors import ConfigError, OtherLayoutError
+from moe_ckpt.errors import ConfigError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
@@ -376,6 +376,8 @@ class Recovery:
 
 def opening(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:
     """Opens the checkpoint, if this run can resume from it. Changes nothing, and reads no slice."""
+    if manifest.not_finite:
+        raise NotFiniteError(manifest.directory, manifest.not_finite)
     rank = recovery.comm.rank
     if not manifest.window:
         restored = open_dense(reader, manifest, rank, recovery.admits)

@@ -410,7 +410,10 @@ class MemoryCheckpoints:
         window = tuple(SlotRecord(part.step, tuple(part.states)) for part in before)
         whole = self.whole(checkpoint, facts, view.operators, beneath)
         whole = replace(whole, states=tuple(last.states), window=window, tokens={**whole.tokens, **window_began(first)})
-        return pruned(whole, view.files, {part.directory for part in parts})
+        manifest = pruned(whole, view.files, {part.directory for part in parts})
+        if beneath is not None and not {*manifest.files}.isdisjoint(beneath.files):
+            manifest = replace(manifest, not_finite=beneath.not_finite)
+        return manifest
 
     def whole(
         self,

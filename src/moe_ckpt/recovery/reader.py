@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 import torch
 
 from moe_ckpt.engine.documents import read_commit, read_header, read_part, read_parts, read_sealed
-from moe_ckpt.errors import CoverageError, DamagedError, ForeignStoreError, NoCheckpointError, StepRemovedError
+from moe_ckpt.errors import (
+    CoverageError,
+    DamagedError,
+    ForeignStoreError,
+    NoCheckpointError,
+    NotFiniteError,
+    StepRemovedError,
+)
 from moe_ckpt.format.contents import STATE_FILE, state_contents
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.identity import Identity
@@ -311,7 +318,7 @@ def _first_damage(storage: Storage, slices: list[StoredSlice]) -> BadSlice | Non
 def usable(
     reader: StoreReader, problems: list[str], check: Callable[[Manifest], object] = lambda manifest: None
 ) -> Iterator[Manifest]:
-    """Yields the checkpoints whose manifest is undamaged, newest first.
+    """Yields the checkpoints whose manifest is undamaged, and whose values are finite, newest first.
 
     One that is removed while it is read is left out.
 
@@ -328,12 +335,14 @@ def usable(
     for directory in reader.directories():
         try:
             manifest = reader.manifest(directory)
+            if manifest.not_finite:
+                raise NotFiniteError(directory, manifest.not_finite)
             check(manifest)
         except StepRemovedError as error:
             if not found:
                 raise
             removed = removed or error
-        except (DamagedError, CoverageError) as error:
+        except (DamagedError, CoverageError, NotFiniteError) as error:
             _log.warning("checkpoint %s is skipped: %s", directory, error)
             problems.append(f"{directory} ({error})")
         else:
@@ -390,7 +399,10 @@ def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
             fate = "was not committed" if storage.exists(directory) else "does not exist"
             have = f"committed there: {', '.join(committed[:6])}" if committed else "no step is committed there"
             raise NoCheckpointError(f"checkpoint {path} {fate} (no {MANIFEST_NAME}); {have}")
-        return reader, reader.manifest(directory)
+        named = reader.manifest(directory)
+        if named.not_finite:
+            _log.warning("%s; it is read because it was named", NotFiniteError(directory, named.not_finite))
+        return reader, named
     require_store(reader, path)
     manifest = newest_good(reader, deep=False)
     if manifest is None:
@@ -437,8 +449,8 @@ def require_store(reader: StoreReader, path: str | os.PathLike[str]) -> None:
 
 
 def _describe(storage: Storage) -> str:
-    """Returns what a directory holds, in a few words."""
-    names = storage.list()
-    if not names:
+    """Returns what a directory holds, in a few words; names in it are the user's."""
+    count = len(storage.list())
+    if not count:
         return "there is nothing, or it is a file"
-    return "there is " + ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return f"it has no {STORE_NAME} and no step among its {count} entr{'y' if count == 1 else 'ies'}"

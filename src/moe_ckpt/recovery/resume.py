@@ -18,7 +18,7 @@ from moe_ckpt.core.memory_shares import checkpoints_of
 from moe_ckpt.core.recovery_plan import first_choice
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.errors import NoCheckpointError, OtherLayoutError
+from moe_ckpt.errors import NoCheckpointError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
@@ -38,6 +38,10 @@ _DIVERGED = (
     "its steps is used, and the newest one that was saved in full is tried"
 )
 log = logging.getLogger("moe_ckpt")
+_BY_NAME = (
+    " To go on from a step whose values are not finite, name it: ckpt_path= (Lightning) or weights_from= takes its "
+    "directory"
+)
 _ONLY_IN_MEMORY = (
     "memory held steps of an earlier start, up to %d, but no whole checkpoint that this run can use, and %s holds "
     "none: all of them are lost. Let storage get one more often: Memory(storage_every_n_steps=...)"
@@ -135,6 +139,7 @@ class _PassedOver:
         problems: What is wrong, on this rank.
         unread: Directories of those that storage does not give.
         windows: Sparse windows of another layout.
+        not_finite: Some hold NaN or infinity.
         diverged: The first step of a gradient log whose updates came to another state, and where; None if none did.
     """
 
@@ -142,6 +147,7 @@ class _PassedOver:
         self.problems: list[str] = []
         self.unread: list[str] = []
         self.windows: list[OtherLayoutError] = []
+        self.not_finite = False
         self.diverged: tuple[NotUsableError, str] | None = None
         self._rank = comm.rank
 
@@ -159,6 +165,12 @@ class _PassedOver:
         problem = found.problem
         if isinstance(problem, OtherLayoutError):
             self.windows.append(problem)
+            return
+        if isinstance(problem, NotFiniteError):
+            self.problems.append(str(problem))
+            self.not_finite = True
+            if self._rank == 0:
+                announce("%s: it is passed over", problem, level=logging.WARNING)
             return
         if problem is not None:
             log.warning("rank %d cannot use checkpoint %s: %s", self._rank, directory, problem)
@@ -181,7 +193,7 @@ class _PassedOver:
             return self.windows[0]
         return NoCheckpointError(
             f"no checkpoint in {root} can be used: {'; '.join(self.problems[:4]) or 'see the other ranks'}. "
-            "To start over, move the directory away or choose another dirpath."
+            "To start over, move the directory away or choose another dirpath." + (_BY_NAME if self.not_finite else "")
         )
 
 

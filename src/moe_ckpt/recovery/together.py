@@ -12,6 +12,7 @@ from moe_ckpt.errors import (
     CoverageError,
     DamagedError,
     MoECheckpointError,
+    NotFiniteError,
     OtherLayoutError,
     PeerLostError,
     ReplayDivergedError,
@@ -137,7 +138,7 @@ def _kind(problem: Exception | None) -> int:
         return UNREAD
     if isinstance(problem, ReplayDivergedError) and problem.logged:
         return DIVERGED
-    skipped = (DamagedError, CoverageError, OtherLayoutError, StepRemovedError)
+    skipped = (DamagedError, CoverageError, NotFiniteError, OtherLayoutError, StepRemovedError)
     return DAMAGED if isinstance(problem, skipped) else STOPS
 
 

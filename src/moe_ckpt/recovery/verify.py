@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
+from moe_ckpt.engine.documents import read_sealed
 from moe_ckpt.errors import CoverageError, DamagedError, StepRemovedError, StoreForbiddenError, StoreUnreadableError
+from moe_ckpt.format.finished import FINISHED_NAME, Finished
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, FileRecord, Manifest
 from moe_ckpt.format.shard import ShardHeader
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex, build_index, prove
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slices import BadSlice, find_damage
+from moe_ckpt.recovery.slices import BadSlice, find_damage, reported
 from moe_ckpt.storage.base import Storage
 
 _READERS = 4
@@ -28,7 +30,7 @@ class Damage:
 
     Attributes:
         affects: The committed steps that cannot be loaded because of it; none if it is superseded bytes, or
-            ``store.json``, which the manifests replace.
+            ``store.json``, which the manifests replace, or ``finished.json``.
     """
 
     path: str
@@ -103,6 +105,7 @@ def verify_steps(reader: StoreReader, directories: Sequence[str], progress: Prog
     found = _Findings()
     if reader.identity_damage is not None:
         found.add(reader.identity_damage, ())
+    _check_finished(reader.storage, found)
     for directory in directories:
         try:
             _check_step(reader, directory, found)
@@ -114,6 +117,16 @@ def verify_steps(reader: StoreReader, directories: Sequence[str], progress: Prog
     usable = tuple(each for each in directories if each not in damaged | found.removed)
     removed = tuple(each for each in directories if each in found.removed - damaged)
     return Verified(tuple(damages), usable, removed)
+
+
+def _check_finished(storage: Storage, found: _Findings) -> None:
+    """Checks ``finished.json``, which no step needs, where a run has left one."""
+    if storage.exists(FINISHED_NAME):
+        try:
+            with reported(FINISHED_NAME):
+                Finished.decode(read_sealed(storage, FINISHED_NAME), FINISHED_NAME)
+        except (DamagedError, StoreUnreadableError) as error:
+            found.add(error, ())
 
 
 def _place(damage: Damage) -> tuple[bool, str, str]:

@@ -39,6 +39,7 @@ from moe_ckpt.slices.cuts import (
     are_distinct,
     frozen_nbytes,
     sorted_rows,
+    stretches,
     table_of_side,
 )
 from moe_ckpt.slices.local_state import LocalState, collect_replay_slices, collect_slices
@@ -143,6 +144,11 @@ class CompiledPart:
     def operators(self) -> tuple[str, ...]:
         """Operators of which the part holds more than what only replay needs."""
         return tuple(sorted({cut.operator for cut in self.cuts if not cut.is_replay}))
+
+    @cached_property
+    def stretches(self) -> Sequence[tuple[str, int, int]]:
+        """(type, first, the one behind the last) of the slices of operators, type by type."""
+        return stretches(self._table)
 
     @property
     def boxes(self) -> tuple[tuple[str, Box], ...]:

@@ -271,6 +271,17 @@ def _placed(entry: SliceEntry, places: Mapping[str, int]) -> tuple[int, int]:
     return _DTYPES[entry.dtype] << _DTYPE_BITS | section << _SECTION_BITS | places.get(key, 0), at
 
 
+def stretches(table: Table) -> list[tuple[str, int, int]]:
+    """(type, first slice, the one behind the last) of what is no side tensor, type by type, in the order of
+    ``lay_out``."""
+    types, sides = table[:, ORDER] >> _DTYPE_BITS, (table[:, ORDER] >> _SECTION_BITS & 3) == _SIDE
+    ranges_of, names = [], list(_DTYPES)
+    for number in np.unique(types).tolist():
+        first, stop = np.searchsorted(types, [number, number + 1]).tolist()
+        ranges_of.append((names[number], first, stop - int(sides[first:stop].sum())))
+    return ranges_of
+
+
 def frozen_nbytes(table: Table) -> int:
     """Bytes of weights that a window anchors later."""
     order = table[:, ORDER] & ((1 << _DTYPE_BITS) - 1)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from moe_ckpt import metrics as m
 from moe_ckpt.core.skew import normalized_hhi
@@ -142,6 +142,46 @@ def test_names_and_values_of_the_collection():
     collection.update(**FIRST)
     collection.update(**SECOND)
     same(collection.compute(), AFTER_BOTH)
+
+
+def test_steps_are_noted_as_numbers_and_become_tensors_when_a_metric_is_asked_for(monkeypatch):
+    collection = m.checkpoint_metrics()
+    kept = collection["stall"]  # a user may keep one, and ask it later
+    arrays = ("popularity", "ages", "unsaved")
+    steps = [step | {name: np.array(step[name]) for name in arrays} for step in (FIRST, SECOND)]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "as_tensor", lambda *_, **__: pytest.fail("a tensor was made"))
+        for step in steps:
+            collection.note(step)
+    assert plain(kept.compute()) == {"stall_ms_mean": 2.5, "stall_ms_worst": 4.0}
+    same(collection.compute(), AFTER_BOTH)
+    assert {metric.update_count for metric in collection.values()} == {2}
+    collection.note(steps[0])
+    copied = collection.clone()
+    collection.reset()
+    assert copied["stall"].update_count == 3
+    assert not any(metric.update_count for metric in collection.values())
+    collection.note(steps[1])
+    same(collection.compute(), SECOND_ALONE)
+
+
+def test_a_users_own_metric_in_the_collection_sees_every_step():
+    class Most(Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state("most", torch.tensor(0), "max")
+
+        def update(self, nbytes):
+            self.most = self.most.maximum(torch.tensor(nbytes))
+
+        def compute(self):
+            return self.most
+
+    collection = m.checkpoint_metrics()
+    collection.add_metrics({"most": Most()})
+    for step in (FIRST, SECOND):
+        collection.note(step | {name: np.array(step[name]) for name in ("popularity", "ages", "unsaved")})
+    assert (collection["most"].compute(), collection["most"].update_count) == (100, 2)
 
 
 def test_forward_gives_the_value_of_the_step_and_goes_on_with_all():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchmetrics import Metric, MetricCollection
@@ -23,18 +23,66 @@ from moe_ckpt.metrics.tokens import (
 )
 from moe_ckpt.metrics.windows import WindowAge, WindowPlace
 
+_SUMMED = ("nbytes", "frozen_nbytes", "stall_secs", "popularity", "iterations")
+"""Facts that add up over steps; of all others the newest counts."""
+
 
 class CheckpointMetrics(MetricCollection):
-    """What ``checkpoint_metrics`` gives."""
+    """The metrics of ``checkpoint_metrics``. Training notes its steps here as plain numbers; they become tensors when a
+    metric is asked for, for a tensor of one element takes the training thread as long as a thousand numbers."""
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Give each metric what it asks for; see ``facts``."""
-        metrics = [metric for metric in self.values(copy_state=False) if isinstance(metric, StepMetric)]
-        if args or len(metrics) < len(self):  # a user's own are among them
-            super().update(*args, **kwargs)
+    _noted: Mapping[str, Any] | None = None
+
+    def note(self, step_facts: Mapping[str, Any], iterations: int = 1) -> None:
+        """Notes what ``facts`` returned.
+
+        Args:
+            step_facts: Of one step.
+            iterations: 0 for the same step again, about which more is known by now: only what does not add up counts.
+        """
+        facts = dict(step_facts, iterations=iterations, worst_stall_secs=step_facts["stall_secs"])
+        if not iterations:
+            facts |= {name: facts[name] * 0 for name in (*_SUMMED, "worst_stall_secs")}
+        for metric in self._foreign():
+            if iterations:
+                metric.update(**metric._filter_kwargs(**step_facts))
+        before = self._noted
+        if before is not None:
+            facts |= {name: before[name] + facts[name] for name in _SUMMED}
+            facts["worst_stall_secs"] = max(before["worst_stall_secs"], facts["worst_stall_secs"])
+        self._noted = facts
+
+    def _foreign(self) -> list[Metric]:
+        """Metrics that a user has added, which are updated at each step."""
+        return [metric for metric in super().values(copy_state=False) if not isinstance(metric, StepMetric)]
+
+    def catch_up(self) -> None:
+        """Updates the metrics by what was noted."""
+        noted, self._noted = self._noted, None
+        if noted is None:
             return
-        for metric in metrics:
-            metric.note(kwargs)
+        for metric in super().values(copy_state=False):
+            if isinstance(metric, StepMetric):
+                metric.update(**metric._filter_kwargs(**noted))
+                metric._update_count += noted["iterations"] - 1
+
+    def items(  # type: ignore[override]
+        self, keep_base: bool = False, copy_state: bool = True
+    ) -> Iterable[tuple[str, Metric]]:
+        self.catch_up()
+        return super().items(keep_base, copy_state)
+
+    def values(self, copy_state: bool = True) -> Iterable[Metric]:  # type: ignore[override]
+        self.catch_up()
+        return super().values(copy_state)
+
+    def __getitem__(self, key: str, copy_state: bool = True) -> Metric:
+        self.catch_up()
+        return super().__getitem__(key, copy_state)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        self.catch_up()
+        return super().state_dict(*args, **kwargs)
 
     def plot(self, val: Any = None, ax: Any = None, together: bool = False) -> Any:
         """A picture of each metric: see ``MetricCollection.plot``, which cannot find those of several values."""
@@ -62,7 +110,7 @@ def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> C
         **kwargs: Of ``torchmetrics.Metric``, for each; ``sync_on_compute=False`` makes ``compute`` this rank's own
             affair.
     """
-    metrics: dict[str, Metric | MetricCollection] = {
+    metrics: dict[str, Any] = {
         "plt": PortionOfLostTokens(**kwargs),
         "at_risk": PortionAtRisk(**kwargs),
         "mlt": MomentaryLostTokens(**kwargs),
@@ -78,7 +126,10 @@ def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> C
         "expert_ages": ExpertAges(experts, **kwargs),
         "unsaved_tokens": UnsavedTokens(experts, **kwargs),
     }
-    return CheckpointMetrics(metrics, compute_groups=False)
+    collection = CheckpointMetrics(metrics, compute_groups=False)
+    for metric in metrics.values():
+        metric.catch_up = collection.catch_up
+    return collection
 
 
 def facts(record: StepRecord, run_ledger: RunLedger) -> dict[str, Any]:
@@ -106,15 +157,11 @@ def facts(record: StepRecord, run_ledger: RunLedger) -> dict[str, Any]:
 
 
 def feeding(metrics: CheckpointMetrics) -> Observer:
-    """Returns an observer that updates ``metrics`` at each new step, and those of the ledger once training ended."""
+    """Returns an observer that notes each new step, and the newest once more when training has ended."""
 
     def note(event: SessionEvent) -> None:
-        if isinstance(event, StepEnded):
-            metrics.update(**facts(event.record, event.run_ledger))
-        elif isinstance(event, TrainingEnded):  # the ranks have agreed on the last step only now
-            found = facts(event.record, event.run_ledger)
-            for name in ("plt", "at_risk", "mlt", "owed_tokens", "unsaved_tokens"):
-                metrics[name].update(**metrics[name]._filter_kwargs(**found))
+        if isinstance(event, StepEnded | TrainingEnded):  # the ranks have agreed on the last step only at the end
+            metrics.note(facts(event.record, event.run_ledger), iterations=int(isinstance(event, StepEnded)))
 
     return note
 

@@ -144,25 +144,48 @@ def test_names_and_values_of_the_collection():
     same(collection.compute(), AFTER_BOTH)
 
 
+def two_steps():
+    """Records of two steps, each with the ledger after it."""
+    run_ledger = RunLedger(catalog(layers=2, experts=2))
+    for record, tokens in (
+        (StepRecord(4, nbytes=9, frozen_nbytes=4, stall_secs=0.004, k=1, routed_tokens=16), [[8, 0], [4, 4]]),
+        (StepRecord(5, nbytes=2, stall_secs=0.001, k=2, routed_tokens=32, lost_tokens=3), [[1, 7], [4, 4]]),
+    ):
+        run_ledger.routed(np.array(tokens))
+        yield record, run_ledger
+
+
 def test_steps_are_noted_as_numbers_and_become_tensors_when_a_metric_is_asked_for(monkeypatch):
-    collection = m.checkpoint_metrics()
-    kept = collection["stall"]  # a user may keep one, and ask it later
-    arrays = ("popularity", "ages", "unsaved")
-    steps = [step | {name: np.array(step[name]) for name in arrays} for step in (FIRST, SECOND)]
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "as_tensor", lambda *_, **__: pytest.fail("a tensor was made"))
-        for step in steps:
-            collection.note(step)
+    noted, updated = m.checkpoint_metrics(), m.checkpoint_metrics()
+    kept = noted["stall"]  # a user may keep one, and ask it later
+    for record, run_ledger in two_steps():
+        updated.update(**facts(record, run_ledger))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "as_tensor", lambda *_, **__: pytest.fail("a tensor was made"))
+            noted.note(record, run_ledger)
+    expected = plain(updated.compute())
     assert plain(kept.compute()) == {"stall_ms_mean": 2.5, "stall_ms_worst": 4.0}
-    same(collection.compute(), AFTER_BOTH)
-    assert {metric.update_count for metric in collection.values()} == {2}
-    collection.note(steps[0])
-    copied = collection.clone()
-    collection.reset()
-    assert copied["stall"].update_count == 3
-    assert not any(metric.update_count for metric in collection.values())
-    collection.note(steps[1])
-    same(collection.compute(), SECOND_ALONE)
+    assert np.array_equal([*plain(noted.compute())], [*expected])
+    same({name: value.nan_to_num(-1) for name, value in noted.compute().items()}, no_nan(expected))
+    assert {metric.update_count for metric in noted.values()} == {2}
+
+
+def no_nan(values):
+    return {name: np.nan_to_num(value, nan=-1) for name, value in values.items()}
+
+
+def test_what_was_noted_goes_with_a_copy_and_not_beyond_a_reset():
+    metrics = m.checkpoint_metrics()
+    (first, run_ledger), (second, _) = two_steps()
+    metrics.note(first, run_ledger)
+    copied = metrics.clone()
+    metrics.reset()
+    metrics.note(second, run_ledger)
+    assert [each["stall"].compute()["stall_ms_worst"].item() for each in (copied, metrics)] == [4.0, 1.0]
+    assert [each["bytes"].update_count for each in (copied, metrics)] == [1, 1]
+    metrics.persistent(True)
+    metrics.note(second, run_ledger)
+    assert metrics.state_dict()["stall.stall_iterations"] == 2
 
 
 def test_a_users_own_metric_in_the_collection_sees_every_step():
@@ -179,9 +202,9 @@ def test_a_users_own_metric_in_the_collection_sees_every_step():
 
     collection = m.checkpoint_metrics()
     collection.add_metrics({"most": Most()})
-    for step in (FIRST, SECOND):
-        collection.note(step | {name: np.array(step[name]) for name in ("popularity", "ages", "unsaved")})
-    assert (collection["most"].compute(), collection["most"].update_count) == (100, 2)
+    for record, run_ledger in two_steps():
+        collection.note(record, run_ledger)
+    assert (collection["most"].compute(), collection["most"].update_count) == (9, 2)
 
 
 def test_forward_gives_the_value_of_the_step_and_goes_on_with_all():

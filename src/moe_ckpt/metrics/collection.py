@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchmetrics import Metric, MetricCollection
 
@@ -23,34 +23,61 @@ from moe_ckpt.metrics.tokens import (
 )
 from moe_ckpt.metrics.windows import WindowAge, WindowPlace
 
-_SUMMED = ("nbytes", "frozen_nbytes", "stall_secs", "popularity", "iterations")
-"""Facts that add up over steps; of all others the newest counts."""
+
+class _Noted(NamedTuple):
+    """Steps that the metrics have not been updated by.
+
+    Attributes:
+        record: Of the newest of them.
+        run_ledger: Of the run.
+        sums: Facts of all of them that add up, and how many they are.
+        worst_stall_secs: The longest stall among them.
+    """
+
+    record: StepRecord
+    run_ledger: RunLedger
+    sums: Mapping[str, Any]
+    worst_stall_secs: float
+
+
+def _summed(record: StepRecord, run_ledger: RunLedger) -> dict[str, Any]:
+    """Returns the facts of one step that add up."""
+    return {
+        "nbytes": record.nbytes,
+        "frozen_nbytes": record.frozen_nbytes,
+        "stall_secs": record.stall_secs,
+        "popularity": run_ledger.popularity,
+        "iterations": 1,
+    }
 
 
 class CheckpointMetrics(MetricCollection):
     """The metrics of ``checkpoint_metrics``. Training notes its steps here as plain numbers; they become tensors when a
-    metric is asked for, for a tensor of one element takes the training thread as long as a thousand numbers."""
+    metric is asked for. Torch and numpy let other threads run in the middle of their work, and a thread that copies or
+    writes gives the interpreter back milliseconds later."""
 
-    _noted: Mapping[str, Any] | None = None
+    _noted: _Noted | None = None
 
-    def note(self, step_facts: Mapping[str, Any], iterations: int = 1) -> None:
-        """Notes what ``facts`` returned.
+    def note(self, record: StepRecord, run_ledger: RunLedger, *, again: bool = False) -> None:
+        """Notes a step.
 
         Args:
-            step_facts: Of one step.
-            iterations: 0 for the same step again, about which more is known by now: only what does not add up counts.
+            record: Of it.
+            run_ledger: As ``facts`` takes it. Its tables are read when a metric is asked for.
+            again: The step was noted before, and more is known about it by now: nothing is added up.
         """
-        facts = dict(step_facts, iterations=iterations, worst_stall_secs=step_facts["stall_secs"])
-        if not iterations:
-            facts |= {name: facts[name] * 0 for name in (*_SUMMED, "worst_stall_secs")}
-        for metric in self._foreign():
-            if iterations:
-                metric.update(**metric._filter_kwargs(**step_facts))
-        before = self._noted
+        before, sums, worst = self._noted, _summed(record, run_ledger), record.stall_secs
         if before is not None:
-            facts |= {name: before[name] + facts[name] for name in _SUMMED}
-            facts["worst_stall_secs"] = max(before["worst_stall_secs"], facts["worst_stall_secs"])
-        self._noted = facts
+            added = before.sums.items()
+            sums = dict(added) if again else {name: value + sums[name] for name, value in added}
+            worst = max(before.worst_stall_secs, worst)
+        elif again:
+            sums, worst = {name: value * 0 for name, value in sums.items()}, 0.0
+        self._noted = _Noted(record, run_ledger, sums, worst)
+        if not again and (foreign := self._foreign()):
+            asked = facts(record, run_ledger)
+            for metric in foreign:
+                metric.update(**metric._filter_kwargs(**asked))
 
     def _foreign(self) -> list[Metric]:
         """Metrics that a user has added, which are updated at each step."""
@@ -61,10 +88,11 @@ class CheckpointMetrics(MetricCollection):
         noted, self._noted = self._noted, None
         if noted is None:
             return
+        asked = facts(noted.record, noted.run_ledger) | {**noted.sums, "worst_stall_secs": noted.worst_stall_secs}
         for metric in super().values(copy_state=False):
             if isinstance(metric, StepMetric):
-                metric.update(**metric._filter_kwargs(**noted))
-                metric._update_count += noted["iterations"] - 1
+                metric.update(**metric._filter_kwargs(**asked))
+                metric._update_count += noted.sums["iterations"] - 1
 
     def items(  # type: ignore[override]
         self, keep_base: bool = False, copy_state: bool = True
@@ -161,7 +189,7 @@ def feeding(metrics: CheckpointMetrics) -> Observer:
 
     def note(event: SessionEvent) -> None:
         if isinstance(event, StepEnded | TrainingEnded):  # the ranks have agreed on the last step only at the end
-            metrics.note(facts(event.record, event.run_ledger), iterations=int(isinstance(event, StepEnded)))
+            metrics.note(event.record, event.run_ledger, again=isinstance(event, TrainingEnded))
 
     return note
 

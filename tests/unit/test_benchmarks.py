@@ -68,7 +68,7 @@ def test_stall_runs_and_finds_what_was_written(tmp_path, capfd):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     found = json.loads((out / "stall_disk_tiny.json").read_text())
     rows = {row["name"]: row for row in found["rows"]}
-    assert len(rows) == 5
+    assert len(rows) == 7
     assert found["not_run"] == found["failed"] == {}
     dense, moc = rows["moe_ckpt Dense, async"], rows["moe_ckpt MoC, K=1"]
     assert all(row["saved"] == 1.0 for name, row in rows.items() if name != "no checkpoint")

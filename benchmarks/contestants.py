@@ -62,6 +62,10 @@ class Contestant:
         """Whether a file or directory named ``step...`` is a whole checkpoint, not the rest of a failed one."""
         return True
 
+    def made(self, asked: int, present: int) -> int:
+        """Returns how many of the checkpoints that were asked for were made, when ``present`` are on storage."""
+        return present
+
 
 class Reference(Contestant):
     """Training without any checkpoint."""
@@ -82,13 +86,19 @@ class _GatedPolicy(Wrapper):
 
 
 class Ours(Contestant):
-    """MoECheckpoint. When storage is slower than training it waits, so that no checkpoint is left out."""
+    """MoECheckpoint. When storage is slower than training it waits, so that no checkpoint is left out.
+
+    Args:
+        name: Of the contestant.
+        policy: Saves at every iteration.
+        keep_last: Of ``RetentionPolicy``; None for the default, which deletes as other checkpointers here do not.
+    """
 
     durable = True
 
-    def __init__(self, name: str, policy: Policy) -> None:
+    def __init__(self, name: str, policy: Policy, keep_last: int | None = 1000) -> None:
         self.name = name
-        self._policy = policy
+        self._policy, self._keep_last = policy, keep_last
         self._callback: MoECheckpoint | None = None
 
     def begin(self, gate: Gate, directory: Path) -> list[pl.Callback]:
@@ -98,7 +108,7 @@ class Ours(Contestant):
             directory,
             save_last=False,
             when_busy="wait",
-            retention=RetentionPolicy(keep_last=1000),
+            retention=RetentionPolicy() if self._keep_last is None else RetentionPolicy(keep_last=self._keep_last),
         )
         return [self._callback]
 
@@ -108,6 +118,12 @@ class Ours(Contestant):
 
     def complete(self, entry: Path) -> bool:
         return (entry / MANIFEST_NAME).exists()
+
+    def made(self, asked: int, present: int) -> int:
+        last = None if self._callback is None else self._callback.last
+        if self._keep_last is not None or last is None:
+            return present
+        return asked - last.skips - last.failed_checkpoints
 
 
 class _GatedModelCheckpoint(ModelCheckpoint):
@@ -178,26 +194,18 @@ _HOOKS = (
 
 
 class HookClock:
-    """Sums the time that the training thread spends in the hooks of some callbacks. Seconds."""
+    """Sums the time that the training thread spends in the hooks of some callbacks. Seconds.
+
+    ``MoECheckpoint`` has hooks of layers and optimizers as well, so its own stopwatch tells.
+    """
 
     def __init__(self, callbacks: list[pl.Callback]) -> None:
         self._total = 0.0
-        for callback in callbacks:
+        self._ours = [callback for callback in callbacks if isinstance(callback, MoECheckpoint)]
+        for callback in (each for each in callbacks if each not in self._ours):
             for hook in (name for name in _HOOKS if hasattr(callback, name)):
                 setattr(callback, hook, self._timed(getattr(callback, hook)))
-            if isinstance(callback, MoECheckpoint):
-                callback.on_fit_start = self._timing_its_turn(callback)  # type: ignore[method-assign]  # to time it
-
-    def _timing_its_turn(self, callback: MoECheckpoint) -> Callable[..., None]:
-        """Returns ``on_fit_start``; what it makes has its turn after everybody's ``on_train_batch_end``."""
-        begin = callback.on_fit_start
-
-        def on_fit_start(*args: Any, **kwargs: Any) -> None:
-            begin(*args, **kwargs)
-            if callback._fit is not None:
-                callback._fit.after_batch = self._timed(callback._fit.after_batch)  # type: ignore[method-assign]  # likewise
-
-        return on_fit_start
+        self._before = 0.0
 
     def _timed(self, hook: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: Any, **kwargs: Any) -> None:
@@ -211,7 +219,10 @@ class HookClock:
 
     def take(self) -> float:
         """The sum since the last call."""
-        total, self._total = self._total, 0.0
+        now = time.perf_counter()
+        ours = sum(callback._fit.stopwatch.until(now) for callback in self._ours if callback._fit is not None)
+        total = self._total + ours - self._before
+        self._total, self._before = 0.0, ours
         return total
 
 
@@ -222,4 +233,6 @@ def own() -> list[Contestant]:
         Ours("moe_ckpt Dense, sync", Dense(sync=True)),
         Ours("moe_ckpt Dense, async", Dense()),
         Ours("moe_ckpt MoC, K=1", MoC(k=1)),
+        Ours("moe_ckpt Dense, default retention", Dense(), keep_last=None),
+        Ours("moe_ckpt MoC, default retention", MoC(k=1), keep_last=None),
     ]

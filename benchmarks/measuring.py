@@ -44,7 +44,7 @@ class Sample:
     reference, saved: wall time without and with a checkpoint. thread_cpu: processor time of the training
         thread in the latter; other programs on the machine do not enter into it, waiting neither.
     nbytes: size of one checkpoint on storage, the median over those of this fit.
-    kept: checkpoints found on storage at the end; asked: how many were asked for.
+    kept: checkpoints found on storage at the end, and those that retention has deleted; asked: how many were asked for.
     drain: time from the end of the last checkpointed iteration until all is written.
     """
 
@@ -135,7 +135,7 @@ def run_once(contestant: Contestant, module: Model, batch: int, shape: Shape, di
         trainer.fit(module, endless_batches(module.config, batch))
         contestant.end()
         sizes = _checkpoint_sizes(contestant, directory)
-        sample.kept = len(sizes)
+        sample.kept = contestant.made(sample.asked, len(sizes))
         sample.nbytes = int(median(sizes)) if sizes else 0
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -204,11 +204,18 @@ def sentences(found: dict[str, list[RunSummary]]) -> list[str]:
         told.append(f"Chance: {noise(base):.4f} (standard deviation of the loss over {len(base)} seeds).")
         for arm in (arm for arm in (*QUALITY[1:], *BOOST, *MLT) if arm.name in found):
             gaps = [(r.val_loss or 0) - (b.val_loss or 0) for r, b in zip(found[arm.name], base, strict=True)]
-            told.append(f"{arm.name}: {mean(gaps):+.4f} from the same seed without failures.")
+            of_pairs = "" if len(gaps) < 2 else f" (paired t = {paired_t(gaps):.1f}, {len(gaps)} seeds)"
+            told.append(f"{arm.name}: {mean(gaps):+.4f} from the same seed without failures{of_pairs}.")
     sequential, aware = (sum(r.lost_tokens for r in found.get(arm.name, ())) for arm in SELECTION)
     if sequential and all(arm.name in found for arm in SELECTION):
         told.append(f"Load-aware lost {aware / sequential:.2f} of the tokens that sequential lost, same kills.")
     return told
+
+
+def paired_t(gaps: Sequence[float]) -> float:
+    """Mean of paired differences over its standard error: how the loss differs between seeds is not in it."""
+    error = stdev(gaps) / len(gaps) ** 0.5
+    return mean(gaps) / error if error else 0.0
 
 
 def draw(found: dict[str, list[RunSummary]], path: Path, window: int = 15) -> None:

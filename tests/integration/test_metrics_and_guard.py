@@ -14,13 +14,20 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.callbacks.step_log import StepLog
+from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.core.skew import normalized_hhi
+from moe_ckpt.driver.run import Driver
+from moe_ckpt.engine.events import StepEnded
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.metrics import checkpoint_metrics
-from moe_ckpt.metrics.collection import facts
+from moe_ckpt.metrics.collection import CheckpointMetrics, facts
+from moe_ckpt.modeling.passes import TrainingPasses
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import Guarded, MoC, MoEvement
 from moe_ckpt.recovery.reader import open_step
 from tests.support import run_ranks
+from tests.support.clocks import Clock
 from tests.support.tiny_moe import TinyMoE, loader
 
 
@@ -281,6 +288,48 @@ def test_over_two_ddp_ranks_the_metrics_reduce_rightly(tmp_path):
     each = 4 * 2 * 2 * 2  # batch, k, layers, ranks: each token once
     assert ranks[0]["routed"] == (steps - 1) * each, "the ranks agree on a step while they compute the next"
     assert ranks[0]["routed in all"] == (steps + 1) * each
+
+
+# --- the stall ---
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "most"),
+    [
+        (TrainingPasses, "include", 20),  # in a hook of each router
+        (UpdateWatch, "_count", 1),  # of the optimizer
+        (Driver, "note", 1),  # at the start of a batch
+        (TorchTrainingState, "plain", 3),
+        (CheckpointMetrics, "note", 1),
+        (StepLog, "_values", 1),
+        (CSVLogger, "log_metrics", 1),  # whose values we give it
+    ],
+)
+def test_every_moment_in_which_a_hook_keeps_the_training_thread_is_part_of_the_stall(
+    tmp_path, monkeypatch, owner, name, most
+):
+    clock, happened = Clock(), []
+    told = StepLog.__call__
+
+    def ended(log, event):
+        if isinstance(event, StepEnded):
+            happened.append(event.record.stall_secs)
+        told(log, event)
+
+    monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(StepLog, "__call__", ended)
+    clock.slow(owner, name, lambda: happened.append(None), monkeypatch.setattr)
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(tmp_path / "store", max_steps=6, logger=logger, log_every_n_steps=1)
+    stalls, since = [], 0
+    for secs in happened:  # what comes after a record is part of the next
+        if secs is None:
+            since += 1
+        else:
+            stalls.append((secs, since))
+            since = 0
+    assert [secs for secs, _ in stalls[1:]] == [calls for _, calls in stalls[1:]]
+    assert all(1 <= calls <= most for _, calls in stalls[1:])
 
 
 # --- the guard ---

@@ -6,14 +6,19 @@ import contextlib
 import logging
 import os
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from moe_ckpt.engine.events import StepEnded
+from moe_ckpt.memory.options import Memory
 from tests.support import megatron_gpt
+from tests.support.clocks import Clock
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_log import digests
 from tests.support.megatron_run import heard
@@ -284,3 +289,47 @@ def ending(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
         found[f"{name}, noted when the store was let go of"] = [str(each) for each in locked]
         found[f"{name}, in force"] = [str(built.optimizer.param_groups[0]["max_lr"])]
     return found
+
+
+def stalls(rank: int, world_size: int, root: str) -> dict[str, list[tuple[float, int]]]:
+    """For each hook of the library: the stall of each iteration, by a clock that goes in this hook only, and how often
+    the hook ran since the record before."""
+    from moe_ckpt.driver.run import Driver
+    from moe_ckpt.gradients.recording import StepRecorder
+    from moe_ckpt.megatron.routing import RouterCounter
+    from moe_ckpt.metrics.collection import CheckpointMetrics
+
+    found = {}
+    for owner, name in (
+        (RouterCounter, "_count"),  # in a hook of each router
+        (Driver, "note"),  # in one of inner optimizers
+        (StepRecorder, "consume"),
+        (CheckpointMetrics, "note"),
+    ):
+        clock, calls = Clock(), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "perf_counter", clock.perf_counter)
+            clock.slow(owner, name, lambda calls=calls: calls.append(None), patch.setattr)
+            found[owner.__name__] = _stalls(os.path.join(root, owner.__name__), calls)
+    return found
+
+
+def _stalls(root: str, calls: list[None]) -> list[tuple[float, int]]:
+    built = megatron_gpt.build(SETUP, 1)
+    memory = os.path.join(root, "memory")
+    os.makedirs(memory)
+    ckpt = attached(built, root, Plan(("GradientLog", {"window": 2})), memory=Memory(memory))
+    ckpt.resume()
+    told = []
+
+    def note(event: Any) -> None:
+        if isinstance(event, StepEnded):
+            told.append((event.record.stall_secs, len(calls)))
+            calls.clear()
+
+    tell = ckpt.session._run.tell
+    object.__setattr__(ckpt.session._run, "tell", lambda event: (note(event), tell(event)))
+    for iteration in range(1, 5):
+        train(ckpt, built, iteration)
+    ckpt.close()
+    return told[1:]

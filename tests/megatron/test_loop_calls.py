@@ -55,6 +55,12 @@ def require_equal(plan: Plan, first: dict, second: dict, third: dict, unbroken: 
         assert counters["life"] < 2
 
 
+def test_every_moment_in_which_a_hook_keeps_the_training_thread_is_part_of_the_stall(tmp_path: Path):
+    for hook, told in only(loop_calls.stalls, tmp_path).items():
+        assert [secs for secs, _ in told] == [calls for _, calls in told], hook
+        assert all(calls for _, calls in told), hook
+
+
 def test_complete_checkpoints_on_demand_and_an_end_said_twice(tmp_path: Path):
     found = only(loop_calls.saving, tmp_path)
     assert (found["before"], found["opened"]) == (None, None)

@@ -19,6 +19,8 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 MAX_METHODS = 20
 MAX_ATTRIBUTES = 15
+WITH_A_STOPWATCH = ("driver.run.Driver", "megatron.checkpoint.MegatronCheckpoint")
+"""Classes that may have one attribute more."""
 LAYERS = (
     *("core", "policies", "format", "storage", "memory", "upstream", "comm", "slices", "replicas", "engine"),
     *("recovery", "profiling", "modeling", "gradients", "data", "interop", "metrics", "driver"),
@@ -31,7 +33,7 @@ ON_TOP = ("testing", "conf")
 """May import every layer, but not one another."""
 SUMMIT = ("", "cli", "__main__")
 """May import everything but ``testing``; "" is the package's own ``__init__``."""
-EVERYWHERE = ("errors", "notices", "tables", "ports")
+EVERYWHERE = ("errors", "notices", "tables", "stopwatch", "ports")
 
 PURE = ("core", "policies")
 # fmt: off
@@ -282,6 +284,7 @@ def oversized(module: Module) -> Iterator[tuple[str, int, int]]:
             if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and _name(each.value) == "self"
         }
         most = len(attributes) if _is_record(node) else MAX_ATTRIBUTES
+        most += f"{module.name}.{node.name}" in WITH_A_STOPWATCH
         if len(methods) > MAX_METHODS or len(attributes) > most:
             yield f"{module.name}.{node.name}", len(methods), len(attributes)
 

@@ -58,6 +58,24 @@ def test_help_has_an_example_that_names_the_file(name, capfd):
     assert f"python {name.replace('.', '/')}.py" in said.partition("example")[2]
 
 
+def test_the_docs_say_what_keeping_all_costs_and_what_the_default_retention_does():
+    root = Path(__file__).parents[2]
+    results = root / "benchmarks" / "results"
+    kept = {row["name"]: row for row in json.loads((results / "stall_memory.json").read_text())["rows"]}
+    default = {row["name"]: row for row in json.loads((results / "moevement.json").read_text())["cost"]["rows"]}
+    page, readme = ((root / name).read_text() for name in ("docs/benchmarks.md", "README.md"))
+    for policy, ours, theirs in (
+        ("Dense()", "moe_ckpt Dense, async", "dense"),
+        ("MoC(k=1)", "moe_ckpt MoC, K=1", "MoC, K=1"),
+    ):
+        low, high = sorted(default[theirs]["ratios"])
+        with_all = 1 + kept[ours]["per_iteration"]
+        row = f"| `{policy}` | {with_all:.2f} | {low:.2f} to {high:.2f} ({default[theirs]['ratio']:.3f}) |"
+        assert row in page
+        assert f"| `{policy}` | {kept[ours]['hook_per_memcpy']:.2f} | {with_all - 1:.0%} |".replace("%", " %") in readme
+        assert f"{low - 1:.0%} and {high - 1:.0%}".replace("%", " %") in " ".join(readme.split())
+
+
 def test_stall_runs_and_finds_what_was_written(tmp_path, capfd):
     out = tmp_path / "out"
     names = ["no checkpoint", "moe_ckpt", "AsyncCheckpointIO"]
@@ -68,7 +86,7 @@ def test_stall_runs_and_finds_what_was_written(tmp_path, capfd):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     found = json.loads((out / "stall_disk_tiny.json").read_text())
     rows = {row["name"]: row for row in found["rows"]}
-    assert len(rows) == 5
+    assert len(rows) == 7
     assert found["not_run"] == found["failed"] == {}
     dense, moc = rows["moe_ckpt Dense, async"], rows["moe_ckpt MoC, K=1"]
     assert all(row["saved"] == 1.0 for name, row in rows.items() if name != "no checkpoint")

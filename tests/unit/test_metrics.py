@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from moe_ckpt import metrics as m
 from moe_ckpt.core.skew import normalized_hhi
@@ -142,6 +142,69 @@ def test_names_and_values_of_the_collection():
     collection.update(**FIRST)
     collection.update(**SECOND)
     same(collection.compute(), AFTER_BOTH)
+
+
+def two_steps():
+    """Records of two steps, each with the ledger after it."""
+    run_ledger = RunLedger(catalog(layers=2, experts=2))
+    for record, tokens in (
+        (StepRecord(4, nbytes=9, frozen_nbytes=4, stall_secs=0.004, k=1, routed_tokens=16), [[8, 0], [4, 4]]),
+        (StepRecord(5, nbytes=2, stall_secs=0.001, k=2, routed_tokens=32, lost_tokens=3), [[1, 7], [4, 4]]),
+    ):
+        run_ledger.routed(np.array(tokens))
+        yield record, run_ledger
+
+
+def test_steps_are_noted_as_numbers_and_become_tensors_when_a_metric_is_asked_for(monkeypatch):
+    noted, updated = m.checkpoint_metrics(), m.checkpoint_metrics()
+    kept = noted["stall"]  # a user may keep one, and ask it later
+    for record, run_ledger in two_steps():
+        updated.update(**facts(record, run_ledger))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "as_tensor", lambda *_, **__: pytest.fail("a tensor was made"))
+            noted.note(record, run_ledger)
+    expected = plain(updated.compute())
+    assert plain(kept.compute()) == {"stall_ms_mean": 2.5, "stall_ms_worst": 4.0}
+    assert np.array_equal([*plain(noted.compute())], [*expected])
+    same({name: value.nan_to_num(-1) for name, value in noted.compute().items()}, no_nan(expected))
+    assert {metric.update_count for metric in noted.values()} == {2}
+
+
+def no_nan(values):
+    return {name: np.nan_to_num(value, nan=-1) for name, value in values.items()}
+
+
+def test_what_was_noted_goes_with_a_copy_and_not_beyond_a_reset():
+    metrics = m.checkpoint_metrics()
+    (first, run_ledger), (second, _) = two_steps()
+    metrics.note(first, run_ledger)
+    copied = metrics.clone()
+    metrics.reset()
+    metrics.note(second, run_ledger)
+    assert [each["stall"].compute()["stall_ms_worst"].item() for each in (copied, metrics)] == [4.0, 1.0]
+    assert [each["bytes"].update_count for each in (copied, metrics)] == [1, 1]
+    metrics.persistent(True)
+    metrics.note(second, run_ledger)
+    assert metrics.state_dict()["stall.stall_iterations"] == 2
+
+
+def test_a_users_own_metric_in_the_collection_sees_every_step():
+    class Most(Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state("most", torch.tensor(0), "max")
+
+        def update(self, nbytes):
+            self.most = self.most.maximum(torch.tensor(nbytes))
+
+        def compute(self):
+            return self.most
+
+    collection = m.checkpoint_metrics()
+    collection.add_metrics({"most": Most()})
+    for record, run_ledger in two_steps():
+        collection.note(record, run_ledger)
+    assert (collection["most"].compute(), collection["most"].update_count) == (9, 2)
 
 
 def test_forward_gives_the_value_of_the_step_and_goes_on_with_all():

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quality import BOOST, MLT, QUALITY, result_of
+from benchmarks.quality import BOOST, MLT, QUALITY, paired_t, result_of
 from benchmarks.quality_grid import RESULT
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NEVER = QUALITY[0].name
 Runs = list[dict[str, Any]]
+STUDENT_2 = 4.303
+"""Student's t at 95 %, both sides, with two degrees of freedom."""
 
 
 def docs(name: str) -> str:
@@ -41,6 +43,10 @@ def signed(number: float) -> str:
     return f"{number:+.4f}".replace("-", "\N{MINUS SIGN}")
 
 
+def told_of(pairs: list[float]) -> str:
+    return f"{signed(mean(pairs))}, t = {paired_t(pairs):.1f}"
+
+
 def percent(portion: float, digits: int = 0) -> str:
     return f"{portion:.{digits}%}".replace("%", " %")
 
@@ -57,7 +63,8 @@ def test_the_docs_have_losses_over_mlt(number):
     both = runs[plain] + runs[boosted]
     cells = [percent(mean(each[what] for each in both), 1) for what in ("mlt_worst", "plt")]
     cells += [signed(mean(gaps(runs, arm))) for arm in (plain, boosted)]
-    assert f"| {' | '.join(cells)} | {percent(made_up(runs[boosted]))} |" in docs("moetion")
+    cells += [percent(made_up(runs[boosted])), told_of([*gaps(runs, plain), *gaps(runs, boosted)])]
+    assert f"| {' | '.join(cells)} |" in docs("moetion")
 
 
 def test_the_docs_have_what_chance_is_in_runs_over_mlt():
@@ -75,7 +82,8 @@ def test_the_docs_have_losses_with_and_without_a_boost():
     found = [made_up([each]) for each in runs[BOOST[1].name]]
     said = docs("moetion")
     assert f"validation loss is {gap} higher than that of the same seeds" in said
-    assert f"chance is {chance(runs):.4f}" in said
+    pairs = [gap for arm in BOOST for gap in gaps(runs, arm.name)]
+    assert f"no more than chance (t = {paired_t(pairs):.1f} over six pairs)" in said
     assert f"worst MLT {100 * min(worst):.0f} to {percent(max(worst))}" in said
     assert f"{100 * min(found):.0f} to {percent(max(found))} of the lost tokens were made up" in said
 
@@ -89,9 +97,18 @@ def test_the_docs_have_losses_within_a_budget_and_beyond(arm, name):
     cells = ["0", losses, ""]
     if arm.failing:
         plt = " ".join(percent(each["plt"], 1 if each["plt"] < 0.1 else 0) for each in runs[arm.name])
-        cells = [plt, losses, f"{mean(gaps(runs, arm.name)):+.4f} (mean)"]
+        pairs = gaps(runs, arm.name)
+        cells = [plt, losses, f"{mean(pairs):+.4f} (mean), t = {paired_t(pairs):.1f}"]
+        half = STUDENT_2 * stdev(pairs) / 3**0.5
+        assert name == "budget broken" or f"could show none below {half:.4f} (95 %)" in docs("moc")
     assert re.sub(" +", " ", f"| {name} | {' | '.join(cells)} |") in docs("moc")
     assert f"The seeds alone differ by {chance(runs):.4f}" in docs("moc")
+    [costly] = [each for each in range(0, len(MLT), 2) if "1 of 8 every 1," in MLT[each].name]
+    mlt = runs_of("mlt")
+    pairs = [gap for at in (0, 1) for gap in gaps(mlt, MLT[costly + at].name)]
+    lost = mean(each["plt"] for at in (0, 1) for each in mlt[MLT[costly + at].name])
+    said = f"at a PLT of {percent(lost, 1)}, end {mean(pairs):.4f} higher (t = {paired_t(pairs):.1f} over six pairs)"
+    assert said in docs("moc")
 
 
 @pytest.mark.parametrize(

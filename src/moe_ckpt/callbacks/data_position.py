@@ -25,6 +25,7 @@ from moe_ckpt.callbacks.lookahead import FETCH_KEY, Lookahead
 from moe_ckpt.callbacks.loop_position import go_on_at, whole_and_left
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.stopwatch import Stopwatch
 
 log = logging.getLogger("moe_ckpt")
 
@@ -128,15 +129,16 @@ class DataPosition:
         self._lookahead: Lookahead | None = None
         self._states: LoaderStates | None = None
 
-    def begin(self, trainer: Any, source: Callable[[], str]) -> None:
+    def begin(self, trainer: Any, source: Callable[[], str], stopwatch: Stopwatch) -> None:
         """A fit begins, before its loaders are made.
 
         Args:
             trainer: Of the fit.
             source: Returns where it was resumed from, for messages.
+            stopwatch: Counts what is noted at each fetch.
         """
         self.close()
-        self._lookahead = Lookahead(trainer.fit_loop)
+        self._lookahead = Lookahead(trainer.fit_loop, stopwatch)
         self._states = LoaderStates(trainer.fit_loop, source)
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any, cast
@@ -46,6 +45,7 @@ from moe_ckpt.modeling.routing import Mask, RoutingCounter, no_experts
 from moe_ckpt.modeling.trainable import FrozenExperts
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import other_ranks
+from moe_ckpt.stopwatch import Stopwatch, timed
 from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")
@@ -67,16 +67,23 @@ class Fit:
         options: The user's.
         isolate_validation: The user's.
         k: Experts per layer that the run saved before; None if unknown.
+        stopwatch: Counts how long this keeps the training thread.
     """
 
     def __init__(
-        self, trainer: Any, module: pl.LightningModule, options: Options, isolate_validation: bool, k: int | None
+        self,
+        trainer: Any,
+        module: pl.LightningModule,
+        options: Options,
+        isolate_validation: bool,
+        k: int | None,
+        stopwatch: Stopwatch,
     ) -> None:
         layers = find_moe_layers(module)
         catalog = build_catalog(module, layers)
         options.policy.check(catalog)
         self.host = LightningHost(trainer, module, options)
-        self.driver = Driver(self.host, options, "step", _ADVICE)
+        self.driver = Driver(self.host, options, "step", _ADVICE, stopwatch)
         self._policy = type(options.policy).__name__
         self._isolate_validation = isolate_validation
         self.buckets = BucketOrder.of(trainer)
@@ -88,7 +95,7 @@ class Fit:
         if options.needs.partial:  # looked for at every update, hence only where experts may come back older
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
         soft = options.needs.soft_counts
-        self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes)
+        self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
         self._held = HeldGradient(module)
         self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
         recorder: StepRecorder | None = None
@@ -96,10 +103,12 @@ class Fit:
             stored = options.needs.stored_gradients
             release = functools.partial(release_gradients, self.driver)
             recorder = StepRecorder(trainer.optimizers, release, stored=stored)
-        self._log = RunLog(functools.partial(capture_gradients, trainer, module), trainer.optimizers, recorder)
+        capture = functools.partial(capture_gradients, trainer, module, stopwatch=stopwatch)
+        self._log = RunLog(capture, trainer.optimizers, recorder)
         try:
             comm = make_communicator(options.timeout_secs, late=on_device)
-            self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, grid_of(catalog.layers), comm)
+            shape = grid_of(catalog.layers)
+            self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, shape, comm, stopwatch)
             self.driver.open(
                 comm,
                 catalog,
@@ -114,14 +123,19 @@ class Fit:
             self._counter.close()
             raise
         if options.needs.windows:
-            self.host.windows = Windows(trainer, module, catalog, self.host.state, self._policy)
+            self.host.windows = Windows(trainer, module, catalog, self.host.state, self._policy, stopwatch)
         after_batch = lambda: self.after_batch()  # noqa: E731  which may be timed
         self._own_callbacks: Collection[Callback] = ()
-        self._watch = UpdateWatch(trainer, module, self._before_bypassing, after_batch, self._is_searching)
+        before = self._before_bypassing
+        self._watch = UpdateWatch(trainer, module, before, after_batch, self._is_searching, stopwatch)
 
     @property
     def session(self) -> CheckpointSession:
         return self.driver.session
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        return self.driver.stopwatch
 
     # --- before training ---
 
@@ -154,7 +168,8 @@ class Fit:
             if ended and driver.restored_step is not None:
                 say_gone_back("step", driver.restored_step, before, driver.comm.rank)
         if driver.replaying is not None and host.windows is None:
-            host.windows = Windows(host.trainer, host.module, self.session.catalog, host.state, self._policy)
+            catalog = self.session.catalog
+            host.windows = Windows(host.trainer, host.module, catalog, host.state, self._policy, self.stopwatch)
 
     def begin(
         self,
@@ -233,6 +248,7 @@ class Fit:
         removed = not any(callback in self._own_callbacks for callback in self.host.trainer.callbacks)
         return removed and self.driver.lifecycle.is_training
 
+    @timed
     def join(self, *, update: bool) -> None:
         """Joins the copy before parameters change. Does nothing when evaluating after a fit.
 
@@ -259,6 +275,7 @@ class Fit:
         self.join(update=not self._is_searching())
         self._counter.update_begins()
 
+    @timed
     def before_backward(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""
         if self.host.windows is not None and self._watch.unbooked:
@@ -271,8 +288,9 @@ class Fit:
         if alone:
             survivor, own = self.session.survivor, self.host.own
             if survivor.reduction_begins(self.host.step + 1, own, self._counter.peek, paused=self._hooks_since_step):
-                self._held.hold(lambda: self.session.add_stall(survivor.hold.wait()))
+                self._held.hold(self.stopwatch.around(survivor.hold.wait))
 
+    @timed
     def before_optimizer(self) -> None:
         """Gradients are final, before clipping."""
         self._held.release()
@@ -283,12 +301,14 @@ class Fit:
         if self.driver.replaying is not None:
             self.driver.replaying.source.before_update()
 
+    @timed
     def before_callbacks(self) -> None:
         """A batch ended; runs before any callback that may read weights."""
         self.host.passes.in_batch = False
         if self.driver.replaying is not None and self._watch.unbooked:
             self.driver.replaying.put_back(self.host.step)
 
+    @timed
     def after_batch(self) -> None:
         """A batch ended; runs after every batch-end hook, when the step of the batch, if any, is final."""
         if self._is_searching():
@@ -297,7 +317,6 @@ class Fit:
             if self._log.recorder is not None:
                 self._log.recorder.forget()
             return
-        began = time.perf_counter()
         driver, trainer, windows = self.driver, self.host.trainer, self.host.windows
         self.host.generators.note()
         if self.buckets is not None:
@@ -317,7 +336,7 @@ class Fit:
         if windows is not None:
             windows.check_updates(batch.updates)
         tokens = self.boosting.step_ends(self._counter.take(), applied=True)
-        record = driver.after_update(began, tokens, updated=batch.applied)
+        record = driver.after_update(tokens, updated=batch.applied)
         if windows is not None:
             windows.step_ends(self.session)
             if driver.replaying is None and not driver.options.needs.windows:  # the replay is done

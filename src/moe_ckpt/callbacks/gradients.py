@@ -19,10 +19,15 @@ from moe_ckpt.gradients.units import Unit, whole_unit
 from moe_ckpt.gradients.updates import GradientConsumer
 from moe_ckpt.modeling.blocks import block_of
 from moe_ckpt.modeling.names import parameters_of
+from moe_ckpt.stopwatch import Stopwatch
 
 
 def capture_gradients(
-    trainer: Any, module: pl.LightningModule, consumer: GradientConsumer, rounded: torch.dtype | None = None
+    trainer: Any,
+    module: pl.LightningModule,
+    consumer: GradientConsumer,
+    rounded: torch.dtype | None = None,
+    stopwatch: Stopwatch | None = None,
 ) -> GradientCapture:
     """Tells ``consumer`` of every update, from now until ``GradientCapture.close``.
 
@@ -34,12 +39,13 @@ def capture_gradients(
         module: The model.
         consumer: Copies what it needs.
         rounded: Type that wider gradients are rounded to before each update; None: they stay as they are.
+        stopwatch: Counts what hooks take.
 
     Raises:
         UnsupportedError: Steps of an optimizer cannot be repeated from gradients, or it holds a parameter that is not
             the model's.
     """
-    capture = GradientCapture(trainer.optimizers, _Describe(module), consumer, rounded)
+    capture = GradientCapture(trainer.optimizers, _Describe(module), consumer, rounded, stopwatch)
     wrapped = module.optimizers(use_pl_optimizer=True)
     # Under manual optimization a user zeroes gradients through Lightning's wrapper, which has a method of its own.
     capture.release_before([*trainer.optimizers, *(wrapped if isinstance(wrapped, list) else [wrapped])], "zero_grad")

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
+from moe_ckpt.stopwatch import Stopwatch
 
 FETCH_KEY = "moe_ckpt_fetched_ahead"
 """In a Lightning checkpoint, if the next batch was fetched ahead: what fetching it again needs beside loaders' states.
@@ -33,9 +34,10 @@ class Lookahead:
 
     Args:
         loop: The trainer's fit loop, whose data are not set up yet.
+        stopwatch: Counts what is noted at each fetch.
     """
 
-    def __init__(self, loop: Any) -> None:
+    def __init__(self, loop: Any, stopwatch: Stopwatch) -> None:
         self._loop = loop
         self._states: list[dict[str, Any]] | None = None
         self._consumed: list[bool] = []
@@ -52,14 +54,16 @@ class Lookahead:
 
         def begins() -> None:
             begin()
-            if self._ahead:
-                self._take_due()
-                self._note()
+            with stopwatch:
+                if self._ahead:
+                    self._take_due()
+                    self._note()
 
         def ended() -> None:
             end()
-            if self._ahead:
-                self._drew = not _same(self._rng, _rng())
+            with stopwatch:
+                if self._ahead:
+                    self._drew = not _same(self._rng, _rng())
 
         for (owner, name), method in zip(self._replaced, (loaded, begins, ended), strict=True):
             setattr(owner, name, method)

@@ -42,6 +42,7 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.lightning_dict import TOKENS_MARK
 from moe_ckpt.policies.base import Policy
+from moe_ckpt.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -205,8 +206,9 @@ class MoECheckpoint(_Unranked):
         previous, self._fit, self._first.fit = self._fit, None, None
         if trainer.fast_dev_run:
             return  # a dry run leaves nothing behind, as with Lightning's own checkpoint callbacks
-        self._data.begin(trainer, lambda: _source(trainer, self._fit))
-        fit = Fit(trainer, pl_module, self.options, self.isolate_validation, self._step_log.k)
+        stopwatch = Stopwatch()
+        self._data.begin(trainer, lambda: _source(trainer, self._fit), stopwatch)
+        fit = Fit(trainer, pl_module, self.options, self.isolate_validation, self._step_log.k, stopwatch)
         self._fit, self._first.fit, self._step_log = fit, fit, fit.step_log
         fit.resume(previous)
         if fit.driver.restored_step is not None:
@@ -234,19 +236,22 @@ class MoECheckpoint(_Unranked):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._fit is not None:
-            self._fit.driver.note(Moment.RESTING)
-            self._fit.host.passes.in_batch = True
-            if self._fit.host.windows is not None:
-                self._fit.host.windows.batch_begins()
+            with self._fit.stopwatch:
+                self._fit.driver.note(Moment.RESTING)
+                self._fit.host.passes.in_batch = True
+                if self._fit.host.windows is not None:
+                    self._fit.host.windows.batch_begins()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._fit is not None and self._fit.host.windows is not None:
-            self._fit.host.windows.gradients_done()
+            with self._fit.stopwatch:
+                self._fit.host.windows.gradients_done()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if self.isolate_validation and fitting and self._fit is not None:
-            self._fit.host.generators.go_back()
+            with self._fit.stopwatch:
+                self._fit.host.generators.go_back()
 
     # --- the end ---
 

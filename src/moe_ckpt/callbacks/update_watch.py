@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.stopwatch import Stopwatch
 
 
 class Batch(NamedTuple):
@@ -38,6 +39,7 @@ class UpdateWatch:
         before_update: Called before a raw optimizer steps, under manual optimization.
         after_batch: Called after every batch-end hook.
         is_searching: Whether batches are no part of the run: then ``before_update`` is called here, as no callback is.
+        stopwatch: Counts what hooks take.
 
     Attributes:
         steps_seldom: A batch made no step, so that others may not either.
@@ -50,6 +52,7 @@ class UpdateWatch:
         before_update: Callable[[], None],
         after_batch: Callable[[], None],
         is_searching: Callable[[], bool],
+        stopwatch: Stopwatch,
     ) -> None:
         self.steps_seldom = False
         self._updates = self._booked = 0
@@ -65,7 +68,7 @@ class UpdateWatch:
         setattr(module, name, on_train_batch_end)
         self._restore: Callable[[], None] = lambda: delattr(module, name) if had is None else setattr(module, name, had)
         for optimizer in trainer.optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(self._count))
+            self._hooks.append(optimizer.register_step_post_hook(stopwatch.around(self._count)))
             # The raw optimizer bypasses Lightning's hook. Under automatic optimization this hook runs before the
             # forward pass, which is in the closure, and a join there would stall training.
             bypassed = not module.automatic_optimization
@@ -74,7 +77,7 @@ class UpdateWatch:
                 if bypassed or is_searching():
                     before_update()
 
-            self._hooks.append(optimizer.register_step_pre_hook(begins))
+            self._hooks.append(optimizer.register_step_pre_hook(stopwatch.around(begins)))
 
     def begin(self, global_step: int) -> None:
         """Training begins at ``trainer.global_step``. Updates made before, to come back to it, do not count."""

@@ -31,6 +31,7 @@ from moe_ckpt.modeling.sparing import ReentrantCheckpoints
 from moe_ckpt.modeling.trainable import Gradients
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.slices.assignment import ComputeTypes
+from moe_ckpt.stopwatch import Stopwatch
 
 log = logging.getLogger("moe_ckpt")
 
@@ -47,10 +48,17 @@ class Windows:
         catalog: Of the model.
         state: Of this rank.
         policy: Name of its class.
+        stopwatch: Counts what watching the first batches takes.
     """
 
     def __init__(
-        self, trainer: Any, module: pl.LightningModule, catalog: Catalog, state: TorchTrainingState, policy: str
+        self,
+        trainer: Any,
+        module: pl.LightningModule,
+        catalog: Catalog,
+        state: TorchTrainingState,
+        policy: str,
+        stopwatch: Stopwatch,
     ) -> None:
         self._trainer, self._policy = trainer, policy
         self._module = module
@@ -61,7 +69,7 @@ class Windows:
         self._gradients = Gradients()
         self._without: list[str] = []
         self._reentrant = None if catalog.layers else ReentrantCheckpoints()
-        self._probe = ComputeTypeProbe(module) if _casts(trainer, module) else None
+        self._probe = ComputeTypeProbe(module, stopwatch) if _casts(trainer, module) else None
         self._probed = 0
         self._agreed: Callable[[], ComputeTypes] | None = None
 

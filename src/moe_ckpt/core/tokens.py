@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import fsum
 from typing import Any
 
@@ -96,11 +97,13 @@ class AtRisk:
     lacking: Counts
     routed: Counts
 
-    @property
+    # Asked for at each step, and numpy lets other threads run while it adds up a table.
+
+    @cached_property
     def tokens(self) -> int:
         return int(self.lacking.sum())
 
-    @property
+    @cached_property
     def mlt(self) -> float:
         """MLT of a recovery that returns to it."""
         return tokens_at_risk(self.lacking, self.routed)
@@ -222,7 +225,9 @@ class TokenBook:
     @property
     def plt(self) -> float:
         """Portion of lost tokens of the run so far, in [0, ...); 0 before anything was routed."""
-        return self.lost_tokens / self.routed_tokens if self.routed_tokens else 0.0
+        lost = self.lost_tokens
+        routed = self.routed_tokens if lost else 0
+        return lost / routed if routed else 0.0
 
     @property
     def worst_mlt(self) -> float | None:

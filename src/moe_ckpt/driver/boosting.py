@@ -27,6 +27,7 @@ from moe_ckpt.errors import MoECheckpointError, StoreError
 from moe_ckpt.modeling.boosting import BoostPort, LayerBoost
 from moe_ckpt.modeling.routing import counts_on_host
 from moe_ckpt.ports import Communicator
+from moe_ckpt.stopwatch import Stopwatch
 
 Plain = Mapping[str, Any]
 """A rank's plain state."""
@@ -42,12 +43,18 @@ class Boosting:
         ports: Of the MoE layers that this rank routes, by number.
         shape: L and E of the whole model.
         comm: The ranks.
+        stopwatch: Counts what routers ask for.
     """
 
     def __init__(
-        self, boost: float | None, ports: Mapping[int, BoostPort], shape: tuple[int, int], comm: Communicator
+        self,
+        boost: float | None,
+        ports: Mapping[int, BoostPort],
+        shape: tuple[int, int],
+        comm: Communicator,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
-        self._boost = boost
+        self._boost, self._stopwatch = boost, stopwatch
         self._ports = ports
         self._shape = shape
         self._comm = comm
@@ -119,7 +126,7 @@ class Boosting:
             carried = torch.zeros_like(left)
             if str(at) in stored.get("left", {}):
                 left, carried = left + stored["left"][str(at)], stored["carried"][str(at)]
-            self._layers[at] = LayerBoost(left, carried, parts)
+            self._layers[at] = LayerBoost(left, carried, parts, self._stopwatch)
             self._ports[at].attach(self._layers[at])
 
     def _say_refused(self, refused: Mapping[int, str]) -> None:

@@ -7,7 +7,6 @@ keeps what is no tensor. Which call may come when is in ``driver.states``.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,6 +39,7 @@ from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.slices.gating import BubbleGate
+from moe_ckpt.stopwatch import Stopwatch
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
 
@@ -64,10 +64,14 @@ class Driver:
         replaying: The replay of a sparse window, until it is done.
         local: This rank's part, if only some pipeline stages went back; None if all did.
         surviving: What is done when training stops at a failure; from ``open`` on.
+        stopwatch: The session's, as given: from here on every hook of the adapter counts on it.
     """
 
-    def __init__(self, host: Host, options: Options, unit: str, advice: Advice) -> None:
+    def __init__(
+        self, host: Host, options: Options, unit: str, advice: Advice, stopwatch: Stopwatch | None = None
+    ) -> None:
         self.options = options
+        self.stopwatch = stopwatch or Stopwatch()
         self.last: StepRecord | None = None
         self.restored_step: int | None = None
         self.restored: Restored | None = None
@@ -122,6 +126,7 @@ class Driver:
             gate=gate,
             gradients=gradients,
             open_log=OwnLog,
+            stopwatch=self.stopwatch,
         )
         session.open()
         self.session, self._storage = session, storage
@@ -281,11 +286,10 @@ class Driver:
                 self.session.drain(self._host.step)
                 self._undrained = False
 
-    def after_update(self, began: float, tokens: Deferred[StepTokens], *, updated: bool = True) -> StepRecord:
+    def after_update(self, tokens: Deferred[StepTokens], *, updated: bool = True) -> StepRecord:
         """The newest step is final: books its tokens and begins the next checkpoint, or continues the replay.
 
         Args:
-            began: When the adapter's hook began (``perf_counter``).
             tokens: See ``CheckpointSession.after_update``.
             updated: Likewise.
 
@@ -299,7 +303,6 @@ class Driver:
             self.restored = replace(self.restored, plain={})
         if self.replaying is not None:
             return self._replayed(self.replaying, step, tokens)
-        self.session.add_stall(time.perf_counter() - began)
         capture = lambda: self._host.capture(described=True)  # noqa: E731
         with self.surviving.booking():
             self.last = self.session.after_update(step, tokens, capture, updated=updated)

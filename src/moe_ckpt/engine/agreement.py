@@ -144,10 +144,14 @@ class StepAgreement:
 
     On one rank without a device a step's consensus is there at once. Else it is received a step later (``late``), when
     the device and the messages have had the next forward and backward pass; ``receive`` waits only if they were slower.
+
+    Attributes:
+        waited_secs: That ``receive`` has waited in all.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self.waited_secs = 0.0
         self._sent: tuple[int, Deferred[StepTokens], Future[tuple[Counts, Counts]]] | None = None
 
     @property
@@ -184,7 +188,9 @@ class StepAgreement:
         if self._sent is None:
             return None
         (step, tokens, agreed), self._sent = self._sent, None
+        asked = time.perf_counter()
         summed, largest = agreed.result()
+        self.waited_secs += time.perf_counter() - asked
         return AgreedStep(step, tokens.result().split(summed), _consensus([int(value) for value in largest]))
 
 

@@ -57,6 +57,7 @@ class Bookkeeper:
         run_ledger: Equal on every rank, between two calls.
         meter: What this rank measured.
         failures: Checkpoints that failed.
+        agreement: Of the ranks on each step.
         committed_directory: Of the newest checkpoint; None before the first.
         sent: The step that was sent last.
     """
@@ -68,7 +69,7 @@ class Bookkeeper:
         self.meter = Meter()
         self.failures = FailureCount()
         self.committed_directory: str | None = None
-        self._agreement = StepAgreement(comm)
+        self.agreement = StepAgreement(comm)
         self._max_failures = settings.most_failures
         self._booked = booked
         self._logs_for_peers, self._leads = logs_for_peers, comm.rank == 0
@@ -92,7 +93,7 @@ class Bookkeeper:
     @property
     def late(self) -> bool:
         """A step is agreed on a step later: see ``StepAgreement``."""
-        return self._agreement.late
+        return self.agreement.late
 
     def tokens_at(self, *, step_is_agreed: bool) -> Future[Counts]:
         """``[L, E]`` tokens that experts have processed by the end of the step at hand, for a snapshot that begins now.
@@ -126,7 +127,7 @@ class Bookkeeper:
         behind = pipeline.storage_busy, pipeline.room.copies_behind
         used_up = memory is not None and pipeline.room.is_used_up
         standing = RankStatus(pipeline.room.is_short, *behind, ended, in_memory, pipeline.sends, used_up, edited)
-        applied = self._agreement.send(step, tokens, standing, self.meter.measured())
+        applied = self.agreement.send(step, tokens, standing, self.meter.measured())
         total, self._awaited = self._awaited or Future(), None
         applied.add_done_callback(lambda found: _add(total, before, found))
         self.sent = SentStep(step, before, total)
@@ -145,7 +146,7 @@ class Bookkeeper:
             PeerLostError: A peer is gone.
             SaveFailedError: Too many checkpoints failed in a row.
         """
-        received = self._agreement.receive()
+        received = self.agreement.receive()
         if received is not None:
             tokens = received.tokens
             self.run_ledger.routed(tokens.applied, tokens.soft, tokens.popularity)

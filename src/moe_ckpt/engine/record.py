@@ -27,7 +27,10 @@ class StepRecord:
         k: Experts per layer that the policy sends to storage, if it has such a number.
         plt_budget_left: The rest of the policy's PLT budget, if it has one.
         oldest_expert_steps: Steps since the state of the expert whose newest committed copy is the oldest.
-        stall_secs: Time that training waited for checkpointing since the last record.
+        stall_secs: Time that checkpointing kept the training thread since the last record: waits, copies that it makes
+            itself, Python, metrics and loggers, in every hook of the trainer, the optimizers and the model's layers.
+            Not in it: ``agree_secs``, kernels that were queued on a device or compiled into the model, and what threads
+            beside training take from it. 0 for a step that is ``replayed``.
         agree_secs: Time that training waited for the ranks' agreement on the step before; near 0 unless a rank is slow,
             for which the next gradient reduction would have waited instead, so that it is not counted as a stall.
         plt: Proportion of lost tokens.

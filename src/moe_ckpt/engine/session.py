@@ -42,6 +42,7 @@ from moe_ckpt.policies.base import Measured, Policy, needs_of
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.slices.gating import BubbleGate
+from moe_ckpt.stopwatch import Since, Stopwatch, timed
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 
@@ -56,6 +57,7 @@ class CheckpointSession:
         catalog: Of the model.
         comm: The ranks.
         run_ledger: Equal on every rank, between two calls.
+        stopwatch: How long all this keeps the training thread; adapters count their hooks on it as well.
         survivor: Seals the newest step when training stops at a failure.
     """
 
@@ -76,10 +78,12 @@ class CheckpointSession:
         gate: BubbleGate | None = None,
         gradients: GradientRecord | None = None,
         open_log: OpenLog | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         policy.check(catalog)
         self.catalog = catalog
         self.comm = comm
+        self.stopwatch = stopwatch or Stopwatch()
         self._run = RunContext(
             storage,
             policy,
@@ -102,7 +106,8 @@ class CheckpointSession:
         self._booking = self._snapshots.booking
         self.run_ledger = self._booking.run_ledger
         self.survivor = Survivor(self._run, self._resources, self._snapshots)
-        self._stall = self._agree_secs = 0.0
+        self._since_record, self._since_lap = Since(self.stopwatch), Since(self.stopwatch)
+        self._agree_secs = 0.0
         self._edits = EditedSteps(gradients, type(policy).__name__)
         self._newest_plan = SnapshotPlan(0)
 
@@ -165,6 +170,8 @@ class CheckpointSession:
                 [self._planner.dense_step] = largest(self.comm, [known])
         self._resources.pipeline.training_begins(whole=self.run_ledger.needs_everything)
         self._run.tell(Resumed(manifest.step))
+        self._since_record.take()  # what a replay took is no stall of the next step
+        self._since_lap.take()
         return fault
 
     def continue_ledger(self, tokens: Mapping[str, Any], index: int) -> None:
@@ -181,6 +188,8 @@ class CheckpointSession:
         is_new = ledger.newest is None and ledger.committed_step is None
         self._resources.pipeline.training_begins(whole=is_new or ledger.needs_everything)
         self._run.tell(TrainingBegins())
+        self._since_record.take()
+        self._since_lap.take()
 
     def begin_run(self, capture: Capture, step: int = 0, *, wait: bool = True) -> None:
         """Training begins after ``step``: save that state, if the policy wants it, and wait until it is committed.
@@ -228,6 +237,7 @@ class CheckpointSession:
 
     # --- every optimizer step ---
 
+    @timed
     def before_update(self, *, receive: bool = True, of_gradients: bool = False) -> None:
         """Join the copy under way. Must return before anything changes weights or optimizer state.
 
@@ -240,29 +250,30 @@ class CheckpointSession:
             SaveFailedError: too many checkpoints failed in a row.
             RuntimeError: a peer is gone.
         """
-        began = time.perf_counter()
         if of_gradients:
             self._resources.pipeline.release()
         else:
             self._resources.pipeline.join()
-        joined = time.perf_counter()
-        self.add_stall(joined - began)
         if receive:
-            self._booking.receive(self._resources.pipeline)
+            self._receive()
             received = time.perf_counter()
-            self._agree_secs += received - joined
             if self._run.gradients is not None and self._run.settings.when_busy == "wait":
                 self._resources.pipeline.stages.wait_for_seal(self._run.settings.timeout_secs)
             self.survivor.update_begins(received)
-            self.add_stall(time.perf_counter() - received)
             self._booking.meter.update_begins(received)
             self._run.tell(Joined(received))
 
-    def add_stall(self, secs: float) -> None:
-        """Time that training waited, for this or for the adapter itself; part of the next record."""
-        self._stall += secs
-        self._booking.meter.waited(secs)
+    @timed
+    def _receive(self) -> StepConsensus:
+        """Books what the ranks agreed on; the wait for slower ranks is no stall."""
+        before = self._booking.agreement.waited_secs
+        consensus = self._booking.receive(self._resources.pipeline)
+        waited = self._booking.agreement.waited_secs - before
+        self._agree_secs += waited
+        self.stopwatch.leave_out(waited)
+        return consensus
 
+    @timed
     def after_update(
         self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool = True
     ) -> StepRecord:
@@ -288,13 +299,12 @@ class CheckpointSession:
         pipeline.stages.raise_fatal()
         pipeline.join()
         loaded = bool(self.run_ledger.pending or self.run_ledger.sealing)
+        booking.meter.waited(self._since_lap.take(final_at))
         booking.meter.lap(final_at, loaded=loaded)
         edited = self._edits.end_with(step)
-        asked = time.perf_counter()
         if not booking.late:
             booking.send(step, tokens, pipeline, edited=edited)
-        consensus = booking.receive(pipeline)
-        agree_secs = time.perf_counter() - asked
+        consensus = self._receive()
         ledger = self.run_ledger
         if ledger.needs_everything:
             plan = save_full(step, self.catalog.everything)
@@ -314,14 +324,12 @@ class CheckpointSession:
         if booking.late:
             booking.send(step, tokens, pipeline, edited=edited)
         if plan.wait and record.begun:
-            booking.receive(pipeline)
+            self._receive()
             self.drain(step)
         pipeline.step_begins()
-        waited = time.perf_counter() - final_at - agree_secs
-        booking.meter.waited(waited)
-        stall, agree_secs = self._stall + waited, self._agree_secs + agree_secs
-        self._stall = self._agree_secs = 0.0
-        record = self.completed(replace(record, halt=plan.halt, stall_secs=stall, agree_secs=agree_secs))
+        record = self.completed(replace(record, halt=plan.halt, agree_secs=self._agree_secs))
+        self._agree_secs = 0.0
+        record = replace(record, stall_secs=self._since_record.take())
         specs = self._run.state.specs
         self._run.tell(StepEnded(record, final_at, loaded, consensus.measured, self.run_ledger, specs))
         return record
@@ -333,7 +341,7 @@ class CheckpointSession:
 
         Raises: as ``after_update``.
         """
-        self._booking.receive(self._resources.pipeline)
+        self._receive()
         record = self.completed(record)
         self._run.tell(TrainingEnded(record, self.run_ledger))
         return record
@@ -371,7 +379,7 @@ class CheckpointSession:
     def save_complete(self, step: int, capture: Capture) -> None:
         """Begin a snapshot of everything, unless the newest one is just that: the last step's state is worth more than
         what is due, and other callbacks may change the weights (averaging) before ``finish``."""
-        self._booking.receive(self._resources.pipeline)
+        self._receive()
         self._snapshots.save_complete(step, capture)
 
     def drain(self, step: int) -> Sequence[Resolution]:
@@ -400,7 +408,7 @@ class CheckpointSession:
             SaveFailedError: The last checkpoint could not be committed, or not in time.
         """
         self.survivor.close(self._run.settings.timeout_secs)
-        self._booking.receive(self._resources.pipeline)
+        self._receive()
         if save_last:
             self.save_complete(step, capture)
         try:

@@ -131,16 +131,14 @@ class Hold:
         """
         self._sealed = sealed
 
-    def wait(self) -> float:
-        """On the thread of the backward pass. Returns how many seconds it took."""
-        began = time.perf_counter()
+    def wait(self) -> None:
+        """Blocks the thread of the backward pass, if that may be of use."""
         if self._sealed is None:
-            return 0.0
+            return
         if self._sealed.is_set():
             self._in_vain = False
         elif not self._in_vain:
             self._in_vain = not self._sealed.wait(_HOLD_SECS)
-        return time.perf_counter() - began
 
 
 class Survivor:

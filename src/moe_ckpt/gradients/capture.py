@@ -23,6 +23,7 @@ from moe_ckpt.gradients.units import Unit
 from moe_ckpt.gradients.updates import ConsumedGradients, GradientConsumer, Update
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.param_groups import require_plain
+from moe_ckpt.stopwatch import Stopwatch
 
 Describe = Callable[[int, int, torch.Tensor], Unit]
 """(number of the optimizer, of the param group, what is updated) -> its unit."""
@@ -36,6 +37,7 @@ class GradientCapture:
         describe: Called once for each tensor that they update.
         consumer: Told of every update.
         rounded: Type that wider gradients are rounded to before each update; None: they stay as they are.
+        stopwatch: Counts what hooks take.
 
     Attributes:
         couplings: What the updates of each optimizer couple.
@@ -50,7 +52,9 @@ class GradientCapture:
         describe: Describe,
         consumer: GradientConsumer,
         rounded: torch.dtype | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
+        self._stopwatch = stopwatch or Stopwatch()
         self.couplings: tuple[Coupling, ...] = tuple(map(coupling_of, optimizers))
         self._optimizers = tuple(optimizers)
         self._describe = describe
@@ -89,6 +93,10 @@ class GradientCapture:
         return wrapped
 
     def _consume(self, number: int, optimizer: Optimizer) -> None:
+        with self._stopwatch:
+            self._consumer.consume(self._consumed(number, optimizer))
+
+    def _consumed(self, number: int, optimizer: Optimizer) -> ConsumedGradients:
         units: list[Unit] = []
         gradients: list[torch.Tensor] = []
         for at, group in enumerate(optimizer.param_groups):
@@ -105,7 +113,7 @@ class GradientCapture:
         grad_scale, found_inf = (_copied(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf"))
         groups = tuple(_hyperparameters(number, at, group) for at, group in enumerate(optimizer.param_groups))
         update = Update(number, groups, self._parameters_of(number, units), grad_scale, found_inf)
-        self._consumer.consume(ConsumedGradients(update, units, gradients, stay=grad_scale is None))
+        return ConsumedGradients(update, units, gradients, stay=grad_scale is None)
 
     def _parameters_of(self, number: int, units: list[Unit]) -> tuple[str, ...]:
         """Listed once for as long as the same units have gradients: there may be thousands."""
@@ -147,7 +155,8 @@ class GradientCapture:
         for number, optimizer in enumerate(self._optimizers):
 
             def after(*_: Any, number: int = number) -> None:
-                call(number)
+                with self._stopwatch:
+                    call(number)
 
             handle: RemovableHandle = optimizer.register_step_post_hook(after)
             hooks = optimizer._optimizer_step_post_hooks
@@ -165,7 +174,8 @@ class GradientCapture:
 
         @wraps(theirs)
         def first(*args: Any, **kwargs: Any) -> Any:
-            self._consumer.release()
+            with self._stopwatch:
+                self._consumer.release()
             return theirs(*args, **kwargs)
 
         def undo() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from moe_ckpt.core.operators import grid_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.replaying import Recompute
-from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
+from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.agreement import StepTokens
@@ -41,6 +40,7 @@ from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
 from moe_ckpt.megatron.upstream import PipelineStage, upstream_budget
 from moe_ckpt.modeling.boosting import BoostPort
 from moe_ckpt.policies.base import Policy
+from moe_ckpt.stopwatch import timed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -122,6 +122,7 @@ class MegatronCheckpoint:
         recovery_plan: Where each operator of the checkpoint that training resumed from came from on this rank: memory
             of this node, of others, or storage; None before ``resume``, and for a new run.
         surviving: Seals the newest iteration when training stops.
+        stopwatch: Counts how long this keeps the training thread.
         upstream: Logs the messages over the boundaries of this rank's stage; None without
             ``Memory(upstream_bytes=...)``.
     """
@@ -142,20 +143,21 @@ class MegatronCheckpoint:
         world.require_updates()
         gate = make_gate(options, chunks)
         numbers = {layer.name: layer.index for layer in world.layers}
+        self._driver = Driver(self._host, options, "iteration", _ADVICE)
+        self.stopwatch = stopwatch = self._driver.stopwatch
         self._counter = RouterCounter(
             [(numbers[found.name], found.router) for found in inventory.layers],
             *grid_of(world.layers),
             soft=options.needs.soft_counts,
             frozen=world.frozen_experts,
+            stopwatch=stopwatch,
         )
         ports: dict[int, BoostPort] = {numbers[at.name]: RouterPort(at.name, at.router) for at in inventory.layers}
-        self._host.boosting = Boosting(options.needs.boost, ports, grid_of(world.layers), comm)
-        self.options = options
-        self.policy, self.dirpath = options.policy, options.dirpath
+        self._host.boosting = Boosting(options.needs.boost, ports, grid_of(world.layers), comm, stopwatch)
+        self.options, self.policy, self.dirpath = options, options.policy, options.dirpath
         self.metrics, observers = _metrics_of([layer.experts for layer in world.layers])
         self.recovery_plan: RecoveryPlan | None = None
-        self._driver = Driver(self._host, options, "iteration", _ADVICE)
-        self._log = run_log(inventory, optimizer, chunks, options, functools.partial(release_gradients, self._driver))
+        self._log = run_log(inventory, optimizer, chunks, options, self._driver)
         upstream_bytes = upstream_budget(options, world.stages, chunks)
         self.upstream: PipelineStage | None = None
         try:
@@ -177,8 +179,7 @@ class MegatronCheckpoint:
             self._counter.close()  # a caller may catch this and train without checkpoints
             self._driver.close(0.0)
             raise
-        self._chunks = chunks
-        self._host.upstream = self.upstream
+        self._chunks, self._host.upstream = chunks, self.upstream
         self.surviving = self._driver.surviving
         spares = self._host.spares = Spares(chunks, inventory, optimizer, world.may_spare, options.needs.windows)
 
@@ -192,7 +193,7 @@ class MegatronCheckpoint:
             self._driver.session.survivor.lends = False  # it is not known which of other ranks' weights have arrived
             self._driver.note(Moment.WRITTEN)
 
-        self._watch = StepWatch(optimizer, reduces, self._stepped, ends_alone)
+        self._watch = StepWatch(optimizer, reduces, self._stepped, ends_alone, stopwatch)
         self._watch.before_writing(lambda: self._driver.note(Moment.WRITING))
         self._first: FirstForward | None = None
         self._pipeline = None if gate is None else PipelineWatch(gate)
@@ -288,6 +289,7 @@ class MegatronCheckpoint:
 
     # --- every iteration ---
 
+    @timed
     def before_step(self) -> None:
         """Waits for the copy under way, which reads what the optimizer changes. Called by ``optimizer.step()``.
 
@@ -321,6 +323,7 @@ class MegatronCheckpoint:
             self._log.recorder.copies_written()
         self._driver.note(Moment.WRITTEN)
 
+    @timed
     def after_step(
         self,
         iteration: int,
@@ -344,18 +347,18 @@ class MegatronCheckpoint:
             ConfigError: No optimizer step came before, or iterations are not counted one by one.
             SaveFailedError: Too many checkpoints failed in a row.
         """
-        began = time.perf_counter()
         self._require_begun()
         self._driver.lifecycle.require(Action.STEP, "after_step()")
         updated = has_updated(self) if updated is None else updated
         tokens = end_iteration(self, iteration, consumed_samples, counters, updated=updated)
         if self.upstream is not None:
             self.upstream.step_ends()  # before anything may end the process, or raise
-        record = self._driver.after_update(began, tokens, updated=updated)
+        record = self._driver.after_update(tokens, updated=updated)
         if self.upstream is not None:
             self.upstream.step_begins(iteration + 1)
         return record
 
+    @timed
     def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
         """Called instead of ``after_step`` for an iteration that consumed data, but computed and changed nothing.
 
@@ -379,11 +382,13 @@ class MegatronCheckpoint:
         if self.upstream is not None:
             self.upstream.step_begins(iteration + 1)
 
+    @timed
     def discard_tokens(self) -> None:
         """Forgets the tokens routed since the last iteration, when Megatron's rerun machine repeats a forward pass."""
         self._counter.discard()
         self._host.boosting.discard()
 
+    @timed
     def save(self, *, wait: bool = True) -> bool:
         """Saves a complete checkpoint of the newest iteration, whatever the policy, if the job may be about to end.
 

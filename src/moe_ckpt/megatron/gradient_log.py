@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from moe_ckpt.driver.run import Driver, release_gradients
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.gradients.recording import Ignored, StepRecorder
@@ -22,7 +23,7 @@ def run_log(
     optimizer: Any,
     chunks: Sequence[Any],
     options: Options,
-    release: Callable[[], None],
+    driver: Driver,
 ) -> RunLog:
     """Returns the gradient log of a training loop, which records nothing unless the policy logs gradients.
 
@@ -31,20 +32,21 @@ def run_log(
         optimizer: Megatron's.
         chunks: The model chunks.
         options: The user's.
-        release: Called before gradients are overwritten.
+        driver: Of the run, whose stopwatch counts what hooks take.
 
     Raises:
         ConfigError: Megatron changes weights behind the optimizer's update.
         UnsupportedError: As ``capture_gradients``.
     """
-    attach, inner = partial(capture_gradients, inventory, optimizer, chunks), inner_optimizers(optimizer)
+    attach = partial(capture_gradients, inventory, optimizer, chunks, stopwatch=driver.stopwatch)
+    inner = inner_optimizers(optimizer)
     recorder: StepRecorder | None = None
     if options.needs.gradients:
         _refuse_qk_clip(chunks, type(options.policy).__name__)
         attach(Ignored()).close()  # whatever is refused, is refused before training
         keys, stored = [0] * len(inner), options.needs.stored_gradients  # keys as ``megatron.state`` has them
         copies, gathered = list(_copies(inventory, optimizer)), _gathers_late(chunks)
-        recorder = StepRecorder(inner, release, keys, stored, copies, gathered=gathered)
+        recorder = StepRecorder(inner, partial(release_gradients, driver), keys, stored, copies, gathered=gathered)
     return RunLog(attach, inner, recorder, partial(weights_from_masters, optimizer, chunks))
 
 

@@ -22,6 +22,7 @@ from moe_ckpt.gradients.updates import GradientConsumer
 from moe_ckpt.megatron.blocks import Placed, place
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
 from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
+from moe_ckpt.stopwatch import Stopwatch
 
 _ELEMENTWISE = ("FusedAdam", "FusedSGD")
 """Apex's and Transformer Engine's, which ``leaves`` accepts beside torch's."""
@@ -38,6 +39,7 @@ def capture_gradients(
     chunks: Sequence[Any],
     consumer: GradientConsumer,
     rounded: torch.dtype | None = None,
+    stopwatch: Stopwatch | None = None,
 ) -> GradientCapture:
     """Tells ``consumer`` of every update of this rank, from now until ``GradientCapture.close``.
 
@@ -47,6 +49,7 @@ def capture_gradients(
         chunks: The model chunks, in Megatron's ``DistributedDataParallel``.
         consumer: Copies what it needs.
         rounded: Type that wider gradients are rounded to before each update; None: they stay as they are.
+        stopwatch: Counts what hooks take.
 
     Raises:
         UnsupportedError: The layout of the optimizer's state is not known, or its gradients do not stay until the next
@@ -72,7 +75,9 @@ def capture_gradients(
             "output layer that nothing reads, and whose gradients a log has no place for. Give the model an output "
             "layer of its own (--untie-embeddings-and-output-weights), or use a policy that saves full state."
         )
-    capture = GradientCapture(inner_optimizers(optimizer), _Describe(inventory, optimizer), consumer, rounded)
+    capture = GradientCapture(
+        inner_optimizers(optimizer), _Describe(inventory, optimizer), consumer, rounded, stopwatch
+    )
     capture.release_before(chunks, "zero_grad_buffer")
     return capture
 

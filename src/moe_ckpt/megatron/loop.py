@@ -17,6 +17,7 @@ from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.optimizers import finish_update, leaves
 from moe_ckpt.modeling.param_groups import require_plain
+from moe_ckpt.stopwatch import Stopwatch
 
 log = logging.getLogger("moe_ckpt")
 
@@ -105,12 +106,18 @@ class StepWatch:
     """
 
     def __init__(
-        self, optimizer: Any, before: Callable[[], None], after: Callable[[], None], alone: Callable[[], None]
+        self,
+        optimizer: Any,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        alone: Callable[[], None],
+        stopwatch: Stopwatch | None = None,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._stopwatch = optimizer, stopwatch or Stopwatch()
         self._step: Callable[..., Any] = optimizer.step
         self._replaced = vars(optimizer).get("step")
-        self._before, self._after, self._alone = before, after, alone
+        counted = self._stopwatch.around
+        self._before, self._after, self._alone = counted(before), counted(after), alone
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._open = True
@@ -152,9 +159,13 @@ class StepWatch:
             self._begun.add(id(inner))
             call()
 
+        def ends(inner: Any, *_: Any) -> None:
+            self._ended.add(id(inner))
+
+        counted = self._stopwatch.around
         for leaf in leaves(self._optimizer):
-            self._handles.append(leaf.optimizer.register_step_pre_hook(begins))
-            self._handles.append(leaf.optimizer.register_step_post_hook(lambda inner, *_: self._ended.add(id(inner))))
+            self._handles.append(leaf.optimizer.register_step_pre_hook(counted(begins)))
+            self._handles.append(leaf.optimizer.register_step_post_hook(counted(ends)))
 
     def _end_alone(self) -> None:
         """``step`` failed: ends it if no inner optimizer was in the middle of its own."""

@@ -368,9 +368,10 @@ class MegatronLM:
         if ckpt.upstream is not None:
             ckpt.upstream.begin()
         self._late_validation.run(ckpt, self._args, self._evaluate_and_print_results)
-        name, given = "forward_backward_func", self._arguments("train_step", args, kwargs)
-        inner = given[name]
-        self._iteration = StartedIteration(ckpt, self._args, self._training, given["opt_param_scheduler"])
+        with ckpt.stopwatch:
+            name, given = "forward_backward_func", self._arguments("train_step", args, kwargs)
+            inner = given[name]
+            self._iteration = StartedIteration(ckpt, self._args, self._training, given["opt_param_scheduler"])
 
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             ckpt.discard_tokens()

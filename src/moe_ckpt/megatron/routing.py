@@ -36,6 +36,7 @@ from moe_ckpt.megatron.compat import look_up, megatron_core, version
 from moe_ckpt.megatron.dropping import DROPPING, ROUTER, Watch, attach, changed_hook, detach
 from moe_ckpt.modeling.routing import Mask, clear, count_tokens, counts_on_host, soft_on_host
 from moe_ckpt.notices import announce
+from moe_ckpt.stopwatch import Stopwatch
 
 _GRAPHS_WITHOUT_ROUTER = frozenset({"attn", "mlp", "mamba"})
 
@@ -53,6 +54,7 @@ class RouterCounter:
         experts: E, the largest number of experts of any layer.
         soft: Add up the gate's weights too.
         frozen: ``[L, E]`` experts that no update changes: none of their tokens is applied. None: there are none.
+        stopwatch: Counts what hooks take.
 
     Raises:
         ConfigError: An index is taken twice or out of range, or a router has more than ``experts`` experts.
@@ -68,7 +70,9 @@ class RouterCounter:
         *,
         soft: bool = False,
         frozen: Mask | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
+        counted = (stopwatch or Stopwatch()).around
         _check(routers, layers, experts)
         self._shape = (layers, experts)
         self._soft_wanted, self._frozen = soft, frozen
@@ -81,8 +85,8 @@ class RouterCounter:
         if any(_may_drop(router) for _, router in routers):
             attach(self._watch)
         for at, router in routers:
-            self._handles.append(router.register_forward_pre_hook(self._before))
-            self._handles.append(router.register_forward_hook(self._after(at), with_kwargs=True))
+            self._handles.append(router.register_forward_pre_hook(counted(self._before)))
+            self._handles.append(router.register_forward_hook(counted(self._after(at)), with_kwargs=True))
 
     def take(self) -> Deferred[StepTokens]:
         """Returns the counts since the last ``take`` or ``discard``, without padding, and resets them.

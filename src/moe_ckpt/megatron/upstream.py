@@ -89,7 +89,7 @@ class PipelineStage:
         self._left = tuple(each for each in found if each.header.layout == layout)
         self._stage_of = tuple(stages[rank] for rank in range(comm.world_size))
         self._log = UpstreamLog(own, whose, budget_bytes, found)
-        self._boundary = Boundary(self._stage_of, self._log)
+        self._boundary = Boundary(self._stage_of, self._log, driver.stopwatch)
         self._interception: Interception | None = None
         self._sealed: Future[None] | None = None
 

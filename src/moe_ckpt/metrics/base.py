@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,9 +12,6 @@ from torchmetrics import Metric
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.metrics.plotting import axes_or_new, draw_curves, draw_now, draw_over_time
-
-_PLAIN = frozenset({"_computed", "_update_count"})
-"""What torchmetrics notes at each update beside states."""
 
 
 class StepMetric(Metric):
@@ -40,19 +36,18 @@ class StepMetric(Metric):
     parts: ClassVar[tuple[str, ...]] = ()
     """Names of the values, where ``compute`` gives several."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Updated at every step, thirteen of them: what torch would look for (modules, parameters, buffers) no state is.
-        if name in _PLAIN or name in vars(self).get("_defaults", ()):
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
+    catch_up: Callable[[], None] = staticmethod(lambda: None)
+    """Brings the states up to date, where a collection notes steps as plain numbers; called before ``compute``."""
 
-    def note(self, facts: Mapping[str, Any]) -> None:
-        """``update`` with those of ``facts`` that it asks for, without what torchmetrics does around it at each step
-        for gradients and lists of states, of which there are none here."""
-        self._computed = None
-        self._update_count += 1
-        type(self).update(self, **{name: facts[name] for name in _asked_for(type(self))})
+    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = super()._wrap_compute(compute)
+
+        @wraps(compute)
+        def up_to_date(*args: Any, **kwargs: Any) -> Any:
+            self.catch_up()  # before torchmetrics looks for a cached value, or asks other ranks
+            return wrapped(*args, **kwargs)
+
+        return up_to_date
 
     def _state(self, name: str, default: torch.Tensor, over_ranks: str) -> None:
         self.add_state(name, default=default, dist_reduce_fx=over_ranks)
@@ -77,12 +72,6 @@ class StepMetric(Metric):
         series = {key: [float(v) * self.scale for v in values] for key, values in _series(value).items()}
         draw_curves(axes, series, self.label, type(self).__name__)
         return fig, axes
-
-
-@lru_cache(maxsize=64)
-def _asked_for(kind: type[StepMetric]) -> tuple[str, ...]:
-    """Names of what ``update`` takes."""
-    return tuple(inspect.signature(kind.update).parameters)[1:]
 
 
 def _series(value: Any) -> dict[str, list[Any]]:

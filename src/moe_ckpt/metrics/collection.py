@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torchmetrics import Metric, MetricCollection
 
@@ -24,17 +24,93 @@ from moe_ckpt.metrics.tokens import (
 from moe_ckpt.metrics.windows import WindowAge, WindowPlace
 
 
-class CheckpointMetrics(MetricCollection):
-    """What ``checkpoint_metrics`` gives."""
+class _Noted(NamedTuple):
+    """Steps that the metrics have not been updated by.
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Give each metric what it asks for; see ``facts``."""
-        metrics = [metric for metric in self.values(copy_state=False) if isinstance(metric, StepMetric)]
-        if args or len(metrics) < len(self):  # a user's own are among them
-            super().update(*args, **kwargs)
+    Attributes:
+        record: Of the newest of them.
+        run_ledger: Of the run.
+        sums: Facts of all of them that add up, and how many they are.
+        worst_stall_secs: The longest stall among them.
+    """
+
+    record: StepRecord
+    run_ledger: RunLedger
+    sums: Mapping[str, Any]
+    worst_stall_secs: float
+
+
+def _summed(record: StepRecord, run_ledger: RunLedger) -> dict[str, Any]:
+    """Returns the facts of one step that add up."""
+    return {
+        "nbytes": record.nbytes,
+        "frozen_nbytes": record.frozen_nbytes,
+        "stall_secs": record.stall_secs,
+        "popularity": run_ledger.popularity,
+        "iterations": 1,
+    }
+
+
+class CheckpointMetrics(MetricCollection):
+    """The metrics of ``checkpoint_metrics``. Training notes its steps here as plain numbers; they become tensors when a
+    metric is asked for. Torch and numpy let other threads run in the middle of their work, and a thread that copies or
+    writes gives the interpreter back milliseconds later."""
+
+    _noted: _Noted | None = None
+
+    def note(self, record: StepRecord, run_ledger: RunLedger, *, again: bool = False) -> None:
+        """Notes a step.
+
+        Args:
+            record: Of it.
+            run_ledger: As ``facts`` takes it. Its tables are read when a metric is asked for.
+            again: The step was noted before, and more is known about it by now: nothing is added up.
+        """
+        before, sums, worst = self._noted, _summed(record, run_ledger), record.stall_secs
+        if before is not None:
+            added = before.sums.items()
+            sums = dict(added) if again else {name: value + sums[name] for name, value in added}
+            worst = max(before.worst_stall_secs, worst)
+        elif again:
+            sums, worst = {name: value * 0 for name, value in sums.items()}, 0.0
+        self._noted = _Noted(record, run_ledger, sums, worst)
+        if not again and (foreign := self._foreign()):
+            asked = facts(record, run_ledger)
+            for metric in foreign:
+                metric.update(**metric._filter_kwargs(**asked))
+
+    def _foreign(self) -> list[Metric]:
+        """Metrics that a user has added, which are updated at each step."""
+        return [metric for metric in super().values(copy_state=False) if not isinstance(metric, StepMetric)]
+
+    def catch_up(self) -> None:
+        """Updates the metrics by what was noted."""
+        noted, self._noted = self._noted, None
+        if noted is None:
             return
-        for metric in metrics:
-            metric.note(kwargs)
+        asked = facts(noted.record, noted.run_ledger) | {**noted.sums, "worst_stall_secs": noted.worst_stall_secs}
+        for metric in super().values(copy_state=False):
+            if isinstance(metric, StepMetric):
+                metric.update(**metric._filter_kwargs(**asked))
+                metric._update_count += noted.sums["iterations"] - 1
+
+    def items(  # type: ignore[override]
+        self, keep_base: bool = False, copy_state: bool = True
+    ) -> Iterable[tuple[str, Metric]]:
+        self.catch_up()
+        return super().items(keep_base, copy_state)
+
+    def values(self, copy_state: bool = True) -> Iterable[Metric]:  # type: ignore[override]
+        self.catch_up()
+        return super().values(copy_state)
+
+    def __getitem__(self, key: str, copy_state: bool = True) -> Metric:
+        self.catch_up()
+        return super().__getitem__(key, copy_state)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        self.catch_up()
+        return super().state_dict(*args, **kwargs)
 
     def plot(self, val: Any = None, ax: Any = None, together: bool = False) -> Any:
         """A picture of each metric: see ``MetricCollection.plot``, which cannot find those of several values."""
@@ -62,7 +138,7 @@ def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> C
         **kwargs: Of ``torchmetrics.Metric``, for each; ``sync_on_compute=False`` makes ``compute`` this rank's own
             affair.
     """
-    metrics: dict[str, Metric | MetricCollection] = {
+    metrics: dict[str, Any] = {
         "plt": PortionOfLostTokens(**kwargs),
         "at_risk": PortionAtRisk(**kwargs),
         "mlt": MomentaryLostTokens(**kwargs),
@@ -78,7 +154,10 @@ def checkpoint_metrics(experts: Sequence[int] | None = None, **kwargs: Any) -> C
         "expert_ages": ExpertAges(experts, **kwargs),
         "unsaved_tokens": UnsavedTokens(experts, **kwargs),
     }
-    return CheckpointMetrics(metrics, compute_groups=False)
+    collection = CheckpointMetrics(metrics, compute_groups=False)
+    for metric in metrics.values():
+        metric.catch_up = collection.catch_up
+    return collection
 
 
 def facts(record: StepRecord, run_ledger: RunLedger) -> dict[str, Any]:
@@ -106,15 +185,11 @@ def facts(record: StepRecord, run_ledger: RunLedger) -> dict[str, Any]:
 
 
 def feeding(metrics: CheckpointMetrics) -> Observer:
-    """Returns an observer that updates ``metrics`` at each new step, and those of the ledger once training ended."""
+    """Returns an observer that notes each new step, and the newest once more when training has ended."""
 
     def note(event: SessionEvent) -> None:
-        if isinstance(event, StepEnded):
-            metrics.update(**facts(event.record, event.run_ledger))
-        elif isinstance(event, TrainingEnded):  # the ranks have agreed on the last step only now
-            found = facts(event.record, event.run_ledger)
-            for name in ("plt", "at_risk", "mlt", "owed_tokens", "unsaved_tokens"):
-                metrics[name].update(**metrics[name]._filter_kwargs(**found))
+        if isinstance(event, StepEnded | TrainingEnded):  # the ranks have agreed on the last step only at the end
+            metrics.note(event.record, event.run_ledger, again=isinstance(event, TrainingEnded))
 
     return note
 

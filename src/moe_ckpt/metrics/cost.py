@@ -23,12 +23,13 @@ class CheckpointBytes(StepMetric):
         self._state("bytes_total", torch.tensor(0), "sum")
         self._state("bytes_iterations", torch.tensor(0), "max")  # the same iterations on every rank
 
-    def update(self, nbytes: Any) -> None:
+    def update(self, nbytes: Any, iterations: int = 1) -> None:
         """Args:
         nbytes: Of this rank in one iteration; 0 if nothing was saved.
+        iterations: In more than one, if ``nbytes`` is their sum.
         """
         self.bytes_total = self.bytes_total + self._tensor(nbytes, torch.int64)
-        self.bytes_iterations = self.bytes_iterations + 1
+        self.bytes_iterations = self.bytes_iterations + iterations
 
     def compute(self) -> torch.Tensor:
         return self.bytes_total / self.bytes_iterations.clamp(min=1)
@@ -55,15 +56,16 @@ class BytesByFidelity(StepMetric):
         self._state("compute_total", torch.tensor(0), "sum")
         self._state("fidelity_iterations", torch.tensor(0), "max")
 
-    def update(self, nbytes: Any, frozen_nbytes: Any) -> None:
+    def update(self, nbytes: Any, frozen_nbytes: Any, iterations: int = 1) -> None:
         """Args:
         nbytes: Of this rank in one iteration.
         frozen_nbytes: Of ``nbytes``, what is saved at compute fidelity.
+        iterations: In more than one, if both are sums.
         """
         frozen = self._tensor(frozen_nbytes, torch.int64)
         self.full_total = self.full_total + self._tensor(nbytes, torch.int64) - frozen
         self.compute_total = self.compute_total + frozen
-        self.fidelity_iterations = self.fidelity_iterations + 1
+        self.fidelity_iterations = self.fidelity_iterations + iterations
 
     def compute(self) -> dict[str, torch.Tensor]:
         iterations = self.fidelity_iterations.clamp(min=1)
@@ -71,9 +73,9 @@ class BytesByFidelity(StepMetric):
 
 
 class CheckpointStall(StepMetric):
-    """Milliseconds per iteration that training waited for checkpointing, since ``reset``.
+    """Milliseconds per iteration that checkpointing kept the training thread, since ``reset``.
 
-    ``compute`` gives ``stall_ms_mean`` and ``stall_ms_worst``, over ranks those of the rank that waited most: all
+    ``compute`` gives ``stall_ms_mean`` and ``stall_ms_worst``, over ranks those of the rank that was kept longest: all
     others wait for it in the next gradient reduction.
     """
 
@@ -92,14 +94,19 @@ class CheckpointStall(StepMetric):
         self._state("stall_worst", torch.tensor(0), "max")
         self._state("stall_iterations", torch.tensor(0), "max")
 
-    def update(self, stall_secs: Any) -> None:
+    def update(self, stall_secs: Any, iterations: int = 1, worst_stall_secs: Any = None) -> None:
         """Args:
         stall_secs: Of this rank in one iteration.
+        iterations: In more than one, if ``stall_secs`` is their sum.
+        worst_stall_secs: The longest of them; None for one.
         """
-        nanos = self._tensor(round(float(stall_secs) * 1e9), torch.int64)
-        self.stall_total = self.stall_total + nanos
-        self.stall_worst = torch.maximum(self.stall_worst, nanos)
-        self.stall_iterations = self.stall_iterations + 1
+        total, worst = (
+            self._tensor(round(float(secs) * 1e9), torch.int64)
+            for secs in (stall_secs, stall_secs if worst_stall_secs is None else worst_stall_secs)
+        )
+        self.stall_total = self.stall_total + total
+        self.stall_worst = torch.maximum(self.stall_worst, worst)
+        self.stall_iterations = self.stall_iterations + iterations
 
     def compute(self) -> dict[str, torch.Tensor]:
         mean = self.stall_total / self.stall_iterations.clamp(min=1)

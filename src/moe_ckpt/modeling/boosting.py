@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from moe_ckpt.core.capacity_boost import allowance, capacities, share
+from moe_ckpt.stopwatch import Stopwatch, timed
 
 _NOT_IN_BACKWARD = -1
 _NEVER = float("inf")
@@ -67,9 +68,13 @@ class LayerBoost:
         left: As of the newest step. Never changed in place.
         carried: Likewise.
         asked: A router has ever asked.
+        stopwatch: Counts what routers ask for.
     """
 
-    def __init__(self, left: torch.Tensor, carried: torch.Tensor, parts: int) -> None:
+    def __init__(
+        self, left: torch.Tensor, carried: torch.Tensor, parts: int, stopwatch: Stopwatch | None = None
+    ) -> None:
+        self.stopwatch = stopwatch or Stopwatch()
         self.left, self.carried = left, carried
         self.asked = False
         self._parts = parts
@@ -79,6 +84,7 @@ class LayerBoost:
 
     # --- for routers ---
 
+    @timed
     @torch.no_grad()
     def capacities(self, assigned: torch.Tensor, capacity: int) -> torch.Tensor:
         """Returns how many tokens each expert may take in this pass, ``[E]`` int64, in sum ``E * capacity``.
@@ -96,6 +102,7 @@ class LayerBoost:
         room: torch.Tensor = capacities(capacity, unused, extra)
         return room
 
+    @timed
     @torch.no_grad()
     def extra(self, over: torch.Tensor, unused: torch.Tensor, capacity: int) -> torch.Tensor:
         """Returns how many tokens beyond ``capacity`` each expert takes in this pass, ``[E]``: ``capacities`` in parts.
@@ -115,6 +122,7 @@ class LayerBoost:
 
         return self._decided(torch.cat([over, unused]), decide, rows=1)[0]
 
+    @timed
     @torch.no_grad()
     def select(
         self,

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_ckpt.modeling.blocks import is_dtensor
 from moe_ckpt.modeling.names import parameters_of
+from moe_ckpt.stopwatch import Stopwatch
 
 _CAST = torch.ops.aten._to_copy.default
 _NARROW = (torch.bfloat16, torch.float16)
@@ -29,7 +30,8 @@ class ComputeTypeProbe:
     What is done to parameters by optimizers must not be watched: they read all of them as they are.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stopwatch: Stopwatch | None = None) -> None:
+        self._stopwatch = stopwatch or Stopwatch()
         self._names = tuple(name for name, _ in parameters_of(model))
         self._seen: dict[str, set[torch.dtype]] = {name: set() for name in self._names}
         self._watch: _Watch | None = None
@@ -38,7 +40,7 @@ class ComputeTypeProbe:
     def start(self) -> None:
         """Begin to watch. Memory of a parameter that is shared with another one is not told apart, so both are wide."""
         if self._watch is None:
-            self._watch = _Watch(_owners(self._model), self._note)
+            self._watch = _Watch(_owners(self._model), self._note, self._stopwatch)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -81,8 +83,11 @@ def _owners(model: nn.Module) -> dict[int, str | None]:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, owners: Mapping[int, str | None], note: Callable[[str, torch.dtype], None]) -> None:
+    def __init__(
+        self, owners: Mapping[int, str | None], note: Callable[[str, torch.dtype], None], stopwatch: Stopwatch
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._stopwatch = stopwatch
         self._owners = owners
         self._note = note
 
@@ -90,12 +95,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for tensor in touched:
-            name = self._owner(tensor)
-            if name is not None and not self._is_view_of(result, tensor):
-                cast = func is _CAST and (kwargs or {}).get("dtype")
-                self._note(name, cast or tensor.dtype)
+        with self._stopwatch:
+            touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            for tensor in touched:
+                name = self._owner(tensor)
+                if name is not None and not self._is_view_of(result, tensor):
+                    cast = func is _CAST and (kwargs or {}).get("dtype")
+                    self._note(name, cast or tensor.dtype)
         return result
 
     def _owner(self, tensor: torch.Tensor) -> str | None:

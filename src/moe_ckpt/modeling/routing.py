@@ -25,6 +25,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.discover import FoundLayer, RoutingSource
 from moe_ckpt.modeling.passes import TrainingPasses
 from moe_ckpt.modeling.registry import Assignments
+from moe_ckpt.stopwatch import Stopwatch
 
 _NOT_IN_BACKWARD = -1
 _INDICES = (torch.int64, torch.int32)
@@ -170,6 +171,7 @@ class RoutingCounter:
         frozen: Tells which experts no update changes (``trainable.FrozenExperts``): none of their tokens is applied.
             The very same array for as long as it is the same.
         passes: Tells which forward passes are training's. None: those of modules in training mode.
+        stopwatch: Counts what hooks take, but for those that are compiled: there the kernels are the model's.
     """
 
     def __init__(
@@ -180,7 +182,9 @@ class RoutingCounter:
         soft: bool = False,
         frozen: Callable[[], Mask | None] = no_experts,
         passes: TrainingPasses | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
+        self._stopwatch = stopwatch or Stopwatch()
         first = next(model.parameters(), None)
         device = first.device if first is not None else torch.device("cpu")
         self._passes = passes or TrainingPasses()
@@ -245,13 +249,23 @@ class RoutingCounter:
         source = layer.source
         if source.kind == "rows":
             for expert, module in enumerate(source.modules):
-                yield module.register_forward_pre_hook(self._row_hook(at, expert), with_kwargs=True)
+                hook = self._counted(self._row_hook(at, expert))
+                yield module.register_forward_pre_hook(hook, with_kwargs=True)
         elif source.argument is not None:
-            hook = self._argument_hook(at, layer, source, source.argument)
+            hook = self._counted(self._argument_hook(at, layer, source, source.argument))
             yield source.modules[0].register_forward_pre_hook(hook, with_kwargs=True)
         else:
             read = source.assignments or _integer_output(layer)
-            yield source.modules[0].register_forward_hook(self._output_hook(at, read), with_kwargs=True)
+            hook = self._counted(self._output_hook(at, read))
+            yield source.modules[0].register_forward_hook(hook, with_kwargs=True)
+
+    def _counted(self, hook: Callable[..., None]) -> Callable[..., None]:
+        counted = self._stopwatch.around(hook)
+
+        def either(*args: Any, **kwargs: Any) -> None:
+            (hook if torch.compiler.is_compiling() else counted)(*args, **kwargs)
+
+        return either
 
     def _table(self, at: int, device: torch.device) -> torch.Tensor:
         """The layer's counts, moved to where its routing happens if the model was moved since."""

@@ -9,6 +9,7 @@ import torch
 
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.upstream import Channel
+from moe_ckpt.stopwatch import Stopwatch, timed
 from moe_ckpt.upstream.answering import Answers
 from moe_ckpt.upstream.interception import Traffic
 from moe_ckpt.upstream.recording import UpstreamLog
@@ -20,9 +21,11 @@ class Boundary(Traffic):
     Args:
         stage_of: Of each rank, its pipeline stage.
         log: Keeps what is sent; None to keep nothing.
+        stopwatch: Counts what that takes.
     """
 
-    def __init__(self, stage_of: Sequence[int], log: UpstreamLog | None) -> None:
+    def __init__(self, stage_of: Sequence[int], log: UpstreamLog | None, stopwatch: Stopwatch | None = None) -> None:
+        self.stopwatch = stopwatch or Stopwatch()
         self._stage_of, self._log = tuple(stage_of), log
         self._first: Callable[[], None] | None = None
         self._alone: frozenset[int] = frozenset()
@@ -92,11 +95,13 @@ class Boundary(Traffic):
     def crosses(self, ranks: tuple[int, ...]) -> bool:
         return len({self._stage_of[rank] for rank in ranks}) > 1
 
+    @timed
     def sends(self, channel: Channel, tensor: torch.Tensor) -> bool:
         self._passes()
         self._keep(channel, [tensor])
         return self._answers is None or channel.ranks[1] in self._alone
 
+    @timed
     def receives(self, channel: Channel, tensor: torch.Tensor) -> bool:
         self._passes()
         if self._answers is None or channel.ranks[0] in self._alone:
@@ -104,6 +109,7 @@ class Boundary(Traffic):
         self._answers.give(channel, tensor)
         return True
 
+    @timed
     def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
         if self._resting and self._came_up is not None:
             raise ReplayDivergedError(
@@ -116,9 +122,11 @@ class Boundary(Traffic):
         self._keep(channel, results)
         return True
 
+    @timed
     def agreed(self, channel: Channel, results: Sequence[torch.Tensor]) -> None:
         self._keep(channel, results)
 
+    @timed
     def refused(self, channel: Channel) -> None:
         if self._log is not None:
             self._log.give_up(f"{channel}: its results are not the same on all ranks, or its sender is not known")

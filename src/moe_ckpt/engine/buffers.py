@@ -20,7 +20,7 @@ import torch
 from moe_ckpt.engine.cgroups import available_bytes
 from moe_ckpt.engine.cgroups import free_bytes as _cgroup_free_bytes
 from moe_ckpt.engine.early_buffers import EarlyBuffers
-from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, cuda, let_go, serves, unregister
+from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, let_go, serves
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.slot import Slot
 
@@ -145,9 +145,7 @@ class HostBufferPool(EarlyBuffers):
         if not foreseen or buffer.slot is None or buffer.nbytes <= size:
             return True
         try:
-            if buffer.registered:
-                buffer.registered, buffer.is_cold = False, True
-                unregister(buffer.memory)
+            buffer.is_cold = buffer.registered
             buffer.memory = buffer.memory[:0]
             buffer.slot.shrink(size)
             buffer.memory = buffer.slot.memory
@@ -160,9 +158,8 @@ class HostBufferPool(EarlyBuffers):
         """Touches the pages of a slot of an earlier life, and page-locks them for CUDA; False if that fails."""
         cold, buffer.is_cold = buffer.is_cold, False
         try:
-            if cold and self._pinned:
-                _register(buffer.memory)
-                buffer.registered = True
+            if cold and self._pinned and buffer.slot is not None:
+                buffer.slot.pages.lock(buffer.nbytes)
             elif cold:
                 buffer.memory[::_PAGE_NBYTES].max()  # to read a page of a file on a tmpfs maps it, and its neighbours
         except RuntimeError as error:
@@ -190,7 +187,7 @@ class HostBufferPool(EarlyBuffers):
                 require(size)
             slot = None if make is None else self._slot(size, make, or_none=or_private)
             if slot is not None:
-                return HostBuffer(slot.memory, slot, registered=self._pinned)
+                return HostBuffer(slot.memory, slot)
             return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
         except (OSError, RuntimeError):
             with self._lock:
@@ -203,7 +200,7 @@ class HostBufferPool(EarlyBuffers):
         try:
             slot = make(size)
             if self._pinned:
-                _register(slot.memory)
+                slot.pages.lock(size)
             if self._said_private:
                 log.info("there is room again for snapshots in memory that outlives this process")
                 self._said_private = False
@@ -323,11 +320,6 @@ def _unseal(buffer: HostBuffer) -> bool:
         log.warning("a memory slot cannot be used again: %s", error)
         return False
     return True
-
-
-def _register(memory: torch.Tensor) -> None:
-    """Page-lock mapped memory, in place. Raises ``RuntimeError`` where CUDA refuses it."""
-    torch.cuda.check_error(int(cuda().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
 
 
 def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:

@@ -80,7 +80,7 @@ def test_a_limit_is_an_error_or_fewer_copies_and_never_a_kill(slots, every, cgro
     code = live_in(cgroup, run)
     assert cgroup.kills == 0
     assert code in (0, 1), output(run)
-    assert (code == 1) == (slots < (2 if every == RARELY else 1)), output(run)
+    assert (code == 1) == (slots < 1), output(run)
     if code == 1:
         assert "HostMemoryError" in output(run)
     else:

@@ -15,12 +15,6 @@ from pathlib import Path
 PACKAGE = "moe_ckpt"
 SIMULATOR = "moe_ckpt_sim"
 """Imports ``PACKAGE``, which knows it only by the names of two commands."""
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 70
-MAX_METHODS = 20
-MAX_ATTRIBUTES = 15
-WITH_A_STOPWATCH = ("driver.run.Driver", "megatron.checkpoint.MegatronCheckpoint")
-"""Classes that may have one attribute more."""
 LAYERS = (
     *("core", "policies", "format", "storage", "memory", "upstream", "comm", "slices", "replicas", "engine"),
     *("recovery", "profiling", "modeling", "gradients", "data", "interop", "metrics", "driver"),
@@ -246,59 +240,6 @@ def no_assert(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno} has an assert; raise an error of moe_ckpt.errors"
 
 
-def sizes(module: Module) -> Iterator[str]:
-    """Files and functions that can be read in one go."""
-    lines = module.source.count("\n") + 1
-    if lines > MAX_FILE_LINES + 1:
-        yield f"{module.name} has {lines - 1} lines, more than {MAX_FILE_LINES}"
-    for node in _functions(module):
-        length = (node.end_lineno or node.lineno) - node.lineno + 1
-        if length > MAX_FUNCTION_LINES:
-            yield f"{module.name}:{node.lineno} {node.name} has {length} lines, more than {MAX_FUNCTION_LINES}"
-
-
-def class_sizes(module: Module) -> Iterator[str]:
-    """Classes of few parts: methods of the class body, and attributes that it assigns or annotates, or that methods set
-    on self.
-
-    Records, that is frozen dataclasses and TypedDicts, may have any number of fields: they hold data and do nothing. So
-    may what Hydra takes as a schema, which cannot be frozen.
-    """
-    for name, methods, attributes in oversized(module):
-        yield f"{name} has {methods} methods and {attributes} attributes: at most {MAX_METHODS}, {MAX_ATTRIBUTES}"
-
-
-def oversized(module: Module) -> Iterator[tuple[str, int, int]]:
-    """(name, methods, attributes) of classes over the caps."""
-    for node in ast.walk(module.tree) if module.part != "conf" else ():
-        if not isinstance(node, ast.ClassDef):
-            continue
-        methods = [each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        attributes = {_name(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
-        assigned = [target for each in node.body if isinstance(each, ast.Assign) for target in each.targets]
-        attributes |= {each.id for target in assigned for each in ast.walk(target) if isinstance(each, ast.Name)}
-        attributes |= {
-            each.attr
-            for method in methods
-            for each in ast.walk(method)
-            if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and _name(each.value) == "self"
-        }
-        most = len(attributes) if _is_record(node) else MAX_ATTRIBUTES
-        most += f"{module.name}.{node.name}" in WITH_A_STOPWATCH
-        if len(methods) > MAX_METHODS or len(attributes) > most:
-            yield f"{module.name}.{node.name}", len(methods), len(attributes)
-
-
-def _is_record(node: ast.ClassDef) -> bool:
-    frozen = (
-        keyword.arg == "frozen" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
-        for decorator in node.decorator_list
-        if isinstance(decorator, ast.Call) and _name(decorator.func) == "dataclass"
-        for keyword in decorator.keywords
-    )
-    return any(frozen) or any(_name(base) == "TypedDict" for base in node.bases)
-
-
 def annotated(module: Module) -> Iterator[str]:
     """Every argument and every result has a type."""
     for node in _functions(module):
@@ -364,8 +305,6 @@ RULES: tuple[Rule, ...] = (
     ports_without_torch,
     no_pickle,
     no_assert,
-    sizes,
-    class_sizes,
     annotated,
     broad_except,
     google_docstrings,
@@ -373,8 +312,6 @@ RULES: tuple[Rule, ...] = (
 SIMULATOR_RULES: tuple[Rule, ...] = (
     no_pickle,
     no_assert,
-    sizes,
-    class_sizes,
     annotated,
     broad_except,
     google_docstrings,

@@ -1,4 +1,4 @@
-"""The source keeps its layers, its purity and its sizes; and every rule is shown able to fail."""
+"""The source keeps its layers and its purity; and every rule is shown able to fail."""
 
 from __future__ import annotations
 
@@ -49,12 +49,6 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
     summit = [part for part in rules.SUMMIT if part.isalpha()]
     assert [name for names in named for name in names] == [*rules.EVERYWHERE, *rules.LAYERS, *rules.ON_TOP, *summit]
     assert len(text.split()) <= 850
-
-
-METHODS = "".join(f"\n    def f{n}(self) -> None: ..." for n in range(21))
-FIELDS = "".join(f"\n    x{n}: int" for n in range(16))
-ASSIGNED = "".join(f"\n    x{n}, y{n} = z{n} = 0, 0" for n in range(5)) + "\n    x5: int"
-SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"self.x{n}, z = 0, 0" for n in range(15))
 
 
 @pytest.mark.parametrize(
@@ -113,14 +107,6 @@ SET_ON_SELF = "\n    y: int\n    def f(self) -> None:\n        " + "; ".join(f"s
         (rules.no_pickle, "interop.x", "np.load(f, allow_pickle=True)", "allow_pickle"),
         (rules.no_pickle, "engine.x", "dist.all_gather_object(a, b)", "unpickles"),
         (rules.no_assert, "engine.x", "def f(x):\n    assert x", "has an assert"),
-        (rules.sizes, "engine.x", "x = 1\n" * 501, "has 501 lines"),
-        (rules.sizes, "engine.x", "def f() -> None:\n" + "    x = 1\n" * 70, "f has 71 lines"),
-        (rules.class_sizes, "engine.x", f"class A:{METHODS}", "engine.x.A has 21 methods and 0 attributes"),
-        (rules.class_sizes, "callbacks.x", f"class A:{SET_ON_SELF}", "A has 1 methods and 16 attributes"),
-        (rules.class_sizes, "megatron.x", f"@dataclass\nclass A:{FIELDS}", "A has 0 methods and 16 attributes"),
-        (rules.class_sizes, "engine.x", f"class A:{ASSIGNED}", "A has 0 methods and 16 attributes"),
-        (rules.class_sizes, "recovery.x", f"@dataclass(frozen=False)\nclass A:{FIELDS}", "16 attributes"),
-        (rules.class_sizes, "engine.x", f"@dataclass(frozen=True)\nclass A:{METHODS}", "21 methods"),
         (rules.annotated, "engine.x", "def f(a, *b, c: int, **d) -> None: ...", "no type for a, b, d"),
         (rules.annotated, "engine.x", "class A:\n    def f(self): ...", "no result type"),
         (rules.broad_except, "engine.x", "try: ...\nexcept Exception: ...", "catches everything"),
@@ -149,11 +135,6 @@ def test_rule_can_fail(rule, name, source, said):
         (rules.no_command_line, "growth", "from moe_ckpt_sim.conf.sweeps import composed\nfrom moe_ckpt import client"),
         (rules.ports_without_torch, "ports", "if TYPE_CHECKING:\n    import torch"),
         (rules.no_pickle, "interop.x", "torch.load(f, weights_only=True)"),
-        (rules.sizes, "engine.x", "x = 1\n" * 500),
-        (rules.class_sizes, "engine.x", f"@dataclass(eq=False, frozen=True)\nclass A:{FIELDS}"),
-        (rules.class_sizes, "engine.x", f"class A(TypedDict, total=False):{FIELDS}"),
-        (rules.class_sizes, "conf.schema", f"@dataclass\nclass A:{FIELDS}"),
-        (rules.class_sizes, "engine.x", f"class A:{METHODS.partition('def f20')[0]}..."),
         (rules.broad_except, "engine.x", "try: ...\nexcept Exception:  # a thread's edge\n    ..."),
         (rules.broad_except, "engine.x", "try: ...\nexcept BaseException:\n    release()\n    raise"),
     ],

@@ -21,7 +21,7 @@ from moe_ckpt.core.operators import expert_id
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.room import Room
-from moe_ckpt.errors import HostMemoryError, RecoveryLoopError, SaveFailedError
+from moe_ckpt.errors import RecoveryLoopError, SaveFailedError
 from moe_ckpt.format.manifest import age_of
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.memory.slot import Slot
@@ -405,9 +405,55 @@ def test_another_world_size_takes_what_memory_has(where):
         assert_state(alone, at(6))
 
 
-def test_memory_without_room_for_two_is_refused_where_storage_does_not_get_each(where):
-    with life(where, host_memory_bytes=2000) as only, pytest.raises(HostMemoryError, match="must hold two"):
+def test_memory_without_room_for_two_sends_each_to_storage(where, caplog):
+    with life(where, host_memory_bytes=2000) as only:
         only.go(6, settle=True)
+    begun = [record.step for record in only.records if record.begun]
+    assert begun == [1, 3, 5], "the ranks learn at the next step that the one before is complete, and may go"
+    assert committed(where[0]) == [f"step_{step:08d}" for step in begun]
+    assert caplog.text.count("memory has no room for two checkpoints, so each goes to storage too") == 1
+    with life(where) as second:
+        come_back(second)
+        assert_state(second, at(5))
+
+
+POLICIES = {
+    "dense": Dense(),
+    "moc": MoC(k=1, snapshot_k=2),
+    "computed": MoEvement(),
+    "window": MoEvement(window=6),
+}
+
+
+@pytest.mark.parametrize("when_busy", ["skip", "wait"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_budget_that_holds_a_checkpoint_ends_training(name, when_busy, where):
+    """From just one checkpoint to six: the newest that a life can come back to is never far behind."""
+    dense = train_and_fail(where, policy=Dense()).records[-1].nbytes
+    for tenths in (10, 11, 13, 15, 18, 20, 22, 26, 30, 40, 60):
+        place = tuple(path / f"of_{tenths}" for path in where)
+        place[1].mkdir()
+        budget = dense * tenths // 10
+        with life(place, policy=POLICIES[name], when_busy=when_busy, host_memory_bytes=budget) as each:
+            each.session.begin_run(each.capture)
+            each.session.training_begins()
+            each.go(24, settle=True)
+            newest = max(each.records[-1].memory_step or 0, each.records[-1].committed_step or 0)
+            assert newest >= 24 - 14, (tenths, [record.begun for record in each.records])
+            assert each.session._resources.pipeline._pool.held_bytes <= budget
+            each.finish()
+
+
+def test_what_outgrows_the_budget_in_training_is_left_out_and_said_once(where, caplog):
+    with life(where, host_memory_bytes=1000, policy=Dense(every_n_steps=4)) as each:
+        each.go(11, settle=True)
+    assert not any(record.begun for record in each.records)
+    assert [record.skipped for record in each.records].count(True) == 8
+    assert each.records[-1].skips == 8
+    assert (
+        caplog.text.count("step 4: no checkpoint, and training continues: the checkpoint of step 4, which holds") == 1
+    )
+    assert caplog.text.count("training continues") == 1
 
 
 def test_a_last_step_that_finds_no_room_beside_what_memory_keeps_does_not_say_that_it_waited(where, monkeypatch):

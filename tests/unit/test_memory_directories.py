@@ -42,6 +42,7 @@ from moe_ckpt.memory.directory import (
     user_directory,
 )
 from moe_ckpt.memory.files import MemoryFiles, newest_generation, remove_run, sweep
+from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.memory.survey import survey
 from tests.support.deleting import delete_tree
@@ -483,7 +484,7 @@ def test_memory_that_cuda_does_not_lock_is_removed(root, monkeypatch, caplog):
     begun = life_of(root, 0)
     pool = HostBufferPool(1 << 20, pinned=True, make_slot=begun.make)
 
-    def refused(memory: torch.Tensor) -> None:
+    def refused(pages: Pages, nbytes: int) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     real, pinned = torch.empty, []
@@ -492,7 +493,7 @@ def test_memory_that_cuda_does_not_lock_is_removed(root, monkeypatch, caplog):
         pinned.append(pin_memory)
         return real(*sizes, **how)
 
-    monkeypatch.setattr(buffers, "_register", refused)
+    monkeypatch.setattr(Pages, "lock", refused)
     monkeypatch.setattr(buffers.torch, "empty", empty)
     for _ in range(2):
         buffer = pool.acquire(5000)

@@ -18,7 +18,7 @@ from moe_ckpt.core.rolling import bytes_per_parameter
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, GradientLog, needs_of
-from moe_ckpt.policies.base import Activity, Measured, MemoryFacts, Sends
+from moe_ckpt.policies.base import Activity, Measured, MemoryFacts, Sends, SnapshotLimit
 from tests.unit.builders import catalog, context, mixed
 
 MODEL = catalog(3, 4)
@@ -74,6 +74,22 @@ class Run:
         """A step that nothing is saved of."""
         self.step += 1
         self.anchored_at = np.full(len(self.model.operators), -1)
+
+
+@pytest.mark.parametrize("window", [6, "auto"])
+def test_a_round_that_does_not_fit_in_host_memory_is_shortened(window):
+    policy, limit = GradientLog(window=window, most_window=6), SnapshotLimit(at_once=2)
+    dense = sum(size.full for size in weighing(MODEL).values())
+    found = {}
+    for budget in range(dense, 8 * dense, dense // 4):
+        run = Run(policy, snapshot_bytes=budget // 2, snapshot_limit=limit)
+        run.save()
+        report = policy.explain(run.context())
+        found[budget] = report.window
+        assert report.window == 1 or report.most_held_bytes <= budget
+        assert ("host memory has no room for rounds of W = 6" in (report.warning or "")) == (report.window < 6)
+    assert sorted(found.values()) == list(found.values())
+    assert {1, 6} < set(found.values())
 
 
 def test_the_first_step_is_saved_in_full_and_each_later_one_anchors_some():

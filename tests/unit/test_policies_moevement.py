@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.window import OperatorBytes, Window, balance, slot_bytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Activity, Measured, Policy, SnapshotLimit
+from moe_ckpt.policies.base import Activity, Measured, MemoryFacts, Policy, SnapshotLimit
 from moe_ckpt.policies.moevement import FIRST_SLOTS, PROFILE_STEPS, MoEvement
 from moe_ckpt.policies.popularity import ORDERS
 from tests.unit.builders import catalog, context
@@ -287,29 +287,53 @@ def test_host_memory_makes_windows_longer():
 
 
 @pytest.mark.parametrize(
-    ("policy", "step", "room", "said"),
+    ("policy", "step", "room", "size"),
     [
-        (MoEvement(window=2), 5, 71, "window=2.*W = 2 has 72 bytes on each of 1 ranks.*to 72 or more, or window=3,"),
-        (MoEvement(max_window=3), 25, 40, "max_window=3.*W = 3 has 56 bytes.*room for 40; .* or max_window=6,"),
-        (MoEvement(window=11), 5, 31, "W = 8 has 32 bytes.*no window does: set host_memory_bytes to 32 or more"),
-        (MoEvement(), 0, 131, "at step 0.*has 132 bytes.*set host_memory_bytes to 132 or more: before training"),
+        (MoEvement(window=2), 5, 71, 3),
+        (MoEvement(max_window=3), 25, 40, 6),
     ],
 )
-def test_what_does_not_fit_in_host_memory_is_refused_with_numbers(policy, step, room, said):
+def test_a_window_whose_slots_do_not_fit_in_host_memory_is_made_longer(policy, step, room, size):
+    found = facts(step, step - 1, snapshot_bytes=room)
+    assert policy.plan(found).window.size == size
+    assert f"{room} bytes per rank (host_memory_bytes), has no room for windows of W =" in policy.explain(found).warning
+
+
+def test_where_no_window_fits_it_is_the_one_with_the_lightest_slots():
+    """Of 32 bytes, the least that there is: what does not fit is left out, and training continues."""
+    assert MoEvement(window=11).plan(facts(5, 4, snapshot_bytes=31)).window.size == 8
+
+
+@pytest.mark.parametrize(("at_once", "room"), [(1, 131), (2, 65)])
+def test_what_is_saved_before_training_and_does_not_fit_is_refused_with_numbers(at_once, room):
+    limit = SnapshotLimit("Memory(budget_bytes=...)", at_once)
+    said = (
+        rf"at step 0.*has 132 bytes.* room for {at_once * room}; set Memory\(budget_bytes=\.\.\.\) to 132 or more: "
+        "before training"
+    )
     with pytest.raises(ConfigError, match=said):
-        policy.plan(facts(step, None if step == 0 else step - 1, snapshot_bytes=room))
+        MoEvement().plan(facts(0, None, snapshot_bytes=room, snapshot_limit=limit))
+    assert is_dense(MoEvement().plan(facts(0, None, snapshot_bytes=66, snapshot_limit=SnapshotLimit(at_once=2))))
 
 
-def test_the_setting_that_bounds_snapshots_is_named_with_a_value_that_is_enough():
-    """Two snapshots at once share a budget of 63: none of 32 bytes, the least that there is, has room."""
-    limit = SnapshotLimit("Memory(budget_bytes=...)", at_once=2)
-    said = r"room for 31 with 2 of them at once; no window does: set Memory\(budget_bytes=\.\.\.\) to 64 or more$"
-    with pytest.raises(ConfigError, match=said):
-        MoEvement(window=11).plan(facts(5, 4, snapshot_bytes=31, snapshot_limit=limit))
-    assert MoEvement(window=8).plan(facts(5, 4, snapshot_bytes=32, snapshot_limit=limit)).window.size == 8
+@pytest.mark.parametrize("policy", [MoEvement(window=8), MoEvement()], ids=["given", "computed"])
+@pytest.mark.parametrize("due", [True, False], ids=["stored", "in memory"])
+def test_memory_holds_two_windows_or_one_that_storage_gets(policy, due):
+    """The longest that is no longer than wanted; where memory holds no two of any, as if storage got each."""
+    limit, memory = SnapshotLimit(at_once=2), MemoryFacts(storage_due=due)
+    wanted = policy.plan(facts(measured=at(36.0))).window
+    assert wanted.size > 4
+    for budget in range(DENSE, 6 * DENSE, 14):
+        found = facts(measured=at(36.0), snapshot_bytes=budget // 2, snapshot_limit=limit, memory=memory)
+        size, copies = policy.plan(found).window.size, 1 if due or budget < 2 * DENSE else 2
+        needed = [copies * n * max(slot_bytes(balance(wanted.order, SIZES, n), SIZES)) for n in (size, size + 1)]
+        assert needed[0] <= budget
+        assert size == wanted.size or needed[1] > budget
+        said = policy.explain(found).warning or ""
+        assert ("has no room for windows" in said) == (size < wanted.size)
 
 
-def test_the_window_that_a_refusal_names_does_fit():
+def test_the_window_that_is_made_longer_does_fit():
     assert max(slot_bytes(MoEvement(window=3).plan(facts(snapshot_bytes=71)).window.slots, SIZES)) <= 71
     assert max(slot_bytes(MoEvement(max_window=6).plan(facts(snapshot_bytes=40)).window.slots, SIZES)) <= 40
 

@@ -83,10 +83,23 @@ class Backlog:
             return True
         if plan.slot and self._room_in_time(pipeline, measured):
             return True
-        self.skips += 1
-        log.info("step %d: no checkpoint, earlier ones are still being written", plan.step)
-        self._say_hung(plan, pipeline)
+        if pipeline.room.is_unmade:
+            pipeline.room.ask()
+            self.leave_out(plan, "memory for it is still being made")
+        else:
+            self.leave_out(plan, "earlier ones are still being written")
+            self._say_hung(plan, pipeline)
         return False
+
+    def leave_out(self, plan: SnapshotPlan, why: str) -> None:
+        """Counts a snapshot that does not begin on any rank.
+
+        Args:
+            plan: Of the snapshot.
+            why: It does not on this one; empty if only another lacks something.
+        """
+        self.skips += 1
+        log.info("step %d: no checkpoint, %s", plan.step, why or "another rank has no memory for it")
 
     def _room_in_time(self, pipeline: Pipeline, measured: Measured) -> bool:
         began = time.monotonic()

@@ -125,8 +125,9 @@ class Bookkeeper:
         if memory is not None and memory.replicator is not None:
             self.meter.sends(memory.replicator.send_bytes_per_sec)
         behind = pipeline.storage_busy, pipeline.room.copies_behind
-        used_up = memory is not None and pipeline.room.is_used_up
-        standing = RankStatus(pipeline.room.is_short, *behind, ended, in_memory, pipeline.sends, used_up, edited)
+        room, outlives = pipeline.room, memory is not None
+        full = outlives and room.is_used_up, edited, outlives and room.is_tight
+        standing = RankStatus(room.is_short, *behind, ended, in_memory, pipeline.sends, *full)
         applied = self.agreement.send(step, tokens, standing, self.meter.measured())
         total, self._awaited = self._awaited or Future(), None
         applied.add_done_callback(lambda found: _add(total, before, found))

@@ -20,7 +20,7 @@ import torch
 from moe_ckpt.engine.cgroups import available_bytes
 from moe_ckpt.engine.cgroups import free_bytes as _cgroup_free_bytes
 from moe_ckpt.engine.early_buffers import EarlyBuffers
-from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, cuda, let_go, serves, unregister
+from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, let_go, serves
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.slot import Slot
 
@@ -28,6 +28,8 @@ log = logging.getLogger("moe_ckpt")
 
 _SHARE_OF_FREE_MEMORY = 0.5
 _PAGE_NBYTES = 4096
+_FEW = 8
+"""Of a budget that holds no more buffers than this, none may be larger than it must."""
 
 
 class HostBufferPool(EarlyBuffers):
@@ -41,6 +43,9 @@ class HostBufferPool(EarlyBuffers):
         make_early: As ``make_slot``, for memory made ahead of time, which takes no room from anything else.
         fits: Whether a slot of so many bytes could be made now. If so, private memory that was used for lack of room is
             given up for a slot. None: it is kept.
+
+    Attributes:
+        dispose: Frees a buffer's memory, which may take long; on another thread where the calling one must not wait.
     """
 
     def __init__(
@@ -54,13 +59,49 @@ class HostBufferPool(EarlyBuffers):
     ) -> None:
         super().__init__(budget_bytes, pinned=pinned)
         self._make_slot, self._make_slot_early, self._fits = make_slot, make_early or make_slot, fits
+        self.dispose: Callable[[HostBuffer], None] = let_go
         self._said_private = False
         self._sizes: dict[str, tuple[int, ...]] = {}
+
+    def take(self, needs: Sequence[tuple[str, int]]) -> list[HostBuffer] | None:
+        """Buffers of at least these (kind, bytes) that need nothing but to be lent; None if there are not all of them.
+
+        For the training thread: no memory is made, touched, page-locked or freed.
+        """
+        found: list[HostBuffer] = []
+        with self._lock:
+            self._note_sizes(needs)
+            for kind, nbytes in needs:
+                best = self._fitting(kind, max(1, nbytes), found)
+                if best is None or not self._is_ready(best, max(1, nbytes)) or not _unseal(best):
+                    return None
+                found.append(best)
+            for each in found:
+                each.foreseen = False
+                self._free.remove(each)
+                self._lent.add(each)
+        return found
+
+    def has_ready(self, nbytes: int) -> bool:
+        """True if ``take`` finds a buffer for a whole snapshot of so many bytes."""
+        with self._lock:
+            best = self._fitting(WHOLE, nbytes)
+            return best is not None and self._is_ready(best, nbytes)
+
+    def _is_ready(self, buffer: HostBuffer, nbytes: int) -> bool:
+        if self._replaces(buffer) or buffer.is_cold:
+            return False
+        return not self._is_to_be_cut(buffer, nbytes)
+
+    def _replaces(self, buffer: HostBuffer) -> bool:
+        """It is private memory, and there is room again for what outlives the process."""
+        return buffer.slot is None and self._fits is not None and self._fits(buffer.nbytes)
 
     def acquire_all(
         self, needs: Sequence[tuple[str, int]], require: Callable[[int], None] | None = None
     ) -> list[HostBuffer] | None:
-        """Buffers of at least these (kind, bytes), or None if the budget has no room for all of them.
+        """Buffers of at least these (kind, bytes), or None if the budget has no room for all of them. Slow where they
+        must be made: not for the training thread.
 
         A buffer of another kind than ``WHOLE`` is kept when it is given back, if it fits one of these sizes.
 
@@ -72,9 +113,7 @@ class HostBufferPool(EarlyBuffers):
             HostMemoryError: They can never fit into the budget.
             OSError: As ``acquire``; then none is lent.
         """
-        for kind in (PIECES, MIRRORED):
-            if sizes := tuple(nbytes for each, nbytes in needs if each == kind):
-                self._sizes[kind] = sizes
+        self._note_sizes(needs)
         if not self.fits(sum(nbytes for _, nbytes in needs)):
             return None
         found: list[HostBuffer] = []
@@ -89,6 +128,11 @@ class HostBufferPool(EarlyBuffers):
                 for each in found:
                     self.give_back(each)
         return found if len(found) == len(needs) else None
+
+    def _note_sizes(self, needs: Sequence[tuple[str, int]]) -> None:
+        for kind in (PIECES, MIRRORED):
+            if sizes := tuple(nbytes for each, nbytes in needs if each == kind):
+                self._sizes[kind] = sizes
 
     def acquire(
         self, nbytes: int, kind: str = WHOLE, require: Callable[[int], None] | None = None
@@ -107,30 +151,28 @@ class HostBufferPool(EarlyBuffers):
         if nbytes > self.budget_bytes:
             raise HostMemoryError(nbytes, self.budget_bytes)
         with self._lock:
-            # Where snapshots differ in size, as with ranks that own an expert of only some, all use the largest's.
-            usual, free = self._least_bytes if kind == WHOLE else 0, [b for b in self._free if b.kind == kind]
-            fitting = [b for b in free if b.nbytes >= nbytes and serves(b, max(nbytes, usual))]
-            fitting = fitting or [b for b in free if serves(b, nbytes)]
-            fitting = fitting or [b for b in free if b.foreseen and nbytes <= b.nbytes]
-            if fitting:
-                best = min(fitting, key=lambda b: b.nbytes)
+            best = self._fitting(kind, nbytes)
+            if best is not None:
                 self._free.remove(best)
-                # Not private memory, where there is room again for what outlives the process.
-                usable = (best.slot or not self._fits or not self._fits(best.nbytes)) and _unseal(best)
-                if usable and self._trim(best, nbytes) and self._warm(best):
-                    self._lent.add(best)
-                    return best
-                let_go(best)
-            if kind == WHOLE:  # what was foreseen is something else
-                self._let_go_of([b for b in self._free if b.foreseen])
-            # Free buffers of the wrong size go before the budget is called exhausted.
+                self._lent.add(best)
+        if best is not None:
+            if not self._replaces(best) and _unseal(best) and self._trim(best, nbytes) and self._warm(best):
+                return best
+            self.discard(best)
+        with self._lock:
+            # What was foreseen is something else, and free buffers of the wrong size go before the budget is called
+            # exhausted.
+            gone = [b for b in self._free if b.foreseen and kind == WHOLE]
+            self._free = [b for b in self._free if b not in gone]
             while self._free and self._held() + nbytes > self.budget_bytes:
-                let_go(self._free.pop(0))
+                gone.append(self._free.pop(0))
             left = self.budget_bytes - self._held()
-            if nbytes > left:
-                return None
-            size = min(self._size(nbytes), left)
+            size = 0 if nbytes > left else min(self._size(nbytes), left)
             self._making_bytes += size
+        for each in gone:
+            self.dispose(each)
+        if not size:
+            return None
         buffer = self._make(size, require)
         buffer.kind = kind
         with self._lock:
@@ -138,16 +180,33 @@ class HostBufferPool(EarlyBuffers):
             self._lent.add(buffer)
         return buffer
 
+    def _fitting(self, kind: str, nbytes: int, but: Sequence[HostBuffer] = ()) -> HostBuffer | None:
+        """The free buffer that serves best. The caller has locked the pool."""
+        # Where snapshots differ in size, as with ranks that own an expert of only some, all use the largest's.
+        usual, free = self._least_bytes if kind == WHOLE else 0, [b for b in self._free if b.kind == kind]
+        free = [b for b in free if b not in but]
+        fitting = [b for b in free if b.nbytes >= nbytes and serves(b, max(nbytes, usual))]
+        fitting = fitting or [b for b in free if serves(b, nbytes)]
+        fitting = fitting or [b for b in free if b.foreseen and nbytes <= b.nbytes]
+        return min(fitting, key=lambda b: b.nbytes, default=None)
+
+    def _is_to_be_cut(self, buffer: HostBuffer, nbytes: int) -> bool:
+        """It is larger than what ``nbytes`` need, and was made ahead of time, or the budget holds few of them. Where
+        CUDA has page-locked it, it would have to do so again: there a little more is no reason."""
+        if buffer.slot is None or buffer.nbytes <= max(self._size(nbytes), self._usual_bytes if buffer.foreseen else 0):
+            return False
+        is_tight = self.budget_bytes < _FEW * buffer.nbytes
+        return is_tight or (buffer.foreseen and not (buffer.registered and serves(buffer, nbytes)))
+
     def _trim(self, buffer: HostBuffer, nbytes: int) -> bool:
-        """Shrinks a buffer that was made ahead of time to the size that ``nbytes`` need; False if that fails."""
-        size = max(self._size(nbytes), self._usual_bytes)
-        foreseen, buffer.foreseen = buffer.foreseen, False
-        if not foreseen or buffer.slot is None or buffer.nbytes <= size:
+        """Shrinks a buffer to the size that ``nbytes`` need, where it should be; False if that fails."""
+        size = max(self._size(nbytes), self._usual_bytes if buffer.foreseen else 0)
+        is_to_be_cut = self._is_to_be_cut(buffer, nbytes)
+        buffer.foreseen = False
+        if buffer.slot is None or not is_to_be_cut:
             return True
         try:
-            if buffer.registered:
-                buffer.registered, buffer.is_cold = False, True
-                unregister(buffer.memory)
+            buffer.is_cold = buffer.registered
             buffer.memory = buffer.memory[:0]
             buffer.slot.shrink(size)
             buffer.memory = buffer.slot.memory
@@ -160,9 +219,8 @@ class HostBufferPool(EarlyBuffers):
         """Touches the pages of a slot of an earlier life, and page-locks them for CUDA; False if that fails."""
         cold, buffer.is_cold = buffer.is_cold, False
         try:
-            if cold and self._pinned:
-                _register(buffer.memory)
-                buffer.registered = True
+            if cold and self._pinned and buffer.slot is not None:
+                buffer.slot.pages.lock(buffer.nbytes)
             elif cold:
                 buffer.memory[::_PAGE_NBYTES].max()  # to read a page of a file on a tmpfs maps it, and its neighbours
         except RuntimeError as error:
@@ -190,7 +248,7 @@ class HostBufferPool(EarlyBuffers):
                 require(size)
             slot = None if make is None else self._slot(size, make, or_none=or_private)
             if slot is not None:
-                return HostBuffer(slot.memory, slot, registered=self._pinned)
+                return HostBuffer(slot.memory, slot)
             return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
         except (OSError, RuntimeError):
             with self._lock:
@@ -203,7 +261,7 @@ class HostBufferPool(EarlyBuffers):
         try:
             slot = make(size)
             if self._pinned:
-                _register(slot.memory)
+                slot.pages.lock(size)
             if self._said_private:
                 log.info("there is room again for snapshots in memory that outlives this process")
                 self._said_private = False
@@ -251,8 +309,8 @@ class HostBufferPool(EarlyBuffers):
             usual = usual and (buffer.slot is None or buffer.registered or not self._pinned)
             if buffer.nbytes and usual and self._held() + buffer.nbytes <= self.budget_bytes:
                 self._free.append(buffer)
-            else:
-                let_go(buffer)
+                return
+        self.dispose(buffer)
 
     def _is_usual(self, buffer: HostBuffer) -> bool:
         if buffer.kind == WHOLE:
@@ -262,18 +320,19 @@ class HostBufferPool(EarlyBuffers):
     def discard(self, buffer: HostBuffer) -> None:
         """The lender no longer reads or writes ``buffer``, whose room is needed for something else."""
         with self._lock:
-            if buffer in self._lent:
-                self._lent.remove(buffer)
-                let_go(buffer)
+            is_lent = buffer in self._lent
+            self._lent.discard(buffer)
+        if is_lent:
+            self.dispose(buffer)
 
     def retire(self) -> None:
         """Lends and keeps no more buffers. A lent buffer lives as long as its user."""
         with self._lock:
             self._retired, self.budget_bytes = True, 0
-            for buffer in self._free:
-                let_go(buffer)
-            self._free.clear()
+            free, self._free = self._free, []
             self._lent.clear()
+        for buffer in free:
+            let_go(buffer)
 
     def expect(self, nbytes: int) -> bool:
         """Sets the usual size of a snapshot to ``nbytes``; True if others are to be made for it.
@@ -286,14 +345,10 @@ class HostBufferPool(EarlyBuffers):
             self._least_bytes, more = nbytes, nbytes > self._usual_bytes
             self._usual_bytes = self._size(nbytes) if more else self._usual_bytes
             wrong = [b for b in self._free if b.kind == WHOLE and not serves(b, nbytes)]
-            self._let_go_of(wrong)
-            return more or bool(wrong)
-
-    def _let_go_of(self, buffers: Sequence[HostBuffer]) -> None:
-        """Gives up free buffers."""
-        for buffer in buffers:
-            self._free.remove(buffer)
-            let_go(buffer)
+            self._free = [b for b in self._free if b not in wrong]
+        for buffer in wrong:
+            self.dispose(buffer)
+        return more or bool(wrong)
 
     def clear(self) -> bool:
         """Frees the free buffers, whose room a snapshot needs; False if there are none, or if the room is for another
@@ -301,9 +356,10 @@ class HostBufferPool(EarlyBuffers):
         with self._lock:
             if self._ahead:
                 return False
-            found = bool(self._free)
-            self._let_go_of(tuple(self._free))
-            return found
+            found, self._free = self._free, []
+        for buffer in found:
+            self.dispose(buffer)
+        return bool(found)
 
     def fits(self, nbytes: int, spare: int = 0) -> bool:
         """True if a buffer of ``nbytes`` could be lent out now, or as soon as what is made ahead of time is there, once
@@ -323,11 +379,6 @@ def _unseal(buffer: HostBuffer) -> bool:
         log.warning("a memory slot cannot be used again: %s", error)
         return False
     return True
-
-
-def _register(memory: torch.Tensor) -> None:
-    """Page-lock mapped memory, in place. Raises ``RuntimeError`` where CUDA refuses it."""
-    torch.cuda.check_error(int(cuda().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)))
 
 
 def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:

@@ -113,14 +113,6 @@ class EarlyBuffers(ABC):
                 return
         let_go(buffer)
 
-    def is_made_ahead(self, nbytes: int) -> bool:
-        """Another thread is making a buffer for so many bytes, and there is none yet."""
-        with self._lock:
-            there = any(
-                b.kind == WHOLE and (b.foreseen or serves(b, nbytes)) and nbytes <= b.nbytes for b in self._free
-            )
-            return not there and any(size >= nbytes for size in self._ahead)
-
     def free_count(self) -> int:
         """Buffers for whole snapshots that nobody has."""
         with self._lock:

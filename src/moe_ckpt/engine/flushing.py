@@ -40,30 +40,40 @@ class StorageFlush:
         self._last: tuple[int, float | None] | None = None
         self._window: Window | None = None
         self._window_goes = True
-        self._behind = False
+        self._behind = self._tight = False
+        self._setting = settings.budget_setting
 
     def resumed(self, step: int) -> None:
         """The run resumed, and the newest checkpoint on storage is of ``step``: seconds count from the next step."""
         self._last = (step, None)
 
     def expects(self, step: int, consensus: StepConsensus, ledger: RunLedger) -> bool:
-        """Whether a self-contained snapshot of ``step`` would go to storage, as far as that is known beforehand."""
+        """Whether a snapshot of ``step`` would go to storage, or the window that it begins, as far as that is known
+        beforehand."""
         behind = consensus.storage_busy and not self._waits
-        return self._cadence is None or (not behind and self._is_due(SnapshotPlan(step), consensus, ledger))
+        return self._cadence is None or (not behind and self._is_due_by_cadence(step, consensus, ledger))
 
     def steps_since(self, step: int) -> int | None:
         """Steps from the newest snapshot that went to storage, in any life, to ``step``; None if none did."""
         return None if self._last is None else max(0, step - self._last[0])
 
-    def goes(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:
-        """Whether the snapshot of ``plan``, which begins now, goes to storage."""
+    def goes(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger, *, tight: bool = False) -> bool:
+        """Whether the snapshot of ``plan``, which begins now, goes to storage.
+
+        Args:
+            plan: Of the snapshot.
+            consensus: Of the step.
+            ledger: Of the run.
+            tight: Memory has no room for two such.
+        """
         if plan.gradients:  # which nothing but memory holds
             return False
         if self._cadence is None:
             return True
         if plan.slot:
             return self._window_goes
-        goes = self._is_due(plan, consensus, ledger)
+        goes = self._is_due(plan, consensus, ledger) or tight
+        self._say_tight(plan.step, tight=tight)
         if goes and consensus.storage_busy and not (self._waits or plan.wait or plan.halt is not None):
             goes = False
             self.skips += 1
@@ -121,6 +131,11 @@ class StorageFlush:
             return True
         if self._windows and plan.window is None:  # windows are built upon dense checkpoints, which are rare
             return True
+        return self._is_due_by_cadence(plan.step, consensus, ledger)
+
+    def _is_due_by_cadence(self, at: int, consensus: StepConsensus, ledger: RunLedger) -> bool:
+        if self._cadence is None:
+            return True
         measured = consensus.measured
         # Where memory takes a checkpoint at each step, no iteration is without one beside it.
         iteration_secs = measured.iteration_secs or measured.recent_iteration_secs
@@ -129,15 +144,25 @@ class StorageFlush:
             self._last = step, secs = step, consensus.secs
         return self._cadence.due(
             StorageFacts(
-                plan.step,
+                at,
                 step,
                 0.0 if secs is None or consensus.secs is None else consensus.secs - secs,
                 measured.persist_secs,
                 iteration_secs,
                 len(ledger.tokens.faults),
-                plan.step * (iteration_secs or 0.0),
+                at * (iteration_secs or 0.0),
             )
         )
+
+    def _say_tight(self, step: int, *, tight: bool) -> None:
+        if tight and not self._tight and self._rank == 0:
+            log.warning(
+                "step %d: memory has no room for two checkpoints, so each goes to storage too, from which the next one "
+                "takes its place. To keep them in memory alone, set %s to more",
+                step,
+                self._setting,
+            )
+        self._tight = self._tight or tight
 
     def _say_behind(self, step: int) -> None:
         if not self._behind and self._rank == 0:

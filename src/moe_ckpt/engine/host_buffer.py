@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -26,7 +25,6 @@ class HostBuffer:
     Attributes:
         memory: ``[nbytes]`` uint8.
         slot: Whose bytes these are, if they outlive the process; None for private memory.
-        registered: CUDA was told to page-lock the slot's bytes.
         kind: What it is for.
         foreseen: It was made before anybody knew what it must hold, and may be too large.
         is_cold: Of an earlier life: this process has not touched its pages yet.
@@ -34,7 +32,6 @@ class HostBuffer:
 
     memory: torch.Tensor
     slot: Slot | None = None
-    registered: bool = False
     kind: str = WHOLE
     foreseen: bool = False
     is_cold: bool = False
@@ -43,23 +40,17 @@ class HostBuffer:
     def nbytes(self) -> int:
         return self.memory.numel()
 
+    @property
+    def registered(self) -> bool:
+        """CUDA was told to page-lock the slot's bytes."""
+        return self.slot is not None and self.slot.pages.is_locked
+
 
 def let_go(buffer: HostBuffer) -> None:
-    """The buffer is no longer used. Private memory is freed with the object."""
+    """The buffer is no longer used. Its memory is freed as soon as nobody has a view of it."""
     if buffer.slot is not None:
-        if buffer.registered:
-            unregister(buffer.memory)
         buffer.slot.remove()
-
-
-def unregister(memory: torch.Tensor) -> None:
-    """Page-locked memory is so no longer."""
-    torch.cuda.check_error(int(cuda().cudaHostUnregister(memory.data_ptr())))
-
-
-def cuda() -> Any:
-    """The CUDA runtime, of which torch has these two functions."""
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    buffer.slot, buffer.memory = None, buffer.memory.new_empty(0)
 
 
 def serves(buffer: HostBuffer, nbytes: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -159,6 +160,7 @@ class MemoryTier:
         self._pool = pool
         self._entries: dict[int, _Entry] = {}
         self._unsettled = Unsettled()
+        self._given_up: set[int | None] = set()
         self._lock = threading.RLock()
 
     def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
@@ -312,7 +314,11 @@ class MemoryTier:
                 self.forget_gone()
             self._release_unneeded()
             steps = [entry.step for entry in self._entries.values()]
-            kept = {*needed(steps), *self._unsettled.open, *range(self._unsettled.next, self._unsettled.next + _AHEAD)}
+            kept = {
+                *self._needed(steps),
+                *self._unsettled.open,
+                *range(self._unsettled.next, self._unsettled.next + _AHEAD),
+            }
             spare = set(with_newest_experts(steps)) - kept
             over = _over(self._entries.values())
         if newest:
@@ -329,9 +335,26 @@ class MemoryTier:
             self.complete_since = self._entries[newest[0].sequence].training_step
         return newest
 
+    def goes_on(self, window: int | None) -> None:
+        """Releases what lies here of windows that were given up; equal on every rank.
+
+        Args:
+            window: First step of the one that goes on, or begins; None: none does.
+        """
+        with self._lock:
+            slots = Counter(entry.step.window for entry in self._entries.values())
+            steps = [entry.step for entry in self._entries.values()]
+            given_up = {step.window for step in steps if slots[step.window] < step.size} - {window, None}
+            if given_up != self._given_up:
+                self._given_up = given_up
+                self._release_unneeded()
+
+    def _needed(self, steps: Sequence[MemoryStep]) -> frozenset[int]:
+        return needed(step for step in steps if step.window not in self._given_up)
+
     def _release_unneeded(self) -> None:
         steps = [entry.step for entry in self._entries.values()]
-        kept = needed(steps) | frozenset(with_newest_experts(steps))
+        kept = self._needed(steps) | frozenset(with_newest_experts(steps))
         for sequence, entry in list(self._entries.items()):
             if sequence in kept or entry.readers or entry.state == NOT_YET or entry.step.complete is None:
                 continue

@@ -36,6 +36,7 @@ from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Encode, LogSpan, Snapshot, buffer_sizes, copy_at_once, placed
 from moe_ckpt.engine.stages import Stages
+from moe_ckpt.engine.work_thread import WorkThread
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
@@ -83,18 +84,17 @@ class Pipeline:
         self._copier = Copier(run.on_phase, run.gate)
         stages: Stages | None = None
         require = None if self.memory is None else requires_room(self.memory.files.path, settings.local_ranks)
-        needs, is_wanted = needs_of(run.policy), self.memory is not None
+        needs, is_wanted = needs_of(run.policy), self.memory is not None or settings.pinned
         always_whole = not (needs.partial or needs.windows or needs.gradients)
-        count = len(run.catalog.operators)
+        count, self._always_whole = len(run.catalog.operators), always_whole
         try:
             resolver = SnapshotResolver(run, run_id, committer, keeper, self.tier)
             persister = Persister(resolver.resolve, (lambda: None) if rank else run.lock.refresh)
             sealer = None if self.memory is None else MemorySealer(run, self.memory, persister.submit)
             self.stages = stages = Stages(persister, sealer, self.memory)
-            self.room = Room(
-                self._pool, self.tier, self.stages, settings, rank, count, require, always_whole=always_whole
-            )
-            self._preallocator = Preallocator(run, self.room, is_wanted=is_wanted, always_whole=always_whole)
+            maker, at_hand = WorkThread(), (self._pool, self.tier, self.stages, settings)
+            self.room = Room(*at_hand, rank, count, require, always_whole=always_whole, maker=maker)
+            self._preallocator = Preallocator(run, self.room, maker, is_wanted=is_wanted, always_whole=always_whole)
         except BaseException:  # no thread to be had, for instance
             if stages is not None:
                 stages.close(_IDLE_SECS, lambda: None)
@@ -125,7 +125,13 @@ class Pipeline:
         return self._pool.budget_bytes // self._settings.max_in_flight
 
     def training_begins(self, *, whole: bool) -> None:
-        """See ``Preallocator``."""
+        """See ``Preallocator``.
+
+        Raises:
+            HostMemoryError: The state that there is now does not fit the budget, so that no checkpoint ever would.
+        """
+        if whole or self._always_whole:
+            self.room.require(self._preallocator.least_nbytes)
         self._preallocator.training_begins(whole=whole)
 
     def begin(
@@ -139,8 +145,11 @@ class Pipeline:
         dense: SnapshotRequest | None = None,
         *,
         last: bool = False,
-    ) -> Snapshot:
-        """Start a snapshot; returns at once unless the pipeline is full.
+        waits: bool = True,
+        agree: Callable[[bool], bool] | None = None,
+        starts: bool = False,
+    ) -> Snapshot | None:
+        """Start a snapshot; returns at once unless the pipeline is full. None if the ranks leave it out.
 
         The plain state is copied here and now. Parameters and optimizer state must not change before ``join`` returns.
 
@@ -154,9 +163,13 @@ class Pipeline:
             gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
             dense: The same step in full, if storage gets it from the log (``Snapshot.dense``).
             last: Of the run: see ``BufferTier.drop``.
+            waits: See ``Room.find``.
+            agree: Takes whether this rank has memory for the snapshot, and says, equally on every rank, whether it
+                begins. None: it begins in any case.
+            starts: See ``Room.find``.
 
         Raises:
-            HostMemoryError: The snapshot can never fit the budget.
+            HostMemoryError: At the start: the snapshot can never fit the budget.
             UnencodableStateError: The plain state holds what only pickle could write.
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
@@ -165,10 +178,17 @@ class Pipeline:
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
         plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
         needs, refused, began = buffer_sizes(plan), None, time.monotonic()
-        buffers, waited = self.room.find(request, needs, patience_secs, last=last)
+        buffers, waited = self.room.find(request, needs, patience_secs, last=last, waits=waits, starts=starts)
+        if agree is not None and not agree(not self.room.trouble):
+            for buffer in buffers or ():
+                self._pool.give_back(buffer)
+            self._note_use(request, needs)
+            return None
         if buffers is None:
             budget = self._pool.budget_bytes, self._settings.budget_setting
-            refused = _no_room(request, plan.total_nbytes, budget, patience_secs, time.monotonic() - began)
+            refused = self.room.trouble or _no_room(
+                request, plan.total_nbytes, budget, patience_secs, time.monotonic() - began
+            )
             plan, buffers = replace(plan, parts=(), pieces=(), mirrored=()), [self._pool.lend_nothing()]
         elif gradients is not None and request.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
@@ -195,9 +215,12 @@ class Pipeline:
         self._sequence += request.stored or dense is not None
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
+        self._note_use(request, needs)
+        return snapshot
+
+    def _note_use(self, request: SnapshotRequest, needs: Sequence[tuple[str, int]]) -> None:
         if self.room.note_use(request, needs):
             self._preallocator.top_up()
-        return snapshot
 
     def step_begins(self) -> None:
         """The next iteration begins, beside whose pipeline copies and sends go in bubbles first."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_logged
-from moe_ckpt.core.window import OperatorBytes
+from moe_ckpt.core.window import OperatorBytes, lanes_of, share_bytes
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.run_ledger import Pending
 from moe_ckpt.notices import announce
@@ -38,13 +38,13 @@ class Planner:
         self._policy = policy
         self._needs = needs_of(policy)
         self._live = live
-        self._rank, self._limit = rank, limit
+        self._rank, self._limit, self._ranks = rank, limit, 1
         self._window_layout = self._window_size = -1
         self._log_said = self._warned = False
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """Returns the policy's decision; one about windows or bytes gets the current sizes of operators."""
-        policy, needs, live = self._policy, self._needs, self._live
+        policy, needs, live, self._ranks = self._policy, self._needs, self._live, context.ranks
         changes = live.weigh() if needs.windows or needs.sizes or needs.gradients else 0
         context = replace(context, placement=live.placement, sizes=live.sizes)
         if needs.gradients:
@@ -65,6 +65,14 @@ class Planner:
             self._say_window(plan.window.size, context)
         return plan
 
+    def is_tight(self, plan: SnapshotPlan) -> bool:
+        """Whether host memory has no room for two of the window that a plan begins; equal on every rank."""
+        window, room = plan.window, self.room
+        if window is None or plan.slot or window.size == 1 or room is None or not self._live.sizes:
+            return False
+        lanes = lanes_of(window.order, self._ranks, self._live.placement)
+        return 2 * window.size * max(share_bytes(window.slots, self._live.sizes, lanes)) > room * self._limit.at_once
+
     def _bounds(self) -> dict[str, Any]:
         return {"snapshot_bytes": self.room, "snapshot_limit": self._limit}
 
@@ -77,7 +85,8 @@ class Planner:
             log.info("step %d: %s", context.step, _begins(size))
             if warning is not None:
                 log.warning("%s", warning)
-        self._window_size = size
+        if context.step:  # before training, everything is one snapshot
+            self._window_size = size
 
     def _say_log(self, context: PolicyContext) -> None:
         """Tell, on one rank and once rates are measured, if gradients alone are more than fits beside an iteration."""

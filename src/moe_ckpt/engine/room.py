@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTimeError
+from functools import partial
 
 from moe_ckpt.core.peer_copies import are_behind
 from moe_ckpt.engine.buffers import HostBufferPool
-from moe_ckpt.engine.host_buffer import HostBuffer
+from moe_ckpt.engine.host_buffer import WHOLE, HostBuffer, let_go
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.engine.tiers import BufferTier
+from moe_ckpt.engine.work_thread import WorkThread
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.slices.request import SnapshotRequest
 
 log = logging.getLogger("moe_ckpt")
 
 _MAKING_SECS = 0.001
+_QUICK_NBYTES, _QUICK_SECS = 64 << 20, 1.0
+"""Memory for a snapshot of at most so many bytes is made in milliseconds, which training waits for: on a busy machine
+up to so many seconds. What is larger takes 0.4 s for each GB where CUDA page-locks it, and is not waited for."""
 _SLACK, _PLAIN_NBYTES = 64, 64 << 10
 """What a snapshot may have beyond the tensors that are there before it: a 64th, and plain state, up to half as much."""
 
@@ -35,6 +43,11 @@ class Room:
         operators: Of the model: how many.
         require: Called before memory is made for what survivors of a failure seal; see ``HostBufferPool.acquire``.
         always_whole: Each snapshot of the policy holds everything.
+        maker: Makes and frees memory, which the training thread never does. None: there is no training thread.
+
+    Attributes:
+        is_topping_up: Buffers are being made ahead of time.
+        trouble: Why ``find`` found nothing; empty if the budget is used up.
     """
 
     def __init__(
@@ -48,28 +61,75 @@ class Room:
         require: Callable[[int], None] | None = None,
         *,
         always_whole: bool = False,
+        maker: WorkThread | None = None,
     ) -> None:
         self._pool, self._tier, self._stages, self._settings = pool, tier, stages, settings
         self._always_whole = always_whole
-        self._is_ready = threading.Event()
-        self._is_ready.set()
+        self._maker, self._training = maker or WorkThread(), threading.current_thread()
+        self._asked: Future[list[HostBuffer] | None] | None = None
+        if pool is not None:
+            pool.dispose = self._dispose
         self._rank, self._operators, self._require = rank, operators, require
         self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
         self._window_size = 1
-        self._snapshots = 0
-        self._gave_up = False
+        self._snapshots = self._next_nbytes = self._two_nbytes = 0
+        self._gave_up = self.is_topping_up = self._said = False
+        self.trouble = ""
 
     @property
     def is_short(self) -> bool:
-        """True if another snapshot, as large as the last one or as any partial one, would wait for one under way."""
-        return self._stages.in_flight >= self._settings.max_in_flight or not self._pool.fits(
-            max(self._last_nbytes, self._partial_nbytes), self._tier.droppable_bytes
-        )
+        """True if another snapshot, as large as the last one or as any partial one, would wait for one under way or for
+        memory that is made."""
+        if self._stages.in_flight >= self._settings.max_in_flight or self.is_unmade:
+            return True
+        return not self._pool.fits(max(self._last_nbytes, self._partial_nbytes), self._tier.droppable_bytes)
+
+    @property
+    def is_unmade(self) -> bool:
+        """True if memory for another snapshot is still to be made, and that takes long. A window would come to its end
+        without a gap only if there is as much as it needs."""
+        if self._next_nbytes <= _QUICK_NBYTES or not self._takes_long:
+            return False
+        return (self.is_topping_up and self._window_size > 1) or not self._pool.has_ready(self._next_nbytes)
+
+    @property
+    def _takes_long(self) -> bool:
+        """Of private memory the copying thread makes the pages."""
+        return self._tier.outlives_process or self._settings.pinned
+
+    def ask(self) -> None:
+        """Have memory made, if that is what the next snapshot lacks."""
+        if self.is_unmade and (self._asked is None or self._asked.done()):
+            self._asked = self._maker.submit(partial(self._pool.acquire_all, [(WHOLE, self._next_nbytes)]))
+            self._asked.add_done_callback(self._give_back)
+
+    def _give_back(self, made: Future[list[HostBuffer] | None]) -> None:
+        """Nobody has waited for these: they are there for the next snapshot. On any thread."""
+        if made.exception() is not None:
+            log.info("no memory is made for snapshots: %s", made.exception())
+            return
+        for buffer in made.result() or ():
+            with contextlib.suppress(ValueError):  # the pool has retired
+                self._pool.give_back(buffer)
+
+    def _dispose(self, buffer: HostBuffer) -> None:
+        def free() -> bool:
+            let_go(buffer)
+            return False
+
+        is_training = threading.current_thread() is self._training
+        if not is_training or not self._maker.start(free, to_the_end=True):
+            free()
 
     @property
     def is_used_up(self) -> bool:
         """True if another snapshot as large as any so far would find no buffer, though none were under way."""
         return not self._pool.fits(self._most_nbytes, self._tier.droppable_bytes)
+
+    @property
+    def is_tight(self) -> bool:
+        """True if there is no room for two checkpoints as the newest one."""
+        return self._two_nbytes > self._pool.budget_bytes
 
     @property
     def copies_behind(self) -> bool:
@@ -79,7 +139,14 @@ class Room:
         return replicator is not None and are_behind(replicator.in_flight, most, self._window_size)
 
     def find(
-        self, request: SnapshotRequest, needs: Sequence[tuple[str, int]], patience_secs: float, *, last: bool = False
+        self,
+        request: SnapshotRequest,
+        needs: Sequence[tuple[str, int]],
+        patience_secs: float,
+        *,
+        last: bool = False,
+        waits: bool = True,
+        starts: bool = False,
     ) -> tuple[list[HostBuffer] | None, bool]:
         """(buffers, or None if they did not become free in time; True if snapshots under way had to be waited for).
 
@@ -90,27 +157,38 @@ class Room:
             needs: As of ``HostBufferPool.acquire_all``.
             patience_secs: Longest wait.
             last: See ``BufferTier.drop``.
+            waits: Also for memory that is made, however long that takes.
+            starts: The run does: no room is an error still, and no reason to leave checkpoints out.
 
         Raises:
-            HostMemoryError: There can never be room.
+            HostMemoryError: See ``starts``: there can never be room.
+            RuntimeError: Likewise: the machine has no memory.
             OSError: There is none for what survivors seal.
         """
-        nbytes = sum(each for _, each in needs)
+        nbytes, self.trouble = sum(each for _, each in needs), ""
         if nbytes > self._pool.budget_bytes:
-            raise self._too_small(request, nbytes)
-        self._require_two(request, nbytes)
+            error = self._too_small(request.step, nbytes, whole=len(request.operators) == self._operators)
+            if starts:
+                raise error
+            self._say(request, str(error))
+            return None, False
+        if request.survivors_of is None and (request.window is not None or self._window_size == 1):
+            self._window_size = 1 if request.window is None else request.window.size
+            before = nbytes if request.window is not None else max(nbytes, self._most_nbytes)
+            self._two_nbytes = self._window_size * (before + nbytes)
         until = time.monotonic() + patience_secs
         left = self._settings.max_in_flight - 1
         waited = False
-        self._wait_for_making(needs[0][1], until)
         while True:
             waited = waited or self._stages.in_flight > left
             if not self._stages.wait(left, max(0.0, until - time.monotonic())):
                 return None, waited
-            buffers = self._acquire(request, needs)
-            while buffers is None and self._give_up_recovery(nbytes, chain=not request.gradients, last=last):
-                buffers = self._acquire(request, needs)
-            if buffers is not None:
+            buffers = self._acquire(request, needs, until, waits=waits, starts=starts)
+            while buffers is None and not self.trouble:
+                if not self._give_up_recovery(nbytes, chain=not request.gradients, last=last):
+                    break
+                buffers = self._acquire(request, needs, until, waits=waits, starts=starts)
+            if buffers is not None or self.trouble:
                 return buffers, waited
             if self._tier.outlives_process and not self._stages.in_flight:
                 logged = request.since is not None and not self._pool.is_making  # a full snapshot takes its place
@@ -118,21 +196,43 @@ class Room:
                     return None, waited
             left = max(0, min(left, self._stages.in_flight) - 1)
 
-    def _acquire(self, request: SnapshotRequest, needs: Sequence[tuple[str, int]]) -> list[HostBuffer] | None:
-        """Buffers of the pool; None if something must be given up first."""
+    def _acquire(
+        self,
+        request: SnapshotRequest,
+        needs: Sequence[tuple[str, int]],
+        until: float,
+        *,
+        waits: bool,
+        starts: bool,
+    ) -> list[HostBuffer] | None:
+        """Buffers of the pool; None if something must be given up first, or for ``trouble``."""
+        nbytes = sum(each for _, each in needs)
+        buffers = self._pool.take(needs)
+        if buffers is not None or not self._pool.fits(nbytes):
+            return buffers
+        require = self._require if request.survivors_of is not None else None
+        made = self._maker.submit(partial(self._pool.acquire_all, needs, require))
+        secs = max(0.0, until - time.monotonic())
+        if not waits and self._takes_long:
+            secs = min(secs, _QUICK_SECS if nbytes <= _QUICK_NBYTES else 0.0)
         try:
-            require = self._require if request.survivors_of is not None else None
-            return self._pool.acquire_all(needs, require)
-        except RuntimeError:  # the budget has room, but the machine no memory: what is only kept must go first
+            return made.result(secs)
+        except NotInTimeError:
+            made.add_done_callback(self._give_back)
+            self.trouble = f"memory for it, {nbytes:,} bytes, is still being made"
+        except RuntimeError as error:  # the budget has room, but the machine no memory: what is only kept must go first
             if not self._tier.droppable_bytes:
-                raise
-            return None
+                if starts:
+                    raise
+                self._say(request, f"{type(error).__name__}: {error}")
+        return None
 
-    def _wait_for_making(self, nbytes: int, until: float) -> None:
-        """Waits while another thread makes such a buffer: to make one more here would take as long."""
-        self._is_ready.wait(max(0.0, until - time.monotonic()))
-        while self._pool.is_made_ahead(nbytes) and time.monotonic() < until:
-            time.sleep(_MAKING_SECS)
+    def _say(self, request: SnapshotRequest, trouble: str) -> None:
+        """Warns, once, of what will hardly be otherwise at the next step."""
+        self.trouble = trouble
+        if not self._said:
+            log.warning("step %d: no checkpoint, and training continues: %s", request.step, trouble)
+        self._said = True
 
     def _comes_back(self, until: float) -> bool:
         """Wait for a buffer that storage is reading, or that is being made; False if none will come in time."""
@@ -142,13 +242,14 @@ class Room:
         return self._stages.wait_for_storage(max(0.0, until - time.monotonic()))
 
     def wait(self, timeout_secs: float) -> bool:
-        """Wait until it is no longer ``is_short``; False if that took longer than ``timeout_secs``."""
+        """Wait until it is no longer ``is_short``; False if that took longer than ``timeout_secs``, or memory is made,
+        which nobody waits for."""
         until = time.monotonic() + timeout_secs
-        while self.is_short and self._stages.in_flight:
+        while self.is_short and self._stages.in_flight and not self.is_unmade:
             fewer = min(self._stages.in_flight, self._settings.max_in_flight) - 1
             if not self._stages.wait(max(0, fewer), max(0.0, until - time.monotonic())):
                 return False
-        return True
+        return not self.is_unmade
 
     def note_use(self, request: SnapshotRequest, needs: Sequence[tuple[str, int]]) -> bool:
         """A snapshot began with these buffers. Returns True if more should be made ahead of time (``top_up``)."""
@@ -161,17 +262,11 @@ class Room:
         again = self._tier.outlives_process and not self._partial_nbytes
         again = again and (self._snapshots > 0 or self._always_whole)
         self._snapshots += 1
+        if partial or again or self._always_whole or self._window_size > 1:
+            self._next_nbytes = max(nbytes, self._next_nbytes if partial else 0)
         more = self._pool.expect(nbytes) if partial or again else False
         more = more or (again and self._snapshots == 2)  # what has found little room before
         return more or (partial and self._tier.kept > 0)
-
-    def begin_ready(self) -> None:
-        """``make_ready`` is about to be called, on another thread, and the first snapshot waits for it."""
-        self._is_ready.clear()
-
-    def end_ready(self) -> None:
-        """``make_ready`` will not be called."""
-        self._is_ready.set()
 
     def make_ready(self, share: Callable[[], int] | None) -> bool:
         """Prepare one of the buffers that the first snapshots of this life will need; False if there are enough.
@@ -186,8 +281,6 @@ class Room:
         except (OSError, RuntimeError) as error:
             log.info("no memory is made before the first snapshot: %s", error)
             return False
-        finally:
-            self._is_ready.set()
 
     def _make_foreseen(self, share: Callable[[], int] | None) -> bool:
         count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
@@ -198,10 +291,14 @@ class Room:
 
     def top_up(self) -> bool:
         """Make one of the buffers that the next snapshots will need; False if there are enough. On another thread."""
+        self.is_topping_up = self._make_one_more()
+        return self.is_topping_up
+
+    def _make_one_more(self) -> bool:
         try:
             early = self._tier.outlives_process and self._snapshots == 1  # from the second one on it is due
             return self._pool.top_up(self._buffers + self._tier.kept, early=early)
-        except OSError as error:  # training makes it, at the expense of something, or says why it cannot
+        except OSError as error:  # a snapshot makes it, at the expense of something, or says why it cannot
             log.info("no memory is made before it is needed: %s", error)
         except RuntimeError as error:
             log.warning("no further host buffer could be allocated in advance, snapshots will retry: %s", error)
@@ -216,27 +313,19 @@ class Room:
         windows = 2 * (self._window_size - 1) if self._tier.outlives_process else 0
         return self._settings.max_in_flight + 1 + windows
 
-    def _require_two(self, request: SnapshotRequest, nbytes: int) -> None:
-        """Raises ``HostMemoryError`` if memory alone is to hold checkpoints, and has no room for two."""
-        self._window_size = 1 if request.window is None else request.window.size
-        needed = 2 * self._window_size * nbytes
-        if request.stored or request.slot or request.survivors_of is not None or needed <= self._pool.budget_bytes:
-            return
-        what = "a sparse window" if self._window_size > 1 else "the checkpoint"
-        raise HostMemoryError(
-            needed,
-            self._pool.budget_bytes,
-            f"{what} of step {request.step}, of which memory must hold two, because not every checkpoint is written to "
-            "storage,",
-            f"Set {self._settings.budget_setting} to {needed + 2 * nbytes} or more, or "
-            "Memory(storage_every_n_steps=1).",
-            rank=self._rank,
-        )
+    def require(self, least_nbytes: Callable[[], int]) -> None:
+        """Raises ``HostMemoryError`` if a complete checkpoint has more bytes than there is room for.
 
-    def _too_small(self, request: SnapshotRequest, nbytes: int) -> HostMemoryError:
+        Args:
+            least_nbytes: Of one, at least.
+        """
+        if (nbytes := least_nbytes()) > self._pool.budget_bytes:
+            raise self._too_small(None, nbytes, whole=True)
+
+    def _too_small(self, step: int | None, nbytes: int, *, whole: bool) -> HostMemoryError:
         """Returns the error for a snapshot that can never fit: names it, the budget, and the setting to change."""
-        whole = len(request.operators) == self._operators
-        what = f"the checkpoint of step {request.step}, which holds {'everything' if whole else 'a part of the model'},"
+        which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+        what = f"{which}, which holds {'everything' if whole else 'a part of the model'},"
         free = "That is half of what was free at the start, divided among the ranks of this host. "
         advice = (
             f"{'' if self._settings.budget_is_given else free}Set {self._settings.budget_setting} to {nbytes} "

@@ -205,7 +205,7 @@ class CheckpointSession:
         plan = self._planner.plan(ledger.context(step, self.comm.world_size, ledger.popularity, Measured()))
         if plan:
             plain = plain_of(capture, self.comm.rank)
-            self._snapshots.carry_out(plan, plain, StepConsensus(), step_is_agreed=True)
+            self._snapshots.carry_out(plan, plain, StepConsensus(), step_is_agreed=True, before_training=True)
             if wait:
                 self.drain(step)
 

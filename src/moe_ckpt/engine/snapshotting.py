@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
@@ -82,6 +82,7 @@ class Snapshotter:
         self._resources = resources
         self._end_secs = run.settings.timeout_secs
         self._anchored_as: dict[str, int] = {}
+        self._begun: set[tuple[int, ...]] = set()
 
     @property
     def skips(self) -> int:
@@ -150,7 +151,13 @@ class Snapshotter:
             self.booking.anchors.broken()
 
     def carry_out(
-        self, plan: SnapshotPlan, plain: Encode, consensus: StepConsensus, *, step_is_agreed: bool
+        self,
+        plan: SnapshotPlan,
+        plain: Encode,
+        consensus: StepConsensus,
+        *,
+        step_is_agreed: bool,
+        before_training: bool = False,
     ) -> StepRecord:
         """Begin what the plan names, unless storage is too far behind. Returns what became of it.
 
@@ -159,20 +166,31 @@ class Snapshotter:
             plain: Gives the plain state.
             consensus: What the ranks agreed on.
             step_is_agreed: See ``Bookkeeper.tokens_at``.
+            before_training: Nothing is computed yet, so that memory is waited for, and the ranks may not be here yet.
         """
         pipeline = self._resources.pipeline
+        if pipeline.memory is not None:
+            pipeline.memory.goes_on(None if plan.window is None else plan.window.start)
         if not self.backlog.admits(plan, pipeline, busy=consensus.busy, measured=consensus.measured):
             if plan.window is not None:  # the first slot too: one under way was to end, since its tensors changed
                 self.booking.run_ledger.give_up_window()
             return StepRecord(plan.step, skipped=True)
         if plan.halt is not None or (consensus.used_up and (plan.wait or self._run.settings.when_busy == "wait")):
             self._settle_memory()
-        stored = self.flush.goes(plan, consensus, self.booking.run_ledger)
+        outlives = self._run.settings.memory is not None
+        tight = outlives and not plan.gradients and (consensus.tight or self.planner.is_tight(plan))
+        stored = self.flush.goes(plan, consensus, self.booking.run_ledger, tight=tight)
+        if tight and not stored and not plan.slot:  # it would take the place of the newest one that memory has
+            self.backlog.leave_out(plan, "earlier ones are still being written, and memory has no room for two")
+            return StepRecord(plan.step, skipped=True)
         from_log = self.flush.goes_from_log(plan, consensus, self.booking.run_ledger)
         if from_log and self.flush.is_making(self.booking.run_ledger):
             self._wait_for_storage(plan.step)
         ways = _Ways(stored, self.copies.go(plan, consensus), from_log)
-        snapshot = self._begin(plan, plain, last=plan.halt is not None, step_is_agreed=step_is_agreed, ways=ways)
+        last, how = plan.halt is not None, {"step_is_agreed": step_is_agreed, "before_training": before_training}
+        snapshot = self._begin(plan, plain, last=last, ways=ways, **how)
+        if snapshot is None:
+            return StepRecord(plan.step, skipped=True)
         self.booking.meter.copies(snapshot.plan.total_nbytes)
         return StepRecord(
             plan.step,
@@ -243,7 +261,8 @@ class Snapshotter:
         applied: Future[Counts] = Future()
         applied.set_result(tokens[0])
         request = replace(request, applied=applied, own=tokens[1], survivors_of=of)
-        return self._resources.pipeline.begin(request, tensors, specs, plain, patience_secs)
+        # Nobody is asked about it, so that it begins.
+        return cast(Snapshot, self._resources.pipeline.begin(request, tensors, specs, plain, patience_secs))
 
     def drain(self, step: int, *, last: bool = False) -> Sequence[Resolution]:
         """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
@@ -269,8 +288,9 @@ class Snapshotter:
         last: bool,
         step_is_agreed: bool,
         ways: _Ways = _EVERYWHERE,
-    ) -> Snapshot:
-        """Begin a snapshot.
+        before_training: bool = False,
+    ) -> Snapshot | None:
+        """Begin a snapshot. None if the ranks leave it out, since one of them has no memory for it.
 
         Args:
             plan: What to save.
@@ -278,6 +298,7 @@ class Snapshotter:
             last: Of the run, so that what it waits for is left to ``drain`` to complain about.
             step_is_agreed: See ``Bookkeeper.tokens_at``.
             ways: Where it goes from memory.
+            before_training: See ``carry_out``.
         """
         settings, live = self._run.settings, self.live
         patience_secs = self._end_secs if last else settings.timeout_secs
@@ -289,7 +310,14 @@ class Snapshotter:
         began = time.perf_counter()
         dense = _in_full(request, self._run.catalog.everything) if ways.from_log else None
         parts = request, tensors, specs, plain, patience_secs, consumed, dense
-        snapshot = self.newest = self._resources.pipeline.begin(*parts, last=last)
+        agree = None if last or before_training else self._agree_on(plan)
+        waits = last or before_training or plan.wait or settings.when_busy == "wait"
+        starts = not last and self.newest is None and self.updates <= 1
+        snapshot = self._resources.pipeline.begin(*parts, last=last, waits=waits, agree=agree, starts=starts)
+        if snapshot is None:
+            self._left_out(plan, pending)
+            return None
+        self.newest = snapshot
         self._note_anchors(request, pending, snapshot.memory_sequence, plan.together)
         if last:
             self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
@@ -307,6 +335,33 @@ class Snapshotter:
             self.planner.begun(pending)
         self._run.tell(SnapshotBegan(snapshot.nbytes, *told))
         return snapshot
+
+    def _agree_on(self, plan: SnapshotPlan) -> Callable[[bool], bool] | None:
+        """Returns what makes the ranks agree whether each of them has memory for the snapshot. None: they need not.
+
+        They do once for plans of a shape: after that, each knows beforehand what it lacks (``Room.is_short``).
+        """
+        if self._run.comm.world_size == 1:
+            return bool
+        saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, plan.gradients
+        shape = 0 if plan.window is None else plan.window.size, plan.slot, *map(len, saved)
+        if shape in self._begun:
+            return None
+
+        def agree(has_memory: bool) -> bool:
+            [lacking] = largest(self._run.comm, [int(not has_memory)])
+            if not lacking:
+                self._begun.add(shape)
+            return not lacking
+
+        return agree
+
+    def _left_out(self, plan: SnapshotPlan, pending: Pending) -> None:
+        self.backlog.leave_out(plan, self._resources.pipeline.room.trouble)
+        if pending.stored:
+            self.flush.failed(pending)
+        if plan.window is not None:
+            self.booking.run_ledger.give_up_window()
 
     def _note_anchors(
         self, request: SnapshotRequest, pending: Pending, sequence: int, together: Sequence[tuple[str, ...]]

@@ -13,7 +13,7 @@ from moe_ckpt.errors import DamagedError, MemoryFullError, MemoryGoneError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.memory.identity import identity, identity_at
-from moe_ckpt.memory.mapping import mapped
+from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.storage.access import PRIVATE
 from moe_ckpt.storage.local import free_bytes
 
@@ -36,12 +36,14 @@ class Slot:
     Attributes:
         path: Of its files, without a suffix.
         memory: ``[nbytes]`` uint8, the mapped bytes.
+        pages: Of these bytes.
     """
 
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
         self.path = path
         self._identity = identity(os.fstat(descriptor))
-        self.memory = mapped(descriptor, nbytes)
+        self.pages = Pages(descriptor, nbytes)
+        self.memory = self.pages.bytes()
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Slot:
@@ -146,6 +148,7 @@ class Slot:
         Raises:
             OSError: It stays as large as it is.
         """
+        self.pages.unlock()
         self.memory = self.memory[:nbytes]  # first: what is cut off must not be touched any more
         os.truncate(self.path.with_suffix(DATA_SUFFIX), nbytes)
 

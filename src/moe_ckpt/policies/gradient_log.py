@@ -18,7 +18,7 @@ import numpy as np
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
-from moe_ckpt.core.rolling import Rounds, Slots
+from moe_ckpt.core.rolling import Rounds, Slots, most_held_bytes_per_parameter
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import BF16, MemoryFacts, Needs, PolicyContext, require_positive
@@ -57,7 +57,7 @@ class GradientLog:
     checkpoint.
 
     Attributes:
-        window: W, or ``"auto"`` to compute it as above.
+        window: W, or ``"auto"`` to compute it as above. Less where memory has no room for so long a round.
         most_window: Upper bound on W, even if a step then does not fit: memory holds a round and the snapshots under
             way, and a replay is as long as a round.
         budget_fraction: Portion of both times that saving a step may use.
@@ -178,13 +178,30 @@ class GradientLog:
             mean_bytes=sum(steps) / len(steps),
             limit_bytes=self._limit_bytes(context, rounds, memory, window),
             most_window=self.most_window,
+            wanted=self._wanted(context, rounds, memory),
+            setting=context.snapshot_limit.setting,
             iteration_secs=context.measured.recent_iteration_secs,
         )
 
     # --- how long a round is ---
 
     def _window(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts) -> int:
-        """The fewest steps that fit; a round under way that is little longer is gone on with."""
+        """The fewest steps that fit; a round under way that is little longer is gone on with. Fewer where host memory
+        has no room for what a round needs."""
+        wanted = self._wanted(context, rounds, memory)
+        if context.snapshot_bytes is None or context.memory is None:
+            return wanted
+        at_once = context.snapshot_limit.at_once
+        budget = context.snapshot_bytes * at_once
+
+        def held(window: int) -> float:
+            log = most_held_bytes_per_parameter(window, rounds.gradient_bytes, rounds.dense_bytes)
+            return log + at_once * max(rounds.rank_bytes(window))
+
+        return next((window for window in range(wanted, 1, -1) if held(window) <= budget), 1)
+
+    def _wanted(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts) -> int:
+        """``_window``, if host memory had room for as many as it takes."""
         if isinstance(self.window, int):
             return self.window
         most = min(self.most_window, rounds.most)

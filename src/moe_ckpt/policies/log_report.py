@@ -24,6 +24,8 @@ class LogReport:
         limit_bytes: Most that a step may save; None while not known.
         most_window: The longest round that was allowed.
         iteration_secs: None while not known.
+        wanted: W, if host memory had more room; 0 while not known.
+        setting: What sets how much it has.
     """
 
     window: int
@@ -34,6 +36,8 @@ class LogReport:
     limit_bytes: int | None = None
     most_window: int = 0
     iteration_secs: float | None = None
+    wanted: int = 0
+    setting: str = "host_memory_bytes"
 
     @property
     def fits(self) -> bool | None:
@@ -64,7 +68,22 @@ class LogReport:
 
     @property
     def warning(self) -> str | None:
-        """One sentence if steps weigh more than there is time for, with the reason; None if not, or if unknown."""
+        """One sentence if steps weigh more than there is time for, with the reason, or if host memory has no room for
+        the round that was wanted; None if neither is so, or if unknown."""
+        said = [said for said in (self._memory_warning, self._time_warning) if said is not None]
+        return "; ".join(said) if said else None
+
+    @property
+    def _memory_warning(self) -> str | None:
+        if self.wanted <= self.window:
+            return None
+        return (
+            f"host memory has no room for rounds of W = {self.wanted}, so W = {self.window}; {self.setting} sets how "
+            "much it has"
+        )
+
+    @property
+    def _time_warning(self) -> str | None:
         if self.fits is not False:
             return None
         stall = "" if self.stall_secs is None else f"; training stalls by up to {self.stall_secs:.3g} s per step"

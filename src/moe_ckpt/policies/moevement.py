@@ -6,6 +6,7 @@ that every iteration saves about as much as it has time for. Replaying the windo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import filterfalse
@@ -55,7 +56,7 @@ class MoEvement:
 
     Attributes:
         window: W, or None to compute it as above. Of the windows with at most W slots, one whose largest slot is
-            smallest is used.
+            smallest is used; in either case one that host memory has room for.
         max_window: Upper bound on W. If even that does not fit into an iteration, training stalls: ``explain`` says by
             how much. Ignored if ``window`` is given.
         order: Which experts are anchored last, and so are frozen longest while a window is replayed: the most popular
@@ -150,8 +151,12 @@ class MoEvement:
         Raises:
             ConfigError: as ``plan``.
         """
+        window, wanted = _under_way(context), None
+        if window is None:
+            window = self._begin(context)
+            wanted = len(self._wanted(lanes_of(window.order, context.ranks, context.placement), context))
         return WindowReport(
-            _under_way(context) or self._begin(context),
+            window,
             context.sizes,
             context.ranks,
             context.measured.recent_iteration_secs,
@@ -159,6 +164,8 @@ class MoEvement:
             self.budget_fraction,
             context.snapshot_bytes,
             context.placement,
+            None if wanted is None or self._dense_due(context, wanted) else wanted,
+            context.snapshot_limit,
         )
 
     def next_due(self, context: PolicyContext) -> int:
@@ -217,27 +224,60 @@ class MoEvement:
         return Window(context.step, whole, frequencies)
 
     def _slots(self, order: Sequence[str], context: PolicyContext) -> Slots:
-        room, limit = context.snapshot_bytes, self._limit_bytes(context)
         lanes = lanes_of(order, context.ranks, context.placement)
-        if context.step == 0:
-            slots: Slots = (tuple(order),)
-        elif self.window is not None and not _has_none(context):
-            slots = _balanced(lanes, context.sizes, self.window)
-        elif limit is None or _has_none(context):
-            # A dense checkpoint, to fall back on or to measure; where host memory is short, as few slots as it allows.
-            slots = self._fewest(lanes, context.sizes, room)
-        else:
-            slots = self._fewest(lanes, context.sizes, limit if room is None else min(limit, room))
-            if context.last_step == 0 and len(slots) > FIRST_SLOTS:
-                few = _balanced(lanes, context.sizes, FIRST_SLOTS)
-                slots = few if room is None or max(share_bytes(few, context.sizes, lanes)) <= room else slots
+        slots = self._wanted(lanes, context)
         if self._dense_due(context, len(slots)):
-            whole = (tuple(op for lane in lanes for op in lane.order),)
+            whole, room = (tuple(op for lane in lanes for op in lane.order),), context.snapshot_bytes
             if room is None or max(share_bytes(whole, context.sizes, lanes)) <= room:
                 return whole
-        if room is not None and (heaviest := max(share_bytes(slots, context.sizes, lanes))) > room:
-            raise ConfigError(self._too_large(lanes, context, len(slots), heaviest))
+        return self._within_memory(lanes, context, slots)
+
+    def _wanted(self, lanes: Sequence[Lane], context: PolicyContext) -> Slots:
+        """The slots, if host memory had room for as many as it takes."""
+        room, limit = context.snapshot_bytes, self._limit_bytes(context)
+        if context.step == 0:
+            return (tuple(op for lane in lanes for op in lane.order),)
+        if self.window is not None and not _has_none(context):
+            return _balanced(lanes, context.sizes, self.window)
+        if limit is None or _has_none(context):
+            # A dense checkpoint, to fall back on or to measure; where host memory is short, as few slots as it allows.
+            return self._fewest(lanes, context.sizes, room)
+        slots = self._fewest(lanes, context.sizes, limit if room is None else min(limit, room))
+        if context.last_step == 0 and len(slots) > FIRST_SLOTS:
+            few = _balanced(lanes, context.sizes, FIRST_SLOTS)
+            slots = few if room is None or max(share_bytes(few, context.sizes, lanes)) <= room else slots
         return slots
+
+    def _within_memory(self, lanes: Sequence[Lane], context: PolicyContext, slots: Slots) -> Slots:
+        """These slots, or, where host memory has no room for them, those of the window nearest to it that fits.
+
+        Memory that outlives the process holds two windows, or one where storage gets each (``storage_due``, and where
+        there is no room for two). Other memory holds single slots.
+
+        Raises:
+            ConfigError: Before training: there is no room for a checkpoint. Later, what does not fit is left out.
+        """
+        room, at_once = context.snapshot_bytes, context.snapshot_limit.at_once
+        if room is None:
+            return slots
+        windows = 0 if context.memory is None else 1 if context.memory.storage_due else 2
+
+        def fits(size: int, held: int) -> bool:
+            heaviest = max(share_bytes(_balanced(lanes, context.sizes, size), context.sizes, lanes))
+            return max(held * size, 1) * heaviest <= room * at_once and (size == 1 or heaviest <= room)
+
+        heaviest = max(share_bytes(slots, context.sizes, lanes))
+        if context.step == 0 and heaviest > room * at_once:
+            raise ConfigError(self._too_large(context, heaviest))
+        if context.step == 0 or (heaviest <= room and windows * len(slots) * heaviest <= room * at_once):
+            return slots
+        if not windows:
+            most = max(len(lane.order) for lane in lanes)
+            return replace(self, max_window=most)._fewest(lanes, context.sizes, room)
+        for held in range(windows, 0, -1):
+            if (size := bisect_left(range(1, len(slots) + 1), True, key=lambda size: not fits(size, held))) > 0:
+                return _balanced(lanes, context.sizes, size)
+        return _balanced(lanes, context.sizes, 1)
 
     def _dense_due(self, context: PolicyContext, size: int) -> bool:
         """Whether a dense checkpoint is to be made in place of a window of ``size`` slots."""
@@ -265,25 +305,14 @@ class MoEvement:
                 slots, heaviest = other, lighter
         return slots
 
-    def _too_large(self, lanes: Sequence[Lane], context: PolicyContext, size: int, heaviest: int) -> str:
-        """Why no snapshot of this window fits in host memory, and what to change. heaviest: on one rank."""
-        bound = context.snapshot_bytes or 0
-        longest = _balanced(lanes, context.sizes, max(len(lane.order) for lane in lanes))
-        least = max(share_bytes(longest, context.sizes, lanes))
-        needed = _needed(lanes, context.sizes, bound, None)
-        setting, at_once = context.snapshot_limit.setting, context.snapshot_limit.at_once
-        raised = f"set {setting} to {at_once * heaviest} or more"
-        if context.step == 0:
-            advice = f"{raised}: before training everything is saved at once"
-        elif needed is None:
-            advice = f"no window does: set {setting} to {at_once * least} or more"
-        else:
-            name = "max_window" if self.window is None else "window"
-            advice = f"{raised}, or {name}={needed}, with which it would fit"
+    def _too_large(self, context: PolicyContext, heaviest: int) -> str:
+        """Why no checkpoint fits in host memory, and what to change. heaviest: On one rank."""
+        limit = context.snapshot_limit
+        room = (context.snapshot_bytes or 0) * limit.at_once
         return (
-            f"{self._name()}: at step {context.step}, the heaviest snapshot of a window of W = {size} has "
-            f"{heaviest:,} bytes on each of {context.ranks} ranks, but host memory leaves room for "
-            f"{bound:,}{f' with {at_once} of them at once' if at_once > 1 else ''}; {advice}"
+            f"{self._name()}: at step {context.step}, the heaviest snapshot has {heaviest:,} bytes on each of "
+            f"{context.ranks} ranks, but host memory leaves room for {room:,}; set {limit.setting} to {heaviest} or "
+            "more: before training everything is saved at once"
         )
 
     def _name(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.window import OperatorBytes, Window, balance, lanes_of, share_bytes, slot_bytes
+from moe_ckpt.policies.base import SnapshotLimit
 
 _NOTICED = 0.01
 """Stall that is told, as a portion of an iteration."""
@@ -54,6 +55,8 @@ class WindowReport:
         bytes_per_sec: Of one rank, the slower of copying and committing; None if not known.
         budget_fraction: Portion of an iteration that a snapshot may take.
         snapshot_bytes: Most bytes of one rank's snapshot that host memory leaves room for; None if not known.
+        wanted: W, if host memory had more room; None if not known.
+        snapshot_limit: What decides ``snapshot_bytes``.
     """
 
     window: Window
@@ -64,6 +67,8 @@ class WindowReport:
     budget_fraction: float = 1.0
     snapshot_bytes: int | None = None
     placement: Placement | None = field(default=None, repr=False)
+    wanted: int | None = None
+    snapshot_limit: SnapshotLimit = field(default=SnapshotLimit(), repr=False)
 
     @cached_property
     def slots(self) -> tuple[SlotCost, ...]:
@@ -143,10 +148,26 @@ class WindowReport:
 
     @property
     def warning(self) -> str | None:
-        """One sentence if this window's snapshots take longer than they may; None if they do not, or if unknown.
+        """One sentence if this window's snapshots take longer than they may, or host memory has no room for the window
+        that was wanted; None if neither is so, or if unknown.
 
         Without the portion of an iteration being set, an excess that nobody would notice is not worth a sentence.
         """
+        said = [said for said in (self._memory_warning, self._time_warning) if said is not None]
+        return "; ".join(said) if said else None
+
+    @property
+    def _memory_warning(self) -> str | None:
+        if self.wanted in (None, self.size) or self.snapshot_bytes is None:
+            return None
+        budget, setting = self.snapshot_bytes * self.snapshot_limit.at_once, self.snapshot_limit.setting
+        return (
+            f"host memory, {budget:,} bytes per rank ({setting}), has no room for windows of W = {self.wanted}, so W = "
+            f"{self.size}"
+        )
+
+    @property
+    def _time_warning(self) -> str | None:
         if self.fits is not False or self.iteration_secs is None:
             return None
         stall, mean = self.stall_secs or 0.0, self.mean_stall_secs or 0.0

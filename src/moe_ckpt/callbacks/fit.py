@@ -33,6 +33,7 @@ from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_unsaved
 from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
 from moe_ckpt.driver.states import Action, State
+from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.finishing import read_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
@@ -75,7 +76,7 @@ class Fit:
         layers = find_moe_layers(module)
         catalog = build_catalog(module, layers)
         options.policy.check(catalog)
-        self.host = LightningHost(trainer, module, options)
+        self.host = LightningHost(trainer, module, options, self._count_update)
         self.driver = Driver(self.host, options, "step", _ADVICE)
         self._policy = type(options.policy).__name__
         self._isolate_validation = isolate_validation
@@ -116,8 +117,9 @@ class Fit:
         if options.needs.windows:
             self.host.windows = Windows(trainer, module, catalog, self.host.state, self._policy)
         after_batch = lambda: self.after_batch()  # noqa: E731  which may be timed
+        updated = lambda: None if self._is_searching() else self.driver.note(Moment.WRITTEN)  # noqa: E731
         self._own_callbacks: Collection[Callback] = ()
-        self._watch = UpdateWatch(trainer, module, self._before_bypassing, after_batch, self._is_searching)
+        self._watch = UpdateWatch(trainer, module, self._before_bypassing, updated, after_batch, self._is_searching)
 
     @property
     def session(self) -> CheckpointSession:
@@ -286,6 +288,7 @@ class Fit:
     def before_callbacks(self) -> None:
         """A batch ended; runs before any callback that may read weights."""
         self.host.passes.in_batch = False
+        self._watch.hooks_began = True
         if self.driver.replaying is not None and self._watch.unbooked:
             self.driver.replaying.put_back(self.host.step)
 
@@ -329,6 +332,14 @@ class Fit:
             self._leave_last(last_for_now)
         if record.halt is not None:
             self._halt(record.halt)
+
+    def _count_update(self) -> bool:
+        """``Host.count_update``: training stops in a batch whose update is made, before ``after_batch``."""
+        self._watch.require_whole(sys.exc_info()[1])  # that Lightning is handling
+        self.host.generators.note()
+        batch = self._watch.book(self.host.step)
+        self.driver.count(self.boosting.step_ends(self._counter.take(), applied=True), updated=batch.applied)
+        return True
 
     def _discard_tokens(self) -> None:
         """Forgets the tokens routed since the last step: they led to no update."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -56,8 +56,11 @@ class LightningHost(Host):
         ended: Training came to its end, by no exception.
     """
 
-    def __init__(self, trainer: Any, module: pl.LightningModule, options: Options) -> None:
+    def __init__(
+        self, trainer: Any, module: pl.LightningModule, options: Options, count_update: Callable[[], bool]
+    ) -> None:
         self.boosting: Boosting
+        self._count_update = count_update
         self.trainer = trainer
         self.module = module
         self.state = TorchTrainingState(module, trainer.optimizers)
@@ -158,6 +161,9 @@ class LightningHost(Host):
     def has_newest(self) -> bool:
         """Whether the newest step's plain state is still known, so that a checkpoint of it can be made now."""
         return self.settled or (self._kept is not None and self._kept[0] == self.step)
+
+    def count_update(self) -> bool:
+        return self._count_update()
 
     def end(self) -> End | None:
         return ended(self.trainer)

@@ -104,13 +104,14 @@ def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int, *,
     log.warning("training stops (%s), and rank %d %s %s %d in memory: %s", why, rank, kept, unit, step, problem)
 
 
-def say_not_counted(unit: str, step: int, why: str, rank: int) -> None:
-    """The update of a step was made, but the loop has not told its end, so that nothing can be sealed."""
-    log.warning(
-        "training stops (%s), and rank %d does not keep %s %d in memory: its update is made, but the loop has not come "
-        "to the end of the %s",
-        *(why, rank, unit, step, unit),
-    )
+def say_not_counted(which: str, missing: str, why: str, rank: int) -> None:
+    """The update of a step was made, and the step cannot be sealed.
+
+    Args:
+        which: The step.
+        missing: Why it cannot.
+    """
+    log.warning("training stops (%s), and rank %d does not keep %s in memory: %s", why, rank, which, missing)
 
 
 def say_boosted(boost: float, tokens: int, experts: int, rank: int) -> None:

@@ -157,6 +157,8 @@ class Fit:
                 say_gone_back("step", driver.restored_step, before, driver.comm.rank)
         if driver.replaying is not None and host.windows is None:
             host.windows = Windows(host.trainer, host.module, self.session.catalog, host.state, self._policy)
+        if driver.replaying is not None and host.windows is not None:
+            host.windows.resumed(driver.replaying)
 
     def begin(
         self,
@@ -322,6 +324,8 @@ class Fit:
         tokens = self.boosting.step_ends(self._counter.take(), applied=True)
         record = driver.after_update(began, tokens, updated=batch.applied)
         if windows is not None:
+            if driver.replaying is None:
+                windows.replayed()
             windows.step_ends(self.session)
             if driver.replaying is None and not driver.options.needs.windows:  # the replay is done
                 windows.close()

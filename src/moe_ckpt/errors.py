@@ -60,7 +60,7 @@ class OptimizerChangedError(ConfigError):
 
 
 class FinishedRunError(ConfigError):
-    """A finished run was started again with other hyperparameters."""
+    """A finished run was started again with other hyperparameters, or with another policy."""
 
     def __init__(
         self, dirpath: str, step: int, reason: str, changes: tuple[str, ...], kept: tuple[str, ...] = ()

@@ -148,6 +148,17 @@ def test_other_hyperparameters_are_refused_and_named(tmp_path):
         assert contents(tmp_path) == before
 
 
+def test_a_finished_run_of_another_policy_is_refused_by_both_names(tmp_path, caplog):
+    """As another job of a sweep finds it that was given the same directory. Longer runs go on with the new policy."""
+    Life(tmp_path)
+    for policy, said in ((MoC(k=1), "policy dense -> moc"), (Dense(3), "policy dense every_n_steps 4 -> 3")):
+        refused = Life(tmp_path, policy=policy)
+        assert isinstance(refused.error, FinishedRunError)
+        assert (refused.error.changes, refused.model.losses) == ((said,), {})
+    assert Life(tmp_path, policy=MoC(k=1), resume="extend").error is None
+    assert sorted(Life(tmp_path, policy=MoC(k=1), max_epochs=3).model.losses) == list(range(16, 24))
+
+
 def test_extend_goes_on_with_the_stored_optimizer_and_says_so(tmp_path, caplog):
     Life(tmp_path)
     caplog.clear()

@@ -110,7 +110,7 @@ class LightningHost(Host):
         self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
         dirpath, extend = self._options.dirpath, self._options.resume == "extend"
-        until = go_on_from_end(self.trainer, dirpath, manifest, finished, found, extend=extend)
+        until = go_on_from_end(self.trainer, dirpath, manifest, finished, found, self._options.policy, extend=extend)
         say_finished(finished, plt, until, dirpath, self.trainer.global_rank)
         return until is not None, ""
 

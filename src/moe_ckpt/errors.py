@@ -60,7 +60,7 @@ class OptimizerChangedError(ConfigError):
 
 
 class FinishedRunError(ConfigError):
-    """A finished run was started again with other hyperparameters."""
+    """A finished run was started again with other hyperparameters, or with another policy."""
 
     def __init__(
         self, dirpath: str, step: int, reason: str, changes: tuple[str, ...], kept: tuple[str, ...] = ()
@@ -334,10 +334,13 @@ class TornSnapshotError(StoreError, RuntimeError):
 
     def __init__(self, step: int, keys: tuple[str, ...]) -> None:
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
-        super().__init__(
-            f"{', '.join(keys[:4])}{more} changed while step {step} was being copied. Change weights only in optimizer "
-            "steps, in on_train_batch_end, or between epochs"
-        )
+        advice = "Change weights only in optimizer steps, in on_train_batch_end, or between epochs"
+        if any(".base_layer." in key for key in keys):
+            advice = (
+                "PEFT's adapters on a stack of experts (LoraConfig(target_parameters=...)) write to it in each forward "
+                "pass. From now on training waits until it is copied; nothing has to be done"
+            )
+        super().__init__(f"{', '.join(keys[:4])}{more} changed while step {step} was being copied. {advice}")
         self.step = step
         self.keys = keys
 

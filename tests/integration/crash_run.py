@@ -102,7 +102,8 @@ class Run:
     checkpoint besides the first, ("forward", n) before that, ("reduced", n)
     after it, when all gradients are reduced, ("updating", n) in the optimizer, ("failing", n) makes the optimizer
     raise, ("updated", n) kills when it has written the n-th update, ("hook", n) in the last callback's hook after that,
-    ("ended", n) when its step is final, and its peers do not know its tokens; ("train end", 1) when training ended;
+    ("ended", n) when its step is final, and its peers do not know its tokens; ("callback raises", n) in its hook after
+    the n-th update, ("module raises", n) and ("schedule raises", n) alike; ("train end", 1) when training ended;
     ("validating", n) raises in the n-th batch of validations and ("epoch end", n) at the n-th end of an epoch,
     ("killed validating", n) and ("killed at epoch end", n) kill there.
     kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
@@ -541,7 +542,12 @@ def _kills_once_stored(store: Path, n: int) -> Callable[[int], None]:
 
 BEFORE_BACKWARD = ("forward", "stop")
 BETWEEN_BATCHES = ("train end", "validating", "epoch end", "killed validating", "killed at epoch end")
-DEADLY_UPDATES = ("reduced", "updating", "failing", "updated", "hook", "ended")
+BEHIND_UPDATES: dict[str, tuple[type, str]] = {
+    "callback raises": (DeadlyRecorder, "on_train_batch_end"),
+    "module raises": (TinyMoE, "on_train_batch_end"),
+    "schedule raises": (torch.optim.lr_scheduler.StepLR, "step"),
+}
+DEADLY_UPDATES = ("reduced", "updating", "failing", "updated", "hook", "ended", *BEHIND_UPDATES)
 
 
 def _kill_at_update(when: str, n: int) -> None:
@@ -551,8 +557,8 @@ def _kill_at_update(when: str, n: int) -> None:
     def count(*_: Any) -> None:
         if next(updates) == n:
             time.sleep(0.3)  # other threads have sealed by then, and the others have ended the update
-            if when == "failing":
-                raise StopHere("in an update")
+            if when == "failing" or when in BEHIND_UPDATES:
+                raise StopHere("in an update, or behind it")
             kill_process()
 
     def counting(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -575,6 +581,16 @@ def _kill_at_update(when: str, n: int) -> None:
         pl.LightningModule.on_before_optimizer_step = counting(pl.LightningModule.on_before_optimizer_step)
     elif when == "hook":
         MoECheckpoint.on_train_batch_end = counting(MoECheckpoint.on_train_batch_end)
+    elif when in BEHIND_UPDATES:
+        owner, name = BEHIND_UPDATES[when]
+        hook = getattr(owner, name)
+
+        def ends(self: Any, *args: Any) -> None:
+            hook(self, *args)
+            if not isinstance(self, torch.optim.lr_scheduler.StepLR) or self.last_epoch > 0:  # else it is being made
+                count()
+
+        setattr(owner, name, ends)
     elif when in ("updating", "failing"):
         adam_module.adam = counting(adam_module.adam)
     else:

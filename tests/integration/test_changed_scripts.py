@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.policies import Dense, MoEvement
-from tests.integration.test_hooks_and_state import fit, seeded
-from tests.support.tiny_moe import TinyMoE
+from tests.integration.test_hooks_and_state import fit, same, seeded
+from tests.support.tiny_moe import TinyMoE, state_of
 
 ACCUMULATED = "trainer accumulate_grad_batches 1 -> 2"
 
@@ -64,3 +65,64 @@ def test_the_same_script_is_told_nothing(tmp_path, caplog):
     caplog.clear()
     fit(tmp_path, without_head(), Dense(1), stop=6)
     assert "hyperparameters differ" not in caplog.text
+
+
+class SetsRate(pl.Callback):
+    """Sets a learning rate when training begins, as users do who go on with a lower one."""
+
+    def on_train_start(self, trainer, pl_module):
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 3e-4
+
+
+class SetsOwnRate(TinyMoE):
+    """The same in the module's hook, which comes after those of all callbacks."""
+
+    def on_train_start(self):
+        SetsRate().on_train_start(self.trainer, self)
+
+
+@pytest.mark.parametrize("kind", [TinyMoE, SetsOwnRate])
+@pytest.mark.parametrize("order", ["round_robin", "hard_count"])
+def test_a_rate_set_at_the_start_holds_once_a_window_is_computed_again(kind, order, tmp_path, caplog):
+    """The state is then that of a run that was continued from the window's last step with that rate."""
+    callbacks = [SetsRate()] if kind is TinyMoE else []
+    fit(tmp_path / "window", seeded(dropout=0.2), MoEvement(window=3, order=order), stop=9)
+    model = seeded(kind, dropout=0.2)
+    trainer, checkpoint = fit(tmp_path / "window", model, MoEvement(window=3), callbacks=callbacks)
+    assert "lr 0.009000000000000001 -> 0.0003. Its steps are computed with the run's" in caplog.text
+    reference = seeded(kind, dropout=0.2)
+    fit(tmp_path / "dense", seeded(dropout=0.2), Dense(1), stop=checkpoint.restored_step)
+    whole, _ = fit(tmp_path / "dense", reference, Dense(1), callbacks=callbacks)
+    assert whole.optimizers[0].param_groups[0]["lr"] == trainer.optimizers[0].param_groups[0]["lr"] < 3e-4
+    assert same(state_of(reference, whole.optimizers[0]), state_of(model, trainer.optimizers[0])) == []
+
+
+def test_a_rate_that_the_first_start_set_too_is_used_again(tmp_path, caplog):
+    """The window of the first steps has the rate as it was before the module's hook."""
+    whole, again = seeded(SetsOwnRate), seeded(SetsOwnRate)
+    reference, _ = fit(tmp_path / "a", whole, Dense(1))
+    fit(tmp_path / "b", seeded(SetsOwnRate), MoEvement(window=8), stop=4)
+    trainer, _ = fit(tmp_path / "b", again, MoEvement(window=8))
+    assert "hyperparameters" not in caplog.text
+    assert same(state_of(whole, reference.optimizers[0]), state_of(again, trainer.optimizers[0])) == []
+
+
+class Unscheduled(TinyMoE):
+    lr = 0.01
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Slower(Unscheduled):
+    lr = 0.002
+
+
+def test_the_value_that_is_said_of_the_checkpoint_is_the_one_in_force(tmp_path, caplog):
+    """A callback had set another rate than the script's in the meantime."""
+    fit(tmp_path, seeded(Unscheduled), Dense(1), stop=5)
+    fit(tmp_path, seeded(Unscheduled), Dense(1), stop=7, callbacks=[SetsRate()])
+    caplog.clear()
+    fit(tmp_path, seeded(Slower), Dense(1), stop=8)
+    assert "optimizer lr 0.0003 -> 0.002 (training continues with the checkpoint's)" in caplog.text

@@ -148,6 +148,17 @@ def test_other_hyperparameters_are_refused_and_named(tmp_path):
         assert contents(tmp_path) == before
 
 
+def test_a_finished_run_of_another_policy_is_refused_by_both_names(tmp_path, caplog):
+    """As another job of a sweep finds it that was given the same directory. Longer runs go on with the new policy."""
+    Life(tmp_path)
+    for policy, said in ((MoC(k=1), "policy dense -> moc"), (Dense(3), "policy dense every_n_steps 4 -> 3")):
+        refused = Life(tmp_path, policy=policy)
+        assert isinstance(refused.error, FinishedRunError)
+        assert (refused.error.changes, refused.model.losses) == ((said,), {})
+    assert Life(tmp_path, policy=MoC(k=1), resume="extend").error is None
+    assert sorted(Life(tmp_path, policy=MoC(k=1), max_epochs=3).model.losses) == list(range(16, 24))
+
+
 def test_extend_goes_on_with_the_stored_optimizer_and_says_so(tmp_path, caplog):
     Life(tmp_path)
     caplog.clear()
@@ -227,7 +238,7 @@ for number, (callbacks, options) in enumerate(
 """
 
 
-def test_without_logging_set_up_every_start_says_one_line(tmp_path):
+def test_without_logging_set_up_every_start_says_what_it_found_and_where_it_begins(tmp_path):
     done = subprocess.run(
         [warm.python(), "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=500, check=True,
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -235,6 +246,10 @@ def test_without_logging_set_up_every_start_says_one_line(tmp_path):
     lives = [life.strip().splitlines()[1:] for life in done.stderr.split("life ")[1:]]
     said = [[line for line in life if line.startswith("moe_ckpt: ")] for life in lives]
     store = re.escape(str(tmp_path / "store"))
+    setup = (
+        rf"moe_ckpt: Dense: 2 MoE layers were found, with 4 experts each\. Checkpoints go to {store}, about 7\d\.\d "
+        r"KiB where all is saved \(with Adam\); memory that outlives the process: off"
+    )
     expected = [
         [rf"moe_ckpt: training starts from scratch: {store} holds no checkpoint yet"],
         [rf"moe_ckpt: resumed at step 5 from {store}/step_00000005: all experts are of that step \(PLT 0\.00%\)"],
@@ -242,6 +257,7 @@ def test_without_logging_set_up_every_start_says_one_line(tmp_path):
         [],  # an error
         [rf"moe_ckpt: training starts from scratch, because resume='never' is set; the checkpoints in {store} stay"],
     ]
-    assert [len(life) for life in said] == [len(life) for life in expected], done.stderr
+    assert [len(life) for life in said] == [1 + len(life) for life in expected], done.stderr
+    assert all(re.fullmatch(setup, life.pop(0)) for life in said), done.stderr
     for found, wanted in zip(said, expected, strict=True):
         assert all(re.fullmatch(*pair) for pair in zip(wanted, found, strict=True)), found

@@ -348,14 +348,75 @@ def test_ranks_beside_a_gradient_log_die_at_random_times(layout, seed, place):  
     assert left(run) == []
 
 
-def test_a_torn_step_is_not_sealed(place):  # noqa: F811
+TORN = {
+    "in it": ({"crash": ("failing", 9)}, "the newest step is not sealed after StopHere: parameters are between two"),
+    "right after it": ({"sabotage": "update fails"}, "its update is made, but the batch has not come to its end"),
+}
+
+
+@pytest.mark.parametrize("when", TORN)
+def test_a_torn_step_is_not_sealed(when, place):  # noqa: F811
     """An exception in the middle of an update leaves neither the old step nor the new one."""
-    run = in_memory(POLICIES["dense every step"], place)
-    assert exit_code(replace(run, sabotage="update fails")) == 1
+    run, (how, message) = in_memory(POLICIES["dense every step"], place), TORN[when]
+    assert exit_code(replace(run, **how)) == 1
     assert "keeps its state" not in said(run)
-    assert "the newest step is not sealed after RuntimeError: parameters are between two steps" in said(run)
+    assert message in said(run)
     assert live(run) == 0, output(run)
     assert_same_run(run)
+
+
+ALL_BEHIND = ("dense rarely", "moevement")
+
+
+@pytest.mark.parametrize("how", ["callback raises", "module raises", "schedule raises"])
+@every_policy
+def test_an_error_behind_an_update_costs_no_step(policy, how, place):  # noqa: F811
+    """Before Lightning comes to the end of the batch: the update is made, so the step is counted and sealed."""
+    if how != "callback raises" and policy not in ALL_BEHIND:
+        pytest.skip("two policies are enough")
+    run = in_memory(POLICIES[policy], place)
+    assert exit_code(replace(run, crash=(how, 9))) == 1
+    assert "keeps its state of step 9 in memory" in said(run)
+    assert "on_train_batch_end of " in said(run), "a user's hook that was cut off is named"
+    assert live(run) == 0, output(run)
+    assert restored(run) == 9
+    assert split_lives(events(run))[-1][0].get("lost", 0) == 0
+    assert max(recomputed(run)) == 0
+    assert_same_run(run, unwritten=[8] if how == "schedule raises" else [])
+    assert left(run) == []
+
+
+HOOKS_DUE = {
+    "ema": ("EMAWeightAveraging", {"beside": ("ema",)}),
+    "own average": ("OwnAverage", {"beside": ("own average",)}),
+    "module": ("ShrinkingMoE", {"kind": "shrinking"}),
+}
+
+
+@pytest.mark.parametrize("due", HOOKS_DUE)
+def test_a_step_that_hooks_had_still_to_change_is_not_sealed(due, place):  # noqa: F811
+    """What is sealed would be no state of the run: the averages, or the weights, lack that step."""
+    name, more = HOOKS_DUE[due]
+    run = in_memory(replace(POLICIES["dense every step"], **more), place)
+    assert exit_code(replace(run, crash=("callback raises", 9))) == 1
+    assert f"but on_train_batch_end of {name} had still to run" in said(run)
+    assert "keeps its state" not in said(run)
+    assert live(run) == 0, output(run)
+    assert restored(run) == 8
+    assert_same_run(run)
+    assert left(run) == []
+
+
+def test_a_rank_of_ddp_of_which_a_hook_fails_costs_nothing(place):  # noqa: F811
+    """The other rank hears of it in the next backward pass, and both have the step."""
+    run = in_memory(replace(POLICIES["moc"], ranks=2), place)
+    assert lose(run, 1, 9, how="callback raises") == [1, 1]
+    assert "rank 1 keeps its state of step 9 in memory" in said(run)
+    assert live_ranks(run) == [0, 0], output(run)
+    assert restored(run) == 9, said(run)
+    assert max(recomputed(run)) == 0
+    assert_same_run(run)
+    assert left(run) == []
 
 
 @pytest.mark.parametrize("how", ["validating", "epoch end"])

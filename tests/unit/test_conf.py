@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from moe_ckpt import conf
+from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.report import describe
 from moe_ckpt.cli.train import config_directory, entry_point, moved_key
 from moe_ckpt.cli.train import main as train_main
@@ -160,7 +161,7 @@ def test_what_moetion_saves_is_set_by_value(user_app):
 @pytest.mark.parametrize("budget", ["2", "-1", "0", "foo", "nan"])
 def test_a_budget_that_is_none_is_refused_with_the_choices_by_value_too(user_app, budget):
     for own in ("moe_ckpt.policy.plt_budget", "moe_ckpt.plt_budget"):
-        cfg = user_app("moe_ckpt.guard=stop", "moe_ckpt.store.dirpath=x", f"{own}={budget}")
+        cfg = user_app("moe_ckpt/policy=moc", "moe_ckpt.guard=stop", "moe_ckpt.store.dirpath=x", f"{own}={budget}")
         with pytest.raises(InstantiationException, match=rf"budget='?{budget}'?: .*between 0 and 1.*'default'"):
             instantiate(cfg.moe_ckpt)
 
@@ -186,12 +187,14 @@ def test_memory_takes_what_its_class_takes(user_app, tmp_path):
 
 def test_the_guard_is_set_by_value(user_app, tmp_path):
     store = f"moe_ckpt.store.dirpath={tmp_path}"
-    cfg = user_app("moe_ckpt.guard=stop", "moe_ckpt.plt_budget=0.03", "moe_ckpt.policy.k=2", store)
+    moc = "moe_ckpt/policy=moc"
+    cfg = user_app(moc, "moe_ckpt.guard=stop", "moe_ckpt.plt_budget=0.03", "moe_ckpt.policy.k=2", store)
     assert instantiate(cfg.moe_ckpt).policy == Guarded(MoC(k=2), 0.03, "stop")
-    cfg = user_app("moe_ckpt.guard=stop", "moe_ckpt.mlt_budget=loose", store)
+    cfg = user_app(moc, "moe_ckpt.guard=stop", "moe_ckpt.mlt_budget=loose", store)
     assert instantiate(cfg.moe_ckpt).policy == Guarded(MoC(), None, "stop", "loose")
-    assert instantiate(user_app("moe_ckpt.guard=dense", store).moe_ckpt).policy == Guarded(MoC(), "default", "dense")
-    assert instantiate(user_app(store).moe_ckpt).policy == MoC()
+    cfg = user_app(moc, "moe_ckpt.guard=dense", store)
+    assert instantiate(cfg.moe_ckpt).policy == Guarded(MoC(), "default", "dense")
+    assert instantiate(user_app(store).moe_ckpt).policy == CheckFreq() == MoECheckpoint(dirpath=tmp_path).policy
 
 
 @pytest.mark.parametrize("name", ["recent", "milestones"])
@@ -218,8 +221,8 @@ def test_remote_store_wants_a_place(user_app):
     [
         ("moe_ckpt/policy=nope", ["nope", "checkfreq", "dense", "moc", "Available options"]),
         ("moe_ckpt/store=nope", ["nope", "local", "remote"]),
-        ("moe_ckpt.policy.kk=3", ["moe_ckpt.policy.kk", "MoCConfig"]),
-        ("moe_ckpt.policy.every_n_steps=two", ["two", "Integer", "moe_ckpt.policy.every_n_steps"]),
+        ("moe_ckpt.policy.kk=3", ["moe_ckpt.policy.kk", "CheckFreqConfig"]),
+        ("moe_ckpt.policy.profile_steps=two", ["two", "Integer", "moe_ckpt.policy.profile_steps"]),
         ("moe_ckpt.policy.snapshot_k=[3]", ["snapshot_k"]),
         ("moe_ckpt.dirpth=x", ["dirpth", "CheckpointConfig"]),
     ],
@@ -323,14 +326,16 @@ def test_an_app_laid_out_as_the_template_takes_the_settings_of_every_other_app(t
 @pytest.mark.parametrize(
     ("override", "meant"),
     [
-        ("moe_ckpt.k=2", "moe_ckpt.policy.k=2"),
+        ("moe_ckpt.max_overhead=0.1", "moe_ckpt.policy.max_overhead=0.1"),
         ("moe_ckpt.dirpaht=x", "moe_ckpt.dirpath=x"),
         ("moe_ckpt.keep_last=3", "moe_ckpt.retention.keep_last=3"),
         ("modle.experts=4", "model.experts=4"),
     ],
 )
 def test_train_says_where_a_key_is(override, meant):
-    assert moved_key([override, "moe_ckpt/policy=moc"], ROOT / "conf").endswith(f"did you mean {meant}?")
+    assert moved_key([override, "moe_ckpt/policy=checkfreq"], ROOT / "conf").endswith(f"did you mean {meant}?")
+    of_another = moved_key(["moe_ckpt.k=2", "moe_ckpt/policy=moc"], ROOT / "conf")
+    assert of_another.endswith("did you mean moe_ckpt.policy.k=2?")
     assert override.partition("=")[0] in moved_key([override], ROOT / "conf")
     assert moved_key([meant], ROOT / "conf") == ""
 
@@ -350,7 +355,7 @@ def test_a_users_app_needs_no_import_of_ours(tmp_path):
     (tmp_path / "app.py").write_text(
         "import hydra\n"
         "@hydra.main(version_base='1.3', config_path='conf', config_name='app')\n"
-        "def main(cfg): print('POLICY', cfg.moe_ckpt.policy)\n"
+        "def main(cfg): print('POLICY', cfg.moe_ckpt.policy, 'IN', cfg.moe_ckpt.store.dirpath)\n"
         "main()\n"
     )
 
@@ -361,7 +366,10 @@ def test_a_users_app_needs_no_import_of_ours(tmp_path):
 
     jobs = app("-m", "moe_ckpt/policy=dense,moc,checkfreq", "hydra.sweep.dir=sweep")
     assert jobs.stdout.count("POLICY") == 3, jobs.stderr
-    wrong = app("moe_ckpt.policy.every_n_steps=two")
+    stores = [line.rsplit(" IN ", 1)[1] for line in jobs.stdout.splitlines() if "POLICY" in line]
+    assert stores == [f"checkpoints/moe_ckpt.policy={name}" for name in ("dense", "moc", "checkfreq")]
+    assert app("moe_ckpt/policy=dense").stdout.endswith(" IN checkpoints\n"), "a single run's stays, whatever it sets"
+    wrong = app("moe_ckpt.policy.profile_steps=two")
     assert wrong.returncode == 1
     assert "could not be converted to Integer" in wrong.stderr
 
@@ -394,7 +402,7 @@ def test_paper_sizes_in_the_config_are_those_of_the_model_test(run_conf):
 def test_the_whole_callback_builds(run_conf, tmp_path):
     from moe_ckpt.callbacks import MoECheckpoint
 
-    cfg = run_conf(f"run_dir={tmp_path}", "moe_ckpt.policy.k=2")
+    cfg = run_conf(f"run_dir={tmp_path}", "moe_ckpt/policy=moc", "moe_ckpt.policy.k=2")
     seen: list[str] = []
     callback = instantiate(cfg.moe_ckpt, on_phase=seen.append)
     assert isinstance(callback, MoECheckpoint)

@@ -63,3 +63,9 @@ def test_a_timeout_names_its_setting(cause):
     said = str(errors.PeerLostError(1, "all ranks", 60.0, cause))
     assert said.startswith(f"rank 1 timed out waiting for all ranks: {cause}. ")
     assert said.endswith("raise timeout_secs=60")
+
+
+def test_a_torn_snapshot_of_an_adapted_stack_names_peft():
+    plain, adapted = "model/net.layers.0.experts.down_proj", "model/net.layers.0.experts.base_layer.down_proj"
+    assert "PEFT" not in str(errors.TornSnapshotError(3, (plain,)))
+    assert "LoraConfig(target_parameters=...)" in str(errors.TornSnapshotError(3, (plain, adapted)))

@@ -249,7 +249,7 @@ def test_policies_are_the_dataclasses_that_they_were():
 def test_defaults():
     chosen = made(retention=None)
     assert chosen == Options()
-    assert (chosen.policy, chosen.retention, chosen.timeout_secs) == (MoC(), RetentionPolicy(), 600.0)
+    assert (chosen.policy, chosen.retention, chosen.timeout_secs) == (CheckFreq(), RetentionPolicy(), 600.0)
 
 
 def test_a_copy_with_a_guard_has_one_guard():

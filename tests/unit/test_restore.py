@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import traceback
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.errors import ConfigError, CoverageError, DamagedError
+from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, MoECheckpointError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import TensorMeta
@@ -19,7 +20,7 @@ from moe_ckpt.recovery.named import load_tensors
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import require_fitting
 from moe_ckpt.recovery.slices import find_damage
-from moe_ckpt.recovery.together import NotUsableError
+from moe_ckpt.recovery.together import STOPS, NotUsableError, raise_on_all_ranks
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import PARAMETERS, STACK, LiveState, TinyRun, example
 
@@ -200,3 +201,25 @@ def test_prepare_is_told_every_optimizer_tensor_and_no_parameter(tmp_path):
     for key, meta in told.items():
         assert (TORCH_DTYPES[meta.dtype], meta.global_shape) == (view[key].dtype, tuple(view[key].shape))
         assert meta.on_param_device == (not key.endswith("/step"))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_error_shows_nothing_of_how_ranks_agree_on_it(own):
+    problem = ConfigError("two settings contradict each other")
+    problem.__cause__ = OSError("why")
+
+    class Comm(SoloCommunicator):
+        def share(self, payload, source):
+            return str(problem).encode()
+
+    def fail():
+        try:
+            raise NotUsableError(STOPS, 0 if own else 1, problem if own else None)
+        except NotUsableError as error:
+            raise_on_all_ranks(Comm(), error, "step_00000003")
+
+    with pytest.raises(MoECheckpointError, match="two settings contradict each other") as raised:
+        fail()
+    shown = "".join(traceback.format_exception(raised.value))
+    assert "NotUsableError" not in shown
+    assert ("OSError: why" in shown) == own

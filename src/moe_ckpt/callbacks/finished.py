@@ -7,17 +7,18 @@ files of other callbacks) is repeated by a run that died in between, and must no
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
 from moe_ckpt.callbacks.support import STATE_KEY
-from moe_ckpt.driver.changes import Change
+from moe_ckpt.driver.changes import Change, differing
 from moe_ckpt.driver.host import End
 from moe_ckpt.errors import FinishedRunError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.policies.base import Policy
 
 log = logging.getLogger("moe_ckpt")
 
@@ -83,7 +84,14 @@ def _limits(trainer: Any) -> dict[str, int]:
 
 
 def go_on_from_end(
-    trainer: Any, dirpath: str, manifest: Manifest, finished: Finished, found: Sequence[Change], *, extend: bool
+    trainer: Any,
+    dirpath: str,
+    manifest: Manifest,
+    finished: Finished,
+    found: Sequence[Change],
+    policy: Policy,
+    *,
+    extend: bool,
 ) -> str | None:
     """Decides what the start of a finished run does. The last checkpoint's state is in place.
 
@@ -93,6 +101,7 @@ def go_on_from_end(
         manifest: Of the last checkpoint.
         finished: How the run ended.
         found: How this script's hyperparameters differ from the run's.
+        policy: This script's.
         extend: Train on even if hyperparameters changed.
 
     Returns:
@@ -100,7 +109,8 @@ def go_on_from_end(
         the final state.
 
     Raises:
-        FinishedRunError: Hyperparameters have changed, and the user did not say that they may.
+        FinishedRunError: Hyperparameters have changed, and the user did not say that they may; or nothing is left to
+            train, and the run had another policy.
     """
     if not extend and any(change.decides for change in found):
         changed, kept = (tuple(str(each) for each in found if each.kept or not only) for only in (False, True))
@@ -108,9 +118,20 @@ def go_on_from_end(
     _already_saved(trainer, finished)
     if _something_left(trainer, finished, extend=extend):
         return _until(trainer)
+    if not extend and (changed := _other_policy(manifest.policy, policy.describe())):
+        raise FinishedRunError(dirpath, manifest.step, finished.reason, changed)
     if not any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
         _leave(trainer, finished)
     return None
+
+
+def _other_policy(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns how two policies differ, as text: as jobs of a sweep do. Releases may have other options."""
+    if before.get("name") != now["name"]:
+        return (f"policy {before.get('name')} -> {now['name']}",)
+    both = before.keys() & now.keys()
+    old, new = ({key: values[key] for key in sorted(both)} for values in (before, now))
+    return tuple(str(change) for change in differing(f"policy {now['name']} ", old, new, kept=False))
 
 
 def _something_left(trainer: Any, finished: Finished, *, extend: bool) -> bool:

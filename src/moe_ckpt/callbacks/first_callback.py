@@ -36,6 +36,14 @@ class FirstCallback(pl.Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         self._epoch_is_whole = True  # Lightning calls this in no epoch that is resumed in its middle
+        self._hooks_begin()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._hooks_begin()
+
+    def _hooks_begin(self) -> None:
+        if self.fit is not None and self.fit.host.windows is not None:
+            self.fit.host.windows.hooks_begin()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if self.fit is not None:

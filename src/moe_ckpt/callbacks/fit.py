@@ -32,6 +32,7 @@ from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_unsaved
 from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
 from moe_ckpt.driver.states import Action, State
+from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.finishing import read_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
@@ -82,7 +83,7 @@ class Fit:
         layers = find_moe_layers(module)
         catalog = build_catalog(module, layers)
         options.policy.check(catalog)
-        self.host = LightningHost(trainer, module, options)
+        self.host = LightningHost(trainer, module, options, self._count_update)
         self.driver = Driver(self.host, options, "step", _ADVICE, stopwatch)
         self._policy = type(options.policy).__name__
         self._isolate_validation = isolate_validation
@@ -125,9 +126,10 @@ class Fit:
         if options.needs.windows:
             self.host.windows = Windows(trainer, module, catalog, self.host.state, self._policy, stopwatch)
         after_batch = lambda: self.after_batch()  # noqa: E731  which may be timed
+        updated = lambda: None if self._is_searching() else self.driver.note(Moment.WRITTEN)  # noqa: E731
         self._own_callbacks: Collection[Callback] = ()
-        before = self._before_bypassing
-        self._watch = UpdateWatch(trainer, module, before, after_batch, self._is_searching, stopwatch)
+        before, searching = self._before_bypassing, self._is_searching
+        self._watch = UpdateWatch(trainer, module, before, updated, after_batch, searching, stopwatch)
 
     @property
     def session(self) -> CheckpointSession:
@@ -170,6 +172,8 @@ class Fit:
         if driver.replaying is not None and host.windows is None:
             catalog = self.session.catalog
             host.windows = Windows(host.trainer, host.module, catalog, host.state, self._policy, self.stopwatch)
+        if driver.replaying is not None and host.windows is not None:
+            host.windows.resumed(driver.replaying)
 
     def begin(
         self,
@@ -305,6 +309,7 @@ class Fit:
     def before_callbacks(self) -> None:
         """A batch ended; runs before any callback that may read weights."""
         self.host.passes.in_batch = False
+        self._watch.hooks_began = True
         if self.driver.replaying is not None and self._watch.unbooked:
             self.driver.replaying.put_back(self.host.step)
 
@@ -338,6 +343,8 @@ class Fit:
         tokens = self.boosting.step_ends(self._counter.take(), applied=True)
         record = driver.after_update(tokens, updated=batch.applied)
         if windows is not None:
+            if driver.replaying is None:
+                windows.replayed()
             windows.step_ends(self.session)
             if driver.replaying is None and not driver.options.needs.windows:  # the replay is done
                 windows.close()
@@ -348,6 +355,14 @@ class Fit:
             self._leave_last(last_for_now)
         if record.halt is not None:
             self._halt(record.halt)
+
+    def _count_update(self) -> bool:
+        """``Host.count_update``: training stops in a batch whose update is made, before ``after_batch``."""
+        self._watch.require_whole(sys.exc_info()[1])  # that Lightning is handling
+        self.host.generators.note()
+        batch = self._watch.book(self.host.step)
+        self.driver.count(self.boosting.step_ends(self._counter.take(), applied=True), updated=batch.applied)
+        return True
 
     def _discard_tokens(self) -> None:
         """Forgets the tokens routed since the last step: they led to no update."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from moe_ckpt.callbacks.lightning_state import (
 )
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.driver.boosting import Boosting
-from moe_ckpt.driver.changes import Change, differing, plain_values
+from moe_ckpt.driver.changes import Change, differing, plain_values, same
 from moe_ckpt.driver.generators import Generators
 from moe_ckpt.driver.host import End, Host
 from moe_ckpt.driver.replaying import Repeated
@@ -56,8 +56,11 @@ class LightningHost(Host):
         ended: Training came to its end, by no exception.
     """
 
-    def __init__(self, trainer: Any, module: pl.LightningModule, options: Options) -> None:
+    def __init__(
+        self, trainer: Any, module: pl.LightningModule, options: Options, count_update: Callable[[], bool]
+    ) -> None:
         self.boosting: Boosting
+        self._count_update = count_update
         self.trainer = trainer
         self.module = module
         self.state = TorchTrainingState(module, trainer.optimizers)
@@ -82,11 +85,11 @@ class LightningHost(Host):
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain
-        found = changes(self.trainer, plain, self._configured)
-        found += _thawed(self.state, plain["plain"], plain.get("configured", {}), self._configured)
-        self._configured = plain.get("configured", self._configured)
+        thawed = [*_thawed(self.state, plain["plain"], plain.get("configured", {}), self._configured)]
         with loading_state("the model and its optimizers", restored.path):
             self.state.load_plain(plain["plain"])
+        found = changes(self.trainer, plain, self._configured) + thawed
+        self._configured = plain.get("configured", self._configured)
         restore_checkpoint(self.trainer, plain["checkpoint"], restored.path)
         self.generators.take(plain["rng"])
         return found, other_ranks(restored.manifest, self.trainer.world_size)
@@ -107,7 +110,7 @@ class LightningHost(Host):
         self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
         dirpath, extend = self._options.dirpath, self._options.resume == "extend"
-        until = go_on_from_end(self.trainer, dirpath, manifest, finished, found, extend=extend)
+        until = go_on_from_end(self.trainer, dirpath, manifest, finished, found, self._options.policy, extend=extend)
         say_finished(finished, plt, until, dirpath, self.trainer.global_rank)
         return until is not None, ""
 
@@ -158,6 +161,9 @@ class LightningHost(Host):
     def has_newest(self) -> bool:
         """Whether the newest step's plain state is still known, so that a checkpoint of it can be made now."""
         return self.settled or (self._kept is not None and self._kept[0] == self.step)
+
+    def count_update(self) -> bool:
+        return self._count_update()
 
     def end(self) -> End | None:
         return ended(self.trainer)
@@ -228,7 +234,7 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
     """Returns the differences between a checkpoint and this script, in the script's order.
 
     Args:
-        trainer: Of this script.
+        trainer: Of this script, with optimizers as they are in the checkpoint.
         stored: Plain state of the checkpoint; in checkpoints of earlier releases without optimizers.
         now: Result of ``configured``.
     """
@@ -243,12 +249,25 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
     if before is None:
         return found
     for number, (old, new) in enumerate(zip(before["optimizers"], now["optimizers"], strict=False)):
+        if not before["schedulers"]:  # else values in force are those of the moment
+            old = _in_force(old, new, trainer.optimizers[number].param_groups)
         found += _of_groups(f"optimizer {number} " if len(now["optimizers"]) > 1 else "optimizer ", old, new)
     for old, new in zip(before["schedulers"], now["schedulers"], strict=False):
         old, new = ({key: value for key, value in each.items() if key != "base_lrs"} for each in (old, new))
         found += differing("scheduler ", old, new, kept=True, decides=False)
     if "training" in before:
         found += differing("trainer ", before["training"], now["training"], kept=False, decides=False)
+    return found
+
+
+def _in_force(
+    before: list[Mapping[str, Any]], now: list[Mapping[str, Any]], groups: list[dict[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Returns ``before`` with what training had set by hand since, where the script's value is another one."""
+    found: list[Mapping[str, Any]] = []
+    for old, new, group in zip(before, now, map(plain_values, groups), strict=False):
+        set_since = {key: group[key] for key in old if key in group and not same(old[key], new.get(key))}
+        found.append({**old, **set_since})
     return found
 
 

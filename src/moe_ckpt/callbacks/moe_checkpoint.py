@@ -104,7 +104,7 @@ class MoECheckpoint(_Unranked):
     monitor metrics: add a ``ModelCheckpoint`` to keep the best model.
 
     Args:
-        policy: What is saved when; see ``moe_ckpt.policies``. None: ``MoC(k=1)``.
+        policy: What is saved when; see ``moe_ckpt.policies``. None: ``CheckFreq()``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
         isolate_validation: True: training draws the same random numbers with and without validations, so a resume is
             exact; after the first validation they differ from those of a run without this callback. False: they are

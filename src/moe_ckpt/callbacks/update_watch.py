@@ -6,14 +6,22 @@ A step that the loss scaler skips advances ``global_step`` but runs no optimizer
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.stopwatch import Stopwatch
+
+log = logging.getLogger("moe_ckpt")
+
+_HOOK = "on_train_batch_end"
 
 
 class Batch(NamedTuple):
@@ -37,12 +45,14 @@ class UpdateWatch:
         trainer: Of the fit.
         module: The model.
         before_update: Called before a raw optimizer steps, under manual optimization.
+        after_update: Called after each optimizer's step.
         after_batch: Called after every batch-end hook.
         is_searching: Whether batches are no part of the run: then ``before_update`` is called here, as no callback is.
         stopwatch: Counts what hooks take.
 
     Attributes:
         steps_seldom: A batch made no step, so that others may not either.
+        hooks_began: Batch-end hooks are running, so that schedules have come to the end of the step.
     """
 
     def __init__(
@@ -50,23 +60,30 @@ class UpdateWatch:
         trainer: pl.Trainer,
         module: pl.LightningModule,
         before_update: Callable[[], None],
+        after_update: Callable[[], None],
         after_batch: Callable[[], None],
         is_searching: Callable[[], bool],
         stopwatch: Stopwatch,
     ) -> None:
-        self.steps_seldom = False
+        self.steps_seldom = self.hooks_began = False
+        self._trainer: Any = trainer
+        self._module = module
+        self._after_update = after_update
+        self._rates: list[Any] = []
         self._updates = self._booked = 0
         self._global_step = self._applied = 0
         self._hooks: list[RemovableHandle] = []
-        name = "on_train_batch_end"
-        theirs, had = getattr(module, name), vars(module).get(name)
+        self._module_hook = is_overridden(_HOOK, module)
+        theirs, had = getattr(module, _HOOK), vars(module).get(_HOOK)
 
         def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
             theirs(*args, **kwargs)
             after_batch()
 
-        setattr(module, name, on_train_batch_end)
-        self._restore: Callable[[], None] = lambda: delattr(module, name) if had is None else setattr(module, name, had)
+        setattr(module, _HOOK, on_train_batch_end)
+        self._restore: Callable[[], None] = lambda: (
+            delattr(module, _HOOK) if had is None else setattr(module, _HOOK, had)
+        )
         for optimizer in trainer.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(stopwatch.around(self._count)))
             # The raw optimizer bypasses Lightning's hook. Under automatic optimization this hook runs before the
@@ -109,16 +126,68 @@ class UpdateWatch:
                 "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be counted"
             )
         applied, self._booked, self._applied = self._applied > 0, self._updates, 0
+        self.hooks_began = False
         return Batch(stepped, updates, applied)
+
+    def require_whole(self, error: BaseException | None) -> None:
+        """Raises ``RuntimeError`` unless the step of a batch that ``error`` ended is whole; names hooks cut off.
+
+        Its schedules must have come to their ends, and no hook may be due that is known to change what is saved: the
+        module's own, and those of callbacks with state.
+
+        Args:
+            error: None if it is not known.
+        """
+        batch = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if not self.unbooked or batch.processed < batch.ready:
+            raise RuntimeError("its update is made, but the batch has not come to its end")
+        if not self.hooks_began and any(old is new for old, new in zip(self._rates, self._rates_now(), strict=True)):
+            raise RuntimeError("its update is made, but its learning rate schedules have not come to their ends")
+        cut_off, due = self._hooks_after(error)
+        if states := [type(each).__name__ for each in due if _has_state(each)]:
+            raise RuntimeError(
+                f"its update is made, but {_HOOK} of {' and '.join(states)} had still to run, which changes what is "
+                "saved. Place callbacks that may fail behind others"
+            )
+        if others := [type(each).__name__ for each in (*cut_off, *due)]:
+            log.warning(
+                "%s of %s has not come to its end in step %d: that step is kept without what was still to change",
+                *(_HOOK, " and ".join(others), self._trainer.global_step),
+            )
+
+    def _rates_now(self) -> list[Any]:
+        """Of each schedule the list that its ``step`` makes anew, last of all."""
+        return [getattr(config.scheduler, "_last_lr", None) for config in self._trainer.lr_scheduler_configs]
+
+    def _hooks_after(self, error: BaseException | None) -> tuple[list[Any], list[Any]]:
+        """Returns the callback or module whose batch-end hook failed, if any, and those of which it had still to run.
+
+        Without most of Lightning's own callbacks: their hooks change nothing that training reads.
+        """
+        due: list[Any] = [*self._trainer.callbacks, *([self._module] if self._module_hook else [])]
+        failed: list[Any] = []
+        for frame, _ in traceback.walk_tb(None if error is None else error.__traceback__):
+            calls, names = frame.f_code.co_name, frame.f_locals
+            if names.get("hook_name") != _HOOK:
+                continue
+            if calls == "_call_lightning_module_hook":
+                failed, due = [self._module], []
+            elif calls == "_call_callback_hooks" and names.get("callback") in due:
+                at = due.index(names["callback"])
+                failed, due = due[at : at + 1], due[at + 1 :]
+        return [each for each in failed if _is_asked(each)], [each for each in due if _is_asked(each)]
 
     def forget(self) -> None:
         """Ignores the updates since the last call of ``book``: they are no part of the run."""
         self._booked, self._applied = self._updates, 0
+        self.hooks_began = False
 
     def _count(self, optimizer: Any, *_: Any) -> None:
         self._updates += 1
         # A fused optimizer is handed the loss scale, and leaves out an overflow by itself, on the device.
         self._applied += getattr(optimizer, "found_inf", None) is None
+        self._rates = self._rates_now()
+        self._after_update()
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -127,3 +196,15 @@ class UpdateWatch:
         self._hooks.clear()
         self._restore()
         self._restore = lambda: None
+
+
+def _is_asked(owner: Any) -> bool:
+    """Returns whether the batch-end hook of a callback or module may change what training reads."""
+    known = type(owner).__module__.split(".")[0] in ("lightning", "moe_ckpt") or isinstance(owner, Checkpoint)
+    return isinstance(owner, (pl.LightningModule, WeightAveraging)) or (not known and is_overridden(_HOOK, owner))
+
+
+def _has_state(owner: Any) -> bool:
+    return isinstance(owner, pl.LightningModule) or any(
+        is_overridden(name, owner) for name in ("state_dict", "on_save_checkpoint")
+    )

@@ -7,7 +7,8 @@ that clipping used, and the types in which kernels read the weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +22,7 @@ from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute, may_leave_o
 from moe_ckpt.callbacks.support import inexact
 from moe_ckpt.callbacks.weight_readers import weight_readers
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.driver.replaying import Recompute, Replaying, StepSource
+from moe_ckpt.driver.replaying import Recompute, Replaying, StepSource, same_plain
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
@@ -72,6 +73,7 @@ class Windows:
         self._probe = ComputeTypeProbe(module, stopwatch) if _casts(trainer, module) else None
         self._probed = 0
         self._agreed: Callable[[], ComputeTypes] | None = None
+        self._values: _OwnValues | None = None
 
     def check(self, isolate_validation: bool, replaying: Replaying | None, buckets: BucketOrder | None) -> None:
         """Raises ``ConfigError`` if steps cannot be computed again exactly.
@@ -132,6 +134,26 @@ class Windows:
             return Recompute()
         has_experts = bool(self._catalog.layers)
         return SparingRecompute(self._trainer, self._module, has_experts=has_experts, norms=self._norms)
+
+    def resumed(self, replaying: Replaying) -> None:
+        """Optimizers are as at the first step of the window that is replayed."""
+        if replaying.steps[0] > 0:  # else hooks changed the run's, too, and the window has what they were before
+            self._values = _OwnValues(self._trainer.optimizers)
+
+    def hooks_begin(self) -> None:
+        """An epoch or a batch begins: hooks of training's begin, which may have set a learning rate, are over."""
+        if self._values is not None and self._values.set_aside() and self._trainer.is_global_zero:
+            log.warning(
+                "hyperparameters of optimizers that were set before training hold once the sparse window is computed "
+                "again: %s. Its steps are computed with the run's",
+                "; ".join(self._values.changes),
+            )
+
+    def replayed(self) -> None:
+        """The replay is done."""
+        values, self._values = self._values, None
+        if values is not None:
+            values.put_back()
 
     def batch_begins(self) -> None:
         if self._probe is not None:
@@ -210,6 +232,44 @@ class Windows:
         self._norms.close()
         if self._reentrant is not None:
             self._reentrant.close()
+
+
+class _OwnValues:
+    """Hyperparameters that hooks of the user's set at a resume, which no step of a window was computed with.
+
+    Args:
+        optimizers: As they were restored.
+
+    Attributes:
+        changes: What was set aside, as text.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._stored = [deepcopy({key: value for key, value in g.items() if key != "params"}) for g in self._groups]
+        self._own: list[dict[str, Any]] | None = None
+        self.changes: Collection[str] = ()
+
+    def set_aside(self) -> bool:
+        """Puts the restored values back, the first time. Returns whether there are others."""
+        if self._own is not None:
+            return False
+        pairs = list(zip(self._groups, self._stored, strict=True))
+        self._own = [{key: g[key] for key in old if not same_plain(old[key], g.get(key))} for g, old in pairs]
+        said = [
+            f"{key} {old[key]} -> {value}"
+            for own, (_, old) in zip(self._own, pairs, strict=True)
+            for key, value in own.items()
+        ]
+        self.changes = dict.fromkeys(said)
+        for group, old in pairs:
+            group.update(old)
+        return bool(self.changes)
+
+    def put_back(self) -> None:
+        """Puts the user's values back."""
+        for group, own in zip(self._groups, self._own or (), strict=False):
+            group.update(own)
 
 
 def _casts(trainer: Any, module: pl.LightningModule) -> bool:

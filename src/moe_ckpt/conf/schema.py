@@ -188,6 +188,16 @@ def portion_of(number: int, portion: float) -> int:
     return max(1, int(number * portion))
 
 
+def job_directory() -> str:
+    """Returns what tells the stores of a multirun's jobs from each other: their overrides, as in a restart."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return ""
+    return "/" + (str(HydraConfig.get().job.override_dirname).replace("/", ".") or "job")
+
+
 def register() -> bool:
     """Store the schemas in Hydra's ConfigStore, and the resolvers of computed values. Harmless when repeated.
 
@@ -200,6 +210,7 @@ def register() -> bool:
     except ImportError:
         return False
     OmegaConf.register_new_resolver("moe_ckpt.portion_of", portion_of, replace=True)
+    OmegaConf.register_new_resolver("moe_ckpt.job", job_directory, replace=True)
     for name, node in SCHEMAS.items():
         ConfigStore.instance().store(group="moe_ckpt/schema", name=name, node=node, provider="moe_ckpt")
     return True

@@ -4,14 +4,39 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
+from typing import Any
 
 from moe_ckpt.core.memory_shares import LeftBehind
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.quantities import human_bytes, name_ranks
 from moe_ckpt.core.tokens import FaultRecord
+from moe_ckpt.engine.options import Options
 from moe_ckpt.interop.weights import Loaded
 from moe_ckpt.notices import announce
+from moe_ckpt.ports import TensorSpec
+from moe_ckpt.slices.expected import roughly
 
 log = logging.getLogger("moe_ckpt")
+
+
+def say_setup(options: Options, catalog: Catalog, specs: Iterable[TensorSpec], rank: int) -> None:
+    """Says what was found at a start: so somebody whose MoE layers were not found learns of it."""
+    if rank:
+        return
+    counts = [layer.experts for layer in catalog.layers]
+    each = f"{min(counts)} to {max(counts)}" if len({*counts}) > 1 else f"{counts[0]}" if counts else ""
+    found = "no MoE layer was found (under Lightning moe_ckpt.register_moe tells of one)"
+    if counts:
+        layers = f"{len(counts)} MoE layers were" if len(counts) > 1 else "1 MoE layer was"
+        found = f"{layers} found, with {each} experts{' each' if len(counts) > 1 else ''}"
+    policy: Any = options.policy
+    inner = getattr(policy, "policy", None)
+    name = type(policy).__name__ if inner is None else f"{type(policy).__name__}({type(inner).__name__})"
+    announce(
+        "%s: %s. Checkpoints go to %s, about %s where all is saved (with Adam); memory that outlives the process: %s",
+        *(name, found, options.dirpath, human_bytes(roughly(specs)), "off" if options.memory is None else "on"),
+    )
 
 
 def say_new(dirpath: str, resume: str, generation: int, rank: int) -> None:
@@ -104,13 +129,14 @@ def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int, *,
     log.warning("training stops (%s), and rank %d %s %s %d in memory: %s", why, rank, kept, unit, step, problem)
 
 
-def say_not_counted(unit: str, step: int, why: str, rank: int) -> None:
-    """The update of a step was made, but the loop has not told its end, so that nothing can be sealed."""
-    log.warning(
-        "training stops (%s), and rank %d does not keep %s %d in memory: its update is made, but the loop has not come "
-        "to the end of the %s",
-        *(why, rank, unit, step, unit),
-    )
+def say_not_counted(which: str, missing: str, why: str, rank: int) -> None:
+    """The update of a step was made, and the step cannot be sealed.
+
+    Args:
+        which: The step.
+        missing: Why it cannot.
+    """
+    log.warning("training stops (%s), and rank %d does not keep %s in memory: %s", why, rank, which, missing)
 
 
 def say_boosted(boost: float, tokens: int, experts: int, rank: int) -> None:

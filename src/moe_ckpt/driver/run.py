@@ -130,6 +130,7 @@ class Driver:
         )
         session.open()
         self.session, self._storage = session, storage
+        messages.say_setup(self.options, catalog, state.specs(), comm.rank)
         self._resume = functools.partial(resume_newest, storage, comm, state)
         memory = self.options.memory
         self.surviving = Surviving(

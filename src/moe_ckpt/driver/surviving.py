@@ -155,15 +155,18 @@ class Surviving:
         with self._sealing:  # waits for another thread that seals: this one may be about to end the process
             if not self._once.acquire(blocking=False):
                 return
-            if self.moment is Moment.WRITTEN and self._counts():
+            if self.moment is Moment.WRITTEN:
+                uncounted = self._uncounted()
+                if uncounted is not None:
+                    say_not_counted(*uncounted, why, self._rank)
+                    return
                 self.moment = Moment.RESTING
             if self.moment is Moment.LENT:
                 self.moment = Moment.RESTING if self._are_unchanged() else Moment.UNKNOWN
-            if self.moment is Moment.WRITTEN:
-                say_not_counted(self._unit, self._newest() + 1, why, self._rank)
-                return
             if not self.is_whole:
-                log.info("the newest %s is not sealed after %s: parameters are %s", self._unit, why, self.moment.value)
+                level = logging.WARNING if self.moment is Moment.WRITING else logging.INFO
+                said = "the newest %s is not sealed after %s: parameters are %s"
+                log.log(level, said, self._unit, why, self.moment.value)
                 return
             with _not_interrupted():  # including its messages: a handler may raise
                 until = time.monotonic() + self._secs
@@ -190,12 +193,15 @@ class Surviving:
             log.warning("whether weights are those of the newest %s is not known: %s", self._unit, error)
             return False
 
-    def _counts(self) -> bool:
+    def _uncounted(self) -> tuple[str, str] | None:
+        """Counts the step whose update is made. If it cannot: returns which step that is, and why."""
         try:
-            return self._count()
+            if self._count():
+                return None
         except Exception as error:  # whatever it is, older checkpoints count, and training ends as without us
-            log.warning("the tokens of the newest %s cannot be counted, so it is not sealed: %s", self._unit, error)
-            return False
+            return f"the newest {self._unit}", str(error)
+        step = f"{self._unit} {self._newest() + 1}"
+        return step, f"its update is made, but the loop has not come to the end of the {self._unit}"
 
 
 @contextlib.contextmanager

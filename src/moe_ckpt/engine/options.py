@@ -185,7 +185,7 @@ def make_options(
 
     Args:
         where: Name of what the user called, for messages.
-        policy: None for the default, ``MoC(k=1)``.
+        policy: None for the default, ``CheckFreq()``.
         dirpath: See ``Options``.
         values: The other keyword arguments, as given. None stands for the default of ``retention``.
         own: Names of the adapter's own arguments, which are not in ``values``; for messages.

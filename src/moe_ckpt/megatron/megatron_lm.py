@@ -93,7 +93,7 @@ def install(
 
         from moe_ckpt import megatron
 
-        megatron.install(policy=MoC(k=1), dirpath="/shared/my_run")
+        megatron.install(policy=Dense(every_n_steps=10), dirpath="/shared/my_run")
         pretrain(...)
 
     Training resumes from the newest checkpoint in ``dirpath``; without one from ``--load``, or as a new run. Megatron's

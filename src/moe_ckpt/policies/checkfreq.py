@@ -22,7 +22,7 @@ class CheckFreq:
     measures the cost; from there on the interval follows the newest measurements (CheckFreq, FAST '21).
 
     Attributes:
-        max_overhead: Share of training time, 0.03 in the paper.
+        max_overhead: Share of training time, above 0 and below 1; 0.03 in the paper.
         profile_steps: Steps before the first checkpoint.
         max_interval: Upper bound on the interval in steps, so that one wrong measurement cannot stop saving.
 
@@ -38,8 +38,8 @@ class CheckFreq:
         require_positive("CheckFreq", profile_steps=self.profile_steps, max_interval=self.max_interval)
         if not isinstance(self.max_overhead, (int, float)) or not 0 < self.max_overhead < 1:
             raise ConfigError(
-                f"CheckFreq(max_overhead={self.max_overhead!r}): max_overhead must be a number between 0 and 1, "
-                "the share of training time that checkpoints may take"
+                f"CheckFreq(max_overhead={self.max_overhead!r}): max_overhead must be a number above 0 and "
+                "below 1, the share of training time that checkpoints may take"
             )
 
     def check(self, catalog: Catalog) -> None:

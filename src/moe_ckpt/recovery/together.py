@@ -62,7 +62,7 @@ def require_committed(comm: Communicator, storage: StepStorage, directory: str) 
     Rank 0 looks: only one rank may have missed a file, and only some may have listed the step.
     """
     if not by_rank_zero(comm, lambda: storage.is_committed(directory), f"look for {directory} again"):
-        raise StepRemovedError(storage.root, (directory,), f"{directory}/{MANIFEST_NAME}")
+        raise StepRemovedError(storage.root, (directory,), f"{directory}/{MANIFEST_NAME}") from None
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,12 @@ def _kind(problem: Exception | None) -> int:
 
 
 def raise_on_all_ranks(comm: Communicator, found: NotUsableError, directory: str) -> NoReturn:
-    """Raises on every rank: this rank's own error if it is of the worst kind, else the worst one's message."""
+    """Raises on every rank: this rank's own error if it is of the worst kind, else the worst one's message.
+
+    Its traceback does not show ``found``, which callers handle.
+    """
     own = found.problem
     said = comm.share(str(own).encode() if comm.rank == found.rank else b"", found.rank).decode()
     if own is not None and _kind(own) == found.kind:
-        raise own
-    raise StoreError(f"rank {found.rank} cannot resume from checkpoint {directory}: {said}")
+        raise own from own.__cause__
+    raise StoreError(f"rank {found.rank} cannot resume from checkpoint {directory}: {said}") from None

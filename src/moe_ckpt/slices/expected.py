@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from moe_ckpt.core.operators import Catalog
@@ -72,3 +72,17 @@ class ExpectedShare:
         if state > masters:  # there are moments
             return []
         return [(tensor, _MOMENTS * tensor.local.numel() * itemsize(gradient)) for tensor, _, gradient in updated]
+
+
+def roughly(specs: Iterable[TensorSpec]) -> int:
+    """Bytes of a complete checkpoint of all ranks with Adam's moments, and masters where gradients are of another type.
+
+    Args:
+        specs: Of all ranks' tensors.
+    """
+    total = 0
+    for spec in specs:
+        kept = 0 if spec.gradient is None else _MOMENTS + (spec.gradient != spec.dtype)
+        if is_weight(spec):
+            total += prod(spec.global_shape) * (itemsize(spec.dtype) + kept * itemsize(spec.gradient or spec.dtype))
+    return total

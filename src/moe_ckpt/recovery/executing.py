@@ -98,6 +98,11 @@ class Restored:
         return self.plan is not None and self.plan.beyond_storage
 
     @property
+    def versions(self) -> Mapping[str, int]:
+        """Operator -> the step that it came back as of."""
+        return self.manifest.versions if self.plan is None else self.plan.versions
+
+    @property
     def is_unsaved(self) -> bool:
         """Whether storage has no complete checkpoint of this very state: it is newer, or some experts are older."""
         stale = any(record.step != self.manifest.step for record in self.manifest.operators.values())

@@ -381,9 +381,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
             by_policy[policy].append((kind, behind, stale))
     rows = ["| policy | faults | computed again, mean (most) | stale experts, mean |", "| --- | --: | --: | --: |"]
     for policy in filter(by_policy.__contains__, POLICIES):
-        behind = [steps for _, steps, _ in by_policy[policy]]
+        again = [steps for _, steps, _ in by_policy[policy]]
         older = f"{statistics.mean(stale for *_, stale in by_policy[policy]):.1f}" if policy in PARTIAL else "-"
-        rows.append(f"| {policy} | {len(behind)} | {statistics.mean(behind):.2f} ({max(behind)}) | {older} |")
+        rows.append(f"| {policy} | {len(again)} | {statistics.mean(again):.2f} ({max(again)}) | {older} |")
     return "\n".join(rows)
 
 

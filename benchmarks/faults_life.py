@@ -342,7 +342,7 @@ class _Disk:
         if fault.what == "read":
             os.fdopen = opened  # type: ignore[assignment]
         elif fault.what == "rename":
-            os.rename, os.link = of_path("rename"), of_path("link")  # type: ignore[assignment]
+            os.rename, os.link = of_path("rename"), of_path("link")
         else:
             setattr(os, fault.what, of_descriptor(fault.what))
 

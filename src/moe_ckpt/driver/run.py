@@ -35,7 +35,7 @@ from moe_ckpt.gradients.densifying import Densifier
 from moe_ckpt.gradients.own_log import OwnLog
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
-from moe_ckpt.recovery.executing import Restored
+from moe_ckpt.recovery.executing import Restored, versions_of
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.recovery.upstream_logs import KeptLogs
@@ -193,7 +193,7 @@ class Driver:
             plain: This rank's plain state in it.
             same_store: It is in this run's own store.
         """
-        self._host.advance_counts(missed_steps(self.session.catalog, manifest.step, manifest.versions))
+        self._host.advance_counts(missed_steps(self.session.catalog, manifest.step, versions_of(manifest)))
         fault = self.session.resume_from(manifest, same_store=same_store)
         plt, root = self.session.run_ledger.tokens.plt, reader.storage.root
         messages.say_resumed(self._unit, manifest.step, manifest.directory, fault, plt, root, self.comm.rank)

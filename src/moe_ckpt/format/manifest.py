@@ -278,11 +278,6 @@ class Manifest:
         )
 
     @property
-    def versions(self) -> dict[str, int]:
-        """Operator -> the step that it is as of."""
-        return {op: record.step for op, record in self.operators.items()}
-
-    @property
     def distinct_records(self) -> Collection[OperatorRecord]:
         """Those of ``operators``, each once: all operators of a part share one, with all its files of their kind."""
         return {id(record): record for record in self.operators.values()}.values()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import traceback
@@ -24,7 +25,6 @@ import hydra  # noqa: E402, F401
 from torch.distributed.launcher.api import elastic_launch  # noqa: E402
 from torch.distributed.run import config_from_args, get_args_parser  # noqa: E402
 
-from moe_ckpt.cli.train import main as train  # noqa: E402
 from recipes.demonstrating import stopped_by_sigterm  # noqa: E402
 from recipes.gpt_moe_lightning import train as _imported_for_the_forks  # noqa: E402, F401
 
@@ -37,8 +37,12 @@ def worker(arguments: Sequence[str]) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["train", *arguments]
     try:
-        train(arguments)
+        runpy.run_module("moe_ckpt.cli.train", run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
     except Exception:
         traceback.print_exc()  # the agent would only name the file that it is in
         raise

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -230,7 +231,7 @@ class Recorder(pl.Callback):
             manifest = read_body(Path(self.run.store) / directory / "MANIFEST.json")
             what |= {"directory": directory, "manifest": manifest, **_books(callback)}
         if self.run.hashes and step is not None and callback._fit.driver.replaying is None:
-            what["hashes"] = hashes(pl_module, trainer.optimizers[0])
+            what |= {"hashes": hashes(pl_module, trainer.optimizers[0]), "counts": counts(pl_module, trainer)}
         self.note(trainer.global_rank, **what)
 
     def on_train_batch_end(
@@ -253,7 +254,7 @@ class Recorder(pl.Callback):
         for layer in (*self.layers, *self.scored):
             layer.zero_()
         if self.run.hashes:
-            what["hashes"] = hashes(pl_module, trainer.optimizers[0])
+            what |= {"hashes": hashes(pl_module, trainer.optimizers[0]), "counts": counts(pl_module, trainer)}
         self.note(trainer.global_rank, **what)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -353,6 +354,13 @@ def hashes(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> dict
     for name, buffer in module.named_buffers():
         _add(found, "non_expert", name, buffer)
     return {key: value.hexdigest() for key, value in found.items()}
+
+
+def counts(module: pl.LightningModule, trainer: pl.Trainer) -> dict[str, int]:
+    """Updates that the optimizer has counted, of parameters that one expert has to itself."""
+    state = trainer.optimizers[0].state
+    listed = {name: p for name, p in module.named_parameters() if re.search(r"\.experts\.\d", name)}
+    return {name: int(state[each]["step"]) for name, each in listed.items() if "step" in state.get(each, {})}
 
 
 def _add(found: dict[str, Any], key: str, name: str, *tensors: torch.Tensor) -> None:

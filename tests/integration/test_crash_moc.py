@@ -45,9 +45,26 @@ def _check(run: Run, *, every_step_saved: bool = True) -> Recount:
     layers, stacked = run.model.get("layers", 2), run.model.get("stacked", True)
     recount = Recount(layers, experts, run.policy[1], tuple(range(experts)), stacked)
     check_history(recount, [split_lives(events(run))], every_step_saved=every_step_saved)
+    assert _checked_counts(run) or stacked or len(recount.faults) < 2
     assert_promises_kept(run)
     assert_store_sound(run, ended=True)
     return recount
+
+
+def _checked_counts(run: Run) -> int:
+    """Step counts of listed experts that came back older went on by the steps since. Returns how many did."""
+    history: dict[int, dict[str, int]] = {}
+    older = 0
+    for life in split_lives(events(run)):
+        step = life[0]["step"] or 0
+        history = {at: counts for at, counts in history.items() if at <= step}
+        for name, count in life[0].get("counts", {}).items():
+            layer, expert = re.findall(r"\.(\d+)\.", name)[:2]
+            version = life[0]["manifest"]["operators"][f"expert/{layer}/{expert}"][0]
+            assert count == min(history[version].get(name, 0) + step - version, step), (name, version, step)
+            older += version < step
+        history |= {line["step"]: line["counts"] for line in life if line["event"] == "batch"}
+    return older
 
 
 def _killed_at_random(run: Run, seed: int, kills: int) -> Recount:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,6 +168,86 @@ def broken_off(rank: int, world_size: int, root: str) -> list[str]:
             ckpt.close(10.0, ZeroDivisionError())
             raise ZeroDivisionError
     return said
+
+
+LEFT = (
+    ("Dense", {"every_n_steps": 100}),
+    ("MoEvement", {"window": 2}),
+    ("GradientLog", {}),
+)
+
+
+def left_in_between(rank: int, world_size: int, root: str) -> list[dict[str, Any]]:
+    """The run ends, or is saved, between ``optimizer.step()`` and ``after_step``: what is refused, what is left."""
+    from moe_ckpt import Memory
+    from moe_ckpt.errors import ConfigError
+
+    def refused(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def leave(ckpt: Any) -> None:
+        with ckpt:
+            pass
+
+    told = []
+    for number, policy in enumerate(LEFT):
+        place, states = os.path.join(root, str(number)), {}
+        memory = Memory(directory=os.path.join(place, "node"))
+        os.makedirs(memory.directory)
+        options = {"memory": memory} if policy[0] == "GradientLog" else {}
+
+        def start(seed: int) -> tuple[Any, Any, int]:
+            built = megatron_gpt.build(SETUP, seed)
+            ckpt = attached(built, place, Plan(policy), **options)  # noqa: B023
+            return built, ckpt, ckpt.resume().iteration
+
+        def train_to(built: Any, ckpt: Any, begun: int, until: int) -> None:
+            """Up to ``until``, of which only the update is made."""
+            for iteration in range(begun + 1, until):
+                train(ckpt, built, iteration)
+                states[iteration] = digests(built)  # noqa: B023
+            megatron_gpt.forward_backward(built, until - 1)
+            megatron_gpt.update(built)
+
+        built, ckpt, begun = start(1)
+        train_to(built, ckpt, begun, 3)
+        calls = {"finish": ckpt.finish, "save": ckpt.save, "skip": functools.partial(ckpt.skip, 3, 6)}
+        found: dict[str, Any] = {name: refused(call) for name, call in calls.items()}
+        ckpt.after_step(3, consumed_samples=6)
+        states[3] = digests(built)
+        found["counted"] = ckpt.save()
+        train_to(built, ckpt, 3, 5)
+        found["with"] = refused(functools.partial(leave, ckpt))
+        built, ckpt, begun = start(2)
+        for iteration in range(begun + 1, ckpt.restored_step + 1):  # of a window
+            train(ckpt, built, iteration)
+        found["back"] = ckpt.restored_step, states[ckpt.restored_step] == digests(built)
+        ckpt.close()
+        told.append(found)
+    return told
+
+
+def without_samples(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    """Iterations of which the loop does not say how far they came in the data."""
+    built = megatron_gpt.build(SETUP, 1)
+    found: dict[str, Any] = {}
+    with heard() as said, attached(built, root, Plan()) as ckpt:
+        ckpt.resume()
+        train(ckpt, built, 1)
+        found["given"] = [each for each in said if "consumed_samples" in each]
+        for iteration in (2, 3):
+            megatron_gpt.forward_backward(built, iteration - 1)
+            megatron_gpt.update(built)
+            ckpt.after_step(iteration)
+        ckpt.skip(4)
+    found["not given"] = [each for each in said if "consumed_samples" in each]
+    with attached(built, root, Plan()) as ckpt:
+        found["back"] = ckpt.resume()
+    return found
 
 
 def begun_elsewhere(rank: int, world_size: int, root: str) -> dict[str, Any]:

@@ -109,6 +109,26 @@ def test_an_error_behind_an_update_says_what_is_not_kept(tmp_path: Path):
     ]
 
 
+def test_a_run_is_not_saved_between_an_update_and_its_iteration(tmp_path: Path):
+    """Weights of iteration N + 1 must never be committed as those of N."""
+    for (name, _), found in zip(loop_calls.LEFT, only(loop_calls.left_in_between, tmp_path), strict=True):
+        for call, at in (("finish", 3), ("save", 3), ("skip", 3), ("with", 5)):
+            assert f"weights are no longer those of iteration {at - 1}" in found[call], (name, call)
+            assert f"Call after_step({at}, consumed_samples=...) first" in found[call]
+        assert found["counted"] is True, name
+        iteration, right = found["back"]
+        assert iteration >= 3, name
+        assert right, (name, iteration)
+
+
+def test_an_iteration_that_does_not_say_how_far_the_data_came(tmp_path: Path):
+    found = only(loop_calls.without_samples, tmp_path)
+    assert found["given"] == []
+    [warning] = found["not given"]
+    assert warning.startswith("after_step(2) was called without consumed_samples, so the next start will be at ")
+    assert found["back"] == Progress(4, 2, restored=True), "unchanged"
+
+
 def test_a_run_that_begins_from_what_the_caller_loaded(tmp_path: Path):
     found = only(loop_calls.begun_elsewhere, tmp_path)
     assert found["progress"] == Progress(500, 8000, counters={"valid": 3})

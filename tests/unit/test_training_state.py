@@ -543,3 +543,34 @@ def test_states_of_a_shared_metric_have_all_their_names():
     own = {f"{module}.{name}" for module, entries in plain["own_state"].items() for name in entries}
     assert own | set(plain["aliases"]) == set(model.state_dict())
     assert plain["aliases"]["other.0.mean_value"] == "mean.mean_value"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.Adagrad])
+def test_counts_of_experts_that_came_back_older_go_on(kind):
+    """As the one of a stack does: moments are as old as the expert, and what only counts is as of the newest step."""
+    torch.manual_seed(0)
+    model = ListMoE()
+    optimizer = kind(model.parameters(), lr=0.01)
+    states = []
+    for step in range(5):
+        for name, parameter in model.named_parameters():
+            seldom = "experts.2." in name and step in (1, 3)
+            parameter.grad = None if seldom else torch.randn_like(parameter)
+        optimizer.step()
+        states.append({name: copy.deepcopy(optimizer.state[p]) for name, p in model.named_parameters()})
+    ages = {name: age for name in states[0] for age, of in enumerate(("0.", "1.", "2."), 1) if f"experts.{of}" in name}
+    assert set(ages.values()) == {1, 2, 3}
+    state = TorchTrainingState(model, [optimizer])
+    for name, parameter in model.named_parameters():
+        for key, value in states[4 - ages.get(name, 0)][name].items():
+            optimizer.state[parameter][key].copy_(value)
+    state.advance_counts(ages)
+    for name, parameter in model.named_parameters():
+        found, then = optimizer.state[parameter], states[4 - ages.get(name, 0)][name]
+        for key, value in then.items():
+            if value.dim():
+                assert torch.equal(found[key], value), (name, key)
+            elif ages.get(name) != 3:
+                assert torch.equal(found[key], states[4][name][key]), (name, key)
+        if ages.get(name) == 3:  # it was passed over before and since: it goes on by the steps, no further
+            assert found["step"] == then["step"] + 3 == 4

@@ -94,6 +94,9 @@ class LightningHost(Host):
         self.generators.take(plain["rng"])
         return found, other_ranks(restored.manifest, self.trainer.world_size)
 
+    def advance_counts(self, missed: Mapping[str, int]) -> None:
+        self.state.advance_counts(missed)
+
     def load_weights(self, path: str, comm: Communicator) -> Loaded:
         module = self.module
         return load_weights(

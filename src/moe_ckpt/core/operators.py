@@ -326,3 +326,23 @@ def _gaps(name: str, rows: int, claims: list[tuple[int, int, str]]) -> Iterator[
         yield f"{name} rows [{at}, {rows}) belong to no operator"
     elif at > rows:
         yield f"{name} has {rows} rows, but {previous} claims up to row {at}"
+
+
+def missed_steps(catalog: Catalog, step: int, versions: Mapping[str, int]) -> dict[str, int]:
+    """Returns the parameters of experts that are older than ``step``, with the steps since.
+
+    Not of stacks, whose state without rows is as new as their layer's gate (``Catalog.home``).
+
+    Args:
+        catalog: Of the model.
+        step: That training resumes at.
+        versions: Operator -> step that it came back as of.
+    """
+    older = {op: step - version for op, version in versions.items() if version < step}
+    return {
+        span.parameter: older[op.id]
+        for op in catalog.experts
+        if op.id in older
+        for span in op.spans
+        if span.start is None
+    }

@@ -95,10 +95,21 @@ class RecoveryPlan:
         return tuple(self.operators[at] for at in np.flatnonzero(mine))
 
     @property
+    def _newest(self) -> Counts:
+        """Step of the copy that is taken of each operator."""
+        found: Counts = np.stack([source.steps for source in self.sources])[self.chosen, np.arange(len(self.operators))]
+        return found
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Operator -> the step that it comes back as of: the plan's own, where updates are made once more."""
+        steps = [self.step] * len(self.operators) if self.updates is not None else self._newest.tolist()
+        return dict(zip(self.operators, steps, strict=True))
+
+    @property
     def beyond_storage(self) -> bool:
         """Whether storage alone would give an older state of at least one operator."""
-        at = np.arange(len(self.operators))
-        newest = np.stack([source.steps for source in self.sources])[self.chosen, at]
+        newest = self._newest
         stored = [source.steps for source in self.sources if source.tier is Tier.STORAGE]
         return self.updates is not None or not stored or bool((np.max(stored, axis=0) < newest).any())
 

@@ -47,6 +47,14 @@ class Host(Protocol):
             Hyperparameters that differ; and why the resumed run is inexact, if it is.
         """
 
+    def advance_counts(self, missed: Mapping[str, int]) -> None:
+        """Experts came back older: step counts of their optimizer state go on. By default all have one count.
+
+        Args:
+            missed: Parameter -> steps since.
+        """
+        return
+
     def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
         """Loads the weights at ``path``, which a new run begins with."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.changes import say_changes
@@ -34,7 +34,7 @@ from moe_ckpt.gradients.densifying import Densifier
 from moe_ckpt.gradients.own_log import OwnLog
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
-from moe_ckpt.recovery.executing import Restored
+from moe_ckpt.recovery.executing import Restored, versions_of
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.recovery.upstream_logs import KeptLogs
@@ -199,6 +199,7 @@ class Driver:
             plain: This rank's plain state in it.
             same_store: It is in this run's own store.
         """
+        self._host.advance_counts(missed_steps(self.session.catalog, manifest.step, versions_of(manifest)))
         fault = self.session.resume_from(manifest, same_store=same_store)
         plt, root = self.session.run_ledger.tokens.plt, reader.storage.root
         messages.say_resumed(self._unit, manifest.step, manifest.directory, fault, plt, root, self.comm.rank)
@@ -213,6 +214,8 @@ class Driver:
         """Restores all but the tensors, which are loaded."""
         manifest, dirpath, rank = restored.manifest, self.options.dirpath, self.comm.rank
         changes, inexact = self._host.load(restored)
+        if restored.replay is None:
+            self._host.advance_counts(missed_steps(self.session.catalog, manifest.step, restored.versions))
         self.restored_step, self.restored = manifest.step, restored
         if restored.local is not None:
             self.local = Rejoining(restored.local, self.session)

@@ -328,7 +328,7 @@ class MegatronCheckpoint:
         self,
         iteration: int,
         *,
-        consumed_samples: int = 0,
+        consumed_samples: int | None = None,
         updated: bool | None = None,
         counters: Mapping[str, Any] | None = None,
     ) -> StepRecord:
@@ -337,7 +337,7 @@ class MegatronCheckpoint:
 
         Args:
             iteration: Iterations done, this one included.
-            consumed_samples: Training samples consumed so far; ``resume`` returns it.
+            consumed_samples: Training samples consumed so far; ``resume`` returns it. None: unchanged, with a warning.
             updated: False if fp16 overflowed and the step was skipped, so its tokens do not count. None: the value that
                 ``optimizer.step()`` returned on this rank.
             counters: Further values that ``resume`` returns (``Progress.counters``): plain data by name, which a replay
@@ -359,7 +359,9 @@ class MegatronCheckpoint:
         return record
 
     @timed
-    def skip(self, iteration: int, consumed_samples: int = 0, *, counters: Mapping[str, Any] | None = None) -> None:
+    def skip(
+        self, iteration: int, consumed_samples: int | None = None, *, counters: Mapping[str, Any] | None = None
+    ) -> None:
         """Called instead of ``after_step`` for an iteration that consumed data, but computed and changed nothing.
 
         It gets no checkpoint; the checkpoint of the next iteration includes its data position.
@@ -370,14 +372,14 @@ class MegatronCheckpoint:
             counters: As of ``after_step``.
 
         Raises:
-            ConfigError: As ``after_step``.
+            ConfigError: As ``after_step``; or the iteration's ``optimizer.step()`` has changed weights.
             ReplayDivergedError: The iteration was computed before the failure, and is needed again.
         """
         self._driver.lifecycle.require(Action.JOIN, "skip()")
         self.begin_training()
         if self._driver.replaying is not None:
             self._driver.replaying.skip(iteration)
-        self._host.loop.skip(iteration, consumed_samples, counters)
+        self._host.loop.skip(iteration, consumed_samples, counters, updated=has_updated(self))
         self._host.generators.note()
         if self.upstream is not None:
             self.upstream.step_begins(iteration + 1)
@@ -401,8 +403,10 @@ class MegatronCheckpoint:
             Whether there is one. False in a replay, when the model holds no complete state of the run.
 
         Raises:
+            ConfigError: ``optimizer.step()`` was called since, and ``after_step`` not yet.
             SaveFailedError: It could not be committed, or not in time.
         """
+        self._host.loop.require_counted("save()", saves=not self.replaying)
         return self._driver.save(wait=wait)
 
     # --- once, at the end ---
@@ -410,17 +414,19 @@ class MegatronCheckpoint:
     def finish(self, *, ended: bool = True) -> None:
         """Training ended without an error: saves a complete last checkpoint, and waits for it.
 
-        Safe to call twice, and just before ``sys.exit``.
+        Safe to call twice, and just before ``sys.exit``. Leaving a ``with`` block calls it.
 
         Args:
             ended: The run is finished, and a later start says so. False for a job that another one continues, after a
                 time limit or a signal; also if the policy asked to end training.
 
         Raises:
+            ConfigError: ``optimizer.step()`` was called since the newest iteration, and ``after_step`` not yet.
             SaveFailedError: It could not be committed.
         """
         if self._driver.lifecycle.state is State.ENDED:
             return
+        self._host.loop.require_counted("finish()", saves=not self.replaying)
         if self.upstream is not None:
             self.upstream.begin()  # others may have to compute steps again, though this rank has none left
             self.upstream.close()
@@ -474,7 +480,7 @@ def has_updated(ckpt: MegatronCheckpoint) -> bool:
 def end_iteration(
     ckpt: MegatronCheckpoint,
     iteration: int,
-    consumed_samples: int,
+    consumed_samples: int | None,
     counters: Mapping[str, Any] | None,
     *,
     updated: bool,

@@ -16,7 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.optimizers import finish_update, leaves
+from moe_ckpt.megatron.topology import is_rank_zero
 from moe_ckpt.modeling.param_groups import require_plain
+from moe_ckpt.notices import announce
 from moe_ckpt.stopwatch import Stopwatch
 
 log = logging.getLogger("moe_ckpt")
@@ -47,11 +49,13 @@ class Loop:
         begun_at: Where training began in this process.
         iteration: Iterations done; ``consumed_samples`` and ``counters`` are those of the newest.
         moved: An iteration was done in this process.
+        is_updating: An update has begun that no iteration has counted, so weights may be those of the next one.
     """
 
     def __init__(self) -> None:
-        self.moved = False
+        self.moved = self.is_updating = False
         self._joined = True
+        self._asked_for_samples = False
         self.stand_at(Progress())
 
     def stand_at(self, progress: Progress) -> None:
@@ -61,10 +65,25 @@ class Loop:
         self.counters: Mapping[str, Any] = progress.counters
 
     def join(self) -> None:
-        """The copy under way is joined."""
-        self._joined = True
+        """The copy under way is joined, and weights change."""
+        self._joined = self.is_updating = True
 
-    def step(self, iteration: int, consumed_samples: int, counters: Mapping[str, Any] | None) -> None:
+    def require_counted(self, call: str, *, saves: bool = True) -> None:
+        """Raises ``ConfigError`` between an update and ``after_step``: the state has no iteration's number yet.
+
+        Args:
+            call: For the message.
+            saves: It would save the state.
+        """
+        if saves and self.is_updating:
+            at = self.iteration + 1
+            raise ConfigError(
+                f"{call}: weights are no longer those of iteration {self.iteration}, for optimizer.step() or "
+                f"before_step() was called since, and after_step({at}) was not, so nothing can be saved under its own "
+                f"number. Call after_step({at}, consumed_samples=...) first: a loop that ends early does so after it"
+            )
+
+    def step(self, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None) -> None:
         """Records ``after_step``. Raises ``ConfigError`` unless it follows an optimizer step and the last iteration."""
         if not self._joined:
             raise ConfigError(
@@ -76,11 +95,21 @@ class Loop:
         self._move("after_step", iteration, consumed_samples, counters)
         self._joined = False
 
-    def skip(self, iteration: int, consumed_samples: int, counters: Mapping[str, Any] | None) -> None:
-        """Records ``skip``. Raises ``ConfigError`` unless it follows the last iteration."""
+    def skip(
+        self, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None, *, updated: bool = False
+    ) -> None:
+        """Records ``skip``. Raises ``ConfigError`` unless it follows the last iteration, or after an update.
+
+        Args:
+            updated: An update that has begun since changed weights.
+        """
+        if updated:
+            self.require_counted(f"skip({iteration})")
         self._move("skip", iteration, consumed_samples, counters)
 
-    def _move(self, call: str, iteration: int, consumed_samples: int, counters: Mapping[str, Any] | None) -> None:
+    def _move(
+        self, call: str, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None
+    ) -> None:
         if iteration != self.iteration + 1:
             raise ConfigError(
                 f"{call}({iteration}) follows iteration {self.iteration}: call after_step, or skip, once per "
@@ -89,7 +118,26 @@ class Loop:
         if counters is not None:
             require_plain(counters, "counters")
             self.counters = deepcopy(dict(counters))
-        self.iteration, self.consumed_samples, self.moved = iteration, consumed_samples, True
+        if consumed_samples is not None:
+            self.consumed_samples = consumed_samples
+        elif not self._asked_for_samples:
+            self._asked_for_samples = True
+            _say_no_samples(call, iteration, self.consumed_samples)
+        self.iteration, self.moved, self.is_updating = iteration, True, False
+
+
+def _say_no_samples(call: str, iteration: int, consumed_samples: int) -> None:
+    """Warns on rank 0 that a loop does not say how far it is in its data."""
+    if is_rank_zero():
+        announce(
+            "%s(%d) was called without consumed_samples, so the next start will be at consumed_samples=%d: a loop or a "
+            "loader that goes on by that count would repeat data. Give the number of training samples consumed so far; "
+            "0 if the data are found by the iteration alone, or by an object in stateful=",
+            call,
+            iteration,
+            consumed_samples,
+            level=logging.WARNING,
+        )
 
 
 class StepWatch:

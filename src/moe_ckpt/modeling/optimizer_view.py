@@ -107,3 +107,43 @@ def unnameable(optimizer: str, parameter: str, name: object) -> UnsupportedError
 def scalars_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """What of one parameter's state is no tensor."""
     return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+
+
+STEP = "step"
+"""What torch's optimizers call the count of a parameter's updates."""
+
+
+def advance_counts(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], missed: Mapping[str, int]) -> None:
+    """Step counts of parameters that came back older go on by the steps since, as the one of a stack of experts does.
+
+    Up to the count of a parameter that did not. One that reaches it was updated as often, so other state without
+    dimensions (NAdam's ``mu_product``) is as of that one, too.
+
+    Args:
+        optimizer: Whose state is restored.
+        parameters: That it updates, by name.
+        missed: Name -> steps since.
+    """
+    counts = {
+        name: {key: value for key, value in optimizer.state.get(parameter, {}).items() if _is_scalar(value)}
+        for name, parameter in parameters.items()
+        if parameter.dim() and parameter.requires_grad
+    }
+    newest: Mapping[Any, torch.Tensor] = max(
+        (each for name, each in counts.items() if STEP in each and name not in missed),
+        key=lambda each: float(each[STEP]),
+        default={},
+    )
+    with torch.no_grad():
+        for name in counts.keys() & missed.keys():
+            state = counts[name]
+            if STEP not in state:
+                continue
+            state[STEP] += missed[name]
+            if STEP in newest and state[STEP].item() >= newest[STEP].item():
+                for key in state.keys() & newest.keys():
+                    state[key].copy_(newest[key])
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()

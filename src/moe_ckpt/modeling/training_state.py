@@ -20,7 +20,7 @@ from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling import module_state, param_groups, pretrained, unsliced_state
 from moe_ckpt.modeling.blocks import block_in, block_of, fsdp_modules, is_dtensor, is_sharded, layout_of, reshard
 from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
-from moe_ckpt.modeling.optimizer_view import OptimizerView, scalars_of
+from moe_ckpt.modeling.optimizer_view import OptimizerView, advance_counts, scalars_of
 from moe_ckpt.modeling.trainable import Frozen, freeze
 from moe_ckpt.modeling.unsliced_state import is_unsliced
 from moe_ckpt.modeling.walk import Walk
@@ -190,6 +190,11 @@ class TorchTrainingState:
             for name, parameter in view.parameters.items():
                 _write_scalars(optimizer, parameter, entry["scalars"].get(name, {}))
                 unsliced_state.write(optimizer, parameter, entry.get("unsliced", {}).get(name, {}))
+
+    def advance_counts(self, missed: Mapping[str, int]) -> None:
+        """See ``optimizer_view.advance_counts``."""
+        for optimizer, view in zip(self._optimizers, self._refresh()[1], strict=True):
+            advance_counts(optimizer, view.parameters, missed)
 
     def freeze(self, names: Collection[str] | None) -> None:
         """Make the parameters of these names require no gradient, and all others one.

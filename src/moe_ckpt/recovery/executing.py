@@ -54,6 +54,11 @@ anything is written. Raises ``ConfigError`` if this run cannot go on from it (``
 dense one), or ``DamagedError`` if the state is none."""
 
 
+def versions_of(manifest: Manifest) -> dict[str, int]:
+    """Returns operator -> the step that it is as of."""
+    return {op: record.step for op, record in manifest.operators.items()}
+
+
 @dataclass(frozen=True)
 class Restored:
     """A checkpoint whose tensors are loaded, with this rank's plain state, which is not.
@@ -96,6 +101,11 @@ class Restored:
     def beyond_storage(self) -> bool:
         """Whether storage alone would give an older state."""
         return self.plan is not None and self.plan.beyond_storage
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """Operator -> the step that it came back as of."""
+        return versions_of(self.manifest) if self.plan is None else self.plan.versions
 
     @property
     def is_unsaved(self) -> bool:

@@ -32,7 +32,7 @@ from moe_ckpt.megatron.gradient_log import run_log
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
-from moe_ckpt.megatron.optimizers import require_quiet_weights
+from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.sparing import Spares, may_spare
 from moe_ckpt.megatron.topology import bind, layout, local_ranks, require_groups
@@ -139,6 +139,7 @@ class MegatronCheckpoint:
         self._host = MegatronHost(chunks, inventory, optimizer, stateful, options, count_update)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
         world = bind(state, comm, may_spare(chunks, optimizer))
+        ask_ahead(optimizer)
         options.policy.check(world.catalog)
         world.require_updates()
         gate = make_gate(options, chunks)

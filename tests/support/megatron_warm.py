@@ -29,7 +29,7 @@ MODULES = (
 
 
 def quiet() -> None:
-    """Megatron-Core 0.16.1 says that Apex is absent and its defaults are deprecated, and calls torch by old names."""
+    """Megatron-Core says that Apex is absent and its defaults are deprecated, and calls torch by old names."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 

@@ -1,7 +1,7 @@
 """The names of ``torch`` that Megatron-Core calls as if a GPU were there, answering for the CPU.
 
-Each function below replaces one group of names and says which lines of Megatron-Core 0.16.1 need it; the paths are
-relative to ``megatron/core``.
+Each function below replaces one group of names and says which lines of Megatron-Core 0.16.1 need it, as those of 0.19.2
+do; the paths are relative to ``megatron/core``.
 """
 
 from __future__ import annotations

@@ -222,6 +222,25 @@ def test_an_error_after_the_update_costs_no_iteration(where: str, logs: str, tmp
 
 
 @pytest.mark.timeout(600)
+def test_hybrid_models(tree: str, tmp_path: Path):
+    """Megatron-LM names HybridModel the successor of GPTModel."""
+    if not (Path(tree) / "pretrain_hybrid.py").is_file():
+        pytest.skip("this release of Megatron-LM has no pretrain_hybrid.py")
+    stack = "--spec tests.support.megatron_hybrid local_stack --hybrid-layer-pattern *E*E"
+    script = f"{MODEL} {stack} --expert-model-parallel-size 2 --train-iters 5"
+    killed = Life(
+        script, str(tmp_path / "journal"), line(DENSE, tmp_path), (1, 4, "update"), program="pretrain_hybrid.py"
+    )
+    one, other = start_ranks(live, 2, killed, timeout=LIFE_SECS, preload=WARM)
+    assert (one.ok, other.exitcode) == (False, -signal.SIGKILL), other.error
+    run_ranks(live, 2, replace(killed, kill=None), timeout=LIFE_SECS, preload=WARM)
+    alone = replace(killed, kill=None, journal=str(tmp_path / "alone"), line=line(DENSE, tmp_path / "other"))
+    run_ranks(live, 2, alone, timeout=LIFE_SECS, preload=WARM)
+    require_exact(tmp_path, tuple(Journal(f"{alone.journal}.{rank}").lives()[0] for rank in range(2)))
+    assert lives(tmp_path, 0)[-1][0]["begin"] > 0
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_error_when_weights_are_gathered_costs_no_iteration(rank: int, tmp_path: Path):
     """The distributed optimizer of the dense parameters has stepped, and that of the experts has not. Each rank keeps

@@ -51,7 +51,7 @@ class RouterPort:
         if config.moe_router_fusion:
             return "moe_router_fusion chooses in one kernel, out of reach. Train without moe_router_fusion"
         if not hasattr(self._router, "router_replay"):
-            return "it has no router_replay, which the boost uses in megatron-core 0.16.1 to 0.19.2. Install one of these"
+            return "it has no router_replay, which the boost uses in megatron-core 0.16.1 to 0.19.2. Install one"
         return None
 
     def attach(self, boost: LayerBoost) -> None:

@@ -104,10 +104,11 @@ def attach_with(
 ) -> MegatronCheckpoint:
     """As ``attach``, with checked options, for a loop whose counters are known (``driver.host.Host.count_update``)."""
     require_groups()
-    beside = all_stateful(scheduler, stateful or {})
+    chunks, beside = chunks_of(model_chunks), all_stateful(scheduler, stateful or {})
+    ask_ahead(optimizer)
     if options.needs.windows or options.needs.gradients:
         require_quiet_weights(optimizer)
-    return MegatronCheckpoint(chunks_of(model_chunks), optimizer, beside, options, count_update)
+    return MegatronCheckpoint(chunks, optimizer, beside, options, count_update)
 
 
 class MegatronCheckpoint:
@@ -139,7 +140,6 @@ class MegatronCheckpoint:
         self._host = MegatronHost(chunks, inventory, optimizer, stateful, options, count_update)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
         world = bind(state, comm, may_spare(chunks, optimizer))
-        ask_ahead(optimizer)
         options.policy.check(world.catalog)
         world.require_updates()
         gate = make_gate(options, chunks)

@@ -163,6 +163,7 @@ def ask_ahead(optimizer: Any) -> None:
     Since megatron-core 0.19 that is which groups of parameters have a norm of their own. A pipeline stage that computes
     iterations again alone would ask what the upstream log of those iterations does not have.
     """
+    leaves(optimizer)  # of Megatron, and known
     for group in getattr(importlib.import_module(OPTIMIZER), "SEPARATE_GRAD_NORM_GROUPS", ()):
         optimizer.has_grad_norm_group(group)
 

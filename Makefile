@@ -22,7 +22,16 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.moe_ckpt_installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-megatron test test-slow test-oldest lint types docs bench bench-papers bench-reality setup belongs clean
+# The newest release of Megatron-Core asks for Python 3.12, but runs on the others too. Tests of what may differ.
+MEGATRON_NEW := 0.19.2
+VENV_NEW := $(VENV)-megatron-$(MEGATRON_NEW)
+STAMP_NEW := $(VENV_NEW)/.moe_ckpt_installed
+PY_NEW := MEGATRON_LM="$$MEGATRON_LM_NEW" $(VENV_NEW)/bin/python
+TESTS_NEW := $(patsubst %,tests/megatron/test_%.py,bad_input dense_models exact fused_adam gradient_log inventory \
+  localized megatron_cpu megatron_lm moc optimizer_changed param_groups parameters reshard routing sparing topology \
+  torch_dist weights_from)
+
+.PHONY: help demo demo-megatron test test-slow test-oldest test-newest lint types docs bench bench-papers bench-reality setup belongs clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -33,14 +42,21 @@ demo: $(STAMP) ## Train without failures, and with Dense, MoC, MoEvement and Gem
 demo-megatron: $(STAMP) ## The real Megatron-Core on 4 CPU processes (PP2 x EP2), with and without kills; table
 	@$(PY) recipes/gpt_moe_megatron/demo.py $(DEMO)
 
-test: $(STAMP) ## Run the tests
-	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST)
+IN_PARALLEL := -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: $(STAMP) $(STAMP_NEW) ## Run the tests; those of what differs between releases of Megatron-Core with two
+	@$(PY) -m pytest $(IN_PARALLEL) $(PYTEST)
+	@$(if $(PYTEST),,$(PY_NEW) -m pytest $(IN_PARALLEL) $(TESTS_NEW))
+
+test-newest: $(STAMP_NEW) ## Run all tests of the Megatron adapter with the newest Megatron-Core
+	@$(PY_NEW) -m pytest $(IN_PARALLEL) tests/megatron $(PYTEST)
 
 test-slow: $(STAMP) ## Run the tests that take minutes
 	@$(PY) -m pytest -q -m slow $(PYTEST)
 
 test-oldest: ## Run the tests with the oldest releases that pyproject.toml accepts (its own environment; gigabytes)
-	@$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	@$(MAKE) .venv-oldest/.moe_ckpt_installed VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	@.venv-oldest/bin/python -m pytest $(IN_PARALLEL) $(PYTEST)
 
 lint: $(STAMP) ## Check style
 	@$(PY) -m ruff check .
@@ -82,6 +98,12 @@ $(STAMP): pyproject.toml $(CONSTRAINTS) | belongs
 	@touch $@
 	@echo "Done: $$($(PY) -c 'import moe_ckpt, torch; print("moe_ckpt", moe_ckpt.__version__, "with torch", torch.__version__)')"
 
+# Links to the packages of $(VENV); 200 MB are loaded for triton, which the newest Megatron-Core imports.
+$(STAMP_NEW): $(STAMP) tests/support/megatron_beside.py
+	@echo "Setting up $(VENV_NEW) (once) ..."
+	@$(PY) tests/support/megatron_beside.py $(VENV_NEW) $(MEGATRON_NEW) $(CONSTRAINTS)
+	@touch $@
+
 clean: ## Remove the environment and everything that was built
-	@rm -rf $(VENV) .venv-oldest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(VENV)-megatron-* .venv-oldest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

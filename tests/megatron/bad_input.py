@@ -124,15 +124,20 @@ def optimizers(rank: int, world_size: int, root: str) -> dict[str, Said]:
     muon = type("TensorParallelMuon", (torch.optim.Optimizer,), {})(leaf.optimizer.param_groups, {})
     with changed(leaf, "optimizer", muon):
         found["muon"] = said(lambda: attach(built, root))
-    with changed(leaf, "config", replace(leaf.config)):
-        object.__setattr__(leaf.config, "use_precision_aware_optimizer", True)
-        found["precision aware"] = said(lambda: attach(built, root))
+    for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_cuda_graph"):
+        with changed(leaf.config, option, True):
+            found[option] = said(lambda: attach(built, root))
     with changed(leaf.config, "overlap_param_gather_with_optimizer_step", True):
         found["gathers in step"] = said(lambda: attach(built, root, policy=("MoEvement", {})))
     other = megatron_gpt.build(SETUP, 2)
     found["other chunks"] = said(lambda: attach(replace(built, optimizer=other.optimizer), root))
     adam = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
     found["torch's own"] = said(lambda: attach(replace(built, optimizer=adam), root))
+    found["none"] = said(lambda: attach(replace(built, optimizer=None), root))
+    exchanged = {"optimizer": built.scheduler, "scheduler": built.optimizer}
+    found["a scheduler"] = said(lambda: attach(replace(built, **exchanged), root))
+    found["swapped"] = said(lambda: attach(replace(built, chunks=built.optimizer, optimizer=built.chunks), root))
+    found["a list of two kinds"] = said(lambda: attach(replace(built, chunks=[*built.chunks, 1]), root))
     return found
 
 
@@ -179,6 +184,9 @@ def models(rank: int, world_size: int, root: str) -> dict[str, Said]:
     other = inner.decoder.layers[0].mlp
     with changed(moe, "_modules", {**moe._modules, "experts": other.experts}), without_experts(built):
         found["shared experts"] = said(lambda: attach(built, root))
+    for name, value in (("gtp_weight_remat_size", 2), ("moe_single_grouped_weight", True)):
+        with changed(inner.config, name, value):
+            found[name] = said(lambda: attach(built, root))
     for name, recipe in (("delayed", "delayed"), ("enum", Fp8Recipe.delayed), ("tensorwise", Fp8Recipe.tensorwise)):
         config = inner.config
         with changed(config, "fp8", "hybrid"), changed(config, "fp8_recipe", recipe):

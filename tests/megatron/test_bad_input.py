@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.megatron_gpt import Setup
 from tests.support.plain_store import read_body
 
 WARM = "tests.support.megatron_warm"
+VERSION = f"megatron-core {version('megatron-core')}"
 
 
 def only(function, tmp_path: Path, *args):
@@ -41,21 +43,27 @@ def test_process_groups_that_are_not_set_up(tmp_path: Path):
 def test_another_megatron_core_than_is_known(tmp_path: Path):
     found = only(bad_input.installation, tmp_path)
     assert len(found) == 1 + len(HOOK_POINTS)
-    expected = {f"{module}.{name}": ("UnsupportedError", "0.16.1", f"{module}.{name}") for module, name in HOOK_POINTS}
+    expected = {f"{module}.{name}": ("UnsupportedError", VERSION, f"{module}.{name}") for module, name in HOOK_POINTS}
     expected["not installed"] = ("MissingPackageError", "'megatron-core'", "pip install 'moe_ckpt[megatron]'")
     assert_refused(found, expected)
     assert not list(tmp_path.iterdir())
 
 
 def test_optimizers_whose_state_is_elsewhere(tmp_path: Path):
-    adam = "set optimizer='adam' or 'sgd'"
+    adam, maker = "set optimizer='adam' or 'sgd'", "get_megatron_optimizer(config, model_chunks)"
     expected = {
-        "LayerWiseDistributedOptimizer": ("UnsupportedError", "LayerWiseDistributedOptimizer", "0.16.1", adam),
+        "LayerWiseDistributedOptimizer": ("UnsupportedError", "LayerWiseDistributedOptimizer", VERSION, adam),
         "SomeOptimizer": ("UnsupportedError", "SomeOptimizer", adam),
         "SubclassOfFP32Optimizer": ("UnsupportedError", "SubclassOfFP32Optimizer", adam),
         "muon": ("UnsupportedError", "FP32Optimizer with TensorParallelMuon", adam),
-        "torch's own": ("UnsupportedError", "Adam", adam),
-        "precision aware": ("UnsupportedError", "use_precision_aware_optimizer", "Set it to False"),
+        "torch's own": ("ConfigError", "torch.optim.adam.Adam", maker, "model_chunks, optimizer, scheduler"),
+        "none": ("ConfigError", "the optimizer is None", maker),
+        "a scheduler": ("ConfigError", "OptimizerParamScheduler", maker, "model_chunks, optimizer, scheduler"),
+        "swapped": ("ConfigError", "model_chunks is of class ChainedOptimizer", "give the model first"),
+        "a list of two kinds": ("ConfigError", "model_chunks is a list of DistributedDataParallel, int"),
+        "use_precision_aware_optimizer": ("UnsupportedError", "use_precision_aware_optimizer", "Set it to False"),
+        "optimizer_cpu_offload": ("UnsupportedError", "optimizer_cpu_offload divides", "Set it to False"),
+        "optimizer_cuda_graph": ("UnsupportedError", "optimizer_cuda_graph replays", "Set it to False"),
         "gathers in step": ("UnsupportedError", "overlap_param_gather_with_optimizer_step", "Set it to False"),
         "other chunks": ("ConfigError", "none of the model chunks", "give the chunks that it was made from"),
     }
@@ -80,6 +88,8 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
         ),
         "shared experts": ("UnsupportedError", "of MoE layer decoder.layers.0.mlp is experts", f"MoE layer {moe}, too"),
         "no MoE layers": ("NoMoELayerError", "MoC saves some experts", "num_moe_experts", "Dense, CheckFreq"),
+        "gtp_weight_remat_size": ("UnsupportedError", "tensor_parallel_num_weight_shards divides", "Train without it"),
+        "moe_single_grouped_weight": ("UnsupportedError", "moe_single_grouped_weight keeps", "Train without it"),
         "fp8 delayed": ("UnsupportedError", "fp8='hybrid'", "fp8_recipe='delayed'", "'tensorwise'"),
         "fp8 enum": ("UnsupportedError", "fp8_recipe='delayed'"),
         "fp8 tensorwise": ("",),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.support import run_ranks
@@ -85,6 +88,83 @@ def test_transformer_engines_experts_are_those_of_sequential_mlp(ranks: int, set
         assert set(found) == expected
 
 
+class Alternating(GroupedLikeTransformerEngine):
+    """As ``TEGroupedMLP`` with rows of gate and up that alternate in blocks; their order changes no size."""
+
+    def __init__(self, sequential: Any) -> None:
+        super().__init__(sequential)
+        self.computes = (sequential,)  # no module of this one: its parameters are the same
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.computes[0](*args, **kwargs)
+
+
+def alternating(setup: Setup, seed: int, block: int | None) -> Any:
+    from tests.support import megatron_gpt
+
+    built = megatron_gpt.build(setup, seed)
+    chunk: Any = built.chunks[0]
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    for layer in chunk.decoder.layers:
+        layer.mlp.experts = Alternating(layer.mlp.experts)
+        layer.mlp.experts.config.moe_mlp_glu_interleave_size = block
+    return built
+
+
+def first_matrices(built: Any) -> dict[str, torch.Tensor]:
+    named = built.chunks[0].named_parameters()
+    return {name: each.detach().clone() for name, each in named if ".experts.linear_fc1" in name}
+
+
+def saves_alternating(rank: int, world_size: int, store: str, setup: Setup) -> tuple[dict[str, torch.Tensor], Any, Any]:
+    """What a rank saves with blocks of 8; what it opens again; what is said with other blocks, and by an export."""
+    from moe_ckpt import megatron
+    from tests.megatron.bad_input import CASE, said
+    from tests.support import megatron_gpt
+    from tests.support.megatron_log import attached
+
+    built = alternating(setup, 1, 8)
+    with attached(built, replace(CASE, policy=("Dense", {"every_n_steps": 1})), store) as ckpt:
+        ckpt.resume()
+        megatron_gpt.train_step(built, 0)
+        ckpt.after_step(1, consumed_samples=2)
+    export = said(lambda: megatron.export_torch_dist(f"{store}_torch", built.chunks))
+    refused = {
+        block: said(lambda block=block: attached(alternating(setup, 2, block), CASE, store)) for block in (4, None)
+    }
+    return first_matrices(built), opens_alternating(rank, world_size, store, setup), {**refused, "export": export}
+
+
+def opens_alternating(rank: int, world_size: int, store: str, setup: Setup) -> dict[str, torch.Tensor]:
+    from tests.megatron.bad_input import CASE
+    from tests.support.megatron_log import attached
+
+    built = alternating(setup, 3, 8)
+    ckpt = attached(built, CASE, store)
+    assert ckpt.resume().iteration == 1
+    ckpt.close()
+    return first_matrices(built)
+
+
+def test_rows_of_gate_and_up_that_alternate_stay_together(tmp_path: Path):
+    """Each block of gate rows keeps its block of up rows on every layout; in halves they are another tensor."""
+    store, setup = str(tmp_path / "store"), Setup(layers=2, num_microbatches=1, dropout=0.0, glu=True)
+    [(saved, opened, refused)] = run_ranks(saves_alternating, 1, store, setup, preload=WARM)
+    halves = run_ranks(opens_alternating, 2, store, replace(setup, etp=2, ep=1, tp=1), preload=WARM)
+    assert len(saved) == 2 * setup.experts
+    for name, rows in saved.items():
+        assert torch.equal(opened[name], rows)
+        assert torch.equal(torch.cat([each[name] for each in halves]), rows)
+    name = "decoder.layers.0.mlp.experts.0.linear_fc1.weight"
+    for other, here in ((4, f"{name}.moe_mlp_glu_interleave_size_4"), (None, name)):
+        assert refused[other][0] == "ForeignStoreError"
+        assert f"{name}.moe_mlp_glu_interleave_size_8" in refused[other][1]
+        assert here in refused[other][1]
+    assert refused["export"][0] == "UnsupportedError"
+    assert "moe_mlp_glu_interleave_size" in refused["export"][1]
+
+
 class Adapted(nn.Module):
     """A linear layer with a low-rank adapter beside it, named and divided over ranks as Megatron Bridge's LoRA is."""
 
@@ -117,6 +197,31 @@ def segments_with_adapters(rank: int, world_size: int, setup: Setup) -> dict[str
         for name, part in found.items()
         if "layers.0.mlp.shared_experts.linear_fc1" in name
     }
+
+
+def alternating_shared(rank: int, world_size: int, setup: Setup) -> list[tuple[str, list[tuple[int, int, int]]]]:
+    """Of the first layer's shared experts: name of their first matrix, and where its rows lie in the whole."""
+    from moe_ckpt.megatron.inventory import take_inventory
+    from tests.support import megatron_gpt
+
+    built = megatron_gpt.build(setup, 1)
+    [config] = [each.config for name, each in built.chunks[0].named_modules() if name.endswith("0.mlp.shared_experts")]
+    config.moe_shared_expert_glu_interleave_size, found = 8, []
+    for is_used in (True, False):
+        config.use_grouped_gemm_for_shared_expert = is_used
+        parts = [part for live in take_inventory(built.chunks).parameters for part in live.parts]
+        [part] = [part for part in parts if "layers.0.mlp.shared_experts.linear_fc1" in part.name]
+        found.append((part.name, [(each.start, each.stop, each.at) for each in part.axes[0].segments]))
+    return found
+
+
+def test_shared_experts_whose_rows_alternate_are_cut_by_whole_blocks():
+    setup = Setup(tp=2, etp=2, layers=1, glu=True, shared_experts=True)
+    name = "decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
+    for rank, found in enumerate(run_ranks(alternating_shared, 2, setup, preload=WARM)):
+        alternate = (f"{name}.moe_shared_expert_glu_interleave_size_8", [(0, 32, 32 * rank)])
+        halves = (name, [(0, 16, 16 * rank), (16, 32, 32 + 16 * rank)])
+        assert found == [alternate, halves]
 
 
 def test_halves_of_a_gated_unit_lie_apart_in_the_whole_beside_adapters_too():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import re
 import sys
 import types
@@ -204,10 +205,17 @@ def names_of_torch(rank, world_size):
     assert asked["found"] == "torch.cuda.BFloat16Tensor"
     assert asked["x"].type() == "torch.BFloat16Tensor"
     assert asked["x"].type(torch.float32).dtype == torch.float32
+    entered = torch.cuda.stream(torch.cuda.Stream())
+    with entered, entered:  # as megatron-core 0.19 does with several distributed-optimizer instances
+        pass
+    with pytest.raises(KeyError), entered:
+        raise KeyError
 
 
 def grouped_matmul_and_gradients(rank, world_size):
     megatron_cpu.install()
+    if importlib.util.find_spec("megatron.core.transformer.moe.grouped_gemm_util") is None:  # gone since 0.19
+        return
     from megatron.core.transformer.moe import grouped_gemm_util
 
     grouped_gemm_util.assert_grouped_gemm_is_available()

@@ -7,6 +7,7 @@ then look at what each of them saw.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from tests.support.processes import run_ranks
 WARM = "tests.support.megatron_warm"
 ONE = Setup(layers=2, num_microbatches=2)
 TOKENS = ONE.seq * ONE.micro_batch * ONE.num_microbatches
+GRAPHED = "cuda_graph_scope" if version("megatron-core").startswith(("0.16", "0.17")) else "cuda_graph_modules"
+"""The option that says what CUDA graphs capture."""
 CAPACITY = {0.5: 8, 1.25: 20}
 """Tokens an expert takes of one micro-batch: factor x 32 tokens x top-2 / 4 experts."""
 
@@ -32,9 +35,6 @@ def built_with(setup: Setup, **options: Any) -> megatron_gpt.Built:
         built = megatron_gpt.build(setup, seed=1)
     finally:
         megatron_gpt._moe_options = original
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-    get_moe_layer_wise_logging_tracker().clear()  # made for the number of layers of the first model of a process
     return built
 
 
@@ -249,10 +249,15 @@ def refusals() -> dict[str, str]:
     del module.apply_router_token_dropping
     trying("no such name", [(0, router)])
     module.apply_router_token_dropping = dropping
-    built.config.cuda_graph_impl, built.config.cuda_graph_scope = "local", []
-    trying("graphs", [(0, router)])
-    built.config.cuda_graph_scope = ["attn"]
-    trying("graphs of attention", [(0, router)])
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 4}
+    for name, how, parts in (
+        ("graphs", "local", []),
+        ("graphs of attention", "local", ["attn"]),
+        ("graphs of the router", "transformer_engine", ["attn", "moe_router"]),
+        *([("graph of all", "full_iteration", [])] if GRAPHED == "cuda_graph_modules" else []),
+    ):
+        router.config = type(built.config)(**sizes, add_bias_linear=False, cuda_graph_impl=how, **{GRAPHED: parts})
+        trying(name, [(0, router)])
     return seen
 
 
@@ -418,8 +423,14 @@ def test_padding_tokens_do_not_count(seen, case):
         ("Indices", "UnsupportedError: megatron.core.transformer.moe.router.TopKRouter.forward of megatron-core 0"),
         ("Renamed", "Renamed.forward of megatron-core 0"),
         ("no such name", "has no megatron.core.transformer.moe.router.apply_router_token_dropping"),
-        ("graphs", "UnsupportedError: cuda_graph_impl='local' with cuda_graph_scope ['full'] captures the router"),
+        ("graphs", f"UnsupportedError: cuda_graph_impl='local' with {GRAPHED} ['full'] captures the router"),
         ("graphs of attention", "nothing"),
+        ("graphs of the router", f"with {GRAPHED} ['attn', 'moe_router'] captures the router"),
+        pytest.param(
+            "graph of all",
+            "cuda_graph_impl='full_iteration' with cuda_graph_modules ['full'] captures the router",
+            marks=pytest.mark.skipif(GRAPHED != "cuda_graph_modules", reason="an implementation since 0.18"),
+        ),
     ],
 )
 def test_what_is_not_as_expected_is_refused(seen, case, said):

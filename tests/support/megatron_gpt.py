@@ -15,6 +15,8 @@ A checkpoint library hooks in between ``forward_backward`` and ``update``, which
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +61,8 @@ class Setup:
     mla: bool = False
     mtp: int = 0
     """Layers of multi-token prediction, on the last pipeline stage, which then holds the embedding, too."""
+    mtp_detached: bool = False
+    """They send no gradient to the rest, and are clipped by a norm of their own (since 0.19)."""
     dropout: float = 0.1
     dense_first: bool = False
     glu: bool = False
@@ -67,6 +71,7 @@ class Setup:
     overlap_param_gather: bool = False
     """Gather parameters in the next forward pass; needs ``dist_opt``."""
     lr: float = 1e-2
+    clip: float = 1.0
     optimizer: str = "adam"
     frozen: tuple[str, ...] = ()
     """Parameters whose name has one of these in it require no gradient when the optimizer is made."""
@@ -199,6 +204,7 @@ def _join_groups(setup: Setup, timeout_minutes: float) -> None:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    _forget_losses()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=setup.tp,
         pipeline_model_parallel_size=setup.pp,
@@ -207,6 +213,15 @@ def _join_groups(setup: Setup, timeout_minutes: float) -> None:
         expert_tensor_parallel_size=setup.etp,
         distributed_timeout_minutes=timeout_minutes,
     )
+
+
+def _forget_losses() -> None:
+    """Megatron-Core's tables of auxiliary losses are global, and as long as the process's first model has layers."""
+    within = "megatron.core.transformer.moe"
+    if importlib.util.find_spec(f"{within}.moe_logging") is not None:  # since 0.17
+        importlib.import_module(f"{within}.moe_logging").destroy_moe_metrics_tracker()
+    else:
+        importlib.import_module(f"{within}.moe_utils").get_moe_layer_wise_logging_tracker().clear()
 
 
 def _transformer_config(setup: Setup) -> Any:
@@ -242,6 +257,8 @@ def _transformer_config(setup: Setup) -> Any:
     }
     if setup.mtp:
         options["mtp_num_layers"] = setup.mtp
+    if setup.mtp_detached:
+        options["mtp_detach_heads"] = True
     if setup.glu:
         options |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     if setup.recompute:
@@ -348,7 +365,7 @@ def _optimizer(setup: Setup, chunks: list[Any]) -> Any:
         lr=setup.lr,
         min_lr=setup.lr / 10,
         weight_decay=0.01,
-        clip_grad=1.0,
+        clip_grad=setup.clip,
         params_dtype=setup.dtype,
         bf16=setup.precision == "bf16",
         fp16=setup.precision == "fp16",

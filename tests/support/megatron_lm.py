@@ -22,7 +22,8 @@ import torch
 
 ABSENT = (
     "MEGATRON_LM does not name Megatron-LM's training scripts; get them with: git clone --depth 1 --branch "
-    "core_v0.16.1 https://github.com/NVIDIA/Megatron-LM, and set MEGATRON_LM to that directory"
+    "core_v0.16.1 https://github.com/NVIDIA/Megatron-LM, and set MEGATRON_LM to that directory (with megatron-core "
+    "0.19: core_v0.19.0, and MEGATRON_LM_NEW)"
 )
 WARM = "tests.support.megatron_lm_warm"
 
@@ -54,7 +55,7 @@ def require_megatron_lm() -> str:
 class Life:
     """One start of the job.
 
-    arguments: of pretrain_gpt.py. line: what stands between the parentheses of ``megatron.install(...)``; None to leave
+    arguments: of the program. line: what stands between the parentheses of ``megatron.install(...)``; None to leave
     the script as it is. journal: file that each rank writes to, with its number behind it. kill: (rank, iteration,
     where) of a SIGKILL between backward pass and update ("update") or right after the update ("end"), or of a SIGTERM
     right after the update ("term"); or of an error between the update and what the ranks tell each other of it
@@ -69,6 +70,7 @@ class Life:
     line: str | None = None
     kill: tuple[int, int, str] | None = None
     draws: bool = False
+    program: str = "pretrain_gpt.py"
 
 
 def live(rank: int, world_size: int, life: Life) -> None:
@@ -76,11 +78,11 @@ def live(rank: int, world_size: int, life: Life) -> None:
     tree = os.environ["MEGATRON_LM"]
     journal = Journal(f"{life.journal}.{rank}")
     _watch(journal, life.kill if life.kill is not None and life.kill[0] == rank else None, life.draws)
-    script = Path(tree) / "pretrain_gpt.py"
+    script = Path(tree) / life.program
     source = script.read_text()
     if life.line is not None:
         before, call, after = source.rpartition("    pretrain(\n")
-        assert call, "pretrain_gpt.py calls pretrain() in another way than it did"
+        assert call, f"{life.program} calls pretrain() in another way than it did"
         adopted = "    from moe_ckpt import Memory, megatron; from moe_ckpt.policies import *; "  # what a user adds
         source = f"{before}{adopted}megatron.install({life.line})\n{call}{after}"
     sys.argv = [str(script), *life.arguments.split()]
@@ -119,6 +121,7 @@ KILLS = ("logged",)
 def _watch(journal: Journal, kill: tuple[int, int, str] | None, draws: bool) -> None:
     """Put the journal into Megatron's functions, before anything else is put around them."""
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.training import get_args, training
 
     train, step, evaluate = training.train, training.train_step, training.evaluate
@@ -193,7 +196,11 @@ def _watch(journal: Journal, kill: tuple[int, int, str] | None, draws: bool) -> 
     if kill is not None and kill[2] in ("validated", "logged"):
         failing(training, "post_training_step_callbacks", kill[2])
     if kill is not None and kill[2] == "gathers":
-        failing(DistributedDataParallel, "start_param_sync", "gathers")
+        part = "start_param_sync_for_bucket_group_subset"  # since 0.19 each optimizer gathers what it has updated
+        if hasattr(DistributedOptimizer, part):
+            failing(DistributedOptimizer, part, "gathers")
+        else:
+            failing(DistributedDataParallel, "start_param_sync", "gathers")
     training.train, training.train_step, training.evaluate = watched_train, watched_step, watched_evaluation
 
 

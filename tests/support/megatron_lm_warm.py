@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.util
 import os
 import sys
+import typing
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,7 @@ TREE = os.environ["MEGATRON_LM"]
 
 IMPORTED_LATER = (
     "megatron.core.datasets.helpers",
-    "megatron.legacy.model",
+    "megatron.legacy.model",  # gone since 0.18
     "pretrain_gpt",
     "tests.support.megatron_lm",
 )
@@ -75,8 +77,11 @@ def _import() -> None:
     megatron_warm.quiet()
     _answer_for_cuda()
     sys.path.insert(0, TREE)
-    kernels = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-    sys.modules[kernels] = _Kernels(kernels)
+    if importlib.util.find_spec("triton") is None:  # 0.19 cannot do without; before, one file imports it
+        kernels = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+        sys.modules[kernels] = _Kernels(kernels)
+    if not hasattr(typing, "override"):  # of Python 3.12, for megatron.training of 0.19
+        typing.override = lambda method: method
     initialize: Any = importlib.import_module("megatron.training.initialize")
     training: Any = importlib.import_module("megatron.training.training")
     training.initialize_megatron = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
@@ -84,6 +89,8 @@ def _import() -> None:
     training.report_memory = _nothing
     initialize._compile_dependencies = _nothing
     for module in IMPORTED_LATER:
+        if module.startswith("megatron.legacy") and importlib.util.find_spec("megatron.legacy") is None:
+            continue
         importlib.import_module(module)
     _spare_every_rank()
 

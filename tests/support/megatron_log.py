@@ -66,7 +66,6 @@ def _life(rank: int, place: str, case: Case, seed: int, kill: tuple[int, int] | 
     random.seed(seed)
     np.random.seed(seed)
     built = megatron_gpt.build(case.setup, seed)
-    _forget_other_models()
     ckpt = attached(built, case, os.path.join(place, "store"))
     tally = Tally(built)
     with open(os.path.join(place, f"rank_{rank}.jsonl"), "a") as log:
@@ -94,13 +93,6 @@ def _life(rank: int, place: str, case: Case, seed: int, kill: tuple[int, int] | 
             )
         ckpt.finish()
         _write(log, event="end", books=_books(ckpt, case.steps))
-
-
-def _forget_other_models() -> None:
-    """Megatron logs auxiliary losses in one table per process, as long as the first model has layers."""
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-    get_moe_layer_wise_logging_tracker().clear()
 
 
 def attached(built: megatron_gpt.Built, case: Case, store: str) -> Any:

@@ -29,15 +29,19 @@ MODULES = (
 
 
 def quiet() -> None:
-    """Megatron-Core 0.16.1 says that Apex is absent and its defaults are deprecated, and calls torch by old names."""
+    """Megatron-Core says that Apex is absent and its defaults are deprecated, and calls torch by old names."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 
 
 def _import() -> None:
     quiet()
-    importlib.import_module("torch").set_num_threads(1)
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    load = torch.storage._load_from_bytes
     importlib.import_module("moe_ckpt.testing.megatron_cpu").install()
+    # Since 0.17 it is a function of Megatron's, by which unpickling a rank's tensors would import Megatron in pytest.
+    torch.storage._load_from_bytes = load
     for name in MODULES:
         importlib.import_module(name)
 

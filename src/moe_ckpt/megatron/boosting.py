@@ -1,4 +1,4 @@
-"""How ``TopKRouter`` of Megatron-Core 0.16.1 takes a capacity boost (``modeling.boosting``).
+"""How ``TopKRouter`` of Megatron-Core takes a capacity boost (``modeling.boosting``).
 
 * With a capacity factor: ``apply_router_token_dropping`` knows one capacity for all experts. Its result is kept, and
   tokens that it dropped are put back, in the order of its drop policy, as many as the boost allows; see ``dropping``.
@@ -51,7 +51,7 @@ class RouterPort:
         if config.moe_router_fusion:
             return "moe_router_fusion chooses in one kernel, out of reach. Train without moe_router_fusion"
         if not hasattr(self._router, "router_replay"):
-            return "it has no router_replay, which the boost uses in Megatron-Core 0.16.1. Install that release"
+            return "it has no router_replay, which the boost uses in megatron-core 0.16.1 to 0.19.2. Install one"
         return None
 
     def attach(self, boost: LayerBoost) -> None:

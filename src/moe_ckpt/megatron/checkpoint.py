@@ -32,7 +32,7 @@ from moe_ckpt.megatron.gradient_log import run_log
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
-from moe_ckpt.megatron.optimizers import require_quiet_weights
+from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.sparing import Spares, may_spare
 from moe_ckpt.megatron.topology import bind, layout, local_ranks, require_groups
@@ -104,10 +104,11 @@ def attach_with(
 ) -> MegatronCheckpoint:
     """As ``attach``, with checked options, for a loop whose counters are known (``driver.host.Host.count_update``)."""
     require_groups()
-    beside = all_stateful(scheduler, stateful or {})
+    chunks, beside = chunks_of(model_chunks), all_stateful(scheduler, stateful or {})
+    ask_ahead(optimizer)
     if options.needs.windows or options.needs.gradients:
         require_quiet_weights(optimizer)
-    return MegatronCheckpoint(chunks_of(model_chunks), optimizer, beside, options, count_update)
+    return MegatronCheckpoint(chunks, optimizer, beside, options, count_update)
 
 
 class MegatronCheckpoint:

@@ -14,13 +14,14 @@ from typing import Any
 
 from moe_ckpt.errors import MissingPackageError, UnsupportedError
 
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
+OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 
 HOOK_POINTS: tuple[tuple[str, str], ...] = (
-    (_OPTIMIZER, "FP32Optimizer"),
-    (_OPTIMIZER, "Float16OptimizerWithFloat16Params"),
-    (_OPTIMIZER, "ChainedOptimizer"),
+    (OPTIMIZER, "MegatronOptimizer"),
+    (OPTIMIZER, "FP32Optimizer"),
+    (OPTIMIZER, "Float16OptimizerWithFloat16Params"),
+    (OPTIMIZER, "ChainedOptimizer"),
     (_DISTRIBUTED, "DistributedOptimizer._get_model_param_range_map"),
     ("megatron.core.transformer.moe.moe_layer", "BaseMoELayer"),
     ("megatron.core.transformer.moe.router", "TopKRouter.routing"),
@@ -42,6 +43,7 @@ class MegatronCore:
     version: str
     parallel_state: Any
     moe_layer: type
+    optimizer: type
     fp32_optimizer: type
     float16_optimizer: type
     distributed_optimizer: type
@@ -66,11 +68,12 @@ def megatron_core() -> MegatronCore:
         raise MissingPackageError("megatron-core", "moe_ckpt.megatron", "megatron") from error
     for module, name in HOOK_POINTS:
         look_up(module, name)
-    optimizer = importlib.import_module(_OPTIMIZER)
+    optimizer = importlib.import_module(OPTIMIZER)
     return MegatronCore(
         version=version(),
         parallel_state=importlib.import_module("megatron.core.parallel_state"),
         moe_layer=importlib.import_module("megatron.core.transformer.moe.moe_layer").BaseMoELayer,
+        optimizer=optimizer.MegatronOptimizer,
         fp32_optimizer=optimizer.FP32Optimizer,
         float16_optimizer=optimizer.Float16OptimizerWithFloat16Params,
         distributed_optimizer=importlib.import_module(_DISTRIBUTED).DistributedOptimizer,
@@ -92,7 +95,7 @@ def look_up(module: str, name: str) -> Any:
             found = getattr(found, attribute)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
-            f"megatron-core {version()} has no {module}.{name}, which moe_ckpt.megatron needs. Versions 0.16.x have "
-            "it: install one of them, or a newer moe_ckpt."
+            f"megatron-core {version()} has no {module}.{name}, which moe_ckpt.megatron needs. Versions 0.16.1 to "
+            "0.19.2 have it: install one of them, or a newer moe_ckpt."
         ) from error
     return found

@@ -1,4 +1,4 @@
-"""The map of routed tokens before dropping, which ``TopKRouter`` of Megatron-Core 0.16.1 neither returns nor keeps.
+"""The map of routed tokens before dropping, which ``TopKRouter`` of Megatron-Core neither returns nor keeps.
 
 It exists only as an argument of ``apply_router_token_dropping`` (router.py:588), so that name of the router's module is
 wrapped as long as a counter watches a router with a capacity factor. The wrapper shows the map to the watches of the
@@ -126,5 +126,5 @@ def changed_hook(name: str, expected: str) -> UnsupportedError:
     """Returns the error for a hook point that has changed."""
     return UnsupportedError(
         f"{name} of megatron-core {version()} is not what the counter of routed tokens expects: {expected}. The "
-        "counter was written for megatron-core 0.16.1; install that release, or a newer moe_ckpt."
+        "counter was tested with megatron-core 0.16.1 and 0.19.2; install one of them, or a newer moe_ckpt."
     )

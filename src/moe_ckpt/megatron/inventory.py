@@ -2,7 +2,8 @@
 
 Layers are numbered over all pipeline stages, experts over all expert-parallel ranks. Each expert's matrices are tensors
 of their own (``decoder.layers.3.mlp.experts.5.linear_fc1.weight``), so that ``SequentialMLP``, ``GroupedMLP`` and
-``TEGroupedMLP`` are the same model.
+``TEGroupedMLP`` are the same model. Where rows of gate and up alternate in blocks, the blocks' size is part of the
+name (``...linear_fc1.weight.moe_mlp_glu_interleave_size_32``): rows in another order are another tensor.
 """
 
 from __future__ import annotations
@@ -16,13 +17,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.blocks import Axis, BlockPart, Segment, straight
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.world import Owner
 
 TIED = "embedding.word_embeddings.weight"
 """Name of the last stage's copy of a tied embedding, too."""
+INTERLEAVED, INTERLEAVED_SHARED = "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"
+"""Options, since megatron-core 0.18, under which gate and up of grouped and of shared experts alternate in blocks."""
+
+
+_SHARDS = "divides weights over further ranks (GTP), so it is not known which rows of the whole a rank holds"
+_GROUPS = "keeps all experts of a layer in one tensor of Transformer Engine's own kind"
+_OTHER_WEIGHTS = {
+    "gtp_weight_remat_size": ("tensor_parallel_num_weight_shards", _SHARDS),
+    "expert_gtp_weight_remat_size": ("expert_tensor_parallel_num_weight_shards", _SHARDS),
+    "moe_single_grouped_weight": ("moe_single_grouped_weight", _GROUPS),
+    "moe_single_grouped_bias": ("moe_single_grouped_bias", _GROUPS),
+}
+"""Values of megatron-core 0.19's config under which weights cannot be taken apart -> (the option to set, why)."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +118,30 @@ def take_inventory(chunks: Sequence[nn.Module]) -> ModelInventory:
 
 
 def chunks_of(model_chunks: Sequence[nn.Module] | nn.Module) -> list[nn.Module]:
-    """Returns a model, or its chunks, as a list of chunks."""
-    return [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    """Returns a model, or its chunks, as a list of chunks. Raises ``ConfigError`` for anything else."""
+    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else model_chunks
+    if not isinstance(chunks, Sequence) or not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise ConfigError(
+            f"model_chunks is {_named(chunks)}, not a model or a list of its chunks. The order is model_chunks, "
+            "optimizer, scheduler: give the model first"
+        )
+    return list(chunks)
+
+
+def _named(found: Any) -> str:
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        return f"a {type(found).__name__} of {', '.join(sorted({type(each).__name__ for each in found}))}"
+    return f"of class {type(found).__name__}"
+
+
+def require_halves(chunks: Sequence[nn.Module]) -> None:
+    """Raises ``UnsupportedError`` where gate and up alternate, which Megatron's own checkpoints take for two halves."""
+    for part in (part for live in take_inventory(chunks).parameters for part in live.parts):
+        if found := re.search(rf"({INTERLEAVED}|{INTERLEAVED_SHARED})_", part.name):
+            raise UnsupportedError(
+                f"{found[1]} makes rows of gate and up alternate, and Megatron's own checkpoints cut them into halves: "
+                "another layout, or a converter, would mix hidden units. Train without it to write such a checkpoint"
+            )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -140,6 +176,9 @@ def _require_known_state(model: nn.Module) -> None:
     Transformer Engine's modules have such state: the history of fp8 scaling, which only delayed scaling uses.
     """
     config: Any = getattr(model, "config", None)
+    for name, (option, why) in _OTHER_WEIGHTS.items():
+        if int(getattr(config, name, 0) or 0) > (1 if name.endswith("_size") else 0):
+            raise UnsupportedError(f"{option} {why}. Train without it")
     if getattr(config, "fp8", None):
         _require_current_scaling(config)
     for name, module in model.named_modules():
@@ -248,7 +287,7 @@ class _Chunk:
                 yield self._expert_parameter(moe, name, parameter)
                 continue
             tied = name == "output_layer.weight" and getattr(parameter, "shared_embedding", False)
-            whole_name = TIED if tied else self._name(name)
+            whole_name = TIED if tied else self._name(name) + self._interleaving_of_shared(name, parameter)
             part = BlockPart(whole_name, *self._dense_axes(name, parameter))
             yield LiveParameter(parameter, (part,), (self._owner(name, whole_name),))
 
@@ -281,8 +320,18 @@ class _Chunk:
                 f"{name} is split over tensor-parallel ranks with stride above 1, so it is not known which rows of the "
                 "whole these are. Use tensor parallelism 1."
             )
-        shape, axes = sharded(tuple(parameter.shape), dim or 0, sharding, gated)
+        halves = gated and not self._interleaving_of_shared(name, parameter)
+        shape, axes = sharded(tuple(parameter.shape), dim or 0, sharding, halves)
         return shape, 0, axes
+
+    def _interleaving_of_shared(self, name: str, parameter: nn.Parameter) -> str:
+        """Returns ``_interleaving`` of a parameter that is no expert's: empty, but for shared experts."""
+        unit = name.rpartition(".linear_fc1.")[0]
+        if not unit.endswith(".shared_experts") or not self._is_gated(name, len(parameter)):
+            return ""
+        config: Any = self._modules[unit].config
+        is_used = getattr(config, "use_grouped_gemm_for_shared_expert", True)
+        return _interleaving(config, INTERLEAVED_SHARED) if is_used else ""
 
     def _split_dim(self, name: str, parameter: nn.Parameter) -> int | None:
         """Returns the axis that tensor-parallel ranks divide; None if each holds all of it.
@@ -327,13 +376,14 @@ class _Chunk:
         inner = name.removeprefix(f"{moe}.experts.")
         indices = self.layers[moe].local_experts
         gated = bool(experts.config.gated_linear_unit)
+        interleaving = _interleaving(experts.config, INTERLEAVED) if gated else ""
         whole_moe = self._name(moe)
         if match := re.fullmatch(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))", inner):
             found = {self._index(moe, int(match[1])): self._straight(match[2], parameter, gated)}
         elif inner in ("weight1", "weight2"):
             found = self._grouped(inner, parameter, indices, gated)
         elif match := re.fullmatch(r"(linear_fc[12]\.(?:weight|bias))(\d+)", inner):
-            found = {self._index(moe, int(match[2])): self._straight(match[1], parameter, gated)}
+            found = {self._index(moe, int(match[2])): self._straight(match[1], parameter, gated, interleaving)}
         else:
             raise UnsupportedError(
                 f"{name}: {type(experts).__name__} keeps its experts in a way that is not supported. Supported are "
@@ -356,15 +406,15 @@ class _Chunk:
         return indices[local]
 
     def _straight(
-        self, suffix: str, parameter: nn.Parameter, gated: bool
+        self, suffix: str, parameter: nn.Parameter, gated: bool, interleaving: str = ""
     ) -> tuple[str, tuple[int, ...], int, tuple[Axis, ...]]:
         """Returns the part of one expert's matrix or bias, untransposed: fc1 is split by rows, fc2 by columns."""
         first = suffix.startswith("linear_fc1")
         shape = tuple(parameter.shape)
         if not first and len(shape) == 1:  # added after the sum over ranks, so alike on all
             return suffix, shape, 0, straight(shape)
-        whole, axes = sharded(shape, 0 if first else 1, self._expert, gated and first)
-        return suffix, whole, 0, axes
+        whole, axes = sharded(shape, 0 if first else 1, self._expert, gated and first and not interleaving)
+        return suffix + interleaving * first, whole, 0, axes
 
     def _grouped(
         self, name: str, parameter: nn.Parameter, indices: Sequence[int], gated: bool
@@ -401,6 +451,12 @@ def sharded(
     else:
         axes[dim] = Axis(dim, (Segment(0, shape[dim], rank * shape[dim]),))
     return whole, tuple(axes)
+
+
+def _interleaving(config: Any, option: str) -> str:
+    """Returns what a tensor's name ends with where gate and up alternate; empty where all of up follows all of gate."""
+    size = getattr(config, option, None)
+    return "" if size is None else f".{option}_{size}"
 
 
 def non_expert_group(name: str) -> str:

@@ -11,8 +11,8 @@ from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.topology import is_rank_zero
 from moe_ckpt.notices import announce
 
-KNOWN = "core_v0.16.1"
-"""The release of Megatron-LM for which ``megatron.install`` was written."""
+KNOWN = "core_v0.16.1 and core_v0.19.0"
+"""The releases of Megatron-LM with which ``megatron.install`` is tested."""
 ARGUMENTS = ("consumed_train_samples", "train_iters", "micro_batch_size", "load", "save")
 
 
@@ -20,7 +20,7 @@ def unknown_release(what: str) -> UnsupportedError:
     """The error of a Megatron-LM that lacks ``what``."""
     return UnsupportedError(
         f"this Megatron-LM (megatron-core {megatron_core().version}) has no {what}, which moe_ckpt.megatron.install "
-        f"needs. {KNOWN} has it: use that, or put attach, resume, after_step and finish into the training loop "
+        f"needs. {KNOWN} have it: use one of them, or put attach, resume, after_step and finish into the training loop "
         "(docs/megatron.md), or take a newer moe_ckpt."
     )
 

@@ -7,6 +7,7 @@ bf16 ones; ``DistributedOptimizer`` updates a flat range of either, another on e
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.megatron.compat import megatron_core
+from moe_ckpt.megatron.compat import OPTIMIZER, megatron_core
 from moe_ckpt.megatron.script_values import changed
 from moe_ckpt.modeling.optimizer_view import is_state_name, unnameable
 
@@ -26,6 +27,14 @@ STEP = "step"
 
 _DISTINCT_STEP = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """torch's optimizers keep a step count per parameter (Adam) or none (SGD); Apex's and TE's FusedAdam one per group."""
+
+
+_OTHER_STEPS = (
+    ("optimizer_cpu_offload", "divides parameters and their state between CPU and GPU, in HybridDeviceOptimizer"),
+    ("optimizer_cuda_graph", "replays optimizer.step() as a CUDA graph, in which no code around a step runs"),
+    ("use_precision_aware_optimizer", "keeps scaled states inside FusedAdam, in a form that only FusedAdam can read"),
+)
+"""Options of Megatron's ``OptimizerConfig`` that cannot be, and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +73,17 @@ def leaves(optimizer: Any) -> tuple[Any, ...]:
     """Returns the Megatron optimizers in ``optimizer`` that update anything on this rank.
 
     Raises:
+        ConfigError: It is none of Megatron's.
         UnsupportedError: The layout of an optimizer's state is not known.
     """
     core = megatron_core()
+    kind: type = type(optimizer)
+    if not issubclass(kind, core.optimizer):
+        what = "None" if optimizer is None else f"of class {kind.__module__}.{kind.__name__}"
+        raise ConfigError(
+            f"the optimizer is {what}, which is no optimizer of Megatron's. Give the one that megatron.core.optimizer."
+            "get_megatron_optimizer(config, model_chunks) returned; the order is model_chunks, optimizer, scheduler"
+        )
     is_chain = type(optimizer) is core.chained_optimizer  # subclasses divide parameters in other ways
     found = []
     for leaf in optimizer.chained_optimizers if is_chain else [optimizer]:
@@ -88,15 +105,13 @@ def _unknown(name: str, version: str) -> str:
 
 
 def _check(leaf: Any, version: str) -> None:
-    """Raises ``UnsupportedError`` for settings under which state is kept elsewhere."""
+    """Raises ``UnsupportedError`` for settings under which state is kept elsewhere, or a step runs no hooks."""
+    for option, why in _OTHER_STEPS:
+        if getattr(leaf.config, option, False):
+            raise UnsupportedError(f"{option} {why}. Set it to False.")
     inner = type(leaf.optimizer).__name__
     if not (isinstance(leaf.optimizer, _DISTINCT_STEP) or inner in ("FusedAdam", "FusedSGD")):
         raise UnsupportedError(_unknown(f"{type(leaf).__name__} with {inner}", version))
-    if getattr(leaf.config, "use_precision_aware_optimizer", False):
-        raise UnsupportedError(
-            "use_precision_aware_optimizer keeps scaled states inside FusedAdam, in a form that only FusedAdam can "
-            "read. Set it to False."
-        )
     if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
         raise UnsupportedError(
             "use_megatron_fsdp keeps parameters in its own buffers. Use the distributed optimizer instead of it, or "
@@ -140,6 +155,17 @@ def _step_alone(leaf: Any) -> None:
 def _quantizes(leaf: Any) -> bool:
     gathers = getattr(getattr(leaf, "ddp_config", None), "fp8_param_gather", False)
     return bool(gathers or getattr(leaf.config, "reuse_grad_buf_for_mxfp8_param_ag", False))
+
+
+def ask_ahead(optimizer: Any) -> None:
+    """Has the optimizer ask now what it would ask other ranks in a process's first step. A collective of all ranks.
+
+    Since megatron-core 0.19 that is which groups of parameters have a norm of their own. A pipeline stage that computes
+    iterations again alone would ask what the upstream log of those iterations does not have.
+    """
+    leaves(optimizer)  # of Megatron, and known
+    for group in getattr(importlib.import_module(OPTIMIZER), "SEPARATE_GRAD_NORM_GROUPS", ()):
+        optimizer.has_grad_norm_group(group)
 
 
 def require_quiet_weights(optimizer: Any) -> None:

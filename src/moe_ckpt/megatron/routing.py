@@ -1,6 +1,6 @@
 """Counts, per MoE layer and expert, the tokens that the routers of this rank's model chunks send in training.
 
-Facts of Megatron-Core 0.16.1 on which this rests (paths relative to ``megatron/core/transformer/moe``):
+Facts of Megatron-Core 0.16.1 to 0.19.2 on which this rests (paths and lines of 0.16.1, in ``core/transformer/moe``):
 
 * ``TopKRouter.forward`` (router.py:639) returns ``(probs, routing_map)``, both [tokens, experts of the layer], after
   dropping. A forward hook reads them, whatever the token dispatcher and the expert-parallel layout.
@@ -257,18 +257,20 @@ def _check_router(router: Any, expected: type) -> None:
     for name in ("num_moe_experts", "moe_expert_capacity_factor"):
         if not hasattr(router.config, name):
             raise changed_hook(f"TransformerConfig.{name}", "an option of the router's config")
-    captured = {getattr(scope, "name", scope) for scope in _graph_scope(router.config)}
+    _check_graphs(router.config)
+
+
+def _check_graphs(config: Any) -> None:
+    """Raises ``UnsupportedError`` where CUDA graphs capture the router. An empty list means the whole layer."""
+    how = getattr(config, "cuda_graph_impl", "none")
+    if how == "none":
+        return
+    option = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"  # before 0.18
+    parts: Sequence[Any] = getattr(config, option) if how != "full_iteration" else ()
+    captured = {getattr(part, "name", part) for part in parts or ("full",)}
     if captured - _GRAPHS_WITHOUT_ROUTER:
         raise UnsupportedError(
-            f"cuda_graph_impl={router.config.cuda_graph_impl!r} with cuda_graph_scope {sorted(captured)} captures the "
-            "router, and the replay of a CUDA graph runs no hooks, so no tokens would be counted. Limit "
-            f"cuda_graph_scope to {', '.join(sorted(_GRAPHS_WITHOUT_ROUTER))}."
+            f"cuda_graph_impl={how!r} with {option} {sorted(captured)} captures the router, and the replay of a CUDA "
+            "graph runs no hooks, so no tokens would be counted. Set cuda_graph_impl to 'local' or "
+            f"'transformer_engine', and limit {option} to {', '.join(sorted(_GRAPHS_WITHOUT_ROUTER))}."
         )
-
-
-def _graph_scope(config: Any) -> Sequence[Any]:
-    """Returns what CUDA graphs capture; Megatron-Core's empty list means the whole layer."""
-    if getattr(config, "cuda_graph_impl", "none") == "none":
-        return ()
-    scope: Sequence[Any] = config.cuda_graph_scope
-    return scope or ("full",)

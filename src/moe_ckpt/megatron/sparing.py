@@ -30,6 +30,8 @@ from moe_ckpt.recovery.replay import Replay
 FACTS = "replay"
 """Where the plain state has what a replay uses again."""
 _OVERFLOWS = "_unscale_main_grads_and_check_for_nan"
+_NORM_OF_GROUP = "_get_grad_norm_for_group"
+"""Since 0.19: of parameters that are clipped by themselves, as heads that predict further tokens can be."""
 _NEEDING_GRADIENTS = (
     *("fp8", "fp4", "delay_wgrad_compute", "defer_embedding_wgrad_compute", "cpu_offloading"),
     *("enable_cuda_graph", "external_cuda_graph"),
@@ -47,7 +49,7 @@ class GradientFacts:
         optimizer: Megatron's.
 
     Attributes:
-        known: They are found where Megatron-Core 0.16 computes them.
+        known: They are found where Megatron-Core 0.16 to 0.19 computes them.
         given: ``recorded`` of the iteration that is computed again; None to use what is computed.
     """
 
@@ -60,6 +62,8 @@ class GradientFacts:
         self.known = _has_known_facts(optimizer, scaled)
         if self.known:
             self._replace(optimizer, "get_grad_norm", "norms", self._norms)
+            if hasattr(optimizer, _NORM_OF_GROUP):
+                self._replace(optimizer, _NORM_OF_GROUP, "norms", self._norms)
             for leaf in scaled:
                 self._replace(leaf, _OVERFLOWS, "overflows", self._overflows)
 
@@ -245,6 +249,6 @@ def _scaled(found: Sequence[Any]) -> list[Any]:
 
 
 def _has_known_facts(optimizer: Any, scaled: Sequence[Any]) -> bool:
-    """Whether norms and overflows are found where Megatron-Core 0.16 computes them."""
+    """Whether norms and overflows are found where Megatron-Core 0.16 to 0.19 computes them."""
     chained = hasattr(optimizer, "chained_optimizers") and hasattr(optimizer, "get_grad_norm")
     return chained and all(hasattr(each, _OVERFLOWS) for each in scaled)

@@ -30,7 +30,7 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError, MissingPackageError
 from moe_ckpt.megatron.compat import look_up, megatron_core
-from moe_ckpt.megatron.inventory import chunks_of, unwrapped
+from moe_ckpt.megatron.inventory import chunks_of, require_halves, unwrapped
 from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.optimizer_io import SHARDING, buckets_in_place, load_optimizer, make_loadable
 from moe_ckpt.megatron.optimizers import read_step
@@ -91,6 +91,7 @@ def export_torch_dist(
         raise ConfigError("the optimizer has made no step: export after the first one, or with optimizer=None")
     serialization = _serialization()
     chunks = chunks_of(model_chunks)
+    require_halves(chunks)
     _complete_weights(chunks)
     state = _model_state(chunks)
     if optimizer is not None:

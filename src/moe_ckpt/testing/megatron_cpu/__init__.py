@@ -2,8 +2,8 @@
 
 For tests and CPU recipes only; nothing else of this package imports it. It replaces names in ``torch`` and in a few
 modules of ``megatron.core`` for the life of the process, never a file of either package, and nothing puts them back:
-call it in a process that does nothing else. ``torch.cuda.is_available()`` stays False. Written against Megatron-Core
-0.16.1::
+call it in a process that does nothing else. ``torch.cuda.is_available()`` stays False. For Megatron-Core
+0.16.1 to 0.19.2::
 
     from moe_ckpt.testing import megatron_cpu
 

@@ -1,6 +1,6 @@
 """The attributes of modules of Megatron-Core that no replacement in ``torch`` reaches.
 
-Paths are relative to ``megatron/core`` of release 0.16.1.
+Paths and lines are of ``megatron/core`` of release 0.16.1; 0.19.2 has these names too.
 """
 
 from __future__ import annotations

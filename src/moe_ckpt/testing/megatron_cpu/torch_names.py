@@ -1,15 +1,14 @@
 """The names of ``torch`` that Megatron-Core calls as if a GPU were there, answering for the CPU.
 
-Each function below replaces one group of names and says which lines of Megatron-Core 0.16.1 need it; the paths are
-relative to ``megatron/core``.
+Each function below replaces one group of names and says which lines of Megatron-Core 0.16.1 need it, as those of 0.19.2
+do; the paths are relative to ``megatron/core``.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,18 +76,24 @@ class Stream:
         return True
 
 
-@contextmanager
-def _on_stream(stream: Stream | None) -> Iterator[None]:
-    yield
+class OnStream:
+    """Stands in for ``torch.cuda.StreamContext``: one object may be entered any number of times."""
+
+    def __init__(self, stream: Stream | None) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
 
 
 def _streams() -> None:
     """transformer/moe/token_dispatcher.py:445 and 871-895, pipeline_parallel/p2p_communication.py:242 and 398,
-    transformer/moe/shared_experts.py:123-277, optimizer/optimizer.py:362, parallel_state.py:931 and 1319."""
+    transformer/moe/shared_experts.py:123-277, optimizer/optimizer.py:362, parallel_state.py:931 and 1319; of release
+    0.19 distributed/param_and_grad_buffer.py, which keeps one context and enters it at every step."""
     current = Stream()
     replace(torch.cuda, "Stream", Stream)
     replace(torch.cuda, "Event", Event)
-    replace(torch.cuda, "stream", _on_stream)
+    replace(torch.cuda, "stream", OnStream)
     replace(torch.cuda, "current_stream", lambda *_: current)
     replace(torch.cuda, "default_stream", lambda *_: current)
     replace(torch.cuda, "synchronize", lambda *_: None)

@@ -33,7 +33,7 @@ from moe_ckpt.core.memory_shares import (
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.survivors import STATE
+from moe_ckpt.core.survivors import STATE, is_survivors
 from moe_ckpt.core.tokens import TokenBook, window_began
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
 from moe_ckpt.format.fragment import Fragment
@@ -291,15 +291,22 @@ class MemoryCheckpoints:
             Layer(self.parts(each, [facts], BESIDE if each.step == checkpoint.step else "")[0], each, facts)
             for each, facts in zip(older, described[count : count + len(older)], strict=True)
         ]
-        if beneath is not None and beneath.directory == directory and not checkpoint.is_window:
+        same = beneath is not None and beneath.directory == directory and not checkpoint.is_window
+        stored, sealed = beneath if same else None, is_survivors(checkpoint.shares[-1].sequence)
+        if stored is not None and sealed and not checkpoint.is_complete:
+            parts = self.parts(checkpoint, described[:count], BESIDE)
+            view = self._laid(stored, [*layers, Layer(parts[0], checkpoint, described[0])])
+            manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
+        elif stored is not None and not sealed:
             [part] = parts
-            view, known = self._laid(beneath, layers), part.known_to(beneath)
+            view, known = self._laid(stored, layers), part.known_to(stored)
             whole = checkpoint.is_whole and len(known) == len(part.files)
-            view.lay(part, described[0], kept=part.kept if whole else self.covered(part, part.kept, beneath))
+            view.lay(part, described[0], kept=part.kept if whole else self.covered(part, part.kept, stored))
             view.slots |= known
-            manifest = pruned(replace(beneath, operators=view.operators), view.files, {directory})
-        else:
-            alone = checkpoint.is_window or (checkpoint.is_log and not _gradients_of(described[count - 1]))
+            manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
+        else:  # a complete seal has everything, under the names that storage's files of the step have
+            alone = stored is not None or checkpoint.is_window
+            alone = alone or (checkpoint.is_log and not _gradients_of(described[count - 1]))
             view = self._laid(None if alone else beneath, layers)
             manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
         files = view.slots_of(manifest)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, newer_than
 from moe_ckpt.core.quantities import name_ranks
+from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.format.manifest import age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
@@ -68,9 +69,10 @@ def say_unusable(directory: str, reasons: Sequence[str]) -> None:
 
 
 def checkpoint_in(shares: Sequence[Share], directory: str) -> MemoryCheckpoint:
-    """Returns the checkpoint of this name that memory has whole, or else has a part of."""
+    """Returns the checkpoint of this name that memory has whole, or else has a part of: rather of what was due than of
+    what survivors sealed, which is then laid over that."""
     candidates = [each for each in checkpoints_of(shares) if step_dir(each.step, each.generation) == directory]
-    return min(candidates, key=lambda each: not each.is_complete)
+    return min(candidates, key=lambda each: 0 if each.is_complete else 1 + is_survivors(each.shares[-1].sequence))
 
 
 def say_kept(shares: Sequence[Share], directory: str) -> None:

@@ -386,7 +386,8 @@ class ReplayDivergedError(UserError, RuntimeError):
             super().__init__(
                 f"computing step {step} again did not repeat it: {found}.{cause} The state differs from the run's, so "
                 "training stops. Data, seeds and configuration must be those of the run; to return to an older dense "
-                "checkpoint, move the newer step directories away."
+                "checkpoint, move the newer step directories away, and run moe-ckpt memory clear on every "
+                "node of a run with memory."
             )
         self.step = step
         self.found = found

@@ -41,6 +41,7 @@ class StepConsensus:
         in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
         edited: On some rank, something other than the optimizer changed weights or optimizer state, so that the step
             does not follow from its gradients.
+        gone: The newest checkpoint is no longer on storage.
         secs: Rank 0's clock; None before the ranks have agreed on a step.
         persist_secs: The longest time one of them took from beginning to commit.
     """
@@ -57,6 +58,7 @@ class StepConsensus:
     secs: float | None = None
     sends: Sends = ALL_SENT
     edited: bool = False
+    gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class RankStatus:
         sends: See ``StepConsensus``.
         used_up: See ``Room.is_used_up``.
         edited: See ``StepConsensus``; of this rank.
+        gone: Likewise.
     """
 
     busy: bool
@@ -82,6 +85,7 @@ class RankStatus:
     sends: Sequence[bool] = ALL_SENT
     used_up: bool = False
     edited: bool = False
+    gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,7 @@ def step_numbers(standing: RankStatus, measured: Measured, *, leads: bool) -> Co
         *map(int, standing.sends),
         int(standing.used_up),
         int(standing.edited),
+        int(standing.gone),
         *standing.in_memory,
     ]
     return np.asarray(numbers, dtype=np.int64)
@@ -247,7 +252,8 @@ def _consensus(values: Sequence[int]) -> StepConsensus:
         sends=Sends(*map(bool, values[18:22])),
         used_up=bool(values[22]),
         edited=bool(values[23]),
-        in_memory=tuple(values[24:]),
+        gone=bool(values[24]),
+        in_memory=tuple(values[25:]),
     )
 
 

@@ -125,7 +125,9 @@ class Bookkeeper:
             self.meter.sends(memory.replicator.send_bytes_per_sec)
         behind = pipeline.storage_busy, pipeline.room.copies_behind
         used_up = memory is not None and pipeline.room.is_used_up
-        standing = RankStatus(pipeline.room.is_short, *behind, ended, in_memory, pipeline.sends, used_up, edited)
+        newest = self.committed_directory
+        gone = memory is not None and self._leads and newest is not None and pipeline.stages.is_gone(newest)
+        standing = RankStatus(pipeline.room.is_short, *behind, ended, in_memory, pipeline.sends, used_up, edited, gone)
         applied = self._agreement.send(step, tokens, standing, self.meter.measured())
         total, self._awaited = self._awaited or Future(), None
         applied.add_done_callback(lambda found: _add(total, before, found))
@@ -155,7 +157,10 @@ class Bookkeeper:
             if pipeline.memory is not None:
                 self.settle(pipeline.memory, received.consensus.in_memory)
             self._resolve(received.consensus, pipeline)
-            self._consensus = replace(received.consensus, resolved=(), lost=frozenset(), in_memory=())
+            if received.consensus.gone and not any(committed for _, committed in received.consensus.resolved):
+                self.run_ledger.forget()
+                self.committed_directory = None
+            self._consensus = replace(received.consensus, resolved=(), lost=frozenset(), in_memory=(), gone=False)
         return self._consensus
 
     def settle(self, memory: MemoryTier, reduced: Sequence[int]) -> None:

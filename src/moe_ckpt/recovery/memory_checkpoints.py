@@ -91,7 +91,7 @@ class MemoryCheckpoints:
         reader: Of the store; what it has read already is not read again.
 
     Attributes:
-        standing: Whether this run may go on from what memory holds.
+        standing: What storage has.
         used: Path of a file of the checkpoint opened last -> the slot that it comes from.
         paths: Where each slot lies.
 
@@ -123,14 +123,15 @@ class MemoryCheckpoints:
         for holder, (_, node, paths, slots) in enumerate(ranks):
             self.paths.note(holder, paths)
             self.shares += [share_of(holder, node, fields) for fields in slots]
+        self.standing.say_gone(checkpoints_of(self.shares))
 
     def offered(self) -> list[str]:
         """Directories of what memory has whole, or has a part of beside storage, newest first."""
-        standing = [each for each in checkpoints_of(self.shares) if self.standing.stands(each)]
-        whole = {step_dir(each.step, each.generation) for each in standing if each.is_complete}
+        known = checkpoints_of(self.shares)
+        whole = {step_dir(each.step, each.generation) for each in known if each.is_complete}
         # What ``moe-ckpt densify`` made of a log stands on storage by itself.
-        whole -= {step_dir(each.step, each.generation) for each in standing if each.is_log} & set(self.standing.stored)
-        parts = {step_dir(each.step, each.generation) for each in standing if not (each.is_window or each.is_log)}
+        whole -= {step_dir(each.step, each.generation) for each in known if each.is_log} & set(self.standing.stored)
+        parts = {step_dir(each.step, each.generation) for each in known if not (each.is_window or each.is_log)}
         return sorted((whole | parts.intersection(self.standing.stored)) - self._given_up, key=age_of, reverse=True)
 
     def ask(self, directory: str) -> Callable[[], OpenedMemory]:

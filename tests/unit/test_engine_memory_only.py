@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.room import Room
 from moe_ckpt.errors import HostMemoryError, RecoveryLoopError, SaveFailedError
 from moe_ckpt.format.manifest import age_of
-from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.format.slot import decode_slot, encode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
@@ -480,6 +481,25 @@ def test_a_manifest_that_is_lost_while_the_run_lives_is_noticed_at_the_next_step
     with life(where) as alone:
         assert come_back(alone)[1].lost_tokens == 0
         assert_state(alone, at(age_of(newest)[1]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_token_counts_of_another_model_are_damage(where, ranks):
+    """They were sealed by a rank with a mistake: the checksum is right."""
+
+    def train(comm):
+        with life(where, comm=comm, local_ranks=ranks) as each:
+            each.go(6, settle=True)
+
+    run_threads(ThreadRanks(ranks), train)
+    for head in where[1].rglob("*.head"):
+        header = decode_slot(head.read_bytes(), str(head))
+        applied = np.vstack([header.facts.applied, header.facts.applied[:1]])
+        head.write_bytes(encode_slot(replace(header, facts=replace(header.facts, applied=applied))))
+    with life(where) as alone:
+        restored, _ = come_back(alone)
+        assert (restored.manifest.step, restored.place) == (1, "step_00000001")
+        assert_state(alone, at(1))
 
 
 def test_a_new_beginning_leaves_nothing_to_come_back_to(where):

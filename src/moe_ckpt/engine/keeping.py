@@ -221,8 +221,9 @@ class StoreKeeper:
                 if found.run_id != self._identity.run_id:
                     raise ForeignStoreError(
                         f"the store {root} was this run's ({self._identity.run_id}), but holds another run "
-                        f"({found.run_id}) now: something replaced it during training, and nothing is written into it. "
-                        "Put this run's store back, or start the run again with another dirpath."
+                        f"({found.run_id}) now: something replaced it during training. Nothing is committed there, and "
+                        "shards of this run are removed again. Put this run's store back, or start the run again with "
+                        "another dirpath."
                     )
                 return
         self._lock.retake()

@@ -306,8 +306,8 @@ class MemoryCheckpoints:
             view.slots |= known
             manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
         else:  # a complete seal has everything, under the names that storage's files of the step have
-            alone = stored is not None or checkpoint.is_window
-            alone = alone or (checkpoint.is_log and not _gradients_of(described[count - 1]))
+            alone = stored is not None or checkpoint.is_window or checkpoint.is_log
+            alone = alone and not _gradients_of(described[count - 1])
             view = self._laid(None if alone else beneath, layers)
             manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
         files = view.slots_of(manifest)
@@ -367,6 +367,7 @@ class MemoryCheckpoints:
         parts = []
         for (snapshot, beside), facts in zip(checkpoint.with_gradients(), described, strict=True):
             step = next(iter(snapshot.values()))[0].step
+            facts.require_shape(step, _grid(self._tier.model))
             part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step)
             for writer, shares in sorted(snapshot.items()):
                 full = [share for share in shares if share.sent == fullest(shares).sent]

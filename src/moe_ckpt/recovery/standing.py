@@ -83,5 +83,7 @@ def say_kept(shares: Sequence[Share], directory: str) -> None:
     why = "the other ranks' state of it is lost: all continue from step %d, the newest that all of them have"
     if checkpoint.is_log:
         why = "the other ranks' gradients of it are lost: all ranks are restored to step %d by the log"
+    if checkpoint.writers == 1:
+        why = "it cannot be used: the run continues from step %d"
     ranks = name_ranks(kept.writers)
     announce(f"%s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)

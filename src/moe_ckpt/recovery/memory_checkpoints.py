@@ -292,13 +292,12 @@ class MemoryCheckpoints:
             Layer(self.parts(each, [facts], BESIDE if each.step == checkpoint.step else "")[0], each, facts)
             for each, facts in zip(older, described[count : count + len(older)], strict=True)
         ]
-        same = beneath is not None and beneath.directory == directory and not checkpoint.is_window
-        stored, sealed = beneath if same else None, is_survivors(checkpoint.shares[-1].sequence)
-        if stored is not None and sealed and not checkpoint.is_complete:
+        stored = None if beneath is None or checkpoint.is_window or beneath.directory != directory else beneath
+        if stored is not None and is_survivors(checkpoint.shares[-1].sequence) and not checkpoint.is_complete:
             parts = self.parts(checkpoint, described[:count], BESIDE)
             view = self._laid(stored, [*layers, Layer(parts[0], checkpoint, described[0])])
             manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
-        elif stored is not None and not sealed:
+        elif stored is not None and not is_survivors(checkpoint.shares[-1].sequence):
             [part] = parts
             view, known = self._laid(stored, layers), part.known_to(stored)
             whole = checkpoint.is_whole and len(known) == len(part.files)

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+def _brief(said: str) -> str:
+    """Of what a file may say, no more than a reader reads."""
+    return said if len(said) <= _MOST_SAID else f"{said[: _MOST_SAID // 2]} ... {said[-_MOST_SAID // 4 :]}"
+
+
+_MOST_SAID = 2000
+
+
 class MoECheckpointError(Exception):
     """Base of all errors of this package. Can be pickled: ranks and worker processes send errors to each other."""
 
@@ -137,6 +145,7 @@ class DamagedError(StoreError, ValueError):
 
     def __init__(self, path: str, reason: str, *, step: int | None = None, rank: int | None = None) -> None:
         where = "".join(f", {k} {v}" for k, v in (("step", step), ("rank", rank)) if v is not None)
+        reason = _brief(reason)
         super().__init__(f"{path}{where}: {reason}")
         self.path = path
         self.reason = reason
@@ -196,8 +205,9 @@ class FormatVersionError(StoreError, ValueError):
     """The store was written in a format version that this package does not read."""
 
     def __init__(self, path: str, found: object, supported: tuple[int, ...]) -> None:
+        readable = ", ".join(map(str, supported))
         super().__init__(
-            f"{path} is in on-disk format version {found!r}; this moe_ckpt reads {', '.join(map(str, supported))}. "
+            f"{path} is in on-disk format version {_brief(repr(found))}; this moe_ckpt reads {readable}. "
             "Open it with the moe_ckpt release that wrote it, or export it there."
         )
         self.path = path
@@ -389,7 +399,8 @@ class ReplayDivergedError(UserError, RuntimeError):
             super().__init__(
                 f"computing step {step} again did not repeat it: {found}.{cause} The state differs from the run's, so "
                 "training stops. Data, seeds and configuration must be those of the run; to return to an older dense "
-                "checkpoint, move the newer step directories away."
+                "checkpoint, move the newer step directories away, and run moe-ckpt memory clear on every "
+                "node of a run with memory."
             )
         self.step = step
         self.found = found

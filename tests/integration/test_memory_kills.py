@@ -131,6 +131,24 @@ def test_moc_loses_no_token_while_memory_holds_what_storage_does_not(place):  # 
     assert_same_run(run)
 
 
+@pytest.mark.parametrize("policy", [("moc", 1), ("moetion", 1)])
+def test_what_is_known_to_be_damaged_is_not_built_upon(policy, place):  # noqa: F811
+    """Memory has the experts of the damaged shard, whose round is longer than the life that begins from there."""
+    options = {"experts": 1, "selection": "round_robin"} if policy[0] == "moetion" else {}
+    run = in_memory(replace(DENSE, policy=policy, options=options), place)
+    assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
+    spoil_experts(Path(run.store, committed(run.store)[-2]))
+    assert live(replace(run, crash=("compute", 4))) == KILLED, output(run)
+    warned = "Memory has what was in it" in output(run)
+    newest = committed(run.store)[-1]
+    assert newest.endswith("_g1")
+    for path in left(run):
+        path.unlink()
+    assert live(run) == 0, output(run)
+    assert split_lives(events(run))[-1][0]["step"] == int(newest.split("_")[1])
+    assert warned
+
+
 def test_moc_loses_tokens_when_memory_is_lost(place):  # noqa: F811
     run = in_memory(replace(DENSE, policy=("moc", 1), options={"snapshot_k": 4}), place)
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)

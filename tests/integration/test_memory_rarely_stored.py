@@ -83,6 +83,22 @@ def test_the_run_goes_on_from_memory(policy, phase, place):  # noqa: F811
     assert left(run) == []
 
 
+@every_policy
+def test_memory_is_used_although_storage_lost_what_it_follows(policy, place):  # noqa: F811
+    run = in_memory(POLICIES[policy], place)
+    assert live(replace(run, crash=("compute", 14))) == KILLED, output(run)
+    for name in committed(run.store):
+        Path(run.store, name, "MANIFEST.json").unlink()
+    assert live(replace(run, crash=("compute", 4))) == KILLED, output(run)
+    assert "is gone from storage, or its MANIFEST.json is" in output(run)
+    assert restored(run) > 14 - 2 - BEHIND[policy]
+    assert live(run) == 0, output(run)
+    assert_same_run(run)
+    assert_promises_kept(run)
+    assert_store_sound(run, ended=True)
+    assert events(run)[-1]["lost"] == 0
+
+
 def ends(policy: str) -> list[Run]:
     """Of an epoch whose end comes again in the next life, and of steps, after which nothing does."""
     run = POLICIES[policy]

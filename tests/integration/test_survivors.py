@@ -47,10 +47,14 @@ POLICIES = {
     "dense every step": replace(DENSE, to_storage=RARELY),
     "dense rarely": replace(DENSE, policy=("dense", 100)),
     "moc": replace(DENSE, policy=("moc", 1), to_storage=RARELY),
+    "moc stored": replace(DENSE, policy=("moc", 1)),
     "moetion": replace(DENSE, policy=("moetion", 1), options={"experts": 1}, to_storage=RARELY),
+    "moetion stored": replace(DENSE, policy=("moetion", 1), options={"experts": 1}),
     "moevement": replace(WINDOWS, to_storage=RARELY),
 }
-SLOW_TOO = [pytest.param(policy, marks=pytest.mark.slow) if policy == "moetion" else policy for policy in POLICIES]
+SLOW_TOO = [
+    pytest.param(policy, marks=pytest.mark.slow) if policy.startswith("moetion") else policy for policy in POLICIES
+]
 every_policy = pytest.mark.parametrize("policy", SLOW_TOO)
 
 

@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_is_reported_and_left_as_it_is(storage, change):
     _damage(storage, 2, change)
     for report in (clean_start(storage), collect(storage, LAST, NOW)):
         assert report.damaged == ("step_00000002",)
-    assert tree(storage) == {"step_00000002": WHOLE, "step_00000003": WHOLE}
+    assert tree(storage) == dict.fromkeys(("step_00000001", "step_00000002", "step_00000003"), WHOLE)
 
 
 def test_when_the_newest_is_damaged_the_newest_readable_one_stays(storage):
@@ -202,7 +202,32 @@ def test_when_the_newest_is_damaged_the_newest_readable_one_stays(storage):
     _damage(storage, 3, lambda raw: raw[:-9])
     report = collect(storage, LAST, NOW)
     assert report.retained == ("step_00000002",)
-    assert tree(storage) == {"step_00000002": WHOLE, "step_00000003": WHOLE}
+    assert tree(storage) == dict.fromkeys(("step_00000001", "step_00000002", "step_00000003"), WHOLE)
+
+
+@pytest.mark.parametrize("change", [lambda raw: b"", lambda raw: raw[:40] + bytes([raw[40] ^ 1]) + raw[41:]])
+@pytest.mark.parametrize("damaged", [(1, 3), (3,)], ids=["all", "newest"])
+def test_nothing_goes_that_a_manifest_may_name_until_it_can_be_read_again(storage, damaged, change):
+    """Step 2 has no manifest: step 3 needs something of it, as of a window's or an expert's earlier step."""
+    commit(storage, 1)
+    commit(storage, 2, write_manifest=False)
+    commit(storage, 3, (2,))
+    before = tree(storage)
+    sound = {step: storage.read(f"{step_dir(step, 0)}/{MANIFEST_NAME}") for step in damaged}
+    for step in damaged:
+        _damage(storage, step, change)
+    assert clean_start(storage).deleted == ()
+    assert tree(storage) == before
+    commit(storage, 4, generation=1)
+    commit(storage, 5, generation=1, write_manifest=False)
+    commit(storage, 6, generation=1)
+    for _ in range(2):
+        assert collect(storage, LAST, NOW).damaged == tuple(step_dir(step, 0) for step in damaged)
+        assert tree(storage) == before | {"step_00000006_g1": WHOLE}
+    for step, raw in sound.items():
+        _damage(storage, step, lambda _, raw=raw: raw)
+    collect(storage, LAST, NOW)
+    assert tree(storage) == {"step_00000006_g1": WHOLE}
 
 
 @pytest.mark.parametrize("is_damaged", [False, True], ids=["sound", "damaged_itself"])

@@ -26,7 +26,8 @@ from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.engine.collect import clean_start
 from moe_ckpt.engine.run_ledger import RunLedger
-from moe_ckpt.errors import DamagedError, MoECheckpointError
+from moe_ckpt.errors import DamagedError, FormatVersionError, MoECheckpointError
+from moe_ckpt.format.contents import state_contents
 from moe_ckpt.format.sealed import digest, seal, unseal
 from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.interop.export import export
@@ -391,6 +392,33 @@ def test_an_operator_that_is_in_no_file_is_damage_to_everyone(store, row):
         assert moe_ckpt(["verify", str(store.root)]) == 1
     finally:
         store.restore()
+
+
+def _log(**edits):
+    update = {"optimizer": 0, "groups": [{"lr": 0.1}], "parameters": ("w",), "grad_scale": None, "found_inf": None}
+    count = {"optimizer": 0, "state": "step", "units": ["w"], "values": torch.ones(1)}
+    for name, edit in edits.items():
+        (update if name in update else count)[name] = edit
+    return {"gradient_log": {"updates": [update], "counts": [count], "since": 3}}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"units": ["w", "v"]}, {"units": 5}, {"units": [["w"]]}, {"values": [1.0]}, {"values": torch.ones(1, 1)},
+        {"parameters": [{}]}, {"parameters": None}, {"groups": [{"betas": "ab"}]}, {"grad_scale": "x"},
+    ],
+)  # fmt: skip
+def test_a_gradient_log_with_a_mistake_is_no_state_of_a_rank(edit):
+    assert state_contents(_log()) == ""
+    assert "gradient_log" in state_contents(_log(**edit))
+
+
+@pytest.mark.parametrize("found", ["9" * 100_000, ["9" * 50_000] * 3])
+def test_what_a_document_says_is_not_told_whole(found):
+    for error in (FormatVersionError("a", found, (1,)), DamagedError("a", f"is of run {found!r}")):
+        assert len(str(error)) < 3000
+        assert len(error.args[0]) < 3000
 
 
 @pytest.mark.parametrize("target", ["dcp", "safetensors"])

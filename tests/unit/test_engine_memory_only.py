@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.room import Room
 from moe_ckpt.errors import RecoveryLoopError, SaveFailedError
 from moe_ckpt.format.manifest import age_of
-from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.format.slot import decode_slot, encode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
@@ -481,14 +482,70 @@ def test_the_plan_is_said(where, caplog):
     assert "storage: step_00000001" in caplog.text
 
 
-def test_who_goes_back_by_removing_checkpoints_does_go_back(where, caplog):
-    """Memory is of the future that the user wants to undo."""
+@pytest.mark.parametrize(
+    ("what", "on_purpose"),
+    [("step_00000008", True), ("step_00000008", False), ("step_00000008/MANIFEST.json", False), ("step_*", False)],
+)
+def test_who_goes_back_by_removing_checkpoints_clears_memory_as_well(where, what, on_purpose, caplog):
+    """Storage may have lost them, and memory is whole. Else it is of the future that the user wants to undo."""
     train_and_fail(where, 10, every=4)
-    delete_tree(where[0] / "step_00000008")
+    for path in where[0].glob(what):
+        delete_tree(path) if path.is_dir() else path.unlink()
+    if on_purpose:
+        assert main(["memory", "clear", "--directory", str(where[1])]) == 0
     with life(where) as second:
         restored, _ = come_back(second)
-        assert restored.manifest.step == 4
-    assert "it follows step_00000008, which is no longer on storage" in caplog.text
+        assert restored.manifest.step == (4 if on_purpose else 10)
+        second.go(2, settle=True)
+    said = "step_00000008 is gone from storage, or its MANIFEST.json is, and memory has steps up to 10"
+    assert (said in caplog.text) is not on_purpose
+    if not on_purpose:
+        assert committed(where[0])[-1] == "step_00000011_g1", "storage has it at the next step"
+
+
+@pytest.mark.parametrize("policy", [Dense(), Dense(4), MoC(k=1)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_manifest_that_is_lost_while_the_run_lives_is_noticed_at_the_next_step(where, policy, ranks, caplog):
+    """Else a lost node costs all that memory had, and no checkpoint is due for a hundred steps."""
+
+    def train(comm):
+        with life(where, policy, comm=comm, local_ranks=ranks) as each:
+            each.go(5, settle=True)
+            if comm.rank == 0:
+                for path in where[0].glob("step_*/MANIFEST.json"):
+                    path.unlink()
+            for _ in range(5):
+                time.sleep(0.3)  # a short step
+                each.go(settle=True)
+
+    run_threads(ThreadRanks(ranks), train)
+    assert caplog.text.count("something deleted it during training") == 1
+    [newest] = committed(where[0])
+    assert age_of(newest)[1] <= 9
+    delete_tree(where[1])
+    where[1].mkdir()
+    with life(where) as alone:
+        assert come_back(alone)[1].lost_tokens == 0
+        assert_state(alone, at(age_of(newest)[1]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_token_counts_of_another_model_are_damage(where, ranks):
+    """They were sealed by a rank with a mistake: the checksum is right."""
+
+    def train(comm):
+        with life(where, comm=comm, local_ranks=ranks) as each:
+            each.go(6, settle=True)
+
+    run_threads(ThreadRanks(ranks), train)
+    for head in where[1].rglob("*.head"):
+        header = decode_slot(head.read_bytes(), str(head))
+        applied = np.vstack([header.facts.applied, header.facts.applied[:1]])
+        head.write_bytes(encode_slot(replace(header, facts=replace(header.facts, applied=applied))))
+    with life(where) as alone:
+        restored, _ = come_back(alone)
+        assert (restored.manifest.step, restored.place) == (1, "step_00000001")
+        assert_state(alone, at(1))
 
 
 def test_a_new_beginning_leaves_nothing_to_come_back_to(where):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.sealed import seal, unseal
-from moe_ckpt.format.slot import SlotHeader, decode_slot, encode_slot
+from moe_ckpt.format.slot import SlotHeader, WindowPlace, decode_slot, encode_slot
 from tests.support.replicas import slot_header
 
 HEADER = slot_header("run", 9, 0, 1, 2, 64, ())
@@ -37,6 +39,36 @@ def test_counts_that_are_no_table_are_damage():
     document = seal(body)
     with pytest.raises(DamagedError, match="rows of different lengths"):
         decode_slot(len(document).to_bytes(8, "little") + document, "a")
+
+
+def edited(header: SlotHeader, edit: Callable[[dict[str, Any]], object]) -> bytes:
+    """The slot as a writer with a mistake would have sealed it."""
+    raw = encode_slot(header)
+    end = 8 + int.from_bytes(raw[:8], "little")
+    body = unseal(raw[8:end], "a")
+    edit(body)
+    document = seal(body)
+    return len(document).to_bytes(8, "little") + document + raw[end:]
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda body: body["facts"].update(since=body["sequence"] + 1), "since .* is after .sequence"),
+        (lambda body: body.update(rank=body["world_size"]), "rank .* is not below"),
+        (lambda body: body["facts"].update(window={"start": 1, "size": 2, "slot": 2}), "window.slot 2 is not below"),
+        (lambda body: body["facts"].update(faults=[[1, 2]]), "faults"),
+    ],
+)
+def test_fields_that_contradict_one_another_are_damage(edit, said):
+    with pytest.raises(DamagedError, match=said):
+        decode_slot(edited(HEADER, edit), "a")
+
+
+def test_fields_of_a_later_version_are_ignored():
+    window = {"start": 1, "size": 2, "slot": 1, "later": 5}
+    facts = decode_slot(edited(HEADER, lambda body: body["facts"].update(window=window, later=6)), "a").facts
+    assert facts.window == WindowPlace(1, 2, 1)
 
 
 def other_version(header: SlotHeader, version: int, **without: None) -> bytes:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -66,6 +70,70 @@ def test_every_read_may_fail_once_and_the_newest_step_comes_back(tmp_path, code,
     assert failures > 20
     assert "cannot be read" in caplog.text
     assert "could be read at attempt 2" in caplog.text
+
+
+NOT_YET = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+static int left = 3;
+static int fails(int fd) {
+    char link[64], path[4096] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (readlink(link, path, sizeof path - 1) < 0 || !strstr(path, "/slow_file") || left <= 0) return 0;
+    left--;
+    errno = EAGAIN;
+    return 1;
+}
+#define WRAP(name, args, call) \
+    ssize_t name args { \
+        ssize_t (*real) args = dlsym(RTLD_NEXT, #name); \
+        return fails(fd) ? -1 : real call; \
+    }
+WRAP(read, (int fd, void *b, size_t n), (fd, b, n))
+WRAP(readv, (int fd, const struct iovec *v, int n), (fd, v, n))
+WRAP(pread64, (int fd, void *b, size_t n, off64_t o), (fd, b, n, o))
+"""
+READ_SLOW_FILE = """
+import sys
+from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage.local import read_whole
+from moe_ckpt.storage.patience import PatientStorage
+root, how = sys.argv[1:]
+if how == "patient":
+    print(bytes(PatientStorage(LocalStorage(root)).read("slow_file")))
+else:
+    try:
+        print(LocalStorage(root).read("slow_file") if how == "storage" else read_whole(f"{root}/slow_file", 99))
+    except BlockingIOError as error:
+        print("EAGAIN", error.errno)
+"""
+
+
+@pytest.fixture(scope="module")
+def not_yet(tmp_path_factory):
+    """A library under which the first three reads of a file give EAGAIN."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    folder = tmp_path_factory.mktemp("not_yet")
+    (folder / "not_yet.c").write_text(NOT_YET)
+    command = [compiler, "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w", "-o", "not_yet.so", "not_yet.c", "-ldl"]
+    subprocess.run(command, cwd=folder, check=True)
+    return str(folder / "not_yet.so")
+
+
+@pytest.mark.parametrize("how", ["storage", "whole", "patient"])
+def test_a_file_that_has_nothing_yet_is_not_at_its_end(how, not_yet, tmp_path):
+    """Python's file objects give None, or less than was asked for, at EAGAIN."""
+    (tmp_path / "slow_file").write_bytes(b"all of it")
+    command = [sys.executable, "-c", READ_SLOW_FILE, str(tmp_path), how]
+    done = subprocess.run(command, env={**os.environ, "LD_PRELOAD": not_yet}, capture_output=True, text=True)
+    assert done.stdout == ("b'all of it'\n" if how == "patient" else f"EAGAIN {errno.EAGAIN}\n"), done.stderr
 
 
 def test_pauses_grow_and_are_bounded_in_all():

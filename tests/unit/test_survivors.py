@@ -24,6 +24,7 @@ from moe_ckpt.core.memory_shares import (
 )
 from moe_ckpt.core.survivors import STATE, TENSORS, is_lent, is_survivors, lends, shared_sequence, survivor_sequence
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.recovery.standing import say_kept
 
 DUE = Share(0, "a", 0, "life", 3, 7, 40, 0, 2, None, "step_00000001_g3")
 """Of a partial checkpoint of step 40, as rank 0 of two sealed it."""
@@ -214,3 +215,13 @@ def test_who_knows_the_tokens_of_all_tells_them():
 def test_ranks_that_sealed_a_newer_step_than_the_log_has():
     shares = [*LOGGED, own(0, 41), own(1, 40), lent(1, 0, 41)]
     assert newer_than(of_log(shares), shares) == LeftBehind(41, (0,))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_said_of_a_newer_step_names_other_ranks_only_if_there_are_any(ranks, caplog):
+    shares = [replace(due(rank), writers=ranks) for rank in range(ranks)] + [replace(own(0, 41), writers=ranks)]
+    with caplog.at_level("INFO", "moe_ckpt"):
+        say_kept(shares, "step_00000040_g3")
+    assert "rank 0 kept step 41 when training stopped" in caplog.text
+    assert ("ranks" in caplog.text) == (ranks > 1)
+    assert "step 40" in caplog.text

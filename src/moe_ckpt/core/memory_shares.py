@@ -187,6 +187,8 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
             continue
         window, since = group[0].window, group[0].since
         if since is not None:
+            if sequence - since >= len(by_snapshot):  # some are lacking, however many it says
+                continue
             groups = [by_snapshot.get((life, each), []) for each in range(since, sequence + 1)]
             if all(_may_be_built_upon(each) for each in groups):
                 found.append((sequence, _with_gradients(_checkpoint(groups), places)))

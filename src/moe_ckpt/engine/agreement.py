@@ -42,6 +42,7 @@ class StepConsensus:
         edited: On some rank, something other than the optimizer changed weights or optimizer state, so that the step
             does not follow from its gradients.
         tight: Some rank's memory does not hold two checkpoints.
+        gone: The newest checkpoint is no longer on storage.
         secs: Rank 0's clock; None before the ranks have agreed on a step.
         persist_secs: The longest time one of them took from beginning to commit.
     """
@@ -59,6 +60,7 @@ class StepConsensus:
     sends: Sends = ALL_SENT
     edited: bool = False
     tight: bool = False
+    gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class RankStatus:
         used_up: See ``Room.is_used_up``.
         edited: See ``StepConsensus``; of this rank.
         tight: See ``Room.is_tight``.
+        gone: See ``StepConsensus``; of rank 0.
     """
 
     busy: bool
@@ -86,6 +89,7 @@ class RankStatus:
     used_up: bool = False
     edited: bool = False
     tight: bool = False
+    gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,7 @@ def step_numbers(standing: RankStatus, measured: Measured, *, leads: bool) -> Co
         int(standing.used_up),
         int(standing.edited),
         int(standing.tight),
+        int(standing.gone),
         *standing.in_memory,
     ]
     return np.asarray(numbers, dtype=np.int64)
@@ -259,7 +264,8 @@ def _consensus(values: Sequence[int]) -> StepConsensus:
         used_up=bool(values[22]),
         edited=bool(values[23]),
         tight=bool(values[24]),
-        in_memory=tuple(values[25:]),
+        gone=bool(values[25]),
+        in_memory=tuple(values[26:]),
     )
 
 

@@ -125,8 +125,9 @@ class Bookkeeper:
         if memory is not None and memory.replicator is not None:
             self.meter.sends(memory.replicator.send_bytes_per_sec)
         behind = pipeline.storage_busy, pipeline.room.copies_behind
-        room, outlives = pipeline.room, memory is not None
-        full = outlives and room.is_used_up, edited, outlives and room.is_tight
+        room, outlives, newest = pipeline.room, memory is not None, self.committed_directory
+        gone = outlives and self._leads and newest is not None and pipeline.stages.is_gone(newest)
+        full = outlives and room.is_used_up, edited, outlives and room.is_tight, gone
         standing = RankStatus(room.is_short, *behind, ended, in_memory, pipeline.sends, *full)
         applied = self.agreement.send(step, tokens, standing, self.meter.measured())
         total, self._awaited = self._awaited or Future(), None
@@ -157,7 +158,10 @@ class Bookkeeper:
             if pipeline.memory is not None:
                 self.settle(pipeline.memory, received.consensus.in_memory)
             self._resolve(received.consensus, pipeline)
-            self._consensus = replace(received.consensus, resolved=(), lost=frozenset(), in_memory=())
+            if received.consensus.gone and not any(committed for _, committed in received.consensus.resolved):
+                self.run_ledger.forget()
+                self.committed_directory = None
+            self._consensus = replace(received.consensus, resolved=(), lost=frozenset(), in_memory=(), gone=False)
         return self._consensus
 
     def settle(self, memory: MemoryTier, reduced: Sequence[int]) -> None:

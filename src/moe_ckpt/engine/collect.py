@@ -5,8 +5,9 @@ Rules of this file:
 1. Only files whose name and directory are of this format are ever deleted.
 2. Commit records go first. A crash anywhere in between leaves files that no record names, and the next
    collection finds them; it never leaves a checkpoint that misses files.
-3. What cannot be read is not judged: a damaged checkpoint is left as it is, an error of the storage or
-   a manifest of another format version stops the collection before anything is deleted.
+3. What cannot be read is not judged: an error of the storage or a manifest of another format version stops the
+   collection before anything is deleted. A manifest that cannot be decoded may be read at the next start, or put back
+   from a backup: while there is one, a start deletes nothing, and no directory goes that it may need, its own or older.
 4. Files go, and stay, by groups: the shards of one kind, or the states, that all ranks wrote at one step. So nothing
    here grows with the ranks but what a listing costs.
 """
@@ -33,8 +34,8 @@ class CollectReport:
     """What a collection did. All but the last two are step directories, oldest first.
 
     Attributes:
-        damaged: Their manifest exists but is not what was written; left untouched. When one is of another format
-            version, nothing at all was deleted.
+        damaged: Their manifest exists but is not what was written; left untouched, with all that is older. When one is
+            of another format version, nothing at all was deleted.
         deleted: File paths.
         left: To the other ranks, of whose files nothing was deleted: step directory -> (True if nothing else is in it,
             groups that go).
@@ -87,10 +88,11 @@ def collect(
     contents = _read_store(storage, known, abandoned)
     if contents.is_foreign:
         return CollectReport(damaged=contents.damaged)
+    unjudged = contents.needed_by_damaged()
     stay = retained(tuple(contents.records.values()), retention, now_unix_secs)
     kept = [contents.records[directory] for directory in contents.records if directory in stay]
-    dropped = tuple(directory for directory in contents.records if directory not in stay)
-    untouchable = {*contents.damaged, *(contents.begun_after_newest() - set(abandoned))}
+    dropped = tuple(directory for directory in contents.records if directory not in stay | unjudged)
+    untouchable = unjudged | (contents.begun_after_newest() - set(abandoned))
     gone = groups_to_delete(contents.groups(), kept, untouchable)
     deleted, left = _delete(storage, contents, gone, others, known)
     for directory in contents.names:
@@ -111,9 +113,9 @@ def clean_start(storage: Storage, known: Known | None = None) -> CollectReport:
     """
     known = Known() if known is None else known
     contents = _read_store(storage, known)
-    if contents.is_foreign:
-        return CollectReport(damaged=contents.damaged)
-    committed = {*contents.records, *contents.damaged}
+    if contents.damaged:
+        return CollectReport(tuple(contents.records), (), contents.damaged)
+    committed = set(contents.records)
     gone = groups_to_delete(contents.groups(), contents.records.values(), committed)
     deleted, _ = _delete(storage, contents, gone, frozenset(), known)
     storage.clean_temporaries("")
@@ -122,7 +124,7 @@ def clean_start(storage: Storage, known: Known | None = None) -> CollectReport:
             storage.clean_temporaries(directory)
         else:
             _tidy(storage, contents, directory, known)
-    return CollectReport(tuple(contents.records), (), contents.damaged, deleted)
+    return CollectReport(tuple(contents.records), (), (), deleted)
 
 
 def grouped(names: Collection[str]) -> dict[str, frozenset[str]]:
@@ -171,6 +173,10 @@ class _Contents:
 
     def groups(self) -> list[str]:
         return [f"{directory}/{group}" for directory, names in self.names.items() for group in names]
+
+    def needed_by_damaged(self) -> set[str]:
+        newest = max(map(age_of, self.damaged), default=(-1, -1))
+        return {directory for directory in self.names if age_of(directory) <= newest}
 
     def begun_after_newest(self) -> set[str]:
         newest = max((record.order for record in self.records.values()), default=(-1, -1))

@@ -127,7 +127,7 @@ class StorageFlush:
             self._last = None
 
     def _is_due(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:
-        if self._cadence is None or plan.wait or plan.halt is not None:
+        if self._cadence is None or plan.wait or plan.halt is not None or ledger.needs_everything:
             return True
         if self._windows and plan.window is None:  # windows are built upon dense checkpoints, which are rare
             return True

@@ -136,6 +136,19 @@ class StoreKeeper:
         if len(begun) > 1:
             self._listings.names(begun[:-1], begun[-1])
 
+    def looks_gone(self, directory: str) -> bool:
+        """Whether the commit record of the newest checkpoint, which memory follows, was deleted."""
+        path = f"{directory}/{MANIFEST_NAME}"
+        try:
+            self._storage.size(path)
+        except FileNotFoundError:
+            said = "%s/%s is gone: something deleted it during training. The next checkpoint saves everything anew"
+            log.warning(said, self._storage.root, path)
+            return True
+        except (OSError, MoECheckpointError) as error:
+            log.info("%s/%s cannot be looked for: %s", self._storage.root, path, error)
+        return False
+
     def collect(self, superseded: Abandoned = NOTHING, *, failed: bool = False) -> Superseded:
         """After a commit: drop what retention no longer needs, and what windows that were given up have left.
 
@@ -208,8 +221,9 @@ class StoreKeeper:
                 if found.run_id != self._identity.run_id:
                     raise ForeignStoreError(
                         f"the store {root} was this run's ({self._identity.run_id}), but holds another run "
-                        f"({found.run_id}) now: something replaced it during training, and nothing is written into it. "
-                        "Put this run's store back, or start the run again with another dirpath."
+                        f"({found.run_id}) now: something replaced it during training. Nothing is committed there, and "
+                        "shards of this run are removed again. Put this run's store back, or start the run again with "
+                        "another dirpath."
                     )
                 return
         self._lock.retake()

@@ -7,6 +7,7 @@ Errors between ranks end the thread, because nothing can be committed without ev
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -21,6 +22,7 @@ log = logging.getLogger("moe_ckpt")
 _REMEMBERED = 64
 """Resolutions kept; far more than can come between two optimizer steps."""
 _KEEP_ALIVE_SECS = 60.0
+_LONGEST_UNSEEN_SECS = 1.0
 
 
 class Persister:
@@ -30,15 +32,22 @@ class Persister:
         resolve: Brings one snapshot to its end, on the thread; what it raises ends that.
         keep_alive: Called about once a minute (keeps the store's lock); what it raises ends the thread
             unless it is a passing error of the storage.
+        looks_gone: Says whether a checkpoint is no longer on storage (``StoreKeeper.looks_gone``).
     """
 
     def __init__(
-        self, resolve: Callable[[Snapshot], Resolution], keep_alive: Callable[[], None], name: str = "moe_ckpt-persist"
+        self,
+        resolve: Callable[[Snapshot], Resolution],
+        keep_alive: Callable[[], None],
+        name: str = "moe_ckpt-persist",
+        looks_gone: Callable[[str], bool] = lambda directory: False,
     ) -> None:
         self._resolve = resolve
         self._keep_alive = keep_alive
+        self._looks_gone = looks_gone
+        self._looked = "", 0.0  # what was gone then, and when to look again
         self._taken: tuple[int, float] | None = None
-        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Snapshot | str | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._in_flight = 0
         self._resolutions: deque[Resolution] = deque(maxlen=_REMEMBERED)
@@ -69,6 +78,22 @@ class Persister:
         """(step, seconds since this thread took it up) of the snapshot that is being written; None if none is."""
         with self._changed:
             return None if self._taken is None else (self._taken[0], time.monotonic() - self._taken[1])
+
+    def is_gone(self, directory: str) -> bool:
+        """Whether a checkpoint was gone when the thread looked last. It looks again now, if it has nothing to write."""
+        with self._changed:
+            gone, due = self._looked
+            if gone != directory and not self._in_flight and time.monotonic() >= due:
+                self._looked = "", math.inf
+                self._queue.put(directory)
+        return gone == directory
+
+    def _look(self, directory: str) -> None:
+        began = time.monotonic()
+        gone = self._looks_gone(directory)
+        took = time.monotonic() - began
+        with self._changed:  # so that it costs little where storage is slow, and is soon done again
+            self._looked = directory if gone else "", began + min(100 * took, _LONGEST_UNSEEN_SECS)
 
     def resolutions(self, after: int) -> list[Resolution]:
         """The last resolutions with a sequence greater than ``after``, in order."""
@@ -141,9 +166,14 @@ class Persister:
         """The next snapshot, or None at the end; keeps the store's lock alive meanwhile."""
         while True:
             try:
-                return self._queue.get(timeout=_KEEP_ALIVE_SECS)
+                found = self._queue.get(timeout=_KEEP_ALIVE_SECS)
             except queue.Empty:
-                self._renew_lock()
+                found = ""
+            if not isinstance(found, str):
+                return found
+            if found:
+                self._look(found)
+            self._renew_lock()
 
     def _renew_lock(self) -> None:
         """Renew the lock when it is time. Raises ``StoreInUseError``, which ends the thread, if it was lost."""

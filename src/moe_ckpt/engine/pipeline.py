@@ -89,7 +89,8 @@ class Pipeline:
         count, self._always_whole = len(run.catalog.operators), always_whole
         try:
             resolver = SnapshotResolver(run, run_id, committer, keeper, self.tier)
-            persister = Persister(resolver.resolve, (lambda: None) if rank else run.lock.refresh)
+            looks_gone = (lambda _: False) if keeper is None else keeper.looks_gone
+            persister = Persister(resolver.resolve, (lambda: None) if rank else run.lock.refresh, looks_gone=looks_gone)
             sealer = None if self.memory is None else MemorySealer(run, self.memory, persister.submit)
             self.stages = stages = Stages(persister, sealer, self.memory)
             maker, at_hand = WorkThread(), (self._pool, self.tier, self.stages, settings)

@@ -140,6 +140,7 @@ class CheckpointSession:
         same_store: bool = True,
         tokens_from_host: Counts | None = None,
         beneath: Manifest | None = None,
+        rebuilds: bool = False,
     ) -> FaultRecord:
         """Resume from a restored checkpoint, and record the tokens that its experts lack.
 
@@ -151,6 +152,8 @@ class CheckpointSession:
             same_store: It lies in the session's own store, or what is ``beneath`` it does.
             tokens_from_host: ``[L, E]`` tokens seen by experts that came back from host memory instead of from storage.
             beneath: The checkpoint on storage that it was laid over, if it was in memory only.
+            rebuilds: Files of the store are damaged that a partial checkpoint would build on: not ``same_store`` then,
+                and the next checkpoint has everything, whatever the policy.
         """
         keeper, committer = self._resources.keeper, self._resources.committer
         fault = self.run_ledger.resume_from(
@@ -168,6 +171,8 @@ class CheckpointSession:
             if needs_of(self._run.policy).windows:
                 known = 0 if keeper is None else keeper.dense_step(stored)
                 [self._planner.dense_step] = largest(self.comm, [known])
+        if rebuilds:
+            self.run_ledger.forget()
         self._resources.pipeline.training_begins(whole=self.run_ledger.needs_everything)
         self._run.tell(Resumed(manifest.step))
         self._since_record.take()  # what a replay took is no stall of the next step

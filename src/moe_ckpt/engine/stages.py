@@ -91,6 +91,10 @@ class Stages:
         """Recent snapshots that ended on storage, with a sequence greater than ``after``."""
         return self._persister.resolutions(after)
 
+    def is_gone(self, directory: str) -> bool:
+        """See ``Persister.is_gone``."""
+        return self._persister.is_gone(directory)
+
     def raise_fatal(self) -> None:
         """Raise, once, the error that ended a thread."""
         if self._sealer is not None:

@@ -126,6 +126,43 @@ _PLAIN = record(
     },
 )
 
+# --- gradient logs ---
+
+_names = value(
+    lambda found: isinstance(found, (list, tuple)) and all(isinstance(each, str) for each in found), "a list of names"
+)
+
+
+def _as_many(count: Any) -> str:
+    of_each = count["values"].dim() == 1 and len(count["values"]) == len(count["units"])
+    return "" if of_each else f".values are not one for each of {len(count['units'])} units"
+
+
+def _many(each: Check) -> Check:
+    """A list or tuple."""
+    several = listing(each)
+    return lambda found: several(list(found) if isinstance(found, tuple) else found)
+
+
+_GRADIENT_LOG = record(
+    {
+        "updates": _many(
+            record(
+                {
+                    "optimizer": whole(),
+                    "groups": _many(record({}, _HYPERPARAMETERS)),
+                    "parameters": _names,
+                    "grad_scale": maybe(_amount),
+                    "found_inf": maybe(_amount),
+                }
+            )
+        ),
+        "counts": _many(
+            both(record({"optimizer": whole(), "state": text, "units": _names, "values": _tensor}), _as_many)
+        ),
+    }
+)
+
 # --- trainers ---
 
 _SETTINGS = mapping(anything)
@@ -170,7 +207,7 @@ _MEGATRON = record(
         "configured": record({"groups": listing(_SETTINGS), "scheduler": _SETTINGS}, {"resting": listing(text)}),
     },
 )
-_ANY = record({}, {"framework": text})
+_ANY = record({}, {"framework": text, "gradient_log": _GRADIENT_LOG})
 _FRAMEWORKS = {"lightning": _LIGHTNING, "megatron": _MEGATRON}
 
 

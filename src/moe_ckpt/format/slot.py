@@ -37,6 +37,19 @@ def _raggedness(rows: list[list[int]]) -> str:
     return "" if len(set(map(len, rows))) < 2 else " has rows of different lengths"
 
 
+def _contradictions(body: Mapping[str, Any]) -> str:
+    """What is wrong between fields that are right by themselves."""
+    facts = body["facts"]
+    window, since = facts["window"], facts.get("since")
+    if body["rank"] >= body["world_size"]:
+        return f".rank {body['rank']} is not below .world_size {body['world_size']}"
+    if since is not None and since > body["sequence"]:
+        return f".facts.since {since} is after .sequence {body['sequence']}"
+    if window is not None and window["slot"] >= window["size"]:
+        return f".facts.window.slot {window['slot']} is not below its size {window['size']}"
+    return ""
+
+
 _TABLE = both(listing(listing(whole())), _raggedness)
 _FACTS = record(
     {
@@ -45,7 +58,7 @@ _FACTS = record(
         "operators": listing(OPERATOR_ID),
         "window": maybe(_WINDOW),
         "applied": _TABLE,
-        "faults": listing(listing(whole())),
+        "faults": listing(listing(whole(), least=3, most=4)),
         "policy": mapping(anything),
         "measured": mapping(number()),
     },
@@ -58,7 +71,7 @@ _FACTS = record(
         "own": _TABLE,
     },
 )
-_BODY = record(
+_FIELDS = record(
     {
         "kind": one_of(KIND),
         "format_version": one_of(*_READ_VERSIONS),
@@ -83,6 +96,7 @@ _BODY = record(
         "place": whole(),
     },
 )
+_BODY = both(_FIELDS, _contradictions)
 
 
 @dataclass(frozen=True)
@@ -186,7 +200,7 @@ class StepFacts:
             body["index"],
             body["base"],
             tuple(body["operators"]),
-            None if window is None else WindowPlace(**window),
+            None if window is None else WindowPlace(window["start"], window["size"], window["slot"]),
             np.asarray(body["applied"], dtype=np.int64),
             tuple(faults_in(body)),
             body["policy"],

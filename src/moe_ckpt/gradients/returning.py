@@ -77,7 +77,12 @@ class LogReplayer(UpdateReplayer):
         """
         replay = self._opened()
         require_together(replay, self._spans, log.anchors, log.homes)
-        problems: list[str] = []
+        problems = [
+            f"a step count of {name}, which no optimizer of this rank updates"
+            for recorded in log.plain(log.steps[-1])["counts"]
+            for name in recorded["units"]
+            if (recorded["optimizer"], name) not in replay.tensors
+        ]
         for step in log.steps[1:]:
             given = _volumes(replay, log.blocks(step))
             for update in _updates(log, step):

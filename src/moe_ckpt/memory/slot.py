@@ -15,7 +15,7 @@ from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.memory.identity import identity, identity_at
 from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.storage.access import PRIVATE
-from moe_ckpt.storage.local import free_bytes
+from moe_ckpt.storage.local import free_bytes, read_up_to
 
 log = logging.getLogger("moe_ckpt")
 
@@ -224,7 +224,7 @@ def read_header(path: Path) -> bytes:
 def _read(path: Path) -> bytes:
     """A header's file, of a bounded size."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-        raw = file.read(_MOST_HEADER_NBYTES + 1)
+        raw = bytes(read_up_to(file.fileno(), _MOST_HEADER_NBYTES + 1))
     if len(raw) > _MOST_HEADER_NBYTES:
         raise DamagedError(str(path), f"more than {_MOST_HEADER_NBYTES:,} bytes are too long for the header of a slot")
     return raw

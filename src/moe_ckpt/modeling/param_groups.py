@@ -76,6 +76,14 @@ def check(
                 f"optimizer {index}, param group {number}: the checkpoint has {len(there)} parameters, this run "
                 f"{len(here)}; only in the checkpoint: {only_there or 'none'}, only in this run: {only_here or 'none'}"
             )
+        for name, current in groups[number].items():
+            if name != "params" and isinstance(current, (tuple, list)) and name in entry:
+                found = entry[name]
+                if not isinstance(found, (tuple, list)) or len(found) != len(current):
+                    raise ConfigError(
+                        f"optimizer {index}, param group {number}: the checkpoint has {name}={found!r}, this run "
+                        f"{name}={current!r}, which is of another form; build the optimizer as it was"
+                    )
 
 
 def take_added(

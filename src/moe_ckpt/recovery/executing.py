@@ -70,6 +70,8 @@ class Restored:
         path: Of the file of ``plain``, for messages.
         from_memory: It came from memory that outlived a process, as a whole or in part.
         beneath: Then the checkpoint on storage that it is, or was laid over; None if storage has nothing of it.
+        rebuilds: What storage has of it must not be built upon: files of ``beneath`` are damaged, or the checkpoint is
+            gone that memory follows. The next checkpoint saves everything.
         plan: Where each operator came from; None if storage alone was asked.
         left_behind: What memory had that is newer, and cannot be used; None if nothing.
         local: This rank's part, if only some pipeline stages go back; None if all ranks load the same step.
@@ -83,6 +85,7 @@ class Restored:
     path: str = ""
     from_memory: bool = False
     beneath: Manifest | None = None
+    rebuilds: bool = False
     plan: RecoveryPlan | None = None
     left_behind: LeftBehind | None = None
     local: LocalPart | None = None
@@ -109,9 +112,10 @@ class Restored:
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether storage has no complete checkpoint of this very state: it is newer, or some experts are older."""
+        """Whether storage has no complete checkpoint of this very state: it is newer, or some experts are older, or
+        what it has is damaged or gone."""
         stale = any(record.step != self.manifest.step for record in self.manifest.operators.values())
-        return self.beyond_storage or (stale and not self.manifest.window)
+        return self.rebuilds or self.beyond_storage or (stale and not self.manifest.window)
 
     @property
     def _storage_has_part(self) -> bool:
@@ -121,7 +125,11 @@ class Restored:
     @property
     def going_on(self) -> dict[str, Any]:
         """For ``CheckpointSession.resume_from``."""
-        beneath = {"same_store": self.beneath is not None, "beneath": self.beneath} if self.from_memory else {}
+        beneath: dict[str, Any] = {}
+        if self.rebuilds:
+            beneath = {"same_store": False, "rebuilds": True}
+        elif self.from_memory:
+            beneath = {"same_store": self.beneath is not None, "beneath": self.beneath}
         return {"tokens_from_host": self.tokens_from_host, **beneath}
 
 

@@ -65,10 +65,6 @@ class KeptState:
         [snapshot] = kept.snapshots
         return is_agreed(snapshot)
 
-    def stands(self, kept: MemoryCheckpoint) -> bool:
-        """Whether storage has what it had then; a warning says if it has not."""
-        return self._memory.standing.stands(kept)
-
     def note_start(self, kept: MemoryCheckpoint) -> None:
         """Some ranks are about to go back, and the others go on from ``kept``. Counted there until a step ends."""
         self._memory.note_lasting_start(kept.shares)

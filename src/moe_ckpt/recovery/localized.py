@@ -156,8 +156,6 @@ class LocalAttempt:
             why = "what some stages computed again, at a start since, was not what it had been the first time"
             self._say_global(found, why)
             return None
-        if not self._kept.stands(sealed):
-            return None
         opened = None if opener is None else together(comm, opener())
         if opened is not None and opened.logged:
             self._say_global(found, f"{directory} in memory is a step of a gradient log")

@@ -33,7 +33,7 @@ from moe_ckpt.core.memory_shares import (
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.survivors import STATE
+from moe_ckpt.core.survivors import STATE, is_survivors
 from moe_ckpt.core.tokens import TokenBook, window_began
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
 from moe_ckpt.format.fragment import Fragment
@@ -91,7 +91,7 @@ class MemoryCheckpoints:
         reader: Of the store; what it has read already is not read again.
 
     Attributes:
-        standing: Whether this run may go on from what memory holds.
+        standing: What storage has.
         used: Path of a file of the checkpoint opened last -> the slot that it comes from.
         paths: Where each slot lies.
 
@@ -123,14 +123,15 @@ class MemoryCheckpoints:
         for holder, (_, node, paths, slots) in enumerate(ranks):
             self.paths.note(holder, paths)
             self.shares += [share_of(holder, node, fields) for fields in slots]
+        self.standing.say_gone(checkpoints_of(self.shares))
 
     def offered(self) -> list[str]:
         """Directories of what memory has whole, or has a part of beside storage, newest first."""
-        standing = [each for each in checkpoints_of(self.shares) if self.standing.stands(each)]
-        whole = {step_dir(each.step, each.generation) for each in standing if each.is_complete}
+        known = checkpoints_of(self.shares)
+        whole = {step_dir(each.step, each.generation) for each in known if each.is_complete}
         # What ``moe-ckpt densify`` made of a log stands on storage by itself.
-        whole -= {step_dir(each.step, each.generation) for each in standing if each.is_log} & set(self.standing.stored)
-        parts = {step_dir(each.step, each.generation) for each in standing if not (each.is_window or each.is_log)}
+        whole -= {step_dir(each.step, each.generation) for each in known if each.is_log} & set(self.standing.stored)
+        parts = {step_dir(each.step, each.generation) for each in known if not (each.is_window or each.is_log)}
         return sorted((whole | parts.intersection(self.standing.stored)) - self._given_up, key=age_of, reverse=True)
 
     def ask(self, directory: str) -> Callable[[], OpenedMemory]:
@@ -291,15 +292,21 @@ class MemoryCheckpoints:
             Layer(self.parts(each, [facts], BESIDE if each.step == checkpoint.step else "")[0], each, facts)
             for each, facts in zip(older, described[count : count + len(older)], strict=True)
         ]
-        if beneath is not None and beneath.directory == directory and not checkpoint.is_window:
+        stored = None if beneath is None or checkpoint.is_window or beneath.directory != directory else beneath
+        if stored is not None and is_survivors(checkpoint.shares[-1].sequence) and not checkpoint.is_complete:
+            parts = self.parts(checkpoint, described[:count], BESIDE)
+            view = self._laid(stored, [*layers, Layer(parts[0], checkpoint, described[0])])
+            manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
+        elif stored is not None and not is_survivors(checkpoint.shares[-1].sequence):
             [part] = parts
-            view, known = self._laid(beneath, layers), part.known_to(beneath)
+            view, known = self._laid(stored, layers), part.known_to(stored)
             whole = checkpoint.is_whole and len(known) == len(part.files)
-            view.lay(part, described[0], kept=part.kept if whole else self.covered(part, part.kept, beneath))
+            view.lay(part, described[0], kept=part.kept if whole else self.covered(part, part.kept, stored))
             view.slots |= known
-            manifest = pruned(replace(beneath, operators=view.operators), view.files, {directory})
-        else:
-            alone = checkpoint.is_window or (checkpoint.is_log and not _gradients_of(described[count - 1]))
+            manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
+        else:  # a complete seal has everything, under the names that storage's files of the step have
+            alone = stored is not None or checkpoint.is_window or checkpoint.is_log
+            alone = alone and not _gradients_of(described[count - 1])
             view = self._laid(None if alone else beneath, layers)
             manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
         files = view.slots_of(manifest)
@@ -359,6 +366,7 @@ class MemoryCheckpoints:
         parts = []
         for (snapshot, beside), facts in zip(checkpoint.with_gradients(), described, strict=True):
             step = next(iter(snapshot.values()))[0].step
+            facts.require_shape(step, _grid(self._tier.model))
             part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step)
             for writer, shares in sorted(snapshot.items()):
                 full = [share for share in shares if share.sent == fullest(shares).sent]

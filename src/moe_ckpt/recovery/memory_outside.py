@@ -139,7 +139,7 @@ class MemoryOutside:
     def _complete(self) -> list[MemoryCheckpoint]:
         """Newest first. A sparse window is none: it takes forward and backward passes."""
         found = checkpoints_of(without(self.memory.shares, self._bad))
-        return [each for each in found if each.is_complete and not each.is_window and self.memory.standing.stands(each)]
+        return [each for each in found if each.is_complete and not each.is_window]
 
     def opened(self, step: int | None, verify: Callable[[OpenedMemory], None]) -> OpenedMemory:
         """Returns a checkpoint whose bytes were verified: of damaged slots other copies are taken, if there are any.

@@ -7,8 +7,9 @@ then ends the start, unless ``on_read_error`` says to go back. ``recovery.execut
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +19,7 @@ from moe_ckpt.core.memory_shares import checkpoints_of
 from moe_ckpt.core.recovery_plan import first_choice
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.errors import NoCheckpointError, NotFiniteError, OtherLayoutError
+from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
@@ -112,6 +113,7 @@ def resume_newest(
             if not (restored.from_memory and _has_whole(memory, directory)):
                 restored = replace(restored, left_behind=memory.left_behind(restored.manifest))
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
+            restored = _rebuilding(restored, comm, memory, passed_over)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
     passed_over.require_none(comm, directories, storage.root)
     if in_memory is not None and comm.rank == 0:
@@ -140,6 +142,7 @@ class _PassedOver:
         unread: Directories of those that storage does not give.
         windows: Sparse windows of another layout.
         not_finite: Some hold NaN or infinity.
+        damaged: Files of storage in which this rank found damage.
         diverged: The first step of a gradient log whose updates came to another state, and where; None if none did.
     """
 
@@ -148,11 +151,30 @@ class _PassedOver:
         self.unread: list[str] = []
         self.windows: list[OtherLayoutError] = []
         self.not_finite = False
+        self.damaged: set[str] = set()
+        self._any = False
         self.diverged: tuple[NotUsableError, str] | None = None
         self._rank = comm.rank
 
+    def _note_damage(self, problem: Exception | None, slots: Collection[str] = ()) -> None:
+        """slots: Files that are in memory."""
+        self._any = True
+        if isinstance(problem, DamagedError) and problem.path not in slots:
+            self.damaged.add(problem.path)
+
+    def damaged_of(self, beneath: Manifest | None, comm: Communicator) -> list[str]:
+        """What ranks found damaged of a checkpoint on storage that memory was laid over. A collective.
+
+        Memory had what those files hold, so that nobody read them; later checkpoints would name them again.
+        """
+        if not self._any or beneath is None:  # alike on every rank
+            return []
+        found = {path for raw in comm.everyone(json.dumps(sorted(self.damaged)).encode()) for path in json.loads(raw)}
+        return sorted(found & beneath.paths)
+
     def set_aside(self, memory: MemoryCheckpoints, directory: str, found: NotUsableError) -> None:
         """One more, which memory has. A collective."""
+        self._note_damage(found.problem, memory.used)
         diverged = found.kind == DIVERGED
         memory.set_aside(directory, found.problem, diverged=diverged)
         if diverged:
@@ -163,6 +185,7 @@ class _PassedOver:
     def note(self, directory: str, found: NotUsableError) -> None:
         """One more."""
         problem = found.problem
+        self._note_damage(problem)
         if isinstance(problem, OtherLayoutError):
             self.windows.append(problem)
             return
@@ -195,6 +218,28 @@ class _PassedOver:
             f"no checkpoint in {root} can be used: {'; '.join(self.problems[:4]) or 'see the other ranks'}. "
             "To start over, move the directory away or choose another dirpath." + (_BY_NAME if self.not_finite else "")
         )
+
+
+def _rebuilding(
+    restored: Restored, comm: Communicator, memory: MemoryCheckpoints, passed_over: _PassedOver
+) -> Restored:
+    """Returns what came from memory with a note if the next checkpoint must not build on what storage has. A
+    collective."""
+    joined = restored if restored.local is None else restored.local.joined
+    if not joined.from_memory:
+        return restored
+    damaged = passed_over.damaged_of(joined.beneath, comm)
+    if damaged and comm.rank == 0:
+        announce(
+            "%s on storage cannot be used. Memory has what was in it, and the next checkpoint saves everything anew",
+            " and ".join(damaged),
+            level=logging.WARNING,
+        )
+    same = (e for e in checkpoints_of(memory.shares) if step_dir(e.step, e.generation) == joined.manifest.directory)
+    if not (damaged or any(map(memory.standing.follows_what_is_gone, same))):
+        return restored
+    local = restored.local and replace(restored.local, joined=replace(joined, rebuilds=True))
+    return replace(restored, rebuilds=True, local=local)
 
 
 def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) -> Iterator[tuple[str, Opener | None]]:

@@ -108,6 +108,18 @@ class SnapshotFacts:
             raise DamagedError(f"memory slots of step {step}", "no rank has facts of the step", step=step)
         return self.facts
 
+    def require_shape(self, step: int, shape: tuple[int, int]) -> None:
+        """Raises ``DamagedError`` unless tokens are those of experts of the model.
+
+        Args:
+            shape: ``[L, E]``.
+        """
+        facts = self.require_facts(step)
+        for counts in (facts.applied, facts.lost):
+            if counts is not None and counts.shape != shape and (counts.size or 0 not in shape):
+                said = f"its token counts have the shape {counts.shape}, and the model's experts {shape}"
+                raise DamagedError(f"memory slots of step {step}", said, step=step)
+
     def settle(self, recounted: Collection[int] = ()) -> None:
         """All have told: tokens of a step on which they had not agreed when one of them died are summed now.
 
@@ -118,8 +130,11 @@ class SnapshotFacts:
             return
         every = (*self.writers.items(), *self.states.items())
         counts = (each.own for writer, each in every if writer not in recounted)
-        summed = sum((own for own in counts if own is not None), start=self.facts.applied)
-        self.facts = replace(self.facts, applied=summed, own=None)
+        told = [own for own in counts if own is not None]
+        if any(own.shape != self.facts.applied.shape for own in told):  # nobody knows what they are
+            self.facts = None
+            return
+        self.facts = replace(self.facts, applied=sum(told, start=self.facts.applied), own=None)
 
 
 def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:

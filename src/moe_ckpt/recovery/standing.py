@@ -1,4 +1,4 @@
-"""Whether a run may go on from what memory holds, beside what storage has."""
+"""What is said of checkpoints in memory beside what storage has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, newer_than
 from moe_ckpt.core.quantities import name_ranks
+from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.format.manifest import age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
@@ -14,8 +15,15 @@ from moe_ckpt.ports import Communicator
 log = logging.getLogger("moe_ckpt")
 
 
+_GONE = (
+    "%s is gone from storage, or its MANIFEST.json is, and memory has steps up to %d that follow it: the run goes on "
+    "from there as far as memory has everything. If you removed it in order to go back, stop, run moe-ckpt memory "
+    "clear on every node, and start again"
+)
+
+
 class Standing:
-    """Decides alike on every rank; rank 0 says once why not. On the training thread.
+    """Knows what storage has, alike on every rank. On the training thread.
 
     Args:
         comm: The ranks.
@@ -27,31 +35,23 @@ class Standing:
 
     def __init__(self, comm: Communicator, stored: Sequence[str]) -> None:
         self._comm, self.stored = comm, stored
-        self._said: set[str] = set()
 
-    def stands(self, checkpoint: MemoryCheckpoint) -> bool:
-        """Whether storage still has the checkpoint that this one builds on, or what replaced that.
+    def follows_what_is_gone(self, checkpoint: MemoryCheckpoint) -> bool:
+        """Whether storage lacks the checkpoint that this one builds on, and what replaced that.
 
-        It has not if a user went back, by removing checkpoints or restoring an older copy of the store. What memory
-        holds would undo that.
+        A file was lost, or a user removed checkpoints, or restored an older copy of the store.
         """
         base, begun = age_of(checkpoint.base), checkpoint.generation
-        stands = not checkpoint.base or any(
+        return bool(checkpoint.base) and not any(
             name == checkpoint.base or (age_of(name)[0] == begun and age_of(name) > base) for name in self.stored
         )
-        if not stands:
-            self._say(
-                checkpoint.base,
-                "the copy of step %d in memory is not used: it follows %s, which is no longer on storage",
-                checkpoint.step,
-                checkpoint.base,
-            )
-        return stands
 
-    def _say(self, about: str, words: str, *values: object) -> None:
-        if self._comm.rank == 0 and about not in self._said:
-            self._said.add(about)
-            log.warning(words, *values)
+    def say_gone(self, checkpoints: Sequence[MemoryCheckpoint]) -> None:
+        """Says what is gone from storage that the newest of ``checkpoints`` follows."""
+        newest = next(iter(checkpoints), None)
+        newer = newest is not None and all((newest.generation, newest.step) > age_of(name) for name in self.stored)
+        if newest is not None and newer and self.follows_what_is_gone(newest) and self._comm.rank == 0:
+            announce(_GONE, newest.base, newest.step, level=logging.WARNING)
 
 
 def say_unusable(directory: str, reasons: Sequence[str]) -> None:
@@ -68,9 +68,10 @@ def say_unusable(directory: str, reasons: Sequence[str]) -> None:
 
 
 def checkpoint_in(shares: Sequence[Share], directory: str) -> MemoryCheckpoint:
-    """Returns the checkpoint of this name that memory has whole, or else has a part of."""
+    """Returns the checkpoint of this name that memory has whole, or else has a part of: rather of what was due than of
+    what survivors sealed, which is then laid over that."""
     candidates = [each for each in checkpoints_of(shares) if step_dir(each.step, each.generation) == directory]
-    return min(candidates, key=lambda each: not each.is_complete)
+    return min(candidates, key=lambda each: 0 if each.is_complete else 1 + is_survivors(each.shares[-1].sequence))
 
 
 def say_kept(shares: Sequence[Share], directory: str) -> None:
@@ -82,5 +83,7 @@ def say_kept(shares: Sequence[Share], directory: str) -> None:
     why = "the other ranks' state of it is lost: all continue from step %d, the newest that all of them have"
     if checkpoint.is_log:
         why = "the other ranks' gradients of it are lost: all ranks are restored to step %d by the log"
+    if checkpoint.writers == 1:
+        why = "it cannot be used: the run continues from step %d"
     ranks = name_ranks(kept.writers)
     announce(f"%s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)

@@ -140,15 +140,8 @@ class LocalStorage:
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             _require_regular(path, status)
-            available = max(status.st_size - offset, 0)
-            buffer = bytearray(available if nbytes is None else min(nbytes, available))
             file.seek(offset)
-            done = 0
-            with memoryview(buffer) as view:
-                while done < len(view) and (got := file.readinto(view[done:])):
-                    done += got
-        del buffer[done:]
-        return buffer
+            return read_up_to(file.fileno(), sys.maxsize if nbytes is None else nbytes)
 
     def size(self, path: str) -> int:
         status = os.lstat(self._locate(path))
@@ -264,6 +257,21 @@ def replace_file(path: str | os.PathLike[str], data: Chunk) -> None:
     _sync_directory(directory)
 
 
+def read_up_to(descriptor: int, nbytes: int) -> bytearray:
+    """Reads so many bytes from where the descriptor stands, or what is left of the file.
+
+    Raises:
+        OSError: It cannot be read. EAGAIN, too, which Python's file objects take for the end of the file.
+    """
+    left = os.fstat(descriptor).st_size - os.lseek(descriptor, 0, os.SEEK_CUR)
+    buffer, done = bytearray(max(0, min(nbytes, left))), 0
+    with memoryview(buffer) as view:
+        while done < len(view) and (got := os.readv(descriptor, [view[done:]])):
+            done += got
+    del buffer[done:]
+    return buffer
+
+
 def read_whole(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """The content of a file outside of any store, if it is no larger than such a file may be.
 
@@ -275,7 +283,7 @@ def read_whole(path: str | os.PathLike[str], most_bytes: int) -> bytes:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > most_bytes:
             raise DamagedError(os.fspath(path), f"has {nbytes:,} bytes, and such a file at most {most_bytes:,}")
-        return file.read(most_bytes)
+        return bytes(read_up_to(file.fileno(), most_bytes))
 
 
 def remove_temporaries_of(path: str | os.PathLike[str]) -> None:

@@ -20,6 +20,7 @@ from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.upstream import Channel, LogHeader, Message, decode_log, encode_log
 from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX, log_path
 from moe_ckpt.storage.access import PRIVATE
+from moe_ckpt.storage.local import read_up_to
 
 log = logging.getLogger("moe_ckpt")
 
@@ -120,9 +121,9 @@ class SealedLog:
             OSError: The file cannot be read.
         """
         path = self.path.with_suffix(MESSAGES_SUFFIX)
-        with open(os.open(path, _READ), "rb") as file:
+        with open(os.open(path, _READ), "rb", buffering=0) as file:
             for number, message in enumerate(self.header.messages):
-                raw = bytearray(file.read(message.nbytes))
+                raw = read_up_to(file.fileno(), message.nbytes)
                 if len(raw) != message.nbytes or xxhash.xxh3_64_hexdigest(raw) != message.checksum:
                     said = f"message {number} ({message.channel}) is damaged"
                     raise DamagedError(str(path), said, step=self.header.step, rank=self.header.rank)
@@ -137,7 +138,7 @@ def sealed_logs(directory: Path) -> list[SealedLog]:
     for path in sorted(directory.glob(f"*{SEALED_SUFFIX}")):
         try:
             with open(os.open(path, _READ), "rb") as file:
-                header = decode_log(file.read(MAX_HEADER_BYTES + 1), str(path))
+                header = decode_log(bytes(read_up_to(file.fileno(), MAX_HEADER_BYTES + 1)), str(path))
             if log_path(directory, header.step).name != path.stem:
                 raise DamagedError(str(path), f"it is of step {header.step}", step=header.step, rank=header.rank)
             found.append(SealedLog(path.with_suffix(""), header))

@@ -76,7 +76,7 @@ POLICY_CONTEXT = (
 """What a policy of one's own decides from."""
 
 NEEDS = (
-    "sizes windows soft_counts decayed_counts lost_tokens gradients gradient_dtype dense_from_log tiers partial alone "
+    "sizes windows soft_counts decayed_counts lost_tokens gradients gradient_dtype tiers partial alone "
     "boost replicas bubbles period_steps next_due explain warning asked_by instead"
 )
 """What a policy of one's own may say that it needs."""
@@ -88,7 +88,7 @@ POLICY_OPTIONS = {
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
     "MoEtion": "every_n_steps experts selection budget_fraction capacity_boost recompute probe",
     "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts dense_overhead",
-    "GradientLog": "window most_window budget_fraction grad_dtype dense_from",
+    "GradientLog": "window most_window budget_fraction grad_dtype",
 }
 
 RECORDS = {

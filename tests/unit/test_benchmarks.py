@@ -22,7 +22,6 @@ from benchmarks import (
     agreement_stall,
     contestants,
     copy_speed,
-    dense_from_log,
     failure_trace,
     lost_tokens,
     megatron_prepare,
@@ -546,24 +545,6 @@ def test_a_job_comes_back_with_the_command_line_of_the_docs(tmp_path, capfd):
     assert (row["restarts"], row["failed"], row["gave_up"], row["hung"]) == (2, 0, 0, 0)
     assert len(row["secs"]) == 2
     assert "--standalone" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_dense_from_log_counts_what_training_no_longer_copies(tmp_path, capfd):
-    out = tmp_path / "out.json"
-    assert dense_from_log.main(["--size", "tiny", "--json", str(out)]) == 0
-    told = json.loads(out.read_text())
-    assert dense_from_log.markdown(told) in capfd.readouterr().out
-    copied = dense_from_log.rows(told["found"])[2]
-    assert float(copied[1]) == 12.0
-    assert float(copied[2]) < 7.0
-
-
-def test_docs_have_what_was_counted_of_dense_checkpoints_from_a_log():
-    told, text = json.loads(dense_from_log.KEPT.read_text()), (ROOT / "docs" / "gradient_log.md").read_text()
-    assert dense_from_log.markdown(told) in text
-    assert f"here {1e3 * dense_from_log.more_secs(told['found']):.0f} ms more for each checkpoint" in text
-    assert f"load average {told['machine']['load_average_1min']:.0f})" in text
 
 
 def test_docs_have_what_a_megatron_rank_costs():

@@ -103,11 +103,6 @@ def test_values_reach_the_policy(user_app):
     assert instantiate(cfg.moe_ckpt.policy) == MoC(k=2, every_n_steps=5)
 
 
-def test_where_a_log_is_made_dense_reaches_the_policy(user_app):
-    cfg = user_app("moe_ckpt/policy=gradient_log", "moe_ckpt.policy.dense_from=log")
-    assert instantiate(cfg.moe_ckpt.policy) == GradientLog(dense_from="log")
-
-
 def test_two_levels_and_a_budget_reach_moc(user_app):
     def policy(*overrides):
         return instantiate(user_app("moe_ckpt/policy=moc", *overrides).moe_ckpt.policy)

@@ -139,7 +139,7 @@ COMBINED = {
     "asked_by": ("", "Says(log=True)", "Says(log=True)"),
     "instead": ("", "log=False", "log=False"),
     **dict.fromkeys(("sizes", "soft_counts", "decayed_counts", "lost_tokens"), (True, False, True)),
-    **dict.fromkeys(("gradients", "dense_from_log", "partial", "tiers"), (True, False, True)),
+    **dict.fromkeys(("gradients", "partial", "tiers"), (True, False, True)),
 }
 """Need -> what two policies say, and both together."""
 OTHERWISE = ("windows", "alone", "next_due", "explain", "warning")

@@ -51,7 +51,6 @@ EACH = {
     "lost_tokens": True,
     "gradients": True,
     "gradient_dtype": "bf16",
-    "dense_from_log": True,
     "tiers": True,
     "partial": True,
     "alone": True,

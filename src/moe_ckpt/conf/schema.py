@@ -79,7 +79,6 @@ class GradientLogConfig:
     most_window: int = 16
     budget_fraction: float = 1.0
     grad_dtype: str = "as_consumed"
-    dense_from: str = "training"
 
 
 @dataclass

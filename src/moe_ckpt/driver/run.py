@@ -31,7 +31,6 @@ from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.gradients.densifying import Densifier
-from moe_ckpt.gradients.own_log import OwnLog
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.recovery.executing import Restored, versions_of
@@ -125,7 +124,6 @@ class Driver:
             observers=[self._tell],
             gate=gate,
             gradients=gradients,
-            open_log=OwnLog,
             stopwatch=self.stopwatch,
         )
         session.open()

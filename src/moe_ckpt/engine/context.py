@@ -9,7 +9,6 @@ from functools import cached_property
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.engine.events import Observer
-from moe_ckpt.engine.from_log import OpenLog
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.format.manifest import LayerRecord, ModelRecord
 from moe_ckpt.policies.base import Policy
@@ -37,7 +36,6 @@ class RunContext:
         tell: The observers.
         gate: Holds copies and sends back for the bubbles of a pipeline; None: they go at once.
         gradients: What optimizers consumed, where the policy logs that.
-        open_log: Opens this rank's slots of that log, where storage gets dense checkpoints from it.
     """
 
     storage: Storage
@@ -53,7 +51,6 @@ class RunContext:
     tell: Observer
     gate: BubbleGate | None = None
     gradients: GradientRecord | None = None
-    open_log: OpenLog | None = None
 
     @cached_property
     def model(self) -> ModelRecord:

@@ -21,18 +21,15 @@ class StorageFlush:
     Args:
         settings: The user's.
         windows: The policy has sparse windows; of those all steps go, or none.
-        from_log: Storage gets dense checkpoints of logged steps, made from the log.
         rank: 0 tells the user.
 
     Attributes:
         skips: Snapshots that were due on storage, and stayed in memory because storage was behind.
-        log_serves: What is due can be made from the log. It cannot where that failed, until a copied one is committed.
     """
 
-    def __init__(self, settings: Settings, *, windows: bool, rank: int, from_log: bool = False) -> None:
+    def __init__(self, settings: Settings, *, windows: bool, rank: int) -> None:
         memory = settings.memory
         self.skips = 0
-        self.log_serves = self._from_log = from_log
         self._cadence = None if memory is None else memory.cadence
         self._waits = settings.when_busy == "wait"
         self._windows = windows
@@ -82,41 +79,6 @@ class StorageFlush:
             self._last, self._behind = (plan.step, consensus.secs), False
         self._window, self._window_goes = plan.window, goes
         return goes
-
-    def goes_from_log(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:
-        """Whether storage gets the step of ``plan``, which is logged now, from the log.
-
-        Where one is still being made, ``when_busy`` says whether the next one is left out or waited for.
-        """
-        if not (self.log_serves and plan.gradients and self._is_due(plan, consensus, ledger)):
-            return False
-        behind = consensus.storage_busy or self.is_making(ledger)
-        if behind and not self._waits:
-            self.skips += not self._behind
-            self._say_behind(plan.step)
-            return False
-        self._last, self._behind = (plan.step, consensus.secs), False
-        return True
-
-    @staticmethod
-    def is_making(ledger: RunLedger) -> bool:
-        """Whether a checkpoint is being made from the log; alike on every rank."""
-        return any(pending.from_log for pending in ledger.pending.values())
-
-    def ended(self, pending: Pending, *, committed: bool) -> None:
-        """A snapshot got to storage, or did not."""
-        if not committed:
-            self.failed(pending)
-        if pending.from_log and not committed:
-            self.log_serves = False
-            if self._rank == 0:
-                log.warning(
-                    "storage gets no checkpoint of step %d from the gradient log. The next one is copied in full from "
-                    "training",
-                    pending.step,
-                )
-        elif committed:
-            self.log_serves = self._from_log
 
     def failed(self, pending: Pending) -> None:
         """A snapshot did not get to storage: the next one is due, and the rest of its window is of no use there."""

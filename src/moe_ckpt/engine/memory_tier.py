@@ -32,7 +32,7 @@ from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.unsettled import Unsettled
 from moe_ckpt.engine.writing import SealedShare
-from moe_ckpt.errors import CoverageError, MemoryFullError, MemoryGoneError
+from moe_ckpt.errors import MemoryFullError, MemoryGoneError
 from moe_ckpt.format.manifest import ModelRecord
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
@@ -169,12 +169,10 @@ class MemoryTier:
     def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
         """Storage needs the buffer no longer, whether it has the snapshot now or not."""
         with self._lock:
-            for sequence in snapshot.reads:
-                if sequence in self._entries:
-                    self._entries[sequence].readers -= 1
             entry = self._entries.get(snapshot.memory_sequence)
             if entry is None:  # the session has ended
                 return
+            entry.readers -= 1
             if committed and entry.step.slot + 1 == entry.step.size:
                 for each in self._entries.values():
                     if each is entry or (entry.step.window is not None and each.step.window == entry.step.window):
@@ -214,7 +212,7 @@ class MemoryTier:
             return False
 
     def begin(self, snapshot: Snapshot) -> None:
-        """A snapshot's buffer is being copied into. What a dense one is made from stays until that has ``ended``."""
+        """A snapshot's buffer is being copied into."""
         request = snapshot.request
         window = request.window
         step = MemoryStep(
@@ -235,9 +233,6 @@ class MemoryTier:
         with self._lock:
             self._unsettled.begun(step.sequence)
             self._entries[step.sequence] = entry
-            for sequence in () if snapshot.dense is None else snapshot.dense.reads:
-                if sequence in self._entries:
-                    self._entries[sequence].readers += 1
 
     def sealed(self, snapshot: Snapshot, headers: Sequence[bytes]) -> None:
         """This rank's share is sealed, and goes to peers; or, without headers, it never will be.
@@ -495,21 +490,3 @@ def _superseded(entries: Collection[_Entry]) -> list[_Entry]:
 def _judged(state: int, freshness: int) -> int:
     """Returns the state of a snapshot, which is ``FAILED`` if it is stale."""
     return FAILED if freshness == STALE else state
-
-
-def slots_of(tier: MemoryTier, snapshot: Snapshot) -> list[Slot]:
-    """Returns the slots that a snapshot is made from, in the order of their steps; a step's own one comes last. On any
-    thread, until it has ``ended``.
-
-    Raises:
-        CoverageError: One of them is gone, or was never sealed.
-    """
-    with tier._lock:
-        entries = [tier._entries.get(sequence) for sequence in snapshot.reads]
-        there = [each for each in entries if each is not None and each.buffer is not None]
-        buffers = [buffer for each in there for buffer in (*each.pieces.values(), each.buffer)]
-    slots = [each.slot for each in buffers if each is not None and each.slot is not None and each.slot.is_sealed]
-    if len(there) < len(entries) or len(slots) < len(buffers):
-        said = f"of its {len(entries)} snapshots this rank's memory holds {len(there)}, and {len(slots)} slots"
-        raise CoverageError("the gradient log", (said,))
-    return slots

@@ -19,12 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.host_buffer import HostBuffer
 from moe_ckpt.engine.host_memory import HostMemory
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.limited_slots import requires_room
@@ -34,7 +31,7 @@ from moe_ckpt.engine.preallocation import Preallocator
 from moe_ckpt.engine.resolving import SnapshotResolver
 from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.sealing import MemorySealer
-from moe_ckpt.engine.snapshot import Encode, LogSpan, Snapshot, buffer_sizes, copy_at_once, placed
+from moe_ckpt.engine.snapshot import Encode, Snapshot, buffer_sizes, copy_at_once, placed
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.engine.work_thread import WorkThread
 from moe_ckpt.policies.base import needs_of
@@ -143,7 +140,6 @@ class Pipeline:
         plain: Encode,
         patience_secs: float,
         gradients: StepGradients | None = None,
-        dense: SnapshotRequest | None = None,
         *,
         last: bool = False,
         waits: bool = True,
@@ -162,7 +158,6 @@ class Pipeline:
             patience_secs: Longest wait for host memory that earlier snapshots use. A snapshot that gets none fails on
                 every rank, because peers may have begun it already: see ``Snapshot.refused``.
             gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
-            dense: The same step in full, if storage gets it from the log (``Snapshot.dense``).
             last: Of the run: see ``BufferTier.drop``.
             waits: See ``Room.find``.
             agree: Takes whether this rank has memory for the snapshot, and says, equally on every rank, whether it
@@ -212,8 +207,7 @@ class Pipeline:
             memory_sequence=number,
             writer=writer,
         )
-        snapshot.dense = None if dense is None else _from_log(snapshot, dense, self._compiler, tensors, specs)
-        self._sequence += request.stored or dense is not None
+        self._sequence += request.stored
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
         self._note_use(request, needs)
@@ -298,21 +292,6 @@ class Pipeline:
                 self._copier.close()
                 host_tier.leave(self.tier, keep=keep)
         return ended
-
-
-def _from_log(
-    logged: Snapshot,
-    request: SnapshotRequest,
-    compiler: PlanCompiler,
-    tensors: Sequence[StateTensor],
-    specs: Sequence[TensorSpec],
-) -> Snapshot:
-    """What is to be made from ``logged`` and those before it: its plan says what this rank writes. Copies nothing."""
-    plan = compiler.compile(request, tensors, specs, ())
-    number, since = logged.memory_sequence, logged.request.since
-    span = LogSpan(number if since is None else since, number)
-    nothing = [HostBuffer(torch.empty(0, dtype=torch.uint8))]
-    return replace(logged, request=request, plan=plan, buffers=nothing, state=None, from_log=span)
 
 
 def _log_entry(request: SnapshotRequest, gradients: StepGradients | None) -> dict[str, Any]:

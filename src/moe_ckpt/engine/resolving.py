@@ -18,9 +18,7 @@ from moe_ckpt.core.coverage import prove_cover
 from moe_ckpt.engine.commit import Abandoned, Committer, CoverDiffersError
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
-from moe_ckpt.engine.from_log import opened_slots, write_from_log
 from moe_ckpt.engine.keeping import StoreKeeper
-from moe_ckpt.engine.memory_tier import MemoryTier, slots_of
 from moe_ckpt.engine.outcomes import FailureCount, Outcome, Resolution, Superseded
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.tiers import BufferTier
@@ -63,7 +61,6 @@ class SnapshotResolver:
         self._committer = committer
         self._keeper = keeper
         self._tier = tier
-        self._open_log = run.open_log
         self._max_failures = run.settings.most_failures
         self._failures = FailureCount()
         self._watch = FreshnessWatch()
@@ -94,7 +91,7 @@ class SnapshotResolver:
             outcome.cause is None,
             outcome.cause,
             ended_at - snapshot.began_at,
-            0 if snapshot.from_log else snapshot.nbytes,
+            snapshot.nbytes,
             snapshot.copy.moving_secs,
             ended_at - max(taken_at, snapshot.began_at + snapshot.copy.secs),
             outcome.lost,
@@ -150,8 +147,6 @@ class SnapshotResolver:
 
     def _write(self, snapshot: Snapshot) -> Acknowledgement:
         try:
-            if snapshot.from_log is not None:
-                return self._write_from_log(snapshot)
             share = snapshot.share
             if share is None:
                 share = seal_share(snapshot, self._run_id, self._comm.rank, self._comm.world_size)
@@ -163,14 +158,6 @@ class SnapshotResolver:
             return acknowledge(records, state, cover_difference(snapshot.plan), share.freshness, spoiled)
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
-
-    def _write_from_log(self, snapshot: Snapshot) -> Acknowledgement:
-        if self._open_log is None or not isinstance(self._tier, MemoryTier):
-            return Acknowledgement.failed(self._comm.rank, "there is no gradient log to make it from")
-        slots = opened_slots(slots_of(self._tier, snapshot))
-        log = self._open_log(slots)
-        records, state, spoiled = write_from_log(self._storage, snapshot, log, self._run_id, self._comm.rank)
-        return acknowledge(records, state, cover_difference(snapshot.plan), slots[-1].header.freshness, spoiled)
 
     def _commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Outcome:
         """Commit on rank 0, and release what is superseded.

@@ -37,7 +37,6 @@ class Pending:
         copied: ``operators`` go to peers, where there are any.
         sends_host_only: So do ``host_only``.
         gradients: What else memory brings to this step, by the gradients that are saved of it.
-        from_log: Storage gets it from a gradient log, not from a copy.
     """
 
     catalog: Catalog
@@ -53,7 +52,6 @@ class Pending:
     copied: bool = True
     sends_host_only: bool = True
     gradients: tuple[str, ...] = ()
-    from_log: bool = False
 
     @property
     def is_checkpoint(self) -> bool:

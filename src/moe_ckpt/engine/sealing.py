@@ -70,9 +70,6 @@ class MemorySealer:
             self._said.add(snapshot.refused)
             log.warning("step %d of the gradient log is not kept: %s", snapshot.step, snapshot.refused)
         self._tier.sealed(snapshot, header)
-        if snapshot.dense is not None:
-            snapshot.dense.refused = snapshot.refused or trouble
-            self._to_storage(snapshot.dense)
         if snapshot.request.stored:
             if snapshot.share is not None:  # more is sealed before it is written
                 snapshot.share = snapshot.share.detached()

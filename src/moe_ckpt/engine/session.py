@@ -26,7 +26,6 @@ from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.edited_steps import EditedSteps
 from moe_ckpt.engine.events import Joined, Observer, Resumed, StepEnded, TrainingBegins, TrainingEnded, all_of
-from moe_ckpt.engine.from_log import OpenLog, require_whole_units
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
@@ -77,7 +76,6 @@ class CheckpointSession:
         observers: Sequence[Observer] = (),
         gate: BubbleGate | None = None,
         gradients: GradientRecord | None = None,
-        open_log: OpenLog | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
         policy.check(catalog)
@@ -98,7 +96,6 @@ class CheckpointSession:
             all_of(observers),
             gate,
             gradients,
-            open_log,
         )
         self._resources = SessionResources(self._run)
         self._snapshots = Snapshotter(self._run, self._resources)
@@ -123,8 +120,6 @@ class CheckpointSession:
         try:
             pipeline = self._resources.open()
             needs = needs_of(self._run.policy)
-            if needs.dense_from_log:
-                require_whole_units(self._run.state.tensors(), self._run.placement, self.comm)
             if needs.windows or needs.gradients:  # minimum over ranks
                 [least] = largest(self.comm, [-pipeline.snapshot_bytes])
                 self._planner.room = -least

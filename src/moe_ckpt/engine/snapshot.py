@@ -29,19 +29,6 @@ Encode = Callable[..., Plain]
 """Returns the plain state as of its first call, with further entries that are given by name."""
 
 
-@dataclass(frozen=True)
-class LogSpan:
-    """Which snapshots in memory a dense checkpoint is made from, by their sequences.
-
-    Attributes:
-        first: With the oldest anchor.
-        last: Of the step that is made.
-    """
-
-    first: int
-    last: int
-
-
 @dataclass(eq=False)
 class Snapshot:
     """One request on this rank, from the copy to the outcome.
@@ -60,8 +47,6 @@ class Snapshot:
         memory_sequence: How many snapshots this process began before it, of those that outlive the process.
         writer: Rank whose share it is.
         share: Its bytes and state with checksums, once they are sealed in memory.
-        from_log: Nothing was copied for it: its share is made from these; None for all others.
-        dense: Is made from this one, a step of a gradient log, once it is sealed.
     """
 
     sequence: int
@@ -77,8 +62,6 @@ class Snapshot:
     memory_sequence: int = 0
     writer: int = 0
     share: SealedShare | None = None
-    from_log: LogSpan | None = None
-    dense: Snapshot | None = None
 
     @property
     def buffer(self) -> HostBuffer:
@@ -94,12 +77,6 @@ class Snapshot:
     def mirrored(self) -> HostBuffer | None:
         """The buffer of ``plan.mirrored``; None if it has none."""
         return self.buffers[-1] if self.plan.mirrored else None
-
-    @property
-    def reads(self) -> range:
-        """Snapshots in memory whose bytes it is written from, by their sequences."""
-        span = self.from_log or LogSpan(self.memory_sequence, self.memory_sequence)
-        return range(span.first, span.last + 1)
 
     @property
     def step(self) -> int:

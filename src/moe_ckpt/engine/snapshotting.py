@@ -34,11 +34,10 @@ Capture = Callable[[], Mapping[str, Any]]
 
 
 class _Ways(NamedTuple):
-    """Where a snapshot goes from memory: to storage, to peers; and whether storage gets its step from the log."""
+    """Where a snapshot goes from memory: to storage, to peers."""
 
     stored: bool
     copied: bool
-    from_log: bool = False
 
 
 _EVERYWHERE = _Ways(stored=True, copied=True)
@@ -72,9 +71,7 @@ class Snapshotter:
             SnapshotLimit(run.settings.budget_setting, run.settings.max_in_flight),
         )
         self.backlog = Backlog(run.settings, run.comm)
-        self.flush = StorageFlush(
-            run.settings, windows=needs.windows, rank=run.comm.rank, from_log=needs.dense_from_log
-        )
+        self.flush = StorageFlush(run.settings, windows=needs.windows, rank=run.comm.rank)
         self.copies = PeerCopies(run.settings, rank=run.comm.rank)
         self.updates = 0
         self.newest: Snapshot | None = None
@@ -113,7 +110,6 @@ class Snapshotter:
             storage_steps=self.flush.steps_since(context.step),
             replicas=memory.replicas if has_peers and memory is not None else 0,
             sends=consensus.sends,
-            log_serves=self.flush.log_serves,
         )
         return replace(context, memory=facts)
 
@@ -183,10 +179,7 @@ class Snapshotter:
         if tight and not stored and not plan.slot:  # it would take the place of the newest one that memory has
             self.backlog.leave_out(plan, "earlier ones are still being written, and memory has no room for two")
             return StepRecord(plan.step, skipped=True)
-        from_log = self.flush.goes_from_log(plan, consensus, self.booking.run_ledger)
-        if from_log and self.flush.is_making(self.booking.run_ledger):
-            self._wait_for_storage(plan.step)
-        ways = _Ways(stored, self.copies.go(plan, consensus), from_log)
+        ways = _Ways(stored, self.copies.go(plan, consensus))
         last, how = plan.halt is not None, {"step_is_agreed": step_is_agreed, "before_training": before_training}
         snapshot = self._begin(plan, plain, last=last, ways=ways, **how)
         if snapshot is None:
@@ -201,7 +194,7 @@ class Snapshotter:
             frozen_nbytes=snapshot.frozen_nbytes,
             window=0 if plan.window is None else plan.window.size,
             slot=plan.slot,
-            to_storage=stored or from_log,
+            to_storage=stored,
             gradient_factor=gradient_factor(plan, self.live.sizes),
         )
 
@@ -209,7 +202,7 @@ class Snapshotter:
         """Begin a snapshot of everything, unless the newest one is just that."""
         newest, everything = self.booking.run_ledger.newest, self._run.catalog.everything
         if newest is not None and newest.step == step:
-            if newest.operators == everything and not (newest.from_log and not self._wait_until_made(step)):
+            if newest.operators == everything:
                 return
             self._resources.generation += 1  # a partial checkpoint of this step has taken the name
             if self._resources.memory is not None:
@@ -217,15 +210,6 @@ class Snapshotter:
         self._settle_memory()
         plain = plain_of(capture, self._run.comm.rank)
         self._begin(save_full(step, everything), plain, last=True, step_is_agreed=True)
-
-    def _wait_until_made(self, step: int) -> bool:
-        """Wait for the checkpoint that is made from the log, while the state is still there; False if that failed."""
-        return self.drain(step, last=True)[-1].committed
-
-    def _wait_for_storage(self, step: int) -> None:
-        timeout_secs = self._run.settings.timeout_secs
-        if not self._resources.pipeline.stages.wait_until_stored(timeout_secs):
-            raise self._not_in_time(step, timeout_secs)
 
     def _settle_memory(self) -> None:
         """Where some rank's budget is used up, the ranks tell each other what memory has before the step ends: older
@@ -308,8 +292,7 @@ class Snapshotter:
         told = live.layout.changes, specs, request.compute_types, live.is_held_by_each
         live.forget()
         began = time.perf_counter()
-        dense = _in_full(request, self._run.catalog.everything) if ways.from_log else None
-        parts = request, tensors, specs, plain, patience_secs, consumed, dense
+        parts = request, tensors, specs, plain, patience_secs, consumed
         agree = None if last or before_training else self._agree_on(plan)
         waits = last or before_training or plan.wait or settings.when_busy == "wait"
         starts = not last and self.newest is None and self.updates <= 1
@@ -328,9 +311,6 @@ class Snapshotter:
             raise self._not_in_time(plan.step, patience_secs)
         in_memory = None if self._resources.pipeline.memory is None else snapshot.memory_sequence
         self.booking.run_ledger.begun(snapshot.sequence, pending, in_memory)
-        if dense is not None:
-            whole = replace(pending, operators=dense.operators, gradients=(), stored=True, copied=False, from_log=True)
-            self.booking.run_ledger.begun(snapshot.sequence, whole)
         if ways.stored:
             self.planner.begun(pending)
         self._run.tell(SnapshotBegan(snapshot.nbytes, *told))
@@ -454,7 +434,8 @@ class Snapshotter:
         """A snapshot was booked as ended."""
         self._run.tell(SnapshotEnded(committed))
         self.planner.ended(pending, committed=committed)
-        self.flush.ended(pending, committed=committed)
+        if not committed:
+            self.flush.failed(pending)
 
     def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
         """What to raise when earlier snapshots were not out of the way after so long."""
@@ -469,19 +450,3 @@ class Snapshotter:
         if writing is not None:
             cause += f", it has been writing the checkpoint of step {writing[0]} for {writing[1]:.0f} s"
         return SaveFailedError(step, (cause, f"{kept}; check whether that storage hangs, or raise timeout_secs"))
-
-
-def _in_full(request: SnapshotRequest, everything: tuple[str, ...]) -> SnapshotRequest:
-    """The same step, as storage gets it in full."""
-    return replace(
-        request,
-        operators=everything,
-        host_only=(),
-        gradients=(),
-        groups=None,
-        since=None,
-        stored=True,
-        copied=False,
-        experts=0,
-        sent=0,
-    )

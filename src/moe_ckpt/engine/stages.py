@@ -43,7 +43,7 @@ class Stages:
 
     def submit(self, snapshot: Snapshot) -> None:
         """Take a snapshot over. Its copy may still be under way."""
-        if snapshot.request.stored or snapshot.dense is not None:
+        if snapshot.request.stored:
             self._persister.expect()
         if self._sealer is None or self._memory is None:
             self._persister.submit(snapshot)
@@ -71,10 +71,6 @@ class Stages:
         """Wait until storage has one snapshot more; False if it has none to write, or not in time."""
         writing = self._persister.in_flight
         return bool(writing) and self._persister.wait(writing - 1, timeout_secs)
-
-    def wait_until_stored(self, timeout_secs: float) -> bool:
-        """Wait until storage has all that goes there; False if the time ran out."""
-        return self._persister.wait(0, timeout_secs)
 
     def wait_for_all(self, timeout_secs: float) -> bool:
         """Wait until no snapshot is under way; False if the time ran out."""

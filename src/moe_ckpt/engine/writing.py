@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 from struct import iter_unpack
@@ -28,7 +28,7 @@ from moe_ckpt.format.part import file_row, state_row
 from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import Checksums
 from moe_ckpt.slices.compiling import CompiledPart
-from moe_ckpt.storage.base import Chunk, Placing, Storage
+from moe_ckpt.storage.base import Chunk, Storage
 
 _COVER_NBYTES = 16
 _SMALL_NBYTES, _MANY = 512, 32
@@ -312,36 +312,6 @@ def write_named(storage: Storage, path: str, chunks: Sequence[Chunk]) -> int:
     except OSError as error:
         room = _room(storage, chunks) if error.errno == errno.ENOSPC else ""
         raise StoreUnwritableError(f"{path} cannot be written: {error}{room}") from error
-
-
-def write_placed(storage: Storage, path: str, nbytes: int, pieces: Iterable[tuple[int, Chunk]]) -> int:
-    """Write a file whose first bytes are known last; of ``pieces`` all but the newest may go at once.
-
-    Where the storage takes a file only from its first byte on (object stores), the file is put together in memory.
-
-    Args:
-        storage: Of the store.
-        path: Of the file.
-        nbytes: Its size.
-        pieces: The byte where each begins, and the piece; they are asked for one after the other.
-
-    Returns:
-        The file's size in bytes.
-
-    Raises:
-        StoreUnwritableError: a subclass of ``OSError``.
-    """
-    try:
-        if isinstance(storage, Placing):
-            storage.write_placed(path, nbytes, pieces)
-            return nbytes
-        whole = bytearray(nbytes)
-        with memoryview(whole) as view:
-            for begin, piece in pieces:
-                view[begin : begin + memoryview(piece).nbytes] = piece
-        return storage.write(path, [whole])
-    except OSError as error:
-        raise StoreUnwritableError(f"{path} cannot be written: {error}") from error
 
 
 def _room(storage: Storage, chunks: Sequence[Chunk]) -> str:

@@ -69,7 +69,6 @@ class AnyOf:
             decayed_counts=any(each.decayed_counts for each in every),
             lost_tokens=any(each.lost_tokens for each in every),
             gradients=any(each.gradients for each in every),
-            dense_from_log=any(each.dense_from_log for each in every),
             gradient_dtype=next((each.gradient_dtype for each in every if each.gradient_dtype), None),
             tiers=any(each.tiers for each in every),
             partial=any(each.partial for each in every),

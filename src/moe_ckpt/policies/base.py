@@ -147,7 +147,6 @@ class MemoryFacts:
         storage_steps: Steps since the newest one that was, also before a restart; None if none was.
         replicas: Copies that peers hold.
         sends: Which parts of a snapshot must be sent to them.
-        log_serves: If ``storage_due``, storage can get this step from a gradient log (``Needs.dense_from_log``).
     """
 
     expected_unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
@@ -156,7 +155,6 @@ class MemoryFacts:
     storage_steps: int | None = None
     replicas: int = 0
     sends: Sends = ALL_SENT
-    log_serves: bool = False
 
 
 @dataclass(frozen=True)
@@ -318,8 +316,6 @@ class Needs:
         gradient_dtype: "bf16": every rank rounds the gradients to bf16 before each update, so a log of them takes 2
             bytes per parameter and a replay repeats training exactly. This changes training. None: gradients are not
             rounded.
-        dense_from_log: Where a step with gradients is due on storage, the engine makes it dense from the log, beside
-            training. Refused at the start where a rank's own slots are not enough for that.
         tiers: It plans separately what stays in memory and what is written to storage, from ``PolicyContext.memory``.
             For the simulator, which otherwise writes to storage whatever memory holds.
         partial: Its checkpoints hold some experts in older versions, so a failure loses tokens.
@@ -352,7 +348,6 @@ class Needs:
     lost_tokens: bool = False
     gradients: bool = False
     gradient_dtype: str | None = None
-    dense_from_log: bool = False
     tiers: bool = False
     partial: bool = False
     alone: bool = False

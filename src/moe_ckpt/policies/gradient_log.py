@@ -27,7 +27,6 @@ from moe_ckpt.policies.selection import known
 
 AUTO = "auto"
 AS_CONSUMED = "as_consumed"
-TRAINING, LOG = "training", "log"
 
 
 @named_arguments
@@ -64,10 +63,6 @@ class GradientLog:
         grad_dtype: ``"as_consumed"`` logs gradients as wide as optimizers consume them. ``"bf16"`` rounds them to bf16
             before each update, on every rank, and logs those: 2 bytes per parameter instead of 4. Training and replay
             are equal in every bit, but training differs from training without it. Gradients of 16 bits are not changed.
-        dense_from: What a dense checkpoint that is due on storage comes from. ``"training"``: that step is saved in
-            full. ``"log"``: it is logged as any other, and each rank makes its share of the checkpoint from its own
-            slots, in the background. Refused where those are not enough (DDP), or training is on a GPU. The first
-            checkpoint, the last one, and one after a failure come from training. The simulator knows "training" only.
 
     Raises:
         ConfigError: A value out of range.
@@ -77,7 +72,6 @@ class GradientLog:
     most_window: int = 16
     budget_fraction: float = 1.0
     grad_dtype: str = AS_CONSUMED
-    dense_from: str = TRAINING
 
     def __post_init__(self) -> None:
         require_positive("GradientLog", most_window=self.most_window)
@@ -85,11 +79,6 @@ class GradientLog:
             raise ConfigError(
                 f"GradientLog(grad_dtype={self.grad_dtype!r}): choose {AS_CONSUMED!r}, or {BF16!r} to round gradients "
                 "before each update, which changes training"
-            )
-        if self.dense_from not in (TRAINING, LOG):
-            raise ConfigError(
-                f"GradientLog(dense_from={self.dense_from!r}): choose {TRAINING!r}, or {LOG!r} to make dense "
-                "checkpoints in the background from what memory logs"
             )
         window = self.window
         if window != AUTO and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
@@ -112,7 +101,6 @@ class GradientLog:
             sizes=True,
             gradients=True,
             gradient_dtype=rounded,
-            dense_from_log=self.dense_from == LOG,
             tiers=True,
             alone=True,
             next_due=self.next_due,
@@ -142,8 +130,7 @@ class GradientLog:
                 "GradientLog keeps its log in memory that outlives the process, and there is none: give "
                 "memory=moe_ckpt.Memory(storage_every_secs=...), or Hydra's moe_ckpt/memory=local or replicated"
             )
-        due = memory.storage_due and not (self.dense_from == LOG and memory.log_serves)
-        if context.last_step is None or context.nothing_safe or context.missing or due:
+        if context.last_step is None or context.nothing_safe or context.missing or memory.storage_due:
             return self._everything(context, memory)
         anchored_at = self._anchored_at(context)
         rounds = self._rounds(context)

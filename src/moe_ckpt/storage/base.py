@@ -34,24 +34,6 @@ class Stamped(Protocol):
 
 
 @runtime_checkable
-class Placing(Protocol):
-    """A storage that can write a file whose first bytes are known last. Optional."""
-
-    def write_placed(self, path: str, nbytes: int, pieces: Iterable[tuple[int, Chunk]]) -> None:
-        """As ``Storage.write``, but for the order.
-
-        Args:
-            path: Of the file.
-            nbytes: Its size.
-            pieces: The byte where each begins, and the piece: together the whole file, in any order.
-
-        Raises:
-            FileExistsError: ``path`` exists.
-        """
-        ...
-
-
-@runtime_checkable
 class Storage(Protocol):
     """Durable bytes under one root. Methods raise ``OSError`` (or a subclass) when storage fails.
 

@@ -93,17 +93,6 @@ class LocalStorage:
         """See ``Storage.write``. A directory made for the file stays after an error: other ranks may use it."""
         return self._write(path, lambda descriptor: sum(_write_all(descriptor, chunk) for chunk in chunks))
 
-    def write_placed(self, path: str, nbytes: int, pieces: Iterable[tuple[int, Chunk]]) -> None:
-        """See ``Placing.write_placed``."""
-
-        def fill(descriptor: int) -> int:
-            for begin, piece in pieces:
-                os.lseek(descriptor, begin, os.SEEK_SET)
-                _write_all(descriptor, piece)
-            return nbytes
-
-        self._write(path, fill)
-
     def _write(self, path: str, fill: Callable[[int], int]) -> int:
         """Create a file of what ``fill`` writes to a descriptor; it returns how many bytes."""
         target = self._locate(path)

@@ -30,7 +30,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from moe_ckpt.engine.writing import write_placed
 from moe_ckpt.errors import ConfigError, StoreUnwritableError
 from moe_ckpt.storage.base import Chunk, Stamp, Stamped, Storage
 
@@ -89,10 +88,6 @@ class FaultyStorage:
     def write(self, path: str, chunks: Iterable[Chunk]) -> int:
         self._count("write", path)
         return self.inner.write(path, chunks)
-
-    def write_placed(self, path: str, nbytes: int, pieces: Iterable[tuple[int, Chunk]]) -> None:
-        self._count("write", path)
-        write_placed(self.inner, path, nbytes, pieces)
 
     def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
         self._count("read", path)

@@ -138,7 +138,7 @@ def test_what_is_known_to_be_damaged_is_not_built_upon(policy, place):  # noqa: 
     run = in_memory(replace(DENSE, policy=policy, options=options), place)
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
     spoil_experts(Path(run.store, committed(run.store)[-2]))
-    assert live(replace(run, crash=("compute", 4))) == KILLED, output(run)
+    assert live(replace(run, crash=("manifest", 3))) == KILLED, output(run)
     warned = "Memory has what was in it" in output(run)
     newest = committed(run.store)[-1]
     assert newest.endswith("_g1")

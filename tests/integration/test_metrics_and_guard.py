@@ -298,7 +298,7 @@ def test_over_two_ddp_ranks_the_metrics_reduce_rightly(tmp_path):
     [
         (TrainingPasses, "include", 20),  # in a hook of each router
         (UpdateWatch, "_count", 1),  # of the optimizer
-        (Driver, "note", 1),  # at the start of a batch
+        (Driver, "note", 2),  # at the start of a batch, and behind its update
         (TorchTrainingState, "plain", 3),
         (CheckpointMetrics, "note", 1),
         (StepLog, "_values", 1),

@@ -10,6 +10,7 @@ from torch import nn
 
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.stopwatch import Stopwatch
 
 
 def test_parameters_that_came_since_the_step_before_leave_it_unrecorded():
@@ -18,7 +19,7 @@ def test_parameters_that_came_since_the_step_before_leave_it_unrecorded():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TorchTrainingState(model, [optimizer])
     trainer = SimpleNamespace(callbacks=[], precision_plugin=Precision())
-    windows = Windows(trainer, model, SimpleNamespace(layers=("an MoE layer",)), state, "MoEvement")
+    windows = Windows(trainer, model, SimpleNamespace(layers=("an MoE layer",)), state, "MoEvement", Stopwatch())
     model.used.weight.grad = torch.ones(2, 2)
     for step, found in enumerate([["unused.weight"], None, ["added.weight", "unused.weight"]]):
         if step == 1:  # while a step is computed

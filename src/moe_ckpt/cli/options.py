@@ -20,7 +20,9 @@ def require_known(command: str, rest: Sequence[str]) -> None:
     """Refuse arguments that the parser left over and that are no settings. Raises ``ConfigError``."""
     words = [word for word in rest if word.startswith("-")]
     if words:
-        parser = import_module(f"moe_ckpt.cli.{command}").add_parser(commands_of(Parser()))
+        from moe_ckpt.cli.main import COMMANDS
+
+        parser = import_module(COMMANDS[command]).add_parser(commands_of(Parser()))
         raise ConfigError(with_help(unknown(words, parser), f"moe-ckpt {command}"))
 
 

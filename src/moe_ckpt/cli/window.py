@@ -98,6 +98,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     manifest, context = with_step(args.path, lambda reader, found: (found, context_of(reader, found, args)))
     policy.check(context.catalog)
     report = policy.explain(context)
+    least = max(slot.rank_bytes for slot in report.slots)
+    if args.host_memory is not None and least > args.host_memory:
+        raise ConfigError(
+            f"the heaviest snapshot of a window of W = {report.size} has {least:,} bytes on each of {report.ranks} "
+            f"ranks, but --host-memory leaves room for {args.host_memory:,}; no window does: set --host-memory to "
+            f"{least} or more"
+        )
     if args.plot:
         _plot(report, args.plot)
     if args.json:

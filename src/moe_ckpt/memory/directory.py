@@ -281,6 +281,8 @@ def make_rank_directory(root: str, run_id: str, generation: int, rank: int, stor
     """
     path = user_directory(root) / run_id / f"{generation:06d}" / f"rank_{rank:05d}"
     made = _made(path)
+    if made is None and not owner_of(path).store:  # the holder has just left, or has not written down yet who it is
+        made = _made(path)
     if made is None:
         raise _in_use(root, path, store)
     try:

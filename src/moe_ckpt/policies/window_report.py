@@ -207,9 +207,11 @@ class WindowReport:
             f"W = {self.size}: {count} operators, dense {human(dense)}; heaviest slot "
             f"{_share(self.heaviest_bytes, dense)} of that, mean {_share(self.mean_bytes, dense)}"
         )
+        if self._memory_warning is not None:
+            yield self._memory_warning
         limit = self.limit_bytes
         if limit is not None and self.bytes_per_sec is not None:
-            verdict = self.warning or ("every slot fits" if self.fits else "no slot takes noticeably longer")
+            verdict = self._time_warning or ("every slot fits" if self.fits else "no slot takes noticeably longer")
             yield (
                 f"limit per rank and iteration: {human(limit)} ({_part(self.budget_fraction)}{self.iteration_secs:g} s "
                 f"at {human(int(self.bytes_per_sec))}/s, {self.ranks} rank{'s' * (self.ranks > 1)}); {verdict}"

@@ -146,7 +146,8 @@ def test_what_is_known_to_be_damaged_is_not_built_upon(policy, place):  # noqa: 
         path.unlink()
     assert live(run) == 0, output(run)
     assert split_lives(events(run))[-1][0]["step"] == int(newest.split("_")[1])
-    assert warned
+    # Memory may have all experts of MoEtion as new as storage has them: then nobody reads the damaged shard.
+    assert warned or policy[0] == "moetion"
 
 
 def test_moc_loses_tokens_when_memory_is_lost(place):  # noqa: F811

@@ -133,21 +133,29 @@ def test_moc_loses_no_token_while_memory_holds_what_storage_does_not(place):  # 
 
 @pytest.mark.parametrize("policy", [("moc", 1), ("moetion", 1)])
 def test_what_is_known_to_be_damaged_is_not_built_upon(policy, place):  # noqa: F811
-    """Memory has the experts of the damaged shard, whose round is longer than the life that begins from there."""
+    """Memory has the experts of the damaged shard, whose round is longer than the life that begins from there.
+
+    Memory may also have all experts as new as storage has them, as far as it came before the kill: then nobody reads
+    the damaged shard, and it is tried again.
+    """
     options = {"experts": 1, "selection": "round_robin"} if policy[0] == "moetion" else {}
-    run = in_memory(replace(DENSE, policy=policy, options=options), place)
-    assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
-    spoil_experts(Path(run.store, committed(run.store)[-2]))
-    assert live(replace(run, crash=("manifest", 3))) == KILLED, output(run)
-    warned = "Memory has what was in it" in output(run)
+    for number in range(8):
+        directory = place / str(number)
+        directory.mkdir()
+        run = in_memory(replace(DENSE, policy=policy, options=options), directory)
+        assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
+        spoil_experts(Path(run.store, committed(run.store)[-2]))
+        assert live(replace(run, crash=("manifest", 3))) == KILLED, output(run)
+        if "Memory has what was in it" in output(run):
+            break
+    else:
+        pytest.fail("no start has read the damaged shard")
     newest = committed(run.store)[-1]
     assert newest.endswith("_g1")
     for path in left(run):
         path.unlink()
     assert live(run) == 0, output(run)
     assert split_lives(events(run))[-1][0]["step"] == int(newest.split("_")[1])
-    # Memory may have all experts of MoEtion as new as storage has them: then nobody reads the damaged shard.
-    assert warned or policy[0] == "moetion"
 
 
 def test_moc_loses_tokens_when_memory_is_lost(place):  # noqa: F811

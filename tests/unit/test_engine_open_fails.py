@@ -91,7 +91,7 @@ def test_memory_is_let_go_of_for_the_next_session_of_the_process(tmp_path, monke
     settings = {"memory": Memory(directory=tmp_path / "memory", storage_every_n_steps=100)}
     first = Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings)
     first.session.open()
-    first.go(3)
+    first.go(3, settle=True)
     first.session.close()
     with monkeypatch.context() as patch:
         module = "session_resources" if what == "Committer" else "pipeline"

@@ -62,7 +62,6 @@ from moe_ckpt.testing import KillSchedule, crash_at, kill_process
 from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
 from tests.integration.pauses import stands_still
-from tests.integration.pausing import Pausing
 from tests.support.bad_disks import spoil_disk
 from tests.support.networks import enter
 from tests.support.opened import note_shards
@@ -107,7 +106,8 @@ class Run:
     the n-th update, ("module raises", n) and ("schedule raises", n) alike; ("train end", 1) when training ended;
     ("validating", n) raises in the n-th batch of validations and ("epoch end", n) at the n-th end of an epoch,
     ("killed validating", n) and ("killed at epoch end", n) kill there.
-    kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once.
+    kills: a schedule of ``KillSchedule.to_json``, for runs that restart by themselves; each kill happens once, and with
+    ``memory`` before the backward pass, once the step before is sealed.
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage. prior_mtbf_secs: as if the run had
     failed once in so long before it began, instead of ``intervals.PRIOR_MTBF_SECS``.
@@ -287,12 +287,18 @@ class Noted(Logger):
 class DeadlyRecorder(Recorder):
     """Only where it may kill: a callback that could look at gradients keeps replay from leaving any out."""
 
+    @property
+    def _between_updates(self) -> bool:
+        if self.run.crash is None:
+            return self.run.memory is not None
+        return self.run.crash[0] in BEFORE_BACKWARD
+
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        if self.run.crash is not None and self.run.crash[0] in BEFORE_BACKWARD:
+        if self._between_updates:
             self.on_compute(trainer.global_step)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.run.crash is None or self.run.crash[0] not in BEFORE_BACKWARD:
+        if not self._between_updates:
             self.on_compute(trainer.global_step)
 
     def on_validation_batch_end(self, *_: Any) -> None:
@@ -389,8 +395,6 @@ def final_state(trainer: pl.Trainer, module: TinyMoE) -> dict[str, Any]:
             state |= {f"average/{k}": v.detach().clone() for k, v in average.state_dict().items()}
         if isinstance(callback, OwnAverage):
             state |= {f"own/{k}": v.clone() for k, v in callback.own_average.items()}
-        if isinstance(callback, Pausing):
-            state["sum"] = callback.sum
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         state["scaler"] = scaler.state_dict()
@@ -488,7 +492,9 @@ def _faults(run: Run, rank: int) -> tuple[Callable[[str], None] | None, Callable
         return phase, lambda step: phase("compute")
     if run.kills is not None:
         hook = KillSchedule.from_json(run.kills).hook(rank, f"{run.log}.kills")
-        return hook.on_phase, hook.on_step
+        if run.memory is None:
+            return hook.on_phase, hook.on_step
+        return hook.on_phase, lambda step: (time.sleep(0.1), hook.on_step(step))[1]  # as a longer iteration does
     return _slow_copies(run), lambda step: None
 
 
@@ -635,25 +641,6 @@ class Rebinding(pl.Callback):
         pl_module.seen = pl_module.seen + 1
 
 
-class OnOneRank(pl.Callback):
-    """On rank 1 alone, something of its own changes when a batch ends: a counter, or its random numbers."""
-
-    def __init__(self, draws: bool) -> None:
-        self.draws, self.count = draws, 0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_rank == 1:
-            self.count += 1
-            if self.draws:
-                random.random()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.draws else {"count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = state_dict["count"]
-
-
 class OwnAverage(pl.Callback):
     """Averages weights as users write it themselves: Lightning's classes have no part in it."""
 
@@ -677,10 +664,6 @@ def _beside(name: str, run: Run) -> pl.Callback:
         return Rebinding()
     if name == "own average":
         return OwnAverage()
-    if name in ("counting", "drawing"):
-        return OnOneRank(draws=name == "drawing")
-    if name in ("pausing", "pausing alike"):
-        return Pausing(alike=name == "pausing alike")
     if name == "modelcheckpoint":
         return ModelCheckpoint(f"{run.store}_beside", save_last=True, every_n_train_steps=4)
     if name == "ema":

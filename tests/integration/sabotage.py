@@ -23,14 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_ckpt.callbacks import host
 from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute
-from moe_ckpt.core.survivors import BEFORE, is_survivors
+from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.driver import replaying
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.engine import live
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.snapshot import Snapshot
-from moe_ckpt.engine.state_keeping import StateKeeper
 from moe_ckpt.gradients import densifying, returning
 from moe_ckpt.gradients import replay as gradient_replay
 from moe_ckpt.gradients.recording import StepRecorder
@@ -363,18 +362,6 @@ def _seals_slowly() -> None:
     Slot.seal = sealed  # type: ignore[method-assign]
 
 
-def _state_before_is_late() -> None:
-    """The thread that seals the plain state before an update is late."""
-    seal = StateKeeper._seal
-
-    def late(keeper: StateKeeper, step: Any, only: str, *more: Any) -> Any:
-        if only == BEFORE:
-            time.sleep(0.6)  # ``crash_run`` kills 0.3 s after the update
-        return seal(keeper, step, only, *more)
-
-    StateKeeper._seal = late  # type: ignore[method-assign]
-
-
 def _seals_survivors_late() -> None:
     """Of what survivors keep, headers are written some seconds after the copy."""
     seal = MemorySealer._seal_own
@@ -440,6 +427,5 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "counted": counted_return.count,
     "tells at once": _tells_at_once,
     "seals slowly": _seals_slowly,
-    "state before is late": _state_before_is_late,
     "seals survivors' late": _seals_survivors_late,
 }

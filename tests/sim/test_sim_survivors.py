@@ -95,6 +95,13 @@ def test_who_ends_an_update_alone_seals_the_next_step_which_joins_no_checkpoint(
     assert both > one, "of the second failure it is not known any more"
 
 
+@pytest.mark.parametrize(("policy", "step"), [(Dense(1), 205), (Dense(50), 200), (Dense(1000), 0)])
+def test_who_ends_an_update_alone_goes_back_to_the_checkpoint_that_the_dead_rank_has(policy, step):
+    """Also where all ranks hold everything."""
+    one = run(policy, killed(205.95))
+    assert one.history[0].useful_steps == step
+
+
 def test_not_of_an_older_checkpoint():
     """Of step 200, and survivors are at 205: no rank that died has that."""
     sealed, without = lost_tokens(MoC(k=1, every_n_steps=10), killed(205.5))

@@ -10,8 +10,7 @@ import threading
 import pytest
 
 from moe_ckpt.driver.surviving import Moment, Surviving
-from moe_ckpt.engine import surviving as engine
-from moe_ckpt.engine.surviving import Hold, Patience, Survived
+from moe_ckpt.engine.surviving import Patience, Survived
 from moe_ckpt.errors import PeerLostError
 
 
@@ -185,32 +184,6 @@ def test_updates_wait_for_sealing_only_where_that_is_of_use():
         waits.append(sealing.waited)
     once = [0.05]
     assert waits == [[], once, once, once, [], [], [], once], "after one in vain none, until one was in time by itself"
-
-
-def test_a_gradient_waits_for_what_is_sealed_before_it(monkeypatch):
-    monkeypatch.setattr(engine, "_HOLD_SECS", 30.0)
-    hold, sealed = Hold(), threading.Event()
-    hold.wait()  # for nothing
-    hold.begins(sealed)
-    threading.Timer(0.2, sealed.set).start()
-    hold.wait()
-    assert sealed.is_set()
-
-
-def test_after_a_wait_in_vain_there_is_none_until_the_seal_is_in_time(monkeypatch):
-    waits = []
-
-    class Late(threading.Event):
-        def wait(self, timeout=None):
-            waits.append(timeout)
-            return False
-
-    hold, there = Hold(), threading.Event()
-    there.set()
-    for sealed, expected in ((Late(), 1), (Late(), 1), (there, 1), (None, 1), (Late(), 2)):
-        hold.begins(sealed)
-        hold.wait()
-        assert waits == [engine._HOLD_SECS] * expected
 
 
 class Terminated(Exception):

@@ -18,7 +18,6 @@ from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
 from moe_ckpt.callbacks.gradients import capture_gradients
-from moe_ckpt.callbacks.held_gradient import HeldGradient
 from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
@@ -97,8 +96,6 @@ class Fit:
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
         soft = options.needs.soft_counts
         self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
-        self._held = HeldGradient(module)
-        self._hooks_since_step = False  # of an epoch or validation, which may change what callbacks keep
         recorder: StepRecorder | None = None
         if options.needs.gradients:
             stored = options.needs.stored_gradients
@@ -228,7 +225,6 @@ class Fit:
             host.generators.note()
         driver.begin(new=new, over=driver.restored_step is not None and will_stop(host.trainer))
         self._log.begin()
-        self.session.survivor.updates_are_foretold()
 
     def _resume_from(self, loaded: Mapping[str, Any]) -> None:
         """Continues from the step that Lightning has loaded."""
@@ -286,18 +282,10 @@ class Fit:
             self.host.windows.refuse_backward()
         if self.driver.replaying is not None:
             self.driver.replaying.source.before_backward(loss)
-            return
-        trainer = self.host.trainer
-        alone = self.host.module.automatic_optimization and not trainer.fit_loop._should_accumulate()
-        if alone:
-            survivor, own = self.session.survivor, self.host.own
-            if survivor.reduction_begins(self.host.step + 1, own, self._counter.peek, paused=self._hooks_since_step):
-                self._held.hold(self.stopwatch.around(survivor.hold.wait))
 
     @timed
     def before_optimizer(self) -> None:
         """Gradients are final, before clipping."""
-        self._held.release()
         self.join(update=True)
         self._counter.update_begins()
         if self.host.windows is not None:
@@ -331,7 +319,6 @@ class Fit:
             driver.before_update(receive=False)  # what follows may swap or average weights
         batch = self._watch.book(self.host.step)
         self.host.settled = batch.stepped
-        self._hooks_since_step = last_for_now or (self._hooks_since_step and not batch.updates)
         if not batch.updates:
             if batch.stepped:
                 self._discard_tokens()
@@ -421,7 +408,6 @@ class Fit:
         """Releases threads, lock and hooks. Safe to call twice."""
         self._watch.close()
         self._counter.close()
-        self._held.release()
         self._log.close()
         self.driver.close(grace_secs)
         windows, self.host.windows = self.host.windows, None

@@ -123,38 +123,14 @@ class LightningHost(Host):
     def capture(self, *, described: bool = False) -> _Plain:
         if self._kept is not None and self._kept[0] == self.step:
             return self._kept[1]
-        return self._captured(self.generators.state, described=described)
-
-    def _captured(self, rng: Any, *, described: bool) -> dict[str, Any]:
         found = self.boosting.captured() | {
             "framework": "lightning",
             "checkpoint": capture_checkpoint(self.trainer),
             "plain": self.state.plain(described=described),
-            "rng": rng,
+            "rng": self.generators.state,
             "configured": self._configured,
         }
         return found if self.windows is None else found | {"replay": self.windows.recorded()}
-
-    def own(self, *, whole: bool) -> dict[tuple[str, ...], Any]:
-        """Returns the parts of ``capture()`` that may have changed since the last step, after another forward pass.
-
-        Args:
-            whole: All of it: hooks may have changed anything since, or that step was not captured. Otherwise counters
-                and schedules are left out, which change in updates only, alike on every rank.
-        """
-        if whole:
-            return {(): self._captured(capture_rng(), described=False)}
-        loop = {"state_dict": self.trainer.fit_loop.on_save_checkpoint()}
-        positions: dict[str, Any] = {"loops": {"fit_loop": loop}}
-        if self.data is not None:
-            self.data.save(self.trainer, positions)
-        del positions["loops"]
-        return {
-            ("rng",): capture_rng(),
-            ("checkpoint", "loops", "fit_loop", "state_dict"): loop["state_dict"],
-            **{("checkpoint", key): value for key, value in positions.items()},
-            **{("plain", key): value for key, value in self.state.module_plain().items()},
-        }
 
     def keep(self) -> None:
         """Keeps the plain state of this step, which Lightning and callbacks change before training may end with it."""

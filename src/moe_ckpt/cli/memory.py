@@ -99,7 +99,7 @@ def _list(found: Sequence[RankFacts]) -> None:
 
 def _explain(found: Sequence[RankFacts]) -> None:
     from moe_ckpt.core.quantities import human_bytes
-    from moe_ckpt.core.survivors import BEFORE, GRADIENTS, STATE
+    from moe_ckpt.core.survivors import GRADIENTS, STATE
     from moe_ckpt.memory.directory import said_holder
     from moe_ckpt.tables import wrapped
 
@@ -112,7 +112,7 @@ def _explain(found: Sequence[RankFacts]) -> None:
         )
         for slot in each.slots:
             copy = "" if slot.writer in (None, each.rank) else f" (copy of rank {slot.writer})"
-            alone = {STATE: "plain state of ", BEFORE: "plain state before the update of ", GRADIENTS: "gradients of "}
+            alone = {STATE: "plain state of ", GRADIENTS: "gradients of "}
             what = alone.get(slot.only, "")
             said = {
                 "sealed": f"{what}step {slot.step}{copy}, {slot.slices} slices, all bytes intact",

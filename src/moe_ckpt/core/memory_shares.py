@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from moe_ckpt.core.freshness import STALE, UNKNOWN, of_all
-from moe_ckpt.core.survivors import GRADIENTS, PLAIN, STATE, TENSORS, is_lent, is_survivors, shared_sequence
+from moe_ckpt.core.survivors import GRADIENTS, STATE, TENSORS, is_lent, is_survivors, shared_sequence
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ class MemoryCheckpoint:
 def _by_snapshot(shares: Iterable[Share]) -> dict[tuple[str, int], list[Share]]:
     """By life and sequence. Plain state by itself is no snapshot; it stands behind what is."""
     found: dict[tuple[str, int], list[Share]] = {}
-    for share in sorted(shares, key=lambda each: each.only in PLAIN):
+    for share in sorted(shares, key=lambda each: each.only == STATE):
         key = share.life, shared_sequence(share.sequence)
-        if share.only not in PLAIN or key in found:
+        if share.only != STATE or key in found:
             found.setdefault(key, []).append(share)
     return found
 
@@ -271,7 +271,7 @@ def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:
     snapshots = [{writer: _own(those) for writer, those in _by_writer(group, state=False).items()} for group in groups]
     lent = {writer for snapshot in snapshots for writer, (one, *_) in snapshot.items() if one.only == TENSORS}
     by_writer = _by_writer(groups[-1], state=True)
-    states = {writer: _after(shares) for writer, shares in by_writer.items() if writer in lent}
+    states = {writer: tuple(shares) for writer, shares in by_writer.items() if writer in lent}
     return MemoryCheckpoint(last.generation, last.step, last.writers, last.base, tuple(snapshots), states)
 
 
@@ -279,14 +279,9 @@ def _by_writer(group: Iterable[Share], *, state: bool) -> dict[int, list[Share]]
     """Who holds each writer's share, or plain ``state`` by itself."""
     found: dict[int, list[Share]] = {}
     for share in sorted(group, key=lambda each: (each.writer, each.holder, each.number)):
-        if (share.only in PLAIN) == state:
+        if (share.only == STATE) == state:
             found.setdefault(share.writer, []).append(share)
     return found
-
-
-def _after(states: Sequence[Share]) -> tuple[Share, ...]:
-    """Of one writer's plain state, that of the step's end, if it is anywhere."""
-    return tuple(share for share in states if share.only == STATE) or tuple(states)
 
 
 def _own(shares: Sequence[Share]) -> tuple[Share, ...]:

@@ -9,18 +9,17 @@ if that one is gone, they are not. That share is lent: it lacks the other rank's
 in the data), so that it gives experts to a checkpoint of the same step, and is no part of one that stands by itself.
 
 Where data-parallel ranks hold the same state, a survivor lends all that the other rank writes, and each rank seals
-its plain state by itself as soon as a step has ended: with both nothing is lost with a rank that is killed, also while
-what it saves itself is still being copied. Before each update it seals what it has of the step to come as well: where
-it dies in an update that the others end, they know what that changed (``format.foreseen``).
+its plain state by itself as soon as a step has ended: with both nothing is lost with a rank that is killed between two
+updates, also while what it saves itself is still being copied. A rank that dies in an update which the others end has
+no plain state of their step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-STATE, BEFORE, TENSORS = "state", "before", "tensors"
-"""What a share may be instead of all of a rank's: its plain state, that before the step's update, or all but that."""
-PLAIN = (STATE, BEFORE)
+STATE, TENSORS = "state", "tensors"
+"""What a share may be instead of all of a rank's: its plain state, or all but that."""
 GRADIENTS = "gradients"
 """What a slot has of a step of a gradient log, if it has consumed gradients of some operators only: each of these slots
 goes as soon as no newer step needs it (``core.anchors``)."""

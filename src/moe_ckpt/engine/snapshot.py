@@ -139,20 +139,19 @@ def plain_of(capture: Callable[[], Mapping[str, Any]], rank: int) -> Encode:
     return lambda **more: side_tensors({**captured(), **more}, rank) if more else encoded()
 
 
-def side_tensors(state: Any, rank: int, prefix: str = "") -> Plain:
+def side_tensors(state: Any, rank: int) -> Plain:
     """Encode the plain state; its tensors become slices of their own, to be copied before training continues.
 
     They may change during the next forward pass (buffers, RNG), so a background copy would be torn.
 
     Args:
-        state: Plain state, or a part of it.
+        state: Plain state.
         rank: This one.
-        prefix: Path of the part.
 
     Raises:
         UnencodableStateError: names the path of a value that only pickle could hold.
     """
-    encoded, tensors = encode_tree(state, prefix)
+    encoded, tensors = encode_tree(state)
     found = []
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)

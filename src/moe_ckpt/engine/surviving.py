@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -27,11 +25,10 @@ from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.fingerprint import Fingerprint
 from moe_ckpt.engine.limited_slots import requires_room
 from moe_ckpt.engine.session_resources import SessionResources
-from moe_ckpt.engine.snapshot import Encode, Plain, Snapshot, side_tensors
+from moe_ckpt.engine.snapshot import Encode, Snapshot
 from moe_ckpt.engine.snapshotting import Snapshotter
 from moe_ckpt.engine.state_keeping import StateKeeper
 from moe_ckpt.errors import MoECheckpointError, NotFiniteError
-from moe_ckpt.format.foreseen import Path
 from moe_ckpt.policies.base import needs_of
 
 log = logging.getLogger("moe_ckpt")
@@ -41,18 +38,9 @@ AGREEMENT_SECS, AGREEMENT_PORTION = 5.0, 0.25
 is left at most: sealing takes time as well."""
 _SEALING_PORTION = 0.05
 """Of an iteration: the longest that an update waits for a snapshot that is being sealed."""
-_HOLD_SECS = 1.0
-"""The longest that a gradient waits; usually it takes a millisecond or two."""
 _PLANNING_NBYTES = 20 << 10
 """Of an operator of this rank's share that was never planned before, roughly."""
 _Counted = tuple[Counts, Counts | None]
-
-
-class Own(Protocol):
-    """Gives parts of this rank's plain state."""
-
-    def __call__(self, *, whole: bool) -> Mapping[Path, Any]:
-        """By where they are in it; all of it at the empty path."""
 
 
 class Sealing(Protocol):
@@ -113,34 +101,6 @@ class Patience:
             self._in_vain = not sealing.wait(0, _SEALING_PORTION * since)
 
 
-class Hold:
-    """How long a rank's last gradient waits for what the rank seals before it: no other rank makes the update sooner.
-
-    A second at most. After a wait that timed out there is none until the seal is there in time without one.
-    """
-
-    def __init__(self) -> None:
-        self._sealed: threading.Event | None = None
-        self._in_vain = False
-
-    def begins(self, sealed: threading.Event | None) -> None:
-        """Another update is to come.
-
-        Args:
-            sealed: Is set once what is sealed before it is there; None if nothing is.
-        """
-        self._sealed = sealed
-
-    def wait(self) -> None:
-        """Blocks the thread of the backward pass, if that may be of use."""
-        if self._sealed is None:
-            return
-        if self._sealed.is_set():
-            self._in_vain = False
-        elif not self._in_vain:
-            self._in_vain = not self._sealed.wait(_HOLD_SECS)
-
-
 class Survivor:
     """Knows the newest step, and seals it. On the training thread, or while that stands still.
 
@@ -151,7 +111,6 @@ class Survivor:
 
     Attributes:
         lends: Whether this rank has what others write of the newest step as they have it.
-        hold: Of this rank's last gradient, after ``reduction_begins``.
     """
 
     def __init__(self, run: RunContext, resources: SessionResources, snapshots: Snapshotter) -> None:
@@ -160,11 +119,9 @@ class Survivor:
         self._plain: Encode | None = None
         self._tokens: Deferred[StepTokens] | None = None
         self._states: StateKeeper | None = None
-        self._kept: int | None = None
         self._patience = Patience(time.perf_counter())
         self._weights: Fingerprint | None = None
         self.lends = True
-        self.hold = Hold()
 
     @property
     def is_on(self) -> bool:
@@ -214,57 +171,10 @@ class Survivor:
         self._plain = lambda **_: copied
         if self._step is None or self._tokens is None or not self._is_lent_whole:
             return
-        states = self._keeper()
-        if states is not None:
-            self._keep(states, self._step, copied, self._tokens)
-
-    def _keeper(self) -> StateKeeper | None:
-        memory = self._resources.memory
-        if self._states is None and memory is not None:
-            self._states = StateKeeper(memory.files, self._run.comm.world_size)
-        return self._states
-
-    def _keep(self, states: StateKeeper, step: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:
-        self._kept = step
-        states.keep(step, self._snapshots.booking.run_ledger.index, plain, tokens)
-
-    def updates_are_foretold(self) -> None:
-        """Training begins, and ``reduction_begins`` will be called before its updates, from the first one on."""
-        if self.is_on:
-            if self._is_lent_whole:
-                self._keeper()
-            self._snapshots.live.forget()
-
-    def reduction_begins(
-        self, step: int, own: Own, tokens: Callable[[], Deferred[StepTokens]], *, paused: bool
-    ) -> bool:
-        """Gradients are about to be reduced for the update that leads to ``step``: from then on other ranks may make it
-        without this one.
-
-        Args:
-            own: Gives what may have changed of the plain state since the step before.
-            tokens: Gives those of this rank that the step will count.
-            paused: Hooks of a validation or an epoch's end may have changed anything since that step.
-
-        Returns:
-            Whether this rank's plain state before the update is on its way to memory.
-        """
-        first = self._step is None
-        self.hold.begins(None)
-        if self._states is None or not (first or self._kept == self._step == step - 1):
-            return False
-        try:
-            pieces = []
-            for path, value in own(whole=first or paused).items():
-                encoded, side = side_tensors(value, self._run.comm.rank, "/".join(path))
-                pieces.append((path, (encoded, [(entry, tensor.clone()) for entry, tensor in side])))
-            index = self._snapshots.booking.run_ledger.index
-            self.hold.begins(self._states.keep_before(step, index, pieces, tokens()))
-        except Exception as error:  # of user code, at a moment when nobody else asks it; else a kill costs a step more
-            self._kept = None
-            log.warning("the plain state before the update of step %d is not kept: %r", step, error)
-            return False
-        return True
+        if self._states is None and self._resources.memory is not None:
+            self._states = StateKeeper(self._resources.memory.files, self._run.comm.world_size)
+        if self._states is not None:
+            self._states.keep(self._step, self._snapshots.booking.run_ledger.index, copied, self._tokens)
 
     def update_begins(self, now: float) -> None:
         """From here on no rank can return to the newest step unless it is sealed: a rank that is killed in this update
@@ -324,21 +234,12 @@ class Survivor:
         if lent is not None and not whole:
             # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
             every = catalog.everything if self._is_lent_whole or logs else tuple(op.id for op in catalog.experts)
-            told = self._lesson(step, plain, until, lent)
             try:
-                found.append(begin(save_full(step, every), lambda **_: told, lent))
+                found.append(begin(save_full(step, every), lambda **_: ({}, []), lent))
             except (MoECheckpointError, OSError) as error:  # its own goes on
                 log.warning("rank %d does not keep what rank %d writes of step %d: %s", rank, lent, step, error)
         self._wait(found[0], until)
         return sum(each.nbytes for each in found if each is not newest)
-
-    def _lesson(self, step: int, plain: Encode, until: float, of: int) -> Plain:
-        """What this rank's update changed of its plain state: the rank that it lends for may have died in its own."""
-        if self._states is None or self._tokens is None:
-            return {}, []
-        if self._kept != step:
-            self._keep(self._states, step, plain(), self._tokens)
-        return self._states.lesson(step, of, _left(until))
 
     def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int) -> Snapshot:
         applied, own = tokens

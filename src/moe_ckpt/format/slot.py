@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN
-from moe_ckpt.core.survivors import BEFORE, GRADIENTS, STATE, TENSORS
+from moe_ckpt.core.survivors import GRADIENTS, STATE, TENSORS
 from moe_ckpt.core.tokens import Counts, FaultRecord, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment
@@ -91,7 +91,7 @@ _FIELDS = record(
     },
     {
         "sent": one_of(False, True),
-        "only": one_of("", STATE, BEFORE, TENSORS, GRADIENTS),
+        "only": one_of("", STATE, TENSORS, GRADIENTS),
         "beside": listing(whole()),
         "place": whole(),
     },
@@ -231,7 +231,7 @@ class SlotHeader:
         state: The rank's state file.
         parts: What lies in the slot.
         sent: It is a copy of what its rank sent to peers, which is not all of the rank's share.
-        only: ``core.survivors.STATE``, ``BEFORE``, ``TENSORS`` or ``GRADIENTS`` where it is not all; else empty.
+        only: ``core.survivors.STATE``, ``TENSORS`` or ``GRADIENTS`` where it is not all; else empty.
         beside: Places in ``facts.groups`` of the slots of ``GRADIENTS`` that were sealed with this one.
         place: Of ``GRADIENTS``, which of these it is.
     """

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import xxhash
 
-from moe_ckpt.core.survivors import GRADIENTS, PLAIN
+from moe_ckpt.core.survivors import GRADIENTS, STATE
 from moe_ckpt.memory.files import FoundSlot
 
 log = logging.getLogger("moe_ckpt")
@@ -112,7 +112,7 @@ def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS
         rank: That goes on.
         most: Snapshots, each with what belongs to it.
     """
-    own = [found for found in slots if found.header.rank == rank and found.header.only not in PLAIN]  # which is small
+    own = [found for found in slots if found.header.rank == rank and found.header.only != STATE]  # which is small
     found: list[FoundSlot] = []
     whole = [each for each in own if each.header.only != GRADIENTS]
     for _ in range(most):

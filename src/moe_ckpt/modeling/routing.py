@@ -205,8 +205,9 @@ class RoutingCounter:
             self._left_out = None if now is None or self._left_out is None else now & self._left_out
         self._updated = True
 
-    def peek(self) -> Deferred[StepTokens]:
-        """Counts since the last ``take`` or ``discard``, ``[L, E_max]``. Nobody waits before ``result()``.
+    def take(self) -> Deferred[StepTokens]:
+        """Counts since the last ``take`` or ``discard``, ``[L, E_max]``; then starts again from zero. Nobody waits
+        before ``result()``.
 
         Soft counts are 0 for layers that do not show weights.
         """
@@ -225,13 +226,8 @@ class RoutingCounter:
                 return StepTokens(total, weights)
             return StepTokens(np.where(left_out, 0, total), weights, total)
 
-        return Deferred(found)
-
-    def take(self) -> Deferred[StepTokens]:
-        """Like ``peek``, then starts again from zero."""
-        total = self.peek()
         self.discard()
-        return total
+        return Deferred(found)
 
     def discard(self) -> None:
         """Start again from zero: what was counted did not lead to an optimizer step."""

@@ -139,10 +139,6 @@ class TorchTrainingState:
         unsliced = {"unsliced": empty} if empty else {}
         return {**module, "optimizers": optimizers, **frozen, **pretrained_models, **unsliced}
 
-    def module_plain(self) -> dict[str, Any]:
-        """What a forward pass may change of ``plain()``, of the modules that that found last. Likewise live."""
-        return module_state.read(self._model, self._varying, self._known_walk(described=True))
-
     def take_added_groups(self, plain: Mapping[str, Any], began: Sequence[int]) -> None:
         """Give the optimizers the param groups that training had added when ``plain`` was taken. Before a restore.
 

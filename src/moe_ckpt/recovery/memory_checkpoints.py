@@ -33,7 +33,7 @@ from moe_ckpt.core.memory_shares import (
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.survivors import STATE, is_survivors
+from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.core.tokens import TokenBook, window_began
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
 from moe_ckpt.format.fragment import Fragment
@@ -50,7 +50,6 @@ from moe_ckpt.format.slot import StepFacts
 from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.ports import Communicator
-from moe_ckpt.recovery.foreseen_state import state_after
 from moe_ckpt.recovery.gradient_log import LoggedSnapshot
 from moe_ckpt.recovery.index import blocks_of
 from moe_ckpt.recovery.opened_memory import OpenedMemory, RankMemory
@@ -379,8 +378,7 @@ class MemoryCheckpoints:
                 part.add(writer, near, near, facts.gradients[writer, slot], state=False, here=here)
             for writer, shares in checkpoint.states.items():
                 near = nearest(shares, self._comm.rank, self._tier.node)
-                made = None if shares[0].only == STATE else state_after(part, writer, near, facts)
-                part.add(writer, near, near, facts.states[writer], made=made)
+                part.add(writer, near, near, facts.states[writer])
             parts.append(part)
         return parts
 

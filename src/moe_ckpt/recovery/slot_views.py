@@ -13,7 +13,7 @@ import numpy as np
 from moe_ckpt.core.memory_shares import Beside, MemoryCheckpoint, Share, Snapshot, fullest, teller_of
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.survivors import GRADIENTS as GRADIENTS_ALONE
-from moe_ckpt.core.survivors import PLAIN, STATE
+from moe_ckpt.core.survivors import STATE
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment, encode_json
@@ -50,14 +50,12 @@ class Described:
         state: (bytes, digest) of its state file.
         parts: (kind, first byte, header of its shard).
         own: As of ``StepFacts``.
-        told: Its state file, where that is no rank's after a step.
         beside: Place of a slot of gradients; None of a share.
     """
 
     state: tuple[int, str]
     parts: tuple[tuple[str, int, bytes], ...]
     own: Counts | None = None
-    told: bytes = b""
     beside: int | None = None
 
 
@@ -143,20 +141,18 @@ def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -
     Args:
         tells: What all writers have alike is in this one.
     """
-    told = header.state if header.only and header.only != STATE else b""
     fields = [
         place,
         writer,
-        header.only in PLAIN,
+        header.only == STATE,
         [len(header.state), digest(header.state)],
         [[part.kind, part.begin, len(part.raw)] for part in header.parts],
         header.facts.encoded() if tells else None,
         None if header.facts.own is None else Fragment.of_counts(header.facts.own),
-        len(told),
         header.place if header.only == GRADIENTS_ALONE else None,
     ]
     meta = encode_json(fields)
-    return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts), told]
+    return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
 
 
 def packed_with_headers(value: Any, headers: Iterable[bytes]) -> list[bytes]:
@@ -177,14 +173,13 @@ def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
     while at < len(raw):
         [nbytes] = struct.unpack_from("<Q", raw, at)
         at += 8 + nbytes
-        place, writer, alone, state, sizes, facts, own, telling, beside = json.loads(raw[at - nbytes : at])
+        place, writer, alone, state, sizes, facts, own, beside = json.loads(raw[at - nbytes : at])
         parts = []
         for kind, begin, size in sizes:
             parts.append((kind, begin, raw[at : at + size]))
             at += size
         counted = None if own is None else np.asarray(own, dtype=np.int64)
-        told, at = raw[at : at + telling], at + telling
-        yield place, writer, alone, Described(tuple(state), tuple(parts), counted, told, beside), facts
+        yield place, writer, alone, Described(tuple(state), tuple(parts), counted, beside), facts
 
 
 class ExchangedHeaders:
@@ -249,7 +244,6 @@ class SlotFiles:
         described: Described,
         *,
         state: bool = True,
-        made: bytes | None = None,
         here: Sequence[SlotPart] = (),
     ) -> None:
         """One writer's slot.
@@ -260,7 +254,6 @@ class SlotFiles:
             full: The same of what was not sent to peers.
             described: The slot.
             state: With the plain state; False where that lies in another slot.
-            made: The file of the plain state, where it is put together of what several slots tell.
             here: Parts of the slot, if this rank has it; their headers may be decoded already.
 
         Raises:
@@ -268,9 +261,8 @@ class SlotFiles:
         """
         if state:
             path = state_path(self.directory, writer)
-            told = described.state if made is None else (len(made), digest(made))
-            self.states.append(StateRecord(path, *told, writer))
-            self.files[path] = SlotFile(share, STATE_FILE, made or b"", 0, described.state[0] if made is None else 0)
+            self.states.append(StateRecord(path, *described.state, writer))
+            self.files[path] = SlotFile(share, STATE_FILE, b"", 0, described.state[0])
         for place, (kind, begin, raw) in enumerate(described.parts):
             of_slot = "" if described.beside is None else f"_{described.beside}"
             path = shard_path(self.directory, writer, f"{kind}{of_slot}")
@@ -433,7 +425,7 @@ def _fields_of(found: FoundSlot, number: int) -> list[Any]:
         header.sent,
         header.facts.since,
         header.only,
-        header.facts.own is not None and header.only not in PLAIN,
+        header.facts.own is not None and header.only != STATE,
         header.facts.groups,
         header.beside,
     ]

@@ -159,7 +159,8 @@ class Failing:
         """The failure that comes at ``state.now``, and all that come before it is repaired, or before ``until``."""
         attempts, local, begun = list[_Attempt](), self._costs.system.rollback == "localized", 0
         dead, seals = set[int](), self._costs.system.seals and state.step > 0
-        sealed = state.track.sealed(state.step) if seals else None
+        # Those that end an update alone seal the next step, of which the dead have nothing.
+        sealed = state.track.sealed(state.step) if seals and not state.lost_memory.in_update else None
         while (failure := self._next) is not None and not self.hopeless:
             self._next = next(self._upcoming, None)
             state.failures += 1
@@ -303,7 +304,7 @@ class Failing:
         # What a process kept in memory is there where its node is (two-level PEC).
         gone = np.isin(self._host_nodes, list(state.lost_memory.nodes)).any(axis=2)
         kept = in_memory or self._costs.system.durable == "storage"
-        # Of the same step as what survivors sealed, their experts join it; those who end an update seal the next one.
+        # Of the same step as what survivors sealed, their experts join it.
         is_same = in_memory and not again and not state.lost_memory.in_update
         sealed = self._survivors.experts(dead) if is_same else None
         state.track.fail(source, np.logical_not(gone) if kept else None, sealed)

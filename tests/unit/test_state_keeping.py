@@ -1,0 +1,74 @@
+"""The plain state of the newest steps is sealed in the background."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.snapshot import side_tensors
+from moe_ckpt.engine.state_keeping import StateKeeper
+from moe_ckpt.format.sealed import unseal
+from moe_ckpt.format.slot import SlotHeader, decode_slot
+from moe_ckpt.memory.files import MemoryFiles
+
+
+def of_step(number: int, seed: int) -> tuple[Any, Any]:
+    """Plain state of a rank, random numbers included."""
+    generator = torch.Generator().manual_seed(seed)
+    return side_tensors({"step": number, "rng": generator.get_state()}, 0)
+
+
+TOKENS = Deferred(lambda: StepTokens(np.array([[3, 4]])))
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    files = MemoryFiles(str(tmp_path), "a-run", 1, "a-life", 0, "a-store")
+    keeper = StateKeeper(files, 2)
+    yield keeper
+    keeper.close(10.0)
+
+
+def sealed(keeper: StateKeeper) -> dict[int, SlotHeader]:
+    """Step -> header, once the thread has done all."""
+    keeper.close(10.0)
+    headers = [decode_slot(path.read_bytes(), str(path)) for path in keeper._files.path.glob("*.head")]
+    assert {header.only for header in headers} <= {"state"}
+    return {header.step: header for header in headers}
+
+
+@pytest.mark.parametrize("steps", range(1, 5))
+def test_the_two_newest_steps_are_there(keeper, steps):
+    for step in range(1, steps + 1):
+        keeper.keep(step, 0, of_step(step, step), TOKENS)
+    headers = sealed(keeper)
+    assert headers.keys() == {step for step in (steps - 1, steps) if step}
+    for step, header in headers.items():
+        assert header.facts.own.tolist() == [[3, 4]]
+        assert unseal(header.state, "")["state"]["step"] == step
+
+
+def test_the_end_of_training_does_not_wait_for_a_device_that_gives_nothing(keeper, caplog):
+    gone = threading.Event()
+    keeper.keep(1, 0, of_step(1, 1), Deferred(lambda: (gone.wait(60), StepTokens(np.array([[3, 4]])))[1]))
+    keeper.close(0.1)
+    assert "still not in memory" in caplog.text
+    gone.set()
+
+
+def test_what_cannot_be_sealed_is_said_once_and_the_next_step_is_sealed(keeper, caplog):
+    def nothing() -> StepTokens:
+        raise RuntimeError("the device is gone")
+
+    for step in (1, 2):
+        keeper.keep(step, 0, of_step(step, 1), Deferred(nothing))
+    keeper.keep(3, 0, of_step(3, 1), TOKENS)
+    assert sealed(keeper).keys() == {3}
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["memory does not hold the plain state of step 1: RuntimeError: the device is gone"]

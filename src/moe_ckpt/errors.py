@@ -204,11 +204,10 @@ class StateRefusedError(StoreError, ValueError):
 class FormatVersionError(StoreError, ValueError):
     """The store was written in a format version that this package does not read."""
 
-    def __init__(self, path: str, found: object, supported: tuple[int, ...]) -> None:
-        readable = ", ".join(map(str, supported))
+    def __init__(self, path: str, found: object, supported: int) -> None:
         super().__init__(
-            f"{path} is in on-disk format version {_brief(repr(found))}; this moe_ckpt reads {readable}. "
-            "Open it with the moe_ckpt release that wrote it, or export it there."
+            f"{path} is in on-disk format version {_brief(repr(found))}; this moe_ckpt reads version {supported} only. "
+            "Open or export it with the moe_ckpt that wrote it, or start the run anew in an empty directory."
         )
         self.path = path
         self.found = found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.format import FORMAT_VERSION, MANIFEST_VERSION
+from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.identity import Identity
@@ -30,7 +30,6 @@ from moe_ckpt.format.manifest import (
     LayerRecord,
     Manifest,
     ModelRecord,
-    OperatorRecord,
     PartRecord,
     StateRecord,
     shard_path,
@@ -43,7 +42,6 @@ from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_ou
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
-from tests.support.old_manifests import encode_old
 
 LAYER = LayerRecord("blocks.0.moe", 4, 2)
 
@@ -64,19 +62,18 @@ class Block:
 class StoreBuilder:
     """Writes checkpoints one after the other; a partial one takes the rest from those before it.
 
-    version: of the manifests. holdings: where each operator's newest version is; changing it changes what the next
-    manifest says, where that is of version 1. parts: of the newest checkpoint, newest first.
+    parts: of the newest checkpoint, newest first. listed: of a step and the
+    operators that it writes, those that its part says it holds.
     """
 
     root: Path
-    version: int = MANIFEST_VERSION
     run_id: str = "run-a"
     fingerprint: str = "f" * 32
     world_size: int = 2
     layers: tuple[LayerRecord, ...] = (LAYER,)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    holdings: dict[str, tuple[int, tuple[FileRecord, ...]]] = field(default_factory=dict)
     parts: list[tuple[PartRecord, Part]] = field(default_factory=list)
+    listed: Callable[[int, set[str]], Collection[str]] = lambda step, operators: operators
     count: int = 0
 
     def __post_init__(self) -> None:
@@ -107,11 +104,24 @@ class StoreBuilder:
                 if chosen:
                     written.append(self._shard(directory, step, generation, rank, kind, chosen))
             records.append(self._state(directory, step, generation, rank, len(states), encoded))
-        fresh = self._hold(step, written)
-        files: dict[FileRecord, int] = {}
-        for record in [r for _, held in self.holdings.values() for r in held] + [r for r, _ in written]:
-            files.setdefault(record, len(files))
-        manifest = Manifest(
+        fresh = {entry.operator for _, header in written for entry in header.slices if entry.operator}
+        part = Part(
+            run_id=self.run_id,
+            step=step,
+            generation=generation,
+            world_size=len(states),
+            files=tuple(record for record, _ in written),
+            states=tuple(records),
+            operators=tuple(sorted(self.listed(step, fresh))),
+        )
+        newer: set[str] = set()
+        kept = []
+        for each in [self._write_part(part), *self.parts]:
+            if not newer.issuperset(each[1].operators):
+                kept.append(each)
+            newer.update(each[1].operators)
+        self.parts = kept
+        bare = Manifest(
             run_id=self.run_id,
             step=step,
             generation=generation,
@@ -119,49 +129,33 @@ class StoreBuilder:
             index=self.count,
             created_unix_secs=1.7e9 + step,
             model=ModelRecord(self.fingerprint, self.layers, self.aliases),
-            files=tuple(files),
-            operators={
-                op: OperatorRecord(at, tuple(files[r] for r in held)) for op, (at, held) in self.holdings.items()
-            },
-            states=tuple(records),
+            files=(),
+            operators={},
+            states=(),
             policy={"name": "moc", "k": 2},
             tokens=tokens or {},
+            parts=tuple(record for record, _ in kept),
         )
         self.count += 1
-        if self.version == FORMAT_VERSION:
-            manifest = dataclasses.replace(manifest, **changes)
-            self.write_manifest(directory, manifest)
-            return manifest
-        self._write_part(manifest, [record for record, _ in written], fresh)
-        bare = dataclasses.replace(manifest, files=(), operators={}, states=(), parts=tuple(r for r, _ in self.parts))
         bare = dataclasses.replace(bare, **changes)
-        (self.root / directory / MANIFEST_NAME).write_bytes(bare.encode())
-        return composed(bare, [part for _, part in self.parts])
+        self.write_manifest(directory, bare)
+        return composed(bare, [part for _, part in kept])
 
     def write_manifest(self, directory: str, manifest: Manifest) -> None:
-        """Of version 1, whatever there was."""
-        (self.root / directory / MANIFEST_NAME).write_bytes(encode_old(manifest))
+        """Whatever there was."""
+        (self.root / directory / MANIFEST_NAME).write_bytes(manifest.encode())
 
-    def _write_part(self, manifest: Manifest, files: Sequence[FileRecord], operators: Collection[str]) -> None:
-        rows = b"".join(map(file_row, files)), b"".join(map(state_row, manifest.states))
-        facts = (manifest.run_id, manifest.step, manifest.generation, manifest.world_size)
-        record, raw = encode_part(*facts, *rows, Fragment(list(operators)))
+    def change_part(self, manifest: Manifest, **changes: Any) -> None:
+        """Replaces fields of the newest checkpoint's own part."""
+        record, _ = self._write_part(dataclasses.replace(self.parts[0][1], **changes))
+        self.write_manifest(manifest.directory, dataclasses.replace(manifest, parts=(record, *manifest.parts[1:])))
+
+    def _write_part(self, part: Part) -> tuple[PartRecord, Part]:
+        rows = b"".join(map(file_row, part.files)), b"".join(map(state_row, part.states))
+        facts = (part.run_id, part.step, part.generation, part.world_size)
+        record, raw = encode_part(*facts, *rows, Fragment(list(part.operators)))
         (self.root / record.path).write_bytes(raw)
-        newer: set[str] = set()
-        kept = []
-        for each in [(record, Part.decode(raw, record.path)), *self.parts]:
-            if not newer.issuperset(each[1].operators):
-                kept.append(each)
-            newer.update(each[1].operators)
-        self.parts = kept
-
-    def _hold(self, step: int, written: Sequence[tuple[FileRecord, ShardHeader]]) -> Collection[str]:
-        fresh: dict[str, list[FileRecord]] = {}
-        for record, header in written:
-            for op in {entry.operator for entry in header.slices if entry.operator}:
-                fresh.setdefault(op, []).append(record)
-        self.holdings.update({op: (step, tuple(found)) for op, found in fresh.items()})
-        return fresh
+        return record, part
 
     def _shard(
         self, directory: str, step: int, generation: int, rank: int, kind: str, blocks: Sequence[Block]
@@ -341,7 +335,8 @@ class TinyRun:
         return {
             "applied": [[10 * step, 20 * step, 0, 5 * step, *more]],
             "saved": {"storage": [[10 * step, 20 * step, 0, step, *more]]},
-            "faults": [[1, 7, 2]],
+            "faults": [[1, 7, 2, 70]],
+            "mlt": [0.1],
         }
 
 

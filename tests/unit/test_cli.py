@@ -53,7 +53,7 @@ def test_inspect_shows_steps_ages_and_tokens(run, capsys):
     code, out, _ = call(capsys, "inspect", run.root)
     assert code == 0
     assert "run run-a, model ffffffff" in out
-    assert "on-disk format 3" in " ".join(out.split())
+    assert "on-disk format 1" in " ".join(out.split())
     lines = out.splitlines()
     [row] = [line for line in lines if line.lstrip().startswith(STEP)]
     # step 3: routed 105 = 30 + 60 + 15, saved 30 + 60 + 3, lost 7 by the one fault
@@ -70,18 +70,18 @@ def test_inspect_shows_steps_ages_and_tokens(run, capsys):
 @pytest.mark.usefixtures("rich")
 def test_inspect_of_one_step_and_of_a_large_model(tmp_path, capsys):
     run = TinyRun(tmp_path)
-    run.builder.version = 1
     code, out, _ = call(capsys, "inspect", tmp_path / run.save(1))
     assert code == 0
     assert out.count("step_00000001") >= 2
     assert "on-disk format 1" in " ".join(out.split())
-    _, files = run.builder.holdings["expert/0/0"]
+    run = TinyRun(tmp_path / "large")
     run.builder.layers = tuple(LayerRecord(f"blocks.{n}.moe", 256, 8) for n in range(4))
-    for layer in range(4):
-        for expert in range(256):
-            run.builder.holdings[expert_id(layer, expert)] = (1 + expert % 20, files)
+    run.builder.listed = lambda step, operators: (
+        operators | {expert_id(layer, expert) for layer in range(4) for expert in range(step - 1, 256, 20)}
+    )
     run._tokens = lambda step: {}
-    code, out, _ = call(capsys, "inspect", tmp_path / run.save(20))
+    newest = [run.save(step, experts=(0,) if step > 1 else range(4)) for step in range(1, 21)][-1]
+    code, out, _ = call(capsys, "inspect", tmp_path / "large" / newest)
     [line] = [line for line in out.splitlines() if "blocks.3.moe" in line]
     assert line.split()[-1].startswith("@%%##***++==---::...")
     assert len(line.split()[-1]) == 64

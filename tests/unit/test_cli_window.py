@@ -56,7 +56,7 @@ def equal_experts(root, experts, numel, world_size=2):
         for key in (f"model/e{expert}", f"optim/0/e{expert}/exp_avg", f"optim/0/e{expert}/exp_avg_sq"):
             rank = expert % world_size
             blocks.append(Block(rank, expert_id(0, expert), key, torch.zeros(numel), (0,), (numel,)))
-    tokens = {"applied": [[10 * (experts - e) for e in range(experts)]], "saved": {}, "faults": []}
+    tokens = {"applied": [[10 * (experts - e) for e in range(experts)]], "saved": {}, "faults": [], "mlt": []}
     builder.commit(5, blocks, [{}] * world_size, tokens=tokens)
     return root
 

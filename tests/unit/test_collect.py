@@ -20,7 +20,6 @@ from moe_ckpt.format.manifest import (
     LayerRecord,
     Manifest,
     ModelRecord,
-    OperatorRecord,
     StateRecord,
     group_of,
     group_path,
@@ -34,7 +33,6 @@ from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.support import warm
-from tests.support.old_manifests import encode_old
 
 NOW = 1_000_000.0
 LAST = RetentionPolicy(keep_last=1, keep_spare=False)
@@ -61,20 +59,10 @@ def commit(storage, step, experts_from=(), generation=0, write_manifest=True, pa
         parent=parent,
         passed_over=passed_over,
     )
-    if is_old(storage):
-        paths = own + [shard_path(step_dir(s, 0), 0, "expert") for s in experts_from]
-        manifest = replace(
-            manifest,
-            files=tuple(FileRecord(path, 4, 2, "d", step, 0) for path in paths),
-            operators={"expert/0/0": OperatorRecord(step, (0,))},
-            states=(StateRecord(state_path(directory, 0), 5, "d", 0),),
-        )
-        raw = encode_old(manifest)
-    else:
-        part, raw = part_of(step, generation)
-        storage.write(part.path, [raw])
-        older = (part_of(s, 0)[0] for s in sorted(experts_from, reverse=True))
-        raw = replace(manifest, parts=(part, *older)).encode()
+    part, raw = part_of(step, generation)
+    storage.write(part.path, [raw])
+    older = (part_of(s, 0)[0] for s in sorted(experts_from, reverse=True))
+    raw = replace(manifest, parts=(part, *older)).encode()
     if write_manifest:
         storage.write(f"{directory}/{MANIFEST_NAME}", [raw])
     return manifest
@@ -92,14 +80,9 @@ def part_of(step, generation):
     return encode_part("run", step, generation, 1, files, state, Fragment([f"expert/0/{step}", "non_expert/rest"]))
 
 
-def is_old(storage):
-    """Whether checkpoints are written as versions 1 and 2 of the format did, without parts."""
-    return storage.root.endswith("old")
-
-
-@pytest.fixture(params=["old", "new"])
-def storage(tmp_path, request):
-    return LocalStorage(tmp_path / request.param)
+@pytest.fixture
+def storage(tmp_path):
+    return LocalStorage(tmp_path / "store")
 
 
 def tree(storage):
@@ -107,7 +90,7 @@ def tree(storage):
     found = {name: storage.list(name) for name in storage.list()}
     for directory, names in found.items():
         own = [name for name in names if group_of(name) and name != MANIFEST_NAME]
-        assert (PART_NAME in own) == (bool(own) and not is_old(storage) and parse_step_dir(directory) is not None)
+        assert (PART_NAME in own) == (bool(own) and parse_step_dir(directory) is not None)
         found[directory] = [name for name in names if name != PART_NAME]
     return found
 
@@ -127,7 +110,7 @@ def test_what_nobody_names_goes_and_shared_files_stay(storage):
     assert report.retained == ("step_00000004",)
     assert report.dropped == ("step_00000001", "step_00000002", "step_00000003")
     assert report.damaged == ()
-    assert len(report.deleted) == (10 if is_old(storage) else 11), "three parts stay, and one goes"
+    assert len(report.deleted) == 11, "three parts stay, and one goes"
     assert [path for path in report.deleted if path.endswith(MANIFEST_NAME)] == list(report.deleted[:3])
     commit(storage, 5, ())
     collect(storage, LAST, NOW)
@@ -310,7 +293,7 @@ def test_clean_start_removes_what_dead_writers_left(storage):
         "step_00000003": WHOLE,
     }
     assert report.retained == ("step_00000002", "step_00000003")
-    assert len(report.deleted) == (5 if is_old(storage) else 6)
+    assert len(report.deleted) == 6
 
 
 def test_what_is_known_spares_reading_and_is_kept_up_to_date(storage):

@@ -9,13 +9,11 @@ import pytest
 
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.collect import clean_start, collect
-from moe_ckpt.engine.documents import read_commit
-from moe_ckpt.format.manifest import MANIFEST_NAME, group_of
+from moe_ckpt.format.manifest import group_of
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
-from tests.support.old_manifests import encode_old
 from tests.unit.engine_parts import Life, ThreadRanks, manifests, run_threads
 
 LAST = RetentionPolicy(keep_last=1, keep_spare=False)
@@ -97,26 +95,3 @@ def test_a_rank_that_died_before_it_deleted_leaves_work_for_the_next_life(tmp_pa
     assert [m.step for m in manifests(tmp_path)] == [4]
     clean_start(LocalStorage(tmp_path))
     assert_nothing_but_what_is_needed(tmp_path)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_store_of_versions_1_and_2_is_gone_on_in_and_collected(tmp_path, ranks):
-    """Without parts: the manifests carry what they need of it along, until every expert was saved again."""
-    train(tmp_path, MoC(k=1), 3, ranks=ranks)
-    [newest] = manifests(tmp_path)
-    assert len({record.step for record in newest.operators.values()}) == 3
-    (tmp_path / newest.directory / MANIFEST_NAME).write_bytes(encode_old(newest))
-    for part in tmp_path.glob("step_*/PART.json"):
-        part.unlink()
-    [old] = manifests(tmp_path)
-    assert (old.parts, old.operators) == ((), newest.operators)
-    carried = []
-    for _ in range(3):
-        train(tmp_path, MoC(k=1), 2, ranks=ranks, back_to=old)
-        [old] = manifests(tmp_path)
-        assert_nothing_but_what_is_needed(tmp_path)
-        bare = read_commit(LocalStorage(tmp_path), old.directory)
-        carried.append({record.step for record in bare.operators.values()})
-    assert carried[0] <= {1, 2, 3}
-    assert carried[0] > carried[1] >= carried[2] == set(), "less and less"
-    assert {record.step for record in old.operators.values()} <= set(range(4, 10))

@@ -16,7 +16,7 @@ EXAMPLES = [
     errors.StateRefusedError("a/b", "the callback X", "KeyError: 'n'"),
     errors.CoverageError("checkpoint", ("x is missing", "y is missing")),
     errors.MissingPackageError("rich", "tables", "cli"),
-    errors.FormatVersionError("store.json", 9, (1,)),
+    errors.FormatVersionError("store.json", 9, 1),
     errors.StoreInUseError("/store", "pid 7"),
     errors.SaveFailedError(3, ("disk full",)),
     errors.HostMemoryError(10, 5),

@@ -1,4 +1,4 @@
-"""Manifests of version 3 and the parts that they are made of: round trips, views, and what is refused."""
+"""Manifests and the parts that they are made of: views, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from moe_ckpt.format.manifest import (
     LayerRecord,
     Manifest,
     ModelRecord,
-    OperatorRecord,
     SlotRecord,
     StateRecord,
     shard_path,
@@ -63,7 +62,7 @@ MANIFEST = Manifest(
     parent="step_00000007",
     policy={"name": "moc", "k": 1},
     measured={"iteration_secs": 0.25},
-    tokens={"applied": [[1, 2, 3, 4]], "saved": {"storage": [[1, 2, 3, 4]]}, "faults": [[7, 2, 1, 40]]},
+    tokens={"applied": [[1, 2, 3, 4]], "saved": {"storage": [[1, 2, 3, 4]]}, "faults": [[7, 2, 1, 40]], "mlt": [0.5]},
     parts=tuple(named for named, _ in PARTS),
 )
 WINDOWED = replace(
@@ -87,21 +86,6 @@ def steps_of(manifest):
     return {op: held.step for op, held in manifest.operators.items()}
 
 
-def test_round_trip():
-    assert body_of()["format_version"] == 3
-    for manifest in (MANIFEST, WINDOWED, replace(MANIFEST, passed_over=("step_00000007",), tokens={})):
-        assert Manifest.decode(manifest.encode(), "m") == manifest
-
-
-def test_every_changed_byte_is_seen():
-    raw = MANIFEST.encode()
-    for at in range(len(raw)):
-        damaged = bytearray(raw)
-        damaged[at] ^= 0x01
-        with pytest.raises(DamagedError):
-            Manifest.decode(damaged, "m")
-
-
 def test_the_newest_part_that_holds_an_operator_wins():
     found = view()
     newest = dict.fromkeys(("gate/0", "non_expert/embed", "expert/0/1"), 8)
@@ -115,26 +99,6 @@ def test_the_newest_part_that_holds_an_operator_wins():
     assert {"step_00000006/PART.json", "step_00000008_g2/rank_00001_state.json"} <= found.paths
     assert found.states == THIRD[1].states
     assert len({id(held) for held in found.operators.values()}) == 4, "operators of one part share one record"
-
-
-def test_what_older_formats_wrote_lies_below_the_parts():
-    """A run that came back to a store without parts: its manifests carry the rest along."""
-    files = tuple(FileRecord(shard_path("step_00000003", rank, "expert"), 9, 8, "d", 3, rank) for rank in range(2))
-    below = replace(
-        MANIFEST,
-        files=files,
-        operators={"expert/0/2": OperatorRecord(3, (1,)), "expert/0/3": OperatorRecord(3, (0,))},
-        parts=(THIRD[0], SECOND[0]),
-    )
-    decoded = Manifest.decode(below.encode(), "m")
-    assert decoded == below
-    found = view(decoded, (THIRD, SECOND))
-    assert steps_of(found)["expert/0/3"] == 3
-    assert [found.files[n].path for n in found.operators["expert/0/2"].files] == [files[1].path]
-    covered = part(8, [*EXPERTS, "gate/0"], generation=2)
-    found = view(replace(below, parts=(covered[0],)), (covered,))
-    assert set(steps_of(found).values()) == {8}
-    assert not any(record.step == 3 for record in found.files)
 
 
 def test_a_window_is_made_of_its_steps():
@@ -169,7 +133,7 @@ def test_the_newest_part_is_of_as_many_ranks():
 
 PART_BODY = {
     "kind": "moe_ckpt.part",
-    "format_version": 3,
+    "format_version": 1,
     "run_id": "r",
     "step": 6,
     "generation": 0,
@@ -214,7 +178,7 @@ def test_every_missing_or_mistyped_field_of_a_part_is_refused(key):
 def test_other_kinds_and_versions_are_no_parts():
     with pytest.raises(DamagedError, match=r"is a 'moe_ckpt\.manifest', not a 'moe_ckpt\.part'"):
         Part.decode(MANIFEST.encode(), "p")
-    for version in (1, 4, None):
+    for version in (0, 3, None):
         with pytest.raises(FormatVersionError):
             Part.decode(seal({**PART_BODY, "format_version": version}), "p")
 
@@ -229,8 +193,6 @@ def test_other_kinds_and_versions_are_no_parts():
         ({"step": 6, "parts": [["step_00000006_g2", 1, "d"], ["step_00000007", 1, "d"]]}, "a step after the"),
         ({"window": [7]}, "window: the steps of its window are not those of its parts"),
         ({"window": []}, "window has 0 items"),
-        ({"operators": {"expert/0/3": [3, 0]}}, "expert/0/3 names a file that is not listed"),
-        ({"operators": {"expert/0/4": [3, 0]}, "files": []}, "expert/0/4 names a file that is not listed"),
     ],
 )
 def test_a_manifest_that_contradicts_its_parts_is_refused(changes, message):
@@ -243,14 +205,6 @@ def test_parts_are_in_order_and_each_once():
     for wrong in (rows[::-1], [rows[0], rows[2], rows[1]], [rows[0], rows[1], rows[1]]):
         with pytest.raises(DamagedError, match="newest first"):
             Manifest.decode(seal({**body_of(), "parts": wrong}), "m")
-
-
-def test_an_older_package_says_that_it_does_not_read_this():
-    """What ``check_version`` of the versions before says of a manifest of version 3."""
-    from moe_ckpt.format.manifest import check_version
-
-    with pytest.raises(FormatVersionError, match=r"m is in on-disk format version 3; .*reads 1, 2\. Open it with"):
-        check_version(body_of(), "m", "moe_ckpt.manifest", (1, 2))
 
 
 ROW = ["expert", 1, 2]

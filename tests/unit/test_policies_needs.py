@@ -196,7 +196,7 @@ def test_only_policies_are_wrapped(kind):
         Plain(kind)
 
 
-# --- policies of one's own, of today and of before there was Needs ---
+# --- policies of one's own ---
 
 
 def takers(tmp_path):
@@ -219,29 +219,6 @@ def test_three_methods_are_a_policy(tmp_path, taker):
     assert isinstance(Own(), Policy)
     takers(tmp_path)[taker](Own())
     assert needs(Own()) == Needs()
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value", "said"),
-    [
-        ("sparse", True, r"Needs\(windows=True\)"),
-        ("soft", True, r"Needs\(soft_counts=True\)"),
-        ("sized", True, r"Needs\(sizes=True\)"),
-        ("plt_budget", 0.05, r"Needs\(lost_tokens=True\)"),
-        ("next_due", seventh, r"Needs\(next_due=self\.next_due\)"),
-    ],
-)
-@pytest.mark.parametrize("taker", TAKERS)
-def test_needs_that_are_said_as_before_are_refused_with_what_to_write(tmp_path, taker, attribute, value, said):
-    old = type("Old", (Own,), {attribute: value})()
-    with pytest.raises(ConfigError, match=rf"Old has {attribute}, but no attribute.*'needs' that returns .*{said}"):
-        takers(tmp_path)[taker](old)
-
-
-def test_names_of_before_may_be_used_for_anything_by_who_says_needs():
-    kind = type("New", (Own,), {"soft": True, "sparse": 3, "needs": Needs(sizes=True)})
-    assert told(kind()) == {"sizes"}
-    assert needs(type("Off", (Own,), {"soft": False, "plt_budget": None})()) == Needs()
 
 
 @pytest.mark.parametrize("given", [True, {"sizes": True}, Needs, lambda self: Needs()])

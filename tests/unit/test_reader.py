@@ -202,30 +202,20 @@ def test_a_manifest_of_another_format_version_is_not_skipped(tmp_path):
 def test_a_manifest_in_the_wrong_place_is_refused(tmp_path, changes, reason):
     run = example(tmp_path)
     manifest = dataclasses.replace(run.manifests["step_00000003"], **changes)
-    run.builder.write_manifest("step_00000003", manifest)
+    own, *older = manifest.parts
+    own = dataclasses.replace(own, directory=manifest.directory)
+    run.builder.write_manifest("step_00000003", dataclasses.replace(manifest, parts=(own, *older)))
     with pytest.raises(DamagedError, match=reason):
         reader_of(tmp_path).manifest("step_00000003")
     assert newest_good(reader_of(tmp_path)).directory == "step_00000002"
 
 
-@pytest.mark.parametrize(
-    "evil", ["../x", "/etc/passwd", "step_00000001/../../x", "step_00000001/rank_00000_expert.bin"]
-)
-def test_a_manifest_that_leads_out_of_the_store_is_refused(tmp_path, evil):
-    run = example(tmp_path)
-    manifest = run.manifests["step_00000003"]
-    files = (dataclasses.replace(manifest.files[0], path=evil), *manifest.files[1:])
-    run.builder.write_manifest("step_00000003", dataclasses.replace(manifest, files=files))
-    with pytest.raises(DamagedError, match="must be a path of this format"):
-        reader_of(tmp_path).manifest("step_00000003")
-
-
 @pytest.mark.parametrize("header_nbytes", [1 << 40, (1 << 28) + 16, 0, 7])
 def test_absurd_header_sizes_are_refused_without_allocating(tmp_path, header_nbytes):
     run = example(tmp_path)
-    manifest = run.manifests["step_00000003"]
-    files = (dataclasses.replace(manifest.files[0], header_nbytes=header_nbytes), *manifest.files[1:])
-    run.builder.write_manifest("step_00000003", dataclasses.replace(manifest, files=files))
+    first, *others = run.builder.parts[0][1].files
+    changed = dataclasses.replace(first, header_nbytes=header_nbytes)
+    run.builder.change_part(run.manifests["step_00000003"], files=(changed, *others))
     reader = reader_of(tmp_path)
     tracemalloc.start()
     with pytest.raises(DamagedError, match="cannot have a header"):
@@ -300,23 +290,15 @@ def test_missing_operators_and_rows_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["model/blocks.0.moe.experts", "optim/0/blocks.0.moe.experts/exp_avg"])
-def test_a_missing_or_doubled_row_is_named(tmp_path, key):
+def test_a_missing_row_is_named(tmp_path, key):
     run = TinyRun(tmp_path)
-    run.builder.version = 1
     commit = run.builder.commit
     run.builder.commit = lambda step, blocks, *rest: commit(
-        step, [b for b in blocks if b.key != key or b.offsets[0] != 1 or step == 2], *rest
+        step, [b for b in blocks if b.key != key or b.offsets[0] != 1], *rest
     )
     reader = reader_of(tmp_path)
     with pytest.raises(CoverageError, match=rf"{key} at \[0, 0, 0\]: 6 of 24 elements are missing"):
         reader.prove(reader.manifest(run.save(1)))
-    good = reader.manifest(run.save(2))
-    stack = [index for index, f in enumerate(good.files) if f.path.endswith("00000_expert.safetensors")]
-    assert stack
-    run.builder.commit = commit
-    run.builder.holdings["expert/0/1"] = (2, ())
-    with pytest.raises(DamagedError, match=r"expert/0/1.* is \[2\], but must be a version and at least one file"):
-        reader.prove(reader.manifest(run.save(3, experts=())))
 
 
 def test_state_of_a_rank_that_did_not_exist(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import traceback
 
@@ -172,12 +171,9 @@ def test_another_model_is_refused_untouched(tmp_path, change, error, message):
 
 def test_an_incomplete_checkpoint_is_refused_untouched(tmp_path):
     run = TinyRun(tmp_path)
+    run.builder.listed = lambda step, operators: operators - {"gate/0"}
     run.save(1)
-    del run.builder.holdings["gate/0"]
     run.save(2, experts=())
-    manifest = run.manifests["step_00000002"]
-    operators = {op: record for op, record in manifest.operators.items() if op != "gate/0"}
-    run.builder.write_manifest("step_00000002", dataclasses.replace(manifest, operators=operators))
     reader = StoreReader(LocalStorage(tmp_path))
     state = LiveState()
     with pytest.raises(CoverageError, match="gate"):

@@ -179,7 +179,7 @@ def test_a_book_of_another_model_is_refused(shape):
 
 def test_reading_does_not_alias_what_was_read():
     read = counts([1])
-    book = TokenBook.from_dict({"applied": read, "saved": {}, "faults": []}, 1, 1)
+    book = TokenBook.from_dict({"applied": read, "saved": {}, "faults": [], "mlt": []}, 1, 1)
     book.apply(counts([1]))
     assert read.tolist() == [[1]]
 
@@ -223,12 +223,3 @@ def test_mlt_is_that_of_one_recovery_and_plt_that_of_all():
         book.recover(1)
     assert [fault.mlt for fault in book.faults] == [(0 + 10 / 20) / 2, (40 / 160 + 0) / 2]
     assert (book.worst_mlt, book.plt) == (0.25, (10 + 40) / 200)
-
-
-def test_faults_of_an_earlier_release_have_no_mlt():
-    """Also where such a release went on with a run and added faults of its own."""
-    data = {"applied": [[9]], "saved": {}, "faults": [[1, 2, 1], [3, 4, 1, 9]]}
-    for mlt in ({}, {"mlt": [0.5]}):
-        book = TokenBook.from_dict(data | mlt, 1, 1)
-        assert book.faults == [FaultRecord(1, 2, 1, 0), FaultRecord(3, 4, 1, 9)]
-        assert book.worst_mlt is None

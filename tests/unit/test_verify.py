@@ -102,11 +102,10 @@ def test_a_damaged_state_file_is_named(run):
 
 def test_missing_parts_are_damage_too(run):
     manifest = run.manifests[STEPS[2]]
-    operators = {op: record for op, record in manifest.operators.items() if op != "expert/0/3"}
-    run.builder.write_manifest(STEPS[2], dataclasses.replace(manifest, operators=operators))
+    run.builder.write_manifest(STEPS[2], dataclasses.replace(manifest, parts=manifest.parts[:-1]))
     assert "expert/0/3" in str(verify_store(LocalStorage(run.root))[0])
-    run.builder.write_manifest(STEPS[2], dataclasses.replace(manifest, states=manifest.states[:1]))
-    assert "states of step 3 are not of the ranks 0 to 1, one each" in str(verify_store(LocalStorage(run.root))[0])
+    run.builder.change_part(manifest, states=manifest.states[:1])
+    assert "states are not of the ranks 0 to 1, one each" in str(verify_store(LocalStorage(run.root))[0])
 
 
 def test_only_the_named_steps(run):

@@ -36,7 +36,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         steps = listed_again(lambda: _describe_steps(reader))
     return {
         "store": storage.root,
-        "format_version": max((step.get("format_version", 0) for step in steps), default=0) or FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
         "run_id": identity.run_id,
         "fingerprint": identity.fingerprint,
         "steps": steps,
@@ -76,7 +76,6 @@ def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
         "directory": directory,
         "step": manifest.step,
         "generation": manifest.generation,
-        "format_version": manifest.format_version,
         "committed_unix_secs": manifest.created_unix_secs,
         "policy": dict(manifest.policy),
         "world_size": manifest.world_size,

@@ -10,7 +10,7 @@ recovered experts lack, divided by tokens * k summed over MoE layers, for the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
@@ -54,7 +54,7 @@ class FaultRecord:
         lost_tokens: Token-expert pairs that were lost.
         stale_experts: Experts that came back older than ``restored_step``.
         routed_tokens: Token-expert pairs of the run up to ``restored_step``, so that the loss can be judged as of then.
-        mlt: MLT of this recovery (``tokens_at_risk``); None where an earlier release booked it.
+        mlt: MLT of this recovery (``tokens_at_risk``).
         lacking: ``[L, E]`` the lost tokens; None of earlier recoveries.
     """
 
@@ -62,27 +62,21 @@ class FaultRecord:
     lost_tokens: int
     stale_experts: int
     routed_tokens: int = 0
-    mlt: float | None = None
+    mlt: float = 0.0
     lacking: Counts | None = field(default=None, compare=False, repr=False)
 
 
 def fault_rows(faults: Iterable[FaultRecord]) -> dict[str, list[Any]]:
-    """``faults`` as plain data: whole numbers in rows, and ``mlt`` beside them, which earlier readers ignore."""
+    """``faults`` as plain data: whole numbers in rows, and ``mlt`` beside them."""
     listed = tuple(faults)
     rows = [[f.restored_step, f.lost_tokens, f.stale_experts, f.routed_tokens] for f in listed]
     return {"faults": rows, "mlt": [fault.mlt for fault in listed]}
 
 
 def faults_in(data: Mapping[str, Any]) -> list[FaultRecord]:
-    """Inverse of ``fault_rows``. An earlier release that went on with a run kept rows and dropped ``mlt``."""
-    rows, portions = data["faults"], data.get("mlt", ())
-    known = portions if len(portions) == len(rows) else [None] * len(rows)
-    return [_fault(row, mlt) for row, mlt in zip(rows, known, strict=True)]
-
-
-def _fault(row: Sequence[int], mlt: float | None) -> FaultRecord:
-    restored, lost, stale, routed = (*map(int, row), 0)[:4]  # the oldest files do not say what was routed
-    return FaultRecord(restored, lost, stale, routed, mlt)
+    """Inverse of ``fault_rows``."""
+    rows = zip(data["faults"], data["mlt"], strict=True)
+    return [FaultRecord(restored, lost, stale, routed, mlt) for (restored, lost, stale, routed), mlt in rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,8 +225,8 @@ class TokenBook:
 
     @property
     def worst_mlt(self) -> float | None:
-        """The highest MLT of a recovery so far; None if none is known."""
-        return max((fault.mlt for fault in self.faults if fault.mlt is not None), default=None)
+        """The highest MLT of a recovery so far; None before the first."""
+        return max((fault.mlt for fault in self.faults), default=None)
 
     def plt_if_failed_now(self, tier: Tier = Tier.STORAGE) -> float:
         """PLT if the run failed now and resumed from the newest checkpoint. ``StepRecord.at_risk_plt`` is this

@@ -73,7 +73,7 @@ def say_resumed(
     lost, portion = f"all experts are of that {unit}", ""
     if fault.stale_experts:
         lost = f"{fault.stale_experts} experts are older than that, {fault.lost_tokens:,} tokens lost"
-        portion = "" if fault.mlt is None else f"MLT {fault.mlt:.2%}, "
+        portion = f"MLT {fault.mlt:.2%}, "
     where = f"{unit} {step} from {_path(dirpath, place)}"
     level = logging.WARNING if besides else logging.INFO
     announce("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides, level=level)

@@ -47,7 +47,7 @@ def write_finished(
 def read_finished(storage: Storage, comm: Communicator, manifest: Manifest) -> Finished | None:
     """Returns the end of the run whose newest checkpoint is ``manifest``; None if nothing says that it ended there.
 
-    A collective, called by all ranks before training. Stores of earlier releases do not say it.
+    A collective, called by all ranks before training.
     """
     raw = comm.broadcast(_read(storage) if comm.rank == 0 else b"")
     if not raw:

@@ -38,7 +38,7 @@ class StepRecord:
             ``plt_if_failed_now``.
         at_risk_mlt: MLT of such a recovery (``core.tokens.tokens_at_risk``). Logged as the metric
             ``mlt_if_failed_now``.
-        mlt_newest: MLT of the run's newest recovery; None before the first, or if an earlier release recorded it.
+        mlt_newest: MLT of the run's newest recovery; None before the first.
         mlt_worst: The highest MLT of a recovery of the run so far; None as before.
         lost_tokens: Lost in all recoveries of the run.
         owed_tokens: Lost tokens that boosted experts still have to make up; None without a capacity boost in this

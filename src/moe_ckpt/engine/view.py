@@ -6,23 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.versions import Versions
-from moe_ckpt.format.manifest import KINDS, PART_NAME, FileRecord, Manifest, PartRecord, group_of
-from moe_ckpt.format.part import pruned
+from moe_ckpt.format.manifest import KINDS, PART_NAME, Manifest, PartRecord, group_of
 
 Names = Mapping[str, frozenset[str]]
 """Group of files of one step (``format.manifest.group_of``) -> their names."""
 Needed = dict[str, dict[str, frozenset[str]]]
 """Step directory -> the ``Names`` of what a checkpoint needs of it."""
 PART = {PART_NAME: frozenset({PART_NAME})}
-
-_OLD = 0
-"""Number of the versions that were written before there were parts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +44,12 @@ class View:
 
     Attributes:
         versions: Each operator's newest, by the number of its part. Not changed any more.
-        numbered: Number -> part, of those that it wrote itself, or that have an operator's newest version; the newest
-            first.
-        old: Files and operators of steps that were written before there were parts, as a manifest; None if it needs
-            none.
+        numbered: Number -> part, from 1 on, of those that it wrote itself, or that have an operator's newest version;
+            the newest first.
     """
 
     versions: Versions
     numbered: Mapping[int, WrittenPart] = field(default_factory=dict)
-    old: Manifest | None = None
 
     @classmethod
     def of(cls, manifest: Manifest, catalog: Catalog) -> View:
@@ -65,17 +58,17 @@ class View:
         for record in manifest.files:
             directory, _, name = record.path.partition("/")
             names.setdefault(directory, {}).setdefault(record.kind, set()).add(name)
-        numbers = {part.directory: number for number, part in enumerate(reversed(manifest.parts), start=_OLD + 1)}
+        numbers = {part.directory: number for number, part in enumerate(reversed(manifest.parts), start=1)}
         versions = Versions(catalog)
         first = (manifest.files[record.files[0]] for record in manifest.operators.values())
-        found = (numbers.get(_directory(file), _OLD) for file in first)
+        found = (numbers[file.path.partition("/")[0]] for file in first)
         versions.replace(catalog.places_of(tuple(manifest.operators)), list(found))
         parts = {
             number: WrittenPart(part, _frozen(names[part.directory]), versions.places_of(number), manifest.not_finite)
             for part in manifest.parts
             if len(versions.places_of(number := numbers[part.directory]))
         }
-        return cls(versions, parts, _pruned(manifest, versions))
+        return cls(versions, parts)
 
     @property
     def parts(self) -> Iterable[WrittenPart]:
@@ -86,26 +79,21 @@ class View:
     def not_finite(self) -> str:
         """The first tensor with NaN or infinity; empty if there is none. Of a part that is not all of a checkpoint on
         which a user went on, it is not known which part had it: all had."""
-        first = next((part.not_finite for part in self.parts if part.not_finite), "")
-        return first or ("" if self.old is None else self.old.not_finite)
+        return next((part.not_finite for part in self.parts if part.not_finite), "")
 
     def beneath(self, newer: Iterable[WrittenPart]) -> View:
         """Returns what a checkpoint consists of that wrote ``newer``, the newest last, and takes the rest from here."""
-        versions, first = self.versions.copy(), max(self.numbered, default=_OLD) + 1
+        versions, first = self.versions.copy(), max(self.numbered, default=0) + 1
         written = dict(enumerate(newer, first))
         for number, part in written.items():
             versions.record(part.operators, number)
         live = versions.live()
         left = {number: part for number, part in self.numbered.items() if number in live}
-        numbered = dict(reversed(written.items())) | left
-        return View(versions, numbered, None if self.old is None else _pruned(self.old, versions))
+        return View(versions, dict(reversed(written.items())) | left)
 
     def needed(self) -> Needed:
         """Returns what it needs on storage."""
         found: Needed = {}
-        for record in () if self.old is None else self.old.files:
-            groups = found.setdefault(_directory(record), {})
-            groups[record.kind] = groups.get(record.kind, frozenset()) | {record.path.partition("/")[2]}
         for number, part in self.numbered.items():
             kinds = (kind for kind, live in self._live.items() if number in live)
             found[part.record.directory] = {kind: part.names.get(kind, frozenset()) for kind in kinds} | PART
@@ -125,18 +113,6 @@ def needed_of(manifest: Manifest) -> Needed:
         directory, _, name = path.partition("/")
         found.setdefault(directory, {}).setdefault(group_of(name) or "", set()).add(name)
     return {directory: _frozen(groups) for directory, groups in found.items()}
-
-
-def _pruned(manifest: Manifest, versions: Versions) -> Manifest | None:
-    """Returns what of ``manifest`` was written before there were parts and has newest versions; None without any."""
-    everything = versions.catalog.everything
-    old = {everything[at] for at in versions.places_of(_OLD).tolist()}
-    left = {op: record for op, record in manifest.operators.items() if op in old}
-    return pruned(replace(manifest, operators=left), manifest.files, ()) if left else None
-
-
-def _directory(record: FileRecord) -> str:
-    return record.path.partition("/")[0]
 
 
 def _frozen(sets: Mapping[str, set[str]]) -> dict[str, frozenset[str]]:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import WINDOW_BEGAN
 from moe_ckpt.errors import DamagedError, FormatVersionError
-from moe_ckpt.format import FORMAT_VERSION, MANIFEST_VERSION, SUPPORTED_VERSIONS, WINDOW_VERSION
+from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.schema import (
-    Check,
     anything,
     both,
     listing,
@@ -44,13 +43,11 @@ PART_NAME = "PART.json"
 STORE_NAME = "store.json"
 _KIND = "moe_ckpt.manifest"
 _STEP_DIR = re.compile(r"step_(\d{8,18})(?:_g(\d{1,18}))?", re.ASCII)
-_SHARD = re.compile(r"step_\d{8,18}(_g\d{1,18})?/rank_\d{5,9}_(expert|non_expert)\.safetensors", re.ASCII)
 _OWN_FILE = re.compile(r"rank_\d{5,9}_(expert(?=\.s)|non_expert(?=\.s)|state(?=\.j))\.(?:safetensors|json)", re.ASCII)
 KINDS = ("expert", "non_expert")
 """Of shards: kept apart because they are superseded at different times."""
 GROUPS = (*KINDS, "state")
 """Of the files that ranks write at one step: each is kept or deleted as a whole."""
-_STATE = re.compile(r"step_\d{8,18}(_g\d{1,18})?/rank_\d{5,9}_state\.json", re.ASCII)
 
 
 def step_dir(step: int, generation: int) -> str:
@@ -201,8 +198,8 @@ class PartRecord:
 class Manifest:
     """Everything about one committed step except the tensors themselves.
 
-    What ``decode`` returns for a manifest of version 3 has no states, and of files and operators only those of older
-    steps without a part; ``format.part.composed`` adds what its parts hold. ``encode`` is for the former.
+    What ``decode`` returns has no files, operators and states: ``format.part.composed`` adds what its parts hold.
+    ``encode`` leaves those out. A manifest that was made of memory slots has all of them, and no parts.
 
     Attributes:
         parent: Directory name of the checkpoint this life of the run returned to, or None.
@@ -210,12 +207,12 @@ class Manifest:
         tokens: ``TokenBook.to_dict()``, its tables as fragments before it is written.
         policy: ``Policy.describe()``.
         measured: What of ``policies.base.Measured`` rank 0 knew when the snapshot began, so that a restarted run need
-            not measure it again; older files have none.
+            not measure it again.
         window: The earlier steps of a sparse window whose last one this is, oldest first. Its operators are then of
             different steps, and only replay makes one state of them.
         passed_over: Directories of newer checkpoints that could not be read when the run came back to an older one,
             though nothing says that they are damaged. Garbage collection leaves them alone.
-        parts: The parts that the view is made of, newest first; none before version 3.
+        parts: The parts that the view is made of, newest first; none where it is made of memory slots.
         not_finite: The first tensor with NaN or infinity, for people; empty if there is none, or nobody looked.
     """
 
@@ -241,11 +238,6 @@ class Manifest:
     @property
     def directory(self) -> str:
         return step_dir(self.step, self.generation)
-
-    @property
-    def format_version(self) -> int:
-        """Of the document that it was read from, or is written to."""
-        return MANIFEST_VERSION if self.parts else WINDOW_VERSION if self.window else FORMAT_VERSION
 
     @property
     def paths(self) -> frozenset[str]:
@@ -285,7 +277,7 @@ class Manifest:
     def encode(self) -> bytes:
         body: dict[str, Any] = {
             "kind": _KIND,
-            "format_version": MANIFEST_VERSION,
+            "format_version": FORMAT_VERSION,
             "run_id": self.run_id,
             "step": self.step,
             "generation": self.generation,
@@ -299,9 +291,6 @@ class Manifest:
             "tokens": dict(self.tokens),
             "parts": [[part.directory, part.nbytes, part.digest] for part in self.parts],
         }
-        if self.operators:
-            body["files"] = [astuple(record) for record in self.files]
-            body["operators"] = {op: [record.step, *record.files] for op, record in self.operators.items()}
         if self.passed_over:
             body["passed_over"] = list(self.passed_over)
         if self.not_finite:
@@ -314,13 +303,8 @@ class Manifest:
     def decode(cls, raw: bytes | bytearray | memoryview, path: str) -> Manifest:
         """Raises ``DamagedError`` or ``FormatVersionError``; ``path`` is for messages only."""
         body = unseal(raw, path)
-        check_version(body, path, _KIND, SUPPORTED_VERSIONS)
-        check = MANIFEST if body["format_version"] == MANIFEST_VERSION else OLD_MANIFEST
-        require(check, body, path, "not a manifest of this format: ")
-        return cls._from_body(body)
-
-    @classmethod
-    def _from_body(cls, body: dict[str, Any]) -> Manifest:
+        check_version(body, path, _KIND)
+        require(MANIFEST, body, path, "not a manifest of this format: ")
         return cls(
             run_id=body["run_id"],
             step=body["step"],
@@ -330,18 +314,15 @@ class Manifest:
             created_unix_secs=body["created_unix_secs"],
             parent=body["parent"],
             policy=body["policy"],
-            measured={name: float(value) for name, value in body.get("measured", {}).items()},
+            measured={name: float(value) for name, value in body["measured"].items()},
             tokens=body["tokens"],
             model=_model_of(body),
-            files=tuple(FileRecord(*row) for row in body.get("files", ())),
-            states=_states(body.get("states", ())),
-            operators={op: OperatorRecord(at, tuple(files)) for op, (at, *files) in body.get("operators", {}).items()},
-            window=tuple(
-                SlotRecord(slot, ()) if isinstance(slot, int) else SlotRecord(slot[0], _states(slot[1]))
-                for slot in body.get("window", ())
-            ),
+            files=(),
+            operators={},
+            states=(),
+            window=tuple(SlotRecord(step, ()) for step in body.get("window", ())),
             passed_over=tuple(body.get("passed_over", ())),
-            parts=tuple(PartRecord(*row) for row in body.get("parts", ())),
+            parts=tuple(PartRecord(*row) for row in body["parts"]),
             not_finite=body.get("not_finite", ""),
         )
 
@@ -352,19 +333,13 @@ def _model_of(body: Mapping[str, Any]) -> ModelRecord:
     return ModelRecord(model["fingerprint"], layers, dict(model["aliases"]))
 
 
-def _states(rows: list[Any]) -> tuple[StateRecord, ...]:
-    return tuple(StateRecord(*row) for row in rows)
-
-
-def check_version(
-    body: Mapping[str, Any], path: str, kind: str, supported: tuple[int, ...] = (FORMAT_VERSION,)
-) -> None:
-    """Raise unless a sealed body is of ``kind`` and of a version that this package reads."""
+def check_version(body: Mapping[str, Any], path: str, kind: str) -> None:
+    """Raise unless a body is of ``kind`` and of the version that this package reads."""
     if body.get("kind") != kind:
         raise DamagedError(path, f"is a {shown(body.get('kind'))}, not a {kind!r}")
     version = body.get("format_version")
-    if type(version) is not int or version not in supported:
-        raise FormatVersionError(path, version, supported)
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise FormatVersionError(path, version, FORMAT_VERSION)
 
 
 # --- what a manifest must look like ---
@@ -382,59 +357,44 @@ _OPERATOR = re.compile(rf"{_EXPERT.pattern}|{_GATE.pattern}|non_expert/.+", re.A
 
 OPERATOR_ID = matching(_OPERATOR, "the id of an operator")
 LAYER = record({"name": text, "experts": whole(1, MOST_EXPERTS)}, {"top_k": maybe(whole(1, MOST_EXPERTS))})
-_STATE_ROW = row({"path": matching(_STATE, "a path of this format"), "nbytes": whole(), "digest": text, "rank": RANK})
-_FILE_ROW = row(
-    {
-        "path": matching(_SHARD, "a path of this format"),
-        "nbytes": whole(),
-        "header_nbytes": whole(),
-        "header_digest": text,
-        "step": whole(),
-        "rank": RANK,
-    }
-)
 _STEP_NAME = value(
     lambda found: isinstance(found, str) and parse_step_dir(found) is not None, "the name of a step directory"
 )
 _COUNTS = listing(listing(whole()))
-_FAULT = row({"restored_step": whole(), "lost_tokens": whole(), "stale_experts": whole()}, optional={"routed": whole()})
-MLT_OF_FAULTS = listing(maybe(number(most=1.0)))
+_FAULT = row({"restored_step": whole(), "lost_tokens": whole(), "stale_experts": whole(), "routed": whole()})
+MLT_OF_FAULTS = listing(number(most=1.0))
 _TOKENS = record(
-    {"applied": _COUNTS, "saved": mapping(_COUNTS, one_of(*(tier.value for tier in Tier))), "faults": listing(_FAULT)},
-    {"mlt": MLT_OF_FAULTS, WINDOW_BEGAN: text},
+    {
+        "applied": _COUNTS,
+        "saved": mapping(_COUNTS, one_of(*(tier.value for tier in Tier))),
+        "faults": listing(_FAULT),
+        "mlt": MLT_OF_FAULTS,
+    },
+    {WINDOW_BEGAN: text},
 )
 _MODEL = record({"fingerprint": text, "layers": listing(LAYER), "aliases": mapping(text)})
-_COMMON: dict[str, Check] = {
-    "run_id": text,
-    "step": whole(),
-    "generation": whole(),
-    "world_size": whole(1, MOST_RANKS),
-    "index": whole(),
-    "created_unix_secs": number(most=MOST_UNIX_SECS),
-    "model": _MODEL,
-    "parent": maybe(_STEP_NAME),
-    "policy": mapping(anything),
-    "tokens": lambda found: "" if found == {} else _TOKENS(found),
-}
-_HELD: dict[str, Check] = {"files": listing(_FILE_ROW), "operators": mapping(listing(whole()), OPERATOR_ID)}
-_OPTIONAL: dict[str, Check] = {"measured": mapping(number()), "passed_over": listing(_STEP_NAME), "not_finite": text}
-_OLD_FIELDS = record(
-    {**_COMMON, **_HELD, "states": listing(_STATE_ROW)},
-    {**_OPTIONAL, "window": listing(row({"step": whole(), "states": listing(_STATE_ROW)}))},
-)
 _FIELDS = record(
-    {**_COMMON, "parts": listing(row({"directory": _STEP_NAME, "nbytes": whole(), "digest": text}), least=1)},
-    {**_OPTIONAL, **_HELD, "window": listing(whole(), least=1)},
+    {
+        "run_id": text,
+        "step": whole(),
+        "generation": whole(),
+        "world_size": whole(1, MOST_RANKS),
+        "index": whole(),
+        "created_unix_secs": number(most=MOST_UNIX_SECS),
+        "model": _MODEL,
+        "parent": maybe(_STEP_NAME),
+        "policy": mapping(anything),
+        "measured": mapping(number()),
+        "tokens": lambda found: "" if found == {} else _TOKENS(found),
+        "parts": listing(row({"directory": _STEP_NAME, "nbytes": whole(), "digest": text}), least=1),
+    },
+    {"passed_over": listing(_STEP_NAME), "not_finite": text, "window": listing(whole(), least=1)},
 )
 
 
 def _contradictions(body: Mapping[str, Any]) -> str:
     """What is wrong between fields that are right by themselves."""
-    return _wrong_model(body["model"]["layers"]) or _wrong_parts(body) or _wrong_operators(body) or _wrong_tokens(body)
-
-
-def _old_contradictions(body: Mapping[str, Any]) -> str:
-    return _wrong_model(body["model"]["layers"]) or _wrong_operators(body) or _wrong_states(body) or _wrong_tokens(body)
+    return _wrong_model(body["model"]["layers"]) or _wrong_parts(body) or _wrong_tokens(body)
 
 
 def _wrong_model(layers: list[dict[str, Any]]) -> str:
@@ -451,33 +411,8 @@ def _wrong_parts(body: Mapping[str, Any]) -> str:
     if any(step > body["step"] for step, _ in places):
         return f".parts have a step after the checkpoint's own: {shown(names)}"
     slots = [(body["generation"], step) for step in body.get("window", ())]
-    if slots and (orders[:0:-1] != slots or body.get("operators")):
+    if slots and orders[:0:-1] != slots:
         return f".window: the steps of its window are not those of its parts: {shown(body['window'])}"
-    return ""
-
-
-def _wrong_operators(body: Mapping[str, Any]) -> str:
-    model = _model_of(body)
-    for op, numbers in body.get("operators", {}).items():
-        if len(numbers) < 2:
-            return f".operators[{op!r}] is {numbers}, but must be a version and at least one file"
-        if numbers[0] > body["step"]:
-            return f".operators: {op} is of step {numbers[0]}, which is after the checkpoint's own"
-        if max(numbers[1:]) >= len(body.get("files", ())):
-            return f".operators: {op} names a file that is not listed"
-        if model.lacks(op):
-            return f".operators: {op} {NOT_OF_MODEL}"
-    return ""
-
-
-def _wrong_states(body: Mapping[str, Any]) -> str:
-    slots = [*body.get("window", ()), (body["step"], body["states"])]
-    steps = [step for step, _ in slots]
-    if steps != sorted(set(steps)) or (len(steps) > 1) != (body["format_version"] == WINDOW_VERSION):
-        return f".window: the steps of its window are not in order, or not of its version: {shown(steps)}"
-    for step, rows in slots:
-        if len(rows) != body["world_size"] or {rank for *_, rank in rows} != set(range(len(rows))):
-            return f".states of step {step} are not of the ranks 0 to {body['world_size'] - 1}, one each"
     return ""
 
 
@@ -487,6 +422,8 @@ def _wrong_tokens(body: Mapping[str, Any]) -> str:
         return ""
     experts = [layer["experts"] for layer in body["model"]["layers"]]
     wanted = [max(experts)] * len(experts) if experts else []
+    if len(tokens["mlt"]) != len(tokens["faults"]):
+        return f".tokens.mlt has {len(tokens['mlt'])} numbers for {len(tokens['faults'])} recoveries"
     for counts in (tokens["applied"], *tokens["saved"].values()):
         if [len(line) for line in counts] != wanted:
             return f".tokens do not have {len(wanted)} layers of {max(experts, default=0)} experts"
@@ -494,5 +431,3 @@ def _wrong_tokens(body: Mapping[str, Any]) -> str:
 
 
 MANIFEST = both(_FIELDS, _contradictions)
-OLD_MANIFEST = both(_OLD_FIELDS, _old_contradictions)
-"""Of versions 1 and 2."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format import MANIFEST_VERSION
+from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     KINDS,
@@ -63,7 +63,7 @@ class Part:
     def decode(cls, raw: bytes | bytearray | memoryview, path: str) -> Part:
         """Raises ``DamagedError`` or ``FormatVersionError``; ``path`` is for messages only."""
         body = unseal(raw, path)
-        check_version(body, path, _KIND, (MANIFEST_VERSION,))
+        check_version(body, path, _KIND)
         require(PART, body, path, "not a part of this format: ")
         step, directory = body["step"], step_dir(body["step"], body["generation"])
         return cls(
@@ -106,7 +106,7 @@ def encode_part(
     raw = seal(
         {
             "kind": _KIND,
-            "format_version": MANIFEST_VERSION,
+            "format_version": FORMAT_VERSION,
             "run_id": run_id,
             "step": step,
             "generation": generation,
@@ -122,16 +122,12 @@ def encode_part(
 def composed(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
     """The complete view of a manifest: with what its ``parts`` hold, given in their order.
 
-    One of an older version has none, and is complete.
-
     Raises:
         DamagedError: a part is not of this checkpoint.
     """
-    if not manifest.parts:
-        return manifest
     for part, named in zip(parts, manifest.parts, strict=True):
         _require_fitting(manifest, part, named)
-    files, operators = list(manifest.files), dict(manifest.operators)
+    files, operators = list[FileRecord](), dict[str, OperatorRecord]()
     for part in reversed(parts):
         by_kind: dict[str, list[int]] = {kind: [] for kind in KINDS}
         for number, each in enumerate(part.files, start=len(files)):

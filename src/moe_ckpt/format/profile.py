@@ -1,7 +1,7 @@
 """The profile of a run: bytes <-> frozen records. See docs/profile.md.
 
-Plain JSON for people and for the simulator, not part of a checkpoint: nothing is ever restored from it. All fields of a
-version must be there and none besides, so that a number with a misspelt name is never taken for one that is not known.
+Plain JSON for people and for the simulator, not part of a checkpoint: nothing is ever restored from it. All fields must
+be there and none besides, so that a number with a misspelt name is never taken for one that is not known.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 from moe_ckpt.core.operators import expert_id, gate_id
 from moe_ckpt.core.window import OperatorBytes
-from moe_ckpt.errors import DamagedError, FormatVersionError
-from moe_ckpt.format.manifest import MOST_EXPERTS, OPERATOR_ID, LayerRecord
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format import FORMAT_VERSION
+from moe_ckpt.format.manifest import MOST_EXPERTS, OPERATOR_ID, LayerRecord, check_version
 from moe_ckpt.format.schema import (
     Check,
     anything,
@@ -31,8 +32,6 @@ from moe_ckpt.format.schema import (
 )
 from moe_ckpt.format.sealed import parse_json
 
-PROFILE_VERSION = 4
-"""Earlier ones lack what their readers are given instead, see ``_of_earlier``."""
 PROFILE_KIND = "moe_ckpt.profile"
 MAX_PROFILE_BYTES = 1 << 28
 """Of a file that is read at all; a thousand lives of a large model take a few MB."""
@@ -216,7 +215,7 @@ def encode_model(model: ProfiledModel | None) -> str:
 
 def encode_profile(fingerprint: str, model: str, lives: Sequence[str]) -> bytes:
     """model, lives: as the functions above encode them, so that what is known to be the same is encoded once."""
-    head = f'"kind": "{PROFILE_KIND}", "format_version": {PROFILE_VERSION}, "fingerprint": {json.dumps(fingerprint)}'
+    head = f'"kind": "{PROFILE_KIND}", "format_version": {FORMAT_VERSION}, "fingerprint": {json.dumps(fingerprint)}'
     listed = ",\n  ".join(lives)
     return f'{{{head},\n"model": {model},\n"lives": [\n  {listed}\n]}}\n'.encode()
 
@@ -232,42 +231,16 @@ def decode_profile(raw: bytes | bytearray, path: str) -> Profile:
         path: For messages.
 
     Raises:
-        FormatVersionError: a version that is not known here.
+        FormatVersionError: It is of another version.
         DamagedError: anything else that is wrong; names the field.
     """
     body = parse_json(raw, path)
     if not isinstance(body, dict) or body.get("kind") != PROFILE_KIND:
         raise DamagedError(path, f"is no profile of a run: its kind is not {PROFILE_KIND!r}")
-    version = body.get("format_version")
-    if type(version) is not int or not 1 <= version <= PROFILE_VERSION:
-        raise FormatVersionError(path, version, (1, PROFILE_VERSION))
-    body = _of_earlier(version, body)
+    check_version(body, path, PROFILE_KIND)
     require(_PROFILE, body, path)
     model = None if body["model"] is None else _decode_model(path, body["model"])
     return Profile(body["fingerprint"], model, tuple(Life(**life) for life in body["lives"]))
-
-
-def _of_earlier(version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same with what versions after it tell besides: as not known. What is wrong in it stays so."""
-
-    def filled(those: Any, known: Mapping[str, Any]) -> Any:
-        if not isinstance(those, list):
-            return those
-        return [{**known, **each} if isinstance(each, dict) and not known.keys() & each else each for each in those]
-
-    model, lives = body.get("model"), body.get("lives")
-    if version < 4:
-        lives = filled(lives, {"held_alike": None})
-    if version < 3:
-        lives = filled(lives, {"plan_secs": None, "replayed_steps": 0})
-    if version < 2:
-        lives = filled(lives, _SENDING)
-    if version < 2 and isinstance(model, dict) and "operators" in model:
-        model = {**model, "operators": filled(model["operators"], {"gradient_bytes": None, "weight_bytes": 0})}
-    return {**body, **{name: each for name, each in (("model", model), ("lives", lives)) if name in body}}
-
-
-_SENDING = {"send_bytes_per_sec": None, "replicas": 0, "sent_bytes": 0, "saved_bytes": 0}
 
 
 def _decode_model(path: str, body: Mapping[str, Any]) -> ProfiledModel:

@@ -17,14 +17,13 @@ from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN
 from moe_ckpt.core.survivors import GRADIENTS, STATE, TENSORS
 from moe_ckpt.core.tokens import Counts, FaultRecord, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
+from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import MLT_OF_FAULTS, MOST_RANKS, OPERATOR_ID
 from moe_ckpt.format.schema import anything, both, listing, mapping, maybe, number, one_of, record, require, text, whole
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, SliceEntry, decode_header
 
-SLOT_VERSION = 10
-_READ_VERSIONS = (3, 4, 5, 6, 7, 8, 9, SLOT_VERSION)
 KIND = "moe_ckpt.slot"
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
@@ -40,11 +39,13 @@ def _raggedness(rows: list[list[int]]) -> str:
 def _contradictions(body: Mapping[str, Any]) -> str:
     """What is wrong between fields that are right by themselves."""
     facts = body["facts"]
-    window, since = facts["window"], facts.get("since")
+    window, since = facts["window"], facts["since"]
     if body["rank"] >= body["world_size"]:
         return f".rank {body['rank']} is not below .world_size {body['world_size']}"
     if since is not None and since > body["sequence"]:
         return f".facts.since {since} is after .sequence {body['sequence']}"
+    if len(facts["mlt"]) != len(facts["faults"]):
+        return f".facts.mlt has {len(facts['mlt'])} numbers for {len(facts['faults'])} recoveries"
     if window is not None and window["slot"] >= window["size"]:
         return f".facts.window.slot {window['slot']} is not below its size {window['size']}"
     return ""
@@ -58,13 +59,13 @@ _FACTS = record(
         "operators": listing(OPERATOR_ID),
         "window": maybe(_WINDOW),
         "applied": _TABLE,
-        "faults": listing(listing(whole(), least=3, most=4)),
+        "faults": listing(listing(whole(), least=4, most=4)),
+        "mlt": MLT_OF_FAULTS,
         "policy": mapping(anything),
         "measured": mapping(number()),
+        "since": maybe(whole()),
     },
     {
-        "mlt": MLT_OF_FAULTS,
-        "since": maybe(whole()),
         "gradients": listing(OPERATOR_ID),
         "groups": listing(listing(whole())),
         "lost": _TABLE,
@@ -74,7 +75,7 @@ _FACTS = record(
 _FIELDS = record(
     {
         "kind": one_of(KIND),
-        "format_version": one_of(*_READ_VERSIONS),
+        "format_version": one_of(FORMAT_VERSION),
         "run_id": text,
         "life": text,
         "sequence": whole(),
@@ -88,13 +89,10 @@ _FIELDS = record(
         "facts": _FACTS,
         "state": record(_PIECE),
         "parts": listing(_PART, most=16),
-    },
-    {
         "sent": one_of(False, True),
         "only": one_of("", STATE, TENSORS, GRADIENTS),
-        "beside": listing(whole()),
-        "place": whole(),
     },
+    {"beside": listing(whole()), "place": whole()},
 )
 _BODY = both(_FIELDS, _contradictions)
 
@@ -205,7 +203,7 @@ class StepFacts:
             tuple(faults_in(body)),
             body["policy"],
             body["measured"],
-            body.get("since"),
+            body["since"],
             tuple(body.get("gradients", ())),
             tuple(map(tuple, body.get("groups", ()))),
             *(np.asarray(body[name], dtype=np.int64) if name in body else None for name in ("lost", "own")),
@@ -280,7 +278,7 @@ def encode_slot(header: SlotHeader) -> bytes:
     parts = [{"kind": part.kind, "begin": part.begin, **_piece(part.raw)} for part in header.parts]
     body = {
         "kind": KIND,
-        "format_version": SLOT_VERSION,
+        "format_version": FORMAT_VERSION,
         **{name: getattr(header, name) for name in _SCALARS},
         "facts": header.facts.encoded(),
         "state": _piece(header.state),
@@ -329,8 +327,8 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
         parts=tuple(
             SlotPart(part["kind"], part["begin"], piece) for part, piece in zip(body["parts"], headers, strict=True)
         ),
-        sent=body.get("sent", False),
-        only=body.get("only", ""),
+        sent=body["sent"],
+        only=body["only"],
         beside=tuple(body.get("beside", ())),
         place=body.get("place", 0),
     )

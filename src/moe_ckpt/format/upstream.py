@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ckpt.errors import DamagedError
+from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import MOST_RANKS
 from moe_ckpt.format.schema import listing, one_of, record, require, text, whole
 from moe_ckpt.format.sealed import seal, unseal
 
-LOG_VERSION = 3
 KIND = "moe_ckpt.upstream"
 SEND = "send"
 _NOT_OURS = "not the header of an upstream log of this format: "
@@ -37,7 +37,7 @@ _MESSAGE = record(
 _BODY = record(
     {
         "kind": one_of(KIND),
-        "format_version": one_of(LOG_VERSION),
+        "format_version": one_of(FORMAT_VERSION),
         "run_id": text,
         "life": text,
         "generation": whole(),
@@ -148,7 +148,7 @@ def encode_log(header: LogHeader) -> bytes:
         }
         for each in header.messages
     ]
-    body: dict[str, Any] = {"kind": KIND, "format_version": LOG_VERSION}
+    body: dict[str, Any] = {"kind": KIND, "format_version": FORMAT_VERSION}
     body |= {name: getattr(header, name) for name in _SCALARS}
     counts = header.counts
     told = [{"kind": each.kind, "ranks": list(each.ranks), "messages": counts[each]} for each in channels]

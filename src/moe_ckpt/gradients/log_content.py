@@ -14,7 +14,7 @@ import torch
 
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Span
-from moe_ckpt.errors import CoverageError, NoCheckpointError
+from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.gradients.layout import UpdateLayout
 from moe_ckpt.recovery.gradient_log import anchors_of, parameter_of, plain_of
@@ -54,16 +54,7 @@ class LogContent:
     def _layout(self, rank: int) -> UpdateLayout:
         snapshot = self._opened.logged[-1].manifest
         path = state_path(snapshot.directory, rank)
-        recorded = plain_of(self._reader, snapshot, rank)
-        if "layout" not in recorded:
-            raise CoverageError(
-                f"gradient log of {snapshot.directory}",
-                (
-                    f"{path} does not say what the optimizers update: it was written by an older release. Start the "
-                    "run again, with the same ranks and layout, to resume from memory",
-                ),
-            )
-        return UpdateLayout.decoded(recorded["layout"], path)
+        return UpdateLayout.decoded(plain_of(self._reader, snapshot, rank)["layout"], path)
 
     @property
     def side(self) -> Mapping[str, StoredSlice]:

@@ -56,12 +56,10 @@ class LogReplayer(UpdateReplayer):
 
     def fits(self, log: LoggedSteps) -> bool:
         """See ``ports.UpdateReplayer``."""
-        recorded = log.plain(log.steps[-1]).get("layout")
         if any(_differing(self._optimizers, update) for step in log.steps[1:] for update in _updates(log, step)):
             return False
-        if recorded is None:  # of an earlier release
-            return True
-        return set(UpdateLayout.decoded(recorded, "the log").units) == set(self._opened().units)
+        recorded = UpdateLayout.decoded(log.plain(log.steps[-1])["layout"], "the log")
+        return set(recorded.units) == set(self._opened().units)
 
     def joined(self, operators: Collection[str], homes: Mapping[str, str]) -> frozenset[str]:
         """See ``ports.UpdateReplayer``."""

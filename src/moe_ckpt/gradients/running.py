@@ -137,9 +137,8 @@ def require_together(
         if anchor != step:
             raise ConfigError(
                 f"{operator}, with {has} of {unit[1]}, is anchored at step {step} and {other} at step {anchor}, but "
-                "the optimizer's update of a row depends on all rows: anchor them together. If GradientLog anchored "
-                "them so, an older release did, and the log leads to wrong numbers: run moe-ckpt memory clear on every "
-                "node to return to the newest checkpoint on storage"
+                "the optimizer's update of a row depends on all rows, so the log leads to wrong numbers: anchor them "
+                "together, and run moe-ckpt memory clear on every node to return to the newest checkpoint on storage"
             )
 
 

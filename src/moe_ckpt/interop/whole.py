@@ -136,7 +136,7 @@ def all_buffers(reader: StoreReader, manifest: Manifest, names: Collection[str] 
 
 
 def _under_all_names(found: dict[str, Any], manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """``found`` with the second names of what is shared, which earlier releases told of parameters alone."""
+    """``found`` with the second names of what is shared: parameters, buffers and extra state."""
     for alias, name in (*manifest.model.aliases.items(), *plain.get("aliases", {}).items()):
         if name in found:
             found.setdefault(alias, found[name])

@@ -388,36 +388,18 @@ class Needs:
         return context.step if self.next_due is None else max(context.step, int(self.next_due(context)))
 
 
-_OLD_NAMES = {
-    "sparse": "windows=True",
-    "soft": "soft_counts=True",
-    "sized": "sizes=True",
-    "plt_budget": "lost_tokens=True",
-    "next_due": "next_due=self.next_due",
-}
-"""Attributes by which policies declared their needs before there was ``Needs``, and the field that replaces each."""
-
-
 def needs_of(policy: Policy) -> Needs:
     """Returns ``policy.needs``; ``Needs()`` for a policy that has none.
 
     Raises:
-        ConfigError: ``needs`` is not a ``Needs``, or the policy declares its needs as policies did before ``Needs``.
+        ConfigError: ``needs`` is not a ``Needs``.
     """
     # Of the class first: an AttributeError from within a property must not read as "no needs".
     found = policy.needs if hasattr(type(policy), "needs") else getattr(policy, "needs", None)  # type: ignore[attr-defined]
-    name = type(policy).__name__
     if found is None:
-        old = [said for attribute, said in _OLD_NAMES.items() if getattr(policy, attribute, None) not in (None, False)]
-        if old:
-            there = ", ".join(attribute for attribute, said in _OLD_NAMES.items() if said in old)
-            raise ConfigError(
-                f"{name} has {there}, but no attribute 'needs', which declares what a policy needs: add a property "
-                f"'needs' that returns moe_ckpt.policies.Needs({', '.join(old)}), or Needs() if nothing is needed. A "
-                "policy that wraps another should subclass moe_ckpt.policies.Wrapper"
-            )
         return Needs()
     if not isinstance(found, Needs):
+        name = type(policy).__name__
         raise ConfigError(
             f"{name}.needs is {found!r}: make it a property, or a ClassVar, that returns moe_ckpt.policies.Needs(...)"
         )

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.format import tensor_words
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import SliceEntry, lay_out
 from moe_ckpt.slices import copying
@@ -248,10 +247,7 @@ def test_tensors_copied_at_once_are_left_out_and_not_watched():
     assert sorted(program.keys(np.arange(len(program.versions())))) == ["a", "z"]
 
 
-@pytest.mark.parametrize("words", [True, False], ids=["by its words", "by asking it"])
-def test_a_tensor_that_changes_while_it_is_copied_is_named(copier, words, monkeypatch):
-    if not words:
-        monkeypatch.setattr(tensor_words, "_layout", lambda: None)
+def test_a_tensor_that_changes_while_it_is_copied_is_named(copier):
     stack, other = torch.randn(8, 4), torch.randn(4)
     reached = threading.Event()
     slow = Copier(lambda _: reached.wait(120) and None)

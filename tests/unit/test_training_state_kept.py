@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.format import tensor_words
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.tree import encode_tree
-from moe_ckpt.modeling import walk, watching, words
+from moe_ckpt.modeling import walk
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Reading
 from tests.unit.test_training_state import OPTIMIZERS, make, train
@@ -78,17 +77,11 @@ def assert_like_new(model, opts, state):
     assert all(tensors[name].data_ptr() == others[name].data_ptr() for name in tensors if name.startswith("buffers"))
 
 
-@pytest.fixture(params=["at once", "in parts", "without words", "without versions", "without words of tensors"])
+@pytest.fixture(params=["at once", "in parts"])
 def parts(request, monkeypatch):
-    """The same for models with more modules than are compared at a time, and where less can be read of objects."""
+    """The same for models with more modules than are compared at a time."""
     if request.param == "in parts":
         monkeypatch.setattr(walk, "_PART", 2)
-    if request.param == "without words":
-        monkeypatch.setattr(words, "_KNOWN", False)
-    if request.param == "without versions":
-        monkeypatch.setattr(watching, "dict_version", None)
-    if request.param == "without words of tensors":
-        monkeypatch.setattr(tensor_words, "_layout", lambda: None)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -506,7 +499,7 @@ def calls(experts):
 def test_a_repeated_description_runs_no_code_per_expert():
     few, many = calls(4), calls(64)
     assert few == many < 2000
-    assert calls(3000) <= many + 300, "per 8192 words that are read"
+    assert calls(3000) <= many + 300, "per 1024 modules that are compared"
     with torch.device("cpu"):  # makes Python run for each function of torch
         assert calls(4) == calls(64)
 
@@ -535,17 +528,6 @@ def test_where_parameters_that_are_read_lie_is_looked_at_and_where_others_do_is_
 
 def reading(tensors, chosen) -> Reading:
     return Reading(tensors, np.array([at for at, tensor in enumerate(tensors) if chosen(tensor)], dtype=np.int64))
-
-
-@pytest.mark.skipif(watching.dict_version is None, reason="dicts have no versions since Python 3.12, nothing is read")
-@pytest.mark.parametrize("place", ["_TYPE_AT", "_VERSION_AT", *["_MANAGED_AT"][sys.version_info < (3, 11) :]])
-def test_words_are_read_only_where_they_are_what_python_says(place, monkeypatch):
-    modules = list(Model().modules())
-    read = words.types_and_attributes(modules), words.versions(list(map(vars, modules)), watching.dict_version)
-    assert None not in read
-    monkeypatch.setattr(words, place, 16)
-    read = words.types_and_attributes(modules), words.versions(list(map(vars, modules)), watching.dict_version)
-    assert None in read
 
 
 def test_names_of_parameters_are_encoded_once():

@@ -29,7 +29,7 @@ from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.compiled import has_compiled, is_compiled
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
 from moe_ckpt.modeling.sparing import ReentrantCheckpoints
-from moe_ckpt.modeling.trainable import Gradients
+from moe_ckpt.modeling.trainable import without_gradient
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Stopwatch
@@ -67,7 +67,6 @@ class Windows:
         self._catalog = catalog
         self._norms = ClipNorms(trainer)
         self._parameters: Mapping[str, torch.nn.Parameter] = {}
-        self._gradients = Gradients()
         self._without: list[str] = []
         self._reentrant = None if catalog.layers else ReentrantCheckpoints()
         self._probe = ComputeTypeProbe(module, stopwatch) if _casts(trainer, module) else None
@@ -174,7 +173,7 @@ class Windows:
             self._agreed = None
         # Those of the step before: to look for others takes long in a large model, and is done after the update.
         self._parameters = parameters = self._state.parameters(described=True)
-        self._without = self._gradients.missing(parameters)
+        self._without = without_gradient(parameters)
 
     def recorded(self) -> Mapping[str, Any]:
         """Returns what a replay needs of this step beside the rest of its plain state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -11,11 +11,6 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-Values = npt.NDArray[np.uint64]
-
-WORD = 8
-"""Bytes."""
-_AT_A_TIME = 8192
 
 
 class Column:
@@ -83,70 +78,6 @@ def memory_at(begin: int, nbytes: int) -> Bytes:
     if not nbytes:  # numpy 1 takes no address of 0
         return np.zeros(0, dtype=np.uint8)
     return np.asarray(_Addressed(begin, nbytes))
-
-
-class Words:
-    """Words in the memory of some objects, which this keeps alive.
-
-    Args:
-        objects: Whose they are.
-        addresses: Of the words, aligned.
-    """
-
-    def __init__(self, objects: Sequence[object], addresses: Numbers) -> None:
-        self._objects = objects
-        self._memory, self._places = spanned(addresses)
-        self._first = self.read()
-
-    def read(self) -> Values:
-        return self._memory[self._places]
-
-    def are(self, expected: npt.NDArray[Any]) -> bool:
-        """Whether their first values are what is expected."""
-        return np.array_equal(self._first, expected.astype(np.uint64))
-
-    def same(self, places: Numbers | None = None) -> bool:
-        """Whether they still have their first values.
-
-        Args:
-            places: Of those that are asked about; None for all.
-        """
-        if places is not None:
-            return bool((self._memory.take(self._places.take(places)) == self._first.take(places)).all())
-        return not len(self.others()[0])
-
-    def others(self) -> tuple[Numbers, Values]:
-        """The places of the words that differ from their first values, and their values."""
-        # So many at a time that no new pages of memory are needed, which would take longer than reading does.
-        found = np.empty(min(len(self._places), _AT_A_TIME), dtype=np.uint64)
-        places, values = [], []
-        for at in range(0, len(self._places), _AT_A_TIME):
-            those = self._places[at : at + _AT_A_TIME]
-            part = found[: len(those)]
-            self._memory.take(those, out=part, mode="clip")  # all are within; else numpy would copy once more
-            differ = (part != self._first[at : at + _AT_A_TIME]).nonzero()[0]
-            if len(differ):
-                places.append(differ + at)
-                values.append(part[differ])
-        if not places:
-            return np.zeros(0, dtype=np.int64), found[:0]
-        return np.concatenate(places), np.concatenate(values)
-
-    def renew(self, places: Numbers, values: Values) -> None:
-        """Takes the current values as the first ones."""
-        self._first[places] = values
-
-
-def words_at(addresses: Numbers) -> Values:
-    """The words at aligned addresses. The caller must keep the objects alive that contain them."""
-    memory, places = spanned(addresses)
-    return memory[places]
-
-
-def spanned(addresses: Numbers) -> tuple[Values, Numbers]:
-    """(memory from the first of some aligned addresses to the last, the places of all in it)."""
-    low, high = (int(addresses.min()), int(addresses.max()) + WORD) if len(addresses) else (0, 0)
-    return memory_at(low, high - low).view(np.uint64), (addresses - low) // WORD
 
 
 def pieces_of(memory: Bytes, nbytes: int) -> npt.NDArray[np.void]:

@@ -14,14 +14,12 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from moe_ckpt.format import tensor_words
 from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.watching import Entries
+from moe_ckpt.modeling.watching import Entries, addresses
 
 Named = Sequence[tuple[str, torch.Tensor]]
 _MOST_TENSORS, _MOST_BYTES = 64, 4 << 20
@@ -42,50 +40,26 @@ class Writes:
         blocks = list(map(block_in, whole))
         apart = [at for at, tensor in enumerate(whole) if blocks[at] is not tensor]
         self._names = [name for name, _ in named] + [named[at][0] for at in apart]
-        self._blocks, self._lies = blocks, blocks[:lie]
-        self._tensors = blocks + [whole[at] for at in apart]
-        self._counted = [at for at, tensor in enumerate(self._tensors) if not tensor.is_inference()]
-        self._locate()
-        self._counts = self._read()
-
-    def _locate(self) -> None:
-        """Finds where words are. Of what cannot be read, torch is asked."""
-        self._addresses = _addresses(self._lies)
-        self._lying = tensor_words.lying(self._lies)
-        counters = np.zeros(len(self._tensors), dtype=np.int64)
-        if self._lying is not None:  # which tells when a counter may be another one
-            counters[: len(self._blocks)] = tensor_words.counters(self._blocks)
-        self._places = np.flatnonzero(counters)
-        self._words = tensor_words.Counts(counters[self._places])
-        self._asked = [at for at in self._counted if not counters[at]]
-
-    def _lies_still(self) -> bool:
-        if self._lying is not None:
-            return self._lying.same()
-        return np.array_equal(_addresses(self._lies), self._addresses)
-
-    def _read(self) -> npt.NDArray[np.int64]:
-        found = np.zeros(len(self._tensors), dtype=np.int64)
-        if len(self._places):
-            found[self._places] = self._words.read()
-        if self._asked:
-            found[self._asked] = [self._tensors[at]._version for at in self._asked]
-        return found
+        self._lies = blocks[:lie]
+        tensors = blocks + [whole[at] for at in apart]
+        self._places = [at for at, tensor in enumerate(tensors) if not tensor.is_inference()]
+        self._counted = [tensors[at] for at in self._places]
+        self.note()
 
     def note(self) -> None:
         """What is there now is as it should be."""
-        if not self._lies_still():
-            self._locate()
-        self._counts = self._read()
+        self._addresses = addresses(self._lies)
+        with torch._C.DisableTorchFunction():  # a default device would run Python for each
+            self._versions = np.array([tensor._version for tensor in self._counted], dtype=np.int64)
 
     def changed(self) -> Sequence[str]:
         """Returns the names of those that changed since they were noted, and notes them."""
-        before, where = self._counts, self._addresses
+        before, where = self._versions, self._addresses
         self.note()
-        places = before != self._counts
-        if where is not self._addresses:
-            places[: len(where)] |= where != self._addresses
-        return [self._names[at] for at in np.flatnonzero(places).tolist()]
+        changed = np.zeros(len(self._names), dtype=bool)
+        changed[self._places] = before != self._versions
+        changed[: len(where)] |= where != self._addresses
+        return [self._names[at] for at in np.flatnonzero(changed).tolist()]
 
 
 class Values:
@@ -272,11 +246,6 @@ def _part(tensor: torch.Tensor, most_bytes: int, turn: int) -> torch.Tensor:
             length = max(1, size * most_bytes // tensor.nbytes)
             tensor = tensor.narrow(axis, turn * length % (size - length + 1), length)
     return tensor
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
-    with torch._C.DisableTorchFunction():  # ``torch.set_default_device`` would run Python for each tensor
-        return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
 
 
 def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

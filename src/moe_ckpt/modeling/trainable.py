@@ -5,7 +5,7 @@ And which of them a step gave no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import compress, repeat
 from operator import attrgetter, is_, not_
 
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.format import tensor_words
 from moe_ckpt.format.fragment import FixedStrings
 
 _GRADIENT = attrgetter("grad")
@@ -29,25 +28,18 @@ class Frozen:
         self._parameters: Mapping[str, nn.Parameter] = {}
         self._trained: list[bool] = []
         self._names = FixedStrings(())
-        self._words: tensor_words.Requiring | None = None
 
     def names(self, parameters: Mapping[str, nn.Parameter]) -> FixedStrings:
-        """Called at every snapshot: reads the words of all at once, or compares at the speed of built-in functions.
+        """Called at every snapshot: compares at the speed of built-in functions.
 
         Args:
             parameters: The model's, by name; another object if there are others.
         """
-        alike = parameters is self._parameters
-        if alike and self._words is not None and self._words.same():
-            return self._names
         with torch._C.DisableTorchFunction():  # a mode (torch.device) would be asked of each
             trained = list(map(_REQUIRES_GRAD, parameters.values()))
-            if not alike or trained != self._trained:
-                self._parameters, self._trained = parameters, trained
-                self._names = FixedStrings(compress(parameters, map(not_, trained)))
-                self._words = tensor_words.requiring(list(parameters.values()))
-            else:  # the words say other things as well: where those change, parameters are asked one by one
-                self._words = None
+        if parameters is not self._parameters or trained != self._trained:
+            self._parameters, self._trained = parameters, trained
+            self._names = FixedStrings(compress(parameters, map(not_, trained)))
         return self._names
 
 
@@ -78,36 +70,11 @@ class FrozenExperts:
         return self._mask
 
 
-class Gradients:
-    """Names of the parameters that require a gradient and have none; for the training thread."""
-
-    def __init__(self) -> None:
-        self._parameters: Mapping[str, nn.Parameter] = {}
-        self._items: list[tuple[str, nn.Parameter]] = []
-        self._words: tensor_words.Gradients | None = None
-        self._have_served = False
-
-    def missing(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-        """Called at every update: reads the words of all at once, or compares at the speed of built-in functions.
-
-        Args:
-            parameters: The model's, by name; another object if there are others.
-        """
-        alike = parameters is self._parameters
-        absent = self._words.absent() if alike and self._words is not None else None
-        if absent is None:
-            bare = self._ask(parameters, again=not alike or self._have_served)
-        else:
-            self._have_served = True
-            bare = map(self._items.__getitem__, absent.nonzero()[0].tolist())
-        return [name for name, parameter in bare if parameter.requires_grad]
-
-    def _ask(self, parameters: Mapping[str, nn.Parameter], *, again: bool) -> Iterable[tuple[str, nn.Parameter]]:
-        """Ask one by one. again: look for the words, since those of the last time have served."""
-        self._parameters, self._items, self._have_served = parameters, list(parameters.items()), False
-        with torch._C.DisableTorchFunction():  # as above
-            self._words = tensor_words.gradients_of(list(parameters.values())) if again else None
-            return list(compress(self._items, map(is_, map(_GRADIENT, parameters.values()), repeat(None))))
+def without_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Returns the names of the parameters that require a gradient and have none. Called at every update."""
+    with torch._C.DisableTorchFunction():  # as above
+        bare = map(is_, map(_GRADIENT, parameters.values()), repeat(None))
+        return [name for name, parameter in compress(parameters.items(), bare) if parameter.requires_grad]
 
 
 def freeze(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> None:

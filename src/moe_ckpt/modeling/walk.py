@@ -12,12 +12,11 @@ from operator import attrgetter, is_
 
 from torch import nn
 
-from moe_ckpt.modeling import words
 from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
-from moe_ckpt.modeling.watching import DictVersions, Entries
+from moe_ckpt.modeling.watching import Entries
 
 _TABLES = attrgetter("_parameters", "_modules", "_buffers")
-_PART = 8192
+_PART = 1024
 """All modules are compared in every call, so many at a time: what the first comparison has read of them is then
 still in the processor's cache for the last one."""
 Named = tuple[tuple[str, nn.Module], ...]
@@ -68,39 +67,21 @@ class _Modules:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._types = list(map(type, modules))
-        self._words = words.types_and_attributes(modules)
-        self._attributes = list(map(vars, modules))
-        self._versions = DictVersions(self._attributes)
         # In a row, not in tuples: the garbage collector looks at each.
         self._tables: list[object] = list(chain.from_iterable(map(_TABLES, modules)))
         self._children = Entries([module._modules for module in modules])
         self._parameters = Entries([module._parameters for module in modules])
         self._buffers = [module._buffers for module in modules]
         self._counts = list(map(len, self._buffers))
-        self._buffer_versions = DictVersions(self._buffers)
 
     def same(self) -> bool:
         return (
-            self._have_same_attributes()
-            and self._versions.same(self._keep_tables)
+            list(map(type, self._modules)) == self._types
+            and all(map(is_, chain.from_iterable(map(_TABLES, self._modules)), self._tables))
             and self._children.same()
             and self._parameters.same()
-            and self._buffer_versions.same(lambda _: list(map(len, self._buffers)) == self._counts)
+            and list(map(len, self._buffers)) == self._counts
         )
-
-    def _have_same_attributes(self) -> bool:
-        """Whether the modules are of the same types, and have the same dicts of attributes."""
-        if self._words is not None:
-            return self._words.same()
-        same_types = list(map(type, self._modules)) == self._types
-        return same_types and all(map(is_, map(vars, self._modules), self._attributes))
-
-    def _keep_tables(self, places: Sequence[int]) -> bool:
-        """Whether the modules at ``places``, of which some attribute was set, have the same tables."""
-        every = len(places) == len(self._modules)
-        before = self._tables if every else chain.from_iterable(self._tables[3 * at : 3 * at + 3] for at in places)
-        now = chain.from_iterable(map(_TABLES, map(self._modules.__getitem__, places)))
-        return all(map(is_, before, now))
 
 
 def _once(named: Iterable[tuple[str, nn.Module]]) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:

@@ -1,17 +1,13 @@
 """Whether live objects are still the very same ones, asked at every step.
 
 A model of thousands of experts has tens of thousands of tensors, the same at every step. So nothing here runs bytecode
-per object: all comparisons are loops of built-in functions over lists that were made once. Of a dict, its version is
-compared, which moves with each change of it. What is left is the time in which memory is reached: that of a tensor's
-address, of a module's dicts. Everything is looked at in every call: what is noticed late would be a checkpoint of
-memory that the run no longer uses.
+per object: all comparisons are loops of built-in functions over lists that were made once. Everything is looked at in
+every call: what is noticed late would be a checkpoint of memory that the run no longer uses.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, itemgetter, not_
 from typing import Any
@@ -20,59 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_ckpt.format import tensor_words
 from moe_ckpt.format.gathering import Numbers, ascending, ranges
-from moe_ckpt.modeling import words
 from moe_ckpt.modeling.blocks import is_dtensor
 from moe_ckpt.ports import Reading, StateTensor
 
-dict_version: Callable[[dict[Any, Any]], int] | None = None
-if sys.version_info < (3, 12):  # later ones have no such field, and a function that is called at each change instead
-    try:  # what torch's own compiler asks, to know whether modules are as they were
-        from torch._C._dynamo.guards import dict_version
-    except ImportError:
-        dict_version = None
-
 _BLOCK = attrgetter("_local_tensor")
 _LAYOUT = attrgetter("_spec")
-_VERSIONED = {dict, defaultdict}
-"""The order of an ``OrderedDict`` may change while its version does not."""
-
-
-class DictVersions:
-    """Tells which of some dicts may have been changed, by their versions."""
-
-    def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
-        self._dicts = dicts
-        self._version = dict_version if _VERSIONED.issuperset(map(type, dicts)) else None
-        self._words = None if self._version is None else words.versions(dicts, self._version)
-        self._seen = self._now() if self._words is None else None
-
-    def _now(self) -> words.Values:
-        found = () if self._version is None else map(self._version, self._dicts)
-        return np.fromiter(found, np.uint64)
-
-    def same(self, compare: Callable[[Sequence[int]], bool]) -> bool:
-        """Whether the dicts are what they were.
-
-        Args:
-            compare: Whether those at these places are; called unless versions say so of all. All places are given where
-                versions are not to be had.
-        """
-        if self._version is None:
-            return compare(range(len(self._dicts)))
-        if self._words is not None:
-            places, values = self._words.others()
-            if len(places) and not compare(places.tolist()):
-                return False
-            self._words.renew(places, values)
-            return True
-        now = self._now()
-        others = (now != self._seen).nonzero()[0].tolist()
-        if others and not compare(others):
-            return False
-        self._seen = now
-        return True
 
 
 class Entries:
@@ -99,13 +48,9 @@ class Entries:
         self._free = [] if all(self._held) else list(map(not_, self._held))
         self.values = list(compress(values, self._held))
         self.loose = [any(not isinstance(value, kind) for value in each.values()) for each in dicts]
-        self._versions = DictVersions(dicts)
 
     def same(self) -> bool:
-        return self._plain and self._versions.same(self._compare)
-
-    def _compare(self, _: Sequence[int]) -> bool:
-        if list(map(len, self._dicts)) != self._lengths:
+        if not self._plain or list(map(len, self._dicts)) != self._lengths:
             return False
         if not all(map(is_, chain.from_iterable(self._filled), self._keys)):
             return False
@@ -140,12 +85,9 @@ class Memory:
         self._blocks = list(map(_BLOCK, self._sharded))
         self._layouts = list(map(_LAYOUT, self._sharded))
         plain = [tensor for tensor in tensors.values() if not is_dtensor(tensor)]
-        given, found = plain + self._sharded, plain + self._blocks
-        order = np.argsort(_addresses(found)).tolist()  # in which they lie in memory, and are read in less time
-        self._tensors = [found[at] for at in order]
-        self._addresses = _addresses(self._tensors)
-        self._words = tensor_words.lying(self._tensors)
-        pairs = [(name, place) for place, at in enumerate(order) for name in names[id(given[at])]]
+        self._tensors = plain + self._blocks
+        self._addresses = addresses(self._tensors)
+        pairs = [(name, at) for at, tensor in enumerate(plain + self._sharded) for name in names[id(tensor)]]
         numbers = {name: at for at, name in enumerate(dict.fromkeys(name for name, _ in pairs))}
         owners = np.fromiter((numbers[name] for name, _ in pairs), np.int64, len(pairs))
         self._owners = np.fromiter((numbers[view.parameter] for view in views), np.int64, len(views))
@@ -163,16 +105,14 @@ class Memory:
             return False
         if not all(map(is_, map(_LAYOUT, self._sharded), self._layouts)):
             return False
-        places = None if of is None else self._places_of(of)
-        if self._words is not None:
-            return self._words.same(places)
-        if places is None:
-            return np.array_equal(_addresses(self._tensors), self._addresses)
-        found = _addresses(list(map(self._tensors.__getitem__, places.tolist())))
-        return np.array_equal(found, self._addresses[places])
+        if of is None:
+            return np.array_equal(addresses(self._tensors), self._addresses)
+        places = self._places_of(of)
+        tensors = list(map(self._tensors.__getitem__, places.tolist()))
+        return np.array_equal(addresses(tensors), self._addresses[places])
 
     def _places_of(self, views: Numbers) -> Numbers:
-        """Of the tensors that belong to the parameters of these views, in ascending order: so they lie in memory."""
+        """Returns the places of the tensors that belong to the parameters of these views."""
         numbers = ascending(self._owners[views], len(self._counts))
         return ascending(self._places[ranges(self._firsts[numbers], self._counts[numbers])], len(self._tensors))
 
@@ -182,6 +122,7 @@ def places_among(tensors: Sequence[StateTensor], of: Reading | None) -> Numbers 
     return None if of is None or (len(of.places) and of.tensors is not tensors) else of.places
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
+def addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
+    """Returns where the memory of each tensor begins."""
     with torch._C.DisableTorchFunction():  # ``torch.set_default_device`` would run Python for each tensor
         return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))

@@ -10,13 +10,13 @@ import ctypes
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from moe_ckpt.core.bubbles import sizes
-from moe_ckpt.format import tensor_words
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.gathering import Numbers, ascending, by_size, memory_at, pieces_of
 from moe_ckpt.format.shard import SliceEntry, moved
@@ -32,6 +32,7 @@ from moe_ckpt.slices.cuts import (
     on_cuda,
 )
 
+_VERSION = attrgetter("_version")
 _LARGE_NBYTES = 1 << 16
 """From here on a run of neighbours is moved by itself; smaller ones are gathered, many by one call."""
 _AT_A_TIME_NBYTES = 1 << 18
@@ -74,8 +75,6 @@ class CopyProgram:
             numbers, table, begins = numbers[~now], table[~now], begins[~now]
         self._numbers, self._table, self._begins = numbers, table, begins
         self._watched = ascending(table[:, BLOCK], len(shelf.blocks))
-        counters = shelf.counters(self._watched)
-        self._counts = None if counters is None else tensor_words.Counts(counters)
         self.is_cuda = on_cuda(table, shelf)
 
     def let_go(self) -> None:
@@ -89,10 +88,9 @@ class CopyProgram:
 
     def versions(self) -> npt.NDArray[np.uint32]:
         """How often each tensor that is copied was written to."""
-        if self._counts is not None:
-            return self._counts.read()
         blocks = map(self._shelf.blocks.__getitem__, self._watched.tolist())
-        return np.fromiter(map(tensor_words.VERSION, blocks), np.uint32, len(self._watched))
+        with torch._C.DisableTorchFunction():  # a default device would run Python for each
+            return np.fromiter(map(_VERSION, blocks), np.uint32, len(self._watched))
 
     def keys(self, places: Numbers) -> Iterator[str]:
         """Of what is copied from the tensors at ``places`` among ``versions``."""

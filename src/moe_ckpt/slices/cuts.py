@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from moe_ckpt.core.cover_sum import cover_sum
-from moe_ckpt.format import tensor_words
 from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.gathering import Column, Numbers, ranges
 from moe_ckpt.format.header_template import HeaderTexts
@@ -82,7 +81,6 @@ class Shelf:
         self._bounds = Column(np.int64, 3)
         self._table = Column(np.int64, _COLUMNS)
         self._numbers: dict[int, int] = {}
-        self._counters = Column(np.int64)
         self._texts = HeaderTexts()
         self._side: dict[SliceEntry, int] = {}
 
@@ -132,12 +130,6 @@ class Shelf:
     def table(self, numbers: Numbers) -> Table:
         found: Table = self._table.rows.take(numbers, axis=0)
         return found
-
-    def counters(self, blocks: Numbers) -> Numbers | None:
-        """Addresses of the version counts of live tensors, for ``tensor_words``; None if some cannot be read."""
-        self._counters.add(tensor_words.counters(self.blocks[len(self._counters) :]))
-        found: Numbers = self._counters.rows.take(blocks)
-        return found if found.all() else None
 
     def texts(self) -> HeaderTexts:
         """Of all slices. On the thread that makes headers, and on it alone."""

@@ -66,20 +66,6 @@ def ascending(numbers: Numbers, end: int) -> Numbers:
     return np.flatnonzero(there)
 
 
-class _Addressed:
-    """Some of this process's memory, for numpy."""
-
-    def __init__(self, begin: int, nbytes: int) -> None:
-        self.__array_interface__ = {"data": (begin, True), "shape": (nbytes,), "typestr": "|u1", "version": 3}
-
-
-def memory_at(begin: int, nbytes: int) -> Bytes:
-    """This process's memory from an address on. The caller must make sure that it is allocated."""
-    if not nbytes:  # numpy 1 takes no address of 0
-        return np.zeros(0, dtype=np.uint8)
-    return np.asarray(_Addressed(begin, nbytes))
-
-
 def pieces_of(memory: Bytes, nbytes: int) -> npt.NDArray[np.void]:
     """All pieces of ``nbytes`` that are in ``memory``, one from each byte on."""
     return np.ndarray((len(memory) - nbytes + 1,), f"V{nbytes}", memory, strides=(1,))

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_ckpt.slices.copying import CopyProgram, CopyStep, HostMoves
+from moe_ckpt.slices.copying import CopyProgram, CopyStep
 from moe_ckpt.slices.gating import CHUNK_NBYTES, BubbleGate, Transfer
 
 _RECENT_COPIES = 5
@@ -26,7 +26,7 @@ _TICK_SECS = 1e-6
 
 Job = tuple[CopyProgram, torch.Tensor]
 """A program and the memory that it copies into."""
-Move = tuple[HostMoves | CopyStep, torch.Tensor]
+Move = tuple[CopyStep, torch.Tensor]
 """A step and the memory that its program copies into."""
 
 

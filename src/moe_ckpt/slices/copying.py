@@ -1,12 +1,11 @@
 """How live tensors are copied into a host buffer: with few calls, worked out once per part of a plan.
 
-On the CPU the bytes move outside the interpreter lock on one core, so that the training threads keep theirs. Which
+In host memory the bytes move outside the interpreter lock on one core, so that the training threads keep theirs. Which
 thread makes the calls, and when: ``slices.copier``.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +17,11 @@ import torch
 
 from moe_ckpt.core.bubbles import sizes
 from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.gathering import Numbers, ascending, by_size, memory_at, pieces_of
+from moe_ckpt.format.gathering import Numbers, ascending
 from moe_ckpt.format.shard import SliceEntry, moved
 from moe_ckpt.slices.cuts import (
     ADDRESS,
     BLOCK,
-    IN_HOST_MEMORY,
     KIND,
     MEMORY,
     NBYTES,
@@ -35,10 +33,8 @@ from moe_ckpt.slices.cuts import (
 _VERSION = attrgetter("_version")
 _LARGE_NBYTES = 1 << 16
 """From here on a run of neighbours is moved by itself; smaller ones are gathered, many by one call."""
-_AT_A_TIME_NBYTES = 1 << 18
-"""Of small runs in host memory, so much by one call: they are still in the cache when they are written."""
 _WORTH_JOINING = 8
-"""From this many neighbours on a device on, one tensor of them is quicker than gathering them one by one."""
+"""From this many neighbours on, one tensor of them is quicker than gathering them one by one."""
 _GATHERED = (1 << 15) - 1
 """Elements that one call gathers: so few that torch does it on one core, and training keeps the others."""
 
@@ -47,10 +43,9 @@ class CopyProgram:
     """The copies of one part of a plan, worked out once: few calls, each of which runs without the interpreter lock.
 
     Neighbours in memory that are neighbours in the target too are one run. Large runs are moved one by one. Small ones
-    in host memory are moved by their addresses, all of one size by one call, so that no tensor is looked at. Those on a
-    GPU that follow one another are gathered there by one ``torch.cat``, and one transfer brings the result to the host.
-    What is not contiguous, or must be converted (compute weights may have another type than their master), is copied by
-    itself.
+    that follow one another are gathered by one ``torch.cat``: into the target, or on a GPU, from where one transfer
+    brings the result to the host. What is not contiguous, or must be converted (compute weights may have another type
+    than their master), is copied by itself.
 
     Args:
         shelf: Has what is copied.
@@ -98,32 +93,13 @@ class CopyProgram:
         return (self._shelf.entries[number].key for number in self._numbers[there].tolist())
 
     @cached_property
-    def steps(self) -> tuple[HostMoves | CopyStep, ...]:
-        """Made on the copying thread, when it first needs them."""
-        there = self._table[:, KIND] == IN_HOST_MEMORY
-        others = np.flatnonzero(~there)
-        return (*self._host_steps(there), *(self._steps(others) if len(others) else ()))
+    def steps(self) -> tuple[CopyStep, ...]:
+        """Made on the copying thread, when it first needs them: the runs of neighbours, small ones gathered."""
+        return tuple(self._steps()) if len(self._numbers) else ()
 
-    def _host_steps(self, there: npt.NDArray[np.bool_]) -> Iterator[HostMoves]:
-        """there: of each piece, whether it lies contiguous in host memory."""
-        there = there & (self._table[:, NBYTES] > 0)
-        if not there.any():
-            return
-        nbytes, address = self._table[there][:, [NBYTES, ADDRESS]].T
-        begins = self._begins[there]
-        joined = (begins[:-1] + nbytes[:-1] == begins[1:]) & (address[:-1] + nbytes[:-1] == address[1:])
-        first = _starts(joined, len(begins))
-        sizes = np.add.reduceat(nbytes, first)
-        for size, those in by_size(sizes):
-            most = max(1, _AT_A_TIME_NBYTES // size)
-            for at in range(0, len(those), most):
-                these = first[those[at : at + most]]
-                yield HostMoves(size, address[these], begins[these])
-
-    def _steps(self, which: Numbers) -> Iterator[CopyStep]:
-        """The runs of neighbours among the pieces at ``which`` places, small ones gathered."""
-        tensors, numbers, target_begins = self._shelf.others, self._numbers[which], self._begins[which]
-        nbytes, memory, address, kinds = self._table[which][:, [NBYTES, MEMORY, ADDRESS, KIND]].T
+    def _steps(self) -> Iterator[CopyStep]:
+        tensors, numbers, target_begins = self._shelf.sources, self._numbers, self._begins
+        nbytes, memory, address, kinds = self._table[:, [NBYTES, MEMORY, ADDRESS, KIND]].T
         ends = target_begins + nbytes
         touching = (ends[:-1] == target_begins[1:]) & (kinds[:-1] == kinds[1:]) & (kinds[1:] >= 0)
         following = (memory[:-1] == memory[1:]) & (address[:-1] + nbytes[:-1] == address[1:])
@@ -152,51 +128,12 @@ class CopyProgram:
 
 
 @dataclass(frozen=True, eq=False)
-class HostMoves:
-    """Bytes that lie contiguous in host memory, ``nbytes`` from each of ``addresses`` to each of ``begins``.
-
-    Whoever runs it sees to it that the tensors there live.
-    """
-
-    nbytes: int
-    addresses: Numbers
-    begins: Numbers
-
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self.nbytes * len(self.begins)
-
-    def chunks(self, most: int) -> Iterator[HostMoves]:
-        """The same in pieces of no more than ``most`` bytes, where one large run can be divided."""
-        if self.size <= most or len(self.begins) > 1:
-            yield self
-            return
-        at = 0
-        for size in sizes(self.nbytes, most):
-            yield HostMoves(size, self.addresses + at, self.begins + at)
-            at += size
-
-    def run(self, memory: torch.Tensor) -> None:
-        """Copy into ``memory``, which is host memory."""
-        if self.nbytes >= _LARGE_NBYTES or len(self.begins) == 1:
-            for begin, address in zip(self.begins.tolist(), self.addresses.tolist(), strict=True):
-                ctypes.memmove(memory.data_ptr() + begin, address, self.nbytes)
-            return
-        low = int(self.addresses.min())
-        source = memory_at(low, int(self.addresses.max()) + self.nbytes - low)
-        found = pieces_of(source, self.nbytes)[self.addresses - low]
-        pieces_of(memory.numpy(), self.nbytes)[self.begins] = found
-
-
-@dataclass(frozen=True, eq=False)
 class CopyStep:
     """Bytes ``[begin, end)`` of the target, from one call.
 
     Attributes:
         dtype: Of the target's elements.
-        sources: Contiguous and flat on a device, one after the other; or one of any shape and anywhere, if ``shape``
-            says which.
+        sources: Contiguous and flat, one after the other; or one of any shape, if ``shape`` says which.
         shape: Of a source that is copied element by element.
     """
 
@@ -229,9 +166,13 @@ class CopyStep:
         first = self.sources[0]
         if self.shape is not None:
             into.view(self.dtype).view(self.shape).copy_(first, non_blocking=True)
-        else:
+        elif not first.is_cpu:
             gathered = first if len(self.sources) == 1 else torch.cat(self.sources)
             into.view(self.dtype).copy_(gathered, non_blocking=True)
+        elif len(self.sources) == 1:
+            np.copyto(into.numpy(), first.view(torch.uint8).numpy())  # copy_ would take all cores
+        else:
+            torch.cat(self.sources, out=into.view(self.dtype))
 
 
 def _starts(joined: npt.NDArray[np.bool_], count: int) -> Numbers:

@@ -31,10 +31,8 @@ Table: TypeAlias = npt.NDArray[np.int64]
 """``[n, 7]``: a row per slice, with the columns below."""
 ORDER, PLACE, NBYTES, MEMORY, ADDRESS, BLOCK, KIND = range(7)
 """Columns. (``ORDER``, ``PLACE``) rises in the order of ``lay_out``: by tensor, and by the place in it. ``MEMORY`` and
-``ADDRESS`` are where the live elements lie, ``BLOCK`` is the number of the live tensor on the shelf, ``KIND`` tells the
-types on devices and what lies ``IN_HOST_MEMORY``; it is negative for what must be copied element by element."""
-IN_HOST_MEMORY = 0
-"""``KIND`` of what is contiguous there, whatever its type."""
+``ADDRESS`` are where the live elements lie, ``BLOCK`` is the number of the live tensor on the shelf, ``KIND`` tells
+type and device; it is negative for what must be copied element by element."""
 _COLUMNS = 7
 _OWN, _FROZEN, _REPEATED, _SIDE = range(4)
 """Weights and optimizer state; under ``replay/``, weights and state without rows; tensors of no operator."""
@@ -42,7 +40,7 @@ _DTYPE_BITS, _SECTION_BITS = 26, 24
 """Of ``ORDER``, from where on the type and the kind of key are; below it is the key's place."""
 _DTYPES = {name: at for at, name in enumerate(sorted(TORCH_DTYPES, key=lambda name: (-itemsize(name), name)))}
 _kinds: dict[tuple[torch.dtype, torch.device], int] = {}
-"""Of what lies on devices, from 1 on."""
+"""(type, device) -> ``KIND``."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -67,8 +65,8 @@ class Shelf:
         cuts: In their order.
         entries: Of all slices.
         blocks: The live tensors that they are of, each once.
-        others: Number -> what a tensor gives: of slices on a device their elements in one row, as their type or as
-            bytes; of those that must be copied element by element a view of any shape. Not of what is in host memory.
+        sources: Number -> what a tensor gives: the elements in one row, as their type or as bytes; of a slice that
+            must be copied element by element a view of any shape.
         transient: How many slices only existing plans still use.
     """
 
@@ -76,7 +74,7 @@ class Shelf:
         self.cuts: list[Cut] = []
         self.entries: list[SliceEntry] = []
         self.blocks: list[torch.Tensor] = []
-        self.others: dict[int, torch.Tensor] = {}
+        self.sources: dict[int, torch.Tensor] = {}
         self.transient = 0
         self._bounds = Column(np.int64, 3)
         self._table = Column(np.int64, _COLUMNS)
@@ -93,13 +91,11 @@ class Shelf:
         """
         first, rows = len(self.entries), []
         for number, piece in enumerate(pieces, first):
-            memory, address, kind, other = _lying(piece)
+            memory, address, kind, self.sources[number] = _described(piece)
             block = self._numbers.setdefault(id(piece.block), len(self.blocks))
             if block == len(self.blocks):
                 self.blocks.append(piece.block)
             rows.append((*_placed(piece.entry, places), piece.entry.nbytes, memory, address, block, kind))
-            if other is not None:
-                self.others[number] = other
         self._table.add(np.array(rows, dtype=np.int64).reshape(-1, _COLUMNS))
         self.entries += [piece.entry for piece in pieces]
         self.cuts.append(Cut(operator, self.entries, first, len(pieces)))
@@ -115,7 +111,7 @@ class Shelf:
         """Drops all references to live tensors: nothing more is copied from them."""
         self.blocks.clear()
         self._numbers.clear()
-        self.others.clear()
+        self.sources.clear()
 
     def side_numbers(self, entries: Sequence[SliceEntry]) -> Numbers:
         """Numbers of side tensors, whose rows here mean nothing; see ``table_of_side``."""
@@ -137,14 +133,11 @@ class Shelf:
         return self._texts
 
     def source(self, number: int) -> torch.Tensor:
-        """A view of a slice's live elements, in any shape."""
-        if number in self.others:
-            return self.others[number]
-        address, at = self._table.rows[number, [ADDRESS, BLOCK]].tolist()
-        block, shape = self.blocks[at], self.entries[number].shape
-        first = block.storage_offset() + (address - block.data_ptr()) // block.itemsize
-        found: torch.Tensor = block.as_strided(shape, torch.empty(shape, device="meta").stride(), first)
-        return found
+        """Returns a view of a slice's live elements in its shape."""
+        source, entry = self.sources[number], self.entries[number]
+        if self._table.rows[number, KIND] < 0:
+            return source
+        return source.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,15 +298,13 @@ def on_cuda(table: Table, shelf: Shelf) -> bool:
     return any(shelf.blocks[at].is_cuda for at in apart)
 
 
-def _lying(piece: SliceSource) -> tuple[int, int, int, torch.Tensor | None]:
-    """(``MEMORY``, ``ADDRESS``, ``KIND``, see ``Shelf.others``)."""
+def _described(piece: SliceSource) -> tuple[int, int, int, torch.Tensor]:
+    """Returns (``MEMORY``, ``ADDRESS``, ``KIND``, see ``Shelf.sources``)."""
     source = piece.source
     if not source.is_contiguous() or source.dtype is not TORCH_DTYPES[piece.entry.dtype]:
         return 0, 0, -1, source
-    if source.device.type == "cpu":
-        return 0, source.data_ptr(), IN_HOST_MEMORY, None
     # Not a view(-1): a single element counts as contiguous whatever its stride, with which bytes cannot be viewed.
     flat = source.as_strided((source.numel(),), (1,)) if source.numel() else source.new_empty(0)
     flat = flat if flat.dtype in _GATHERED_AS else flat.view(torch.uint8)
-    kind = _kinds.setdefault((flat.dtype, flat.device), len(_kinds) + 1)
+    kind = _kinds.setdefault((flat.dtype, flat.device), len(_kinds))
     return flat.untyped_storage().data_ptr(), flat.data_ptr(), kind, flat

@@ -9,11 +9,10 @@ from concurrent.futures import Future
 import numpy as np
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import RankStatus, step_numbers
-from moe_ckpt.engine.outcomes import Outcome, Resolution
+from moe_ckpt.engine.agreement import StepConsensus, pack
+from moe_ckpt.engine.outcomes import Outcome
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.manifest import GROUPS, step_dir
-from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import Communicator
 
 _WRITE_SECS = 300.0
@@ -34,7 +33,7 @@ class ActedRank:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._ended: deque[Resolution] = deque()
+        self._ended: deque[tuple[int, bool, bool]] = deque()
         self._sequence = 0
 
     def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
@@ -51,11 +50,11 @@ class ActedRank:
     def _first_rank_tells(self) -> Counts:
         """Which snapshots have been committed since the last step."""
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        return step_numbers(RankStatus(False, ended=ended), Measured(), leads=True)
+        return pack(StepConsensus(ended=tuple(ended)), leads=True)
 
     def _first_rank_commits(self) -> bytes:
         """What it announces of one more snapshot: two checkpoints stay, and nothing is shared."""
-        self._ended.append(Resolution(self._sequence, 0, "", True, None, 0.0))
+        self._ended.append((self._sequence, True, False))
         self._sequence += 1
         gone = {step_dir(self._sequence - 2, 0): (True, GROUPS)} if self._sequence > 2 else {}
         return Outcome(superseded=gone).encode()

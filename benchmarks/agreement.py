@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.comm.communicator import GlooCommunicator
-from moe_ckpt.engine.agreement import RankStatus, StepAgreement, StepTokens
+from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.policies.base import Measured
 
@@ -61,7 +61,7 @@ def _rank(rank: int, scratch: str, calls: int) -> None:
         tokens = Deferred(functools.partial(StepTokens, counts))
         for _ in range(calls):
             began = time.perf_counter()
-            agreement.send(0, tokens, RankStatus(False), Measured(0.1, 0.1, 0.1))
+            agreement.send(0, tokens, StepConsensus(measured=Measured(0.1, 0.1, 0.1)))
             agreement.receive()
             times.append(time.perf_counter() - began)
         found[f"{layers} x {experts}"] = median(times[5:])

@@ -34,7 +34,7 @@ from rich.table import Table
 from benchmarks.report import RESULTS, machine, write_json
 from moe_ckpt.comm.communicator import GlooCommunicator
 from moe_ckpt.core.tree import hops
-from moe_ckpt.engine.agreement import RankStatus, StepAgreement, StepTokens
+from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.policies.base import Measured
 
@@ -82,7 +82,7 @@ def _rank(rank: int, scratch: str, ranks: int, delay_secs: float, iteration_secs
         dist.barrier()
         began = time.perf_counter()
         agreement.receive()
-        agreement.send(step, Deferred(lambda: StepTokens(counts)), RankStatus(False), Measured(0.1, 0.1, 0.1))
+        agreement.send(step, Deferred(lambda: StepTokens(counts)), StepConsensus(measured=Measured(0.1, 0.1, 0.1)))
         late.append(time.perf_counter() - began)
     agreement.receive()
     for _ in range(steps):

@@ -21,6 +21,7 @@ from moe_ckpt import Memory
 from moe_ckpt.engine import pipeline
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.policies import Dense, GradientLog, MoEtion, Policy
+from moe_ckpt.policies.base import ALL_SENT
 from moe_ckpt.replicas.replication import Replicator
 from moe_ckpt.slices.mirroring import MirroredShares
 
@@ -44,7 +45,7 @@ Sent = dict[str, int]
 class _NothingAlike(MirroredShares):
     """Takes nothing from its own tensors, and says so."""
 
-    sends = (True,) * 4
+    sends = ALL_SENT
 
     def __init__(self, catalog: Any, placement: Any, sources: Any) -> None:
         super().__init__(catalog, placement, ())

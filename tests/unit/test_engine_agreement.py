@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import ceil
 
 import numpy as np
@@ -12,33 +12,44 @@ from hypothesis import strategies as st
 
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.engine import session as sessions
-from moe_ckpt.engine.agreement import RankStatus, StepAgreement, StepConsensus
+from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, pack, unpack
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.policies import CheckFreq, Measured
+from moe_ckpt.policies.base import Sends
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import GatedStorage, Life, ThreadRanks, manifests, run_threads, told
 
 
-def resolution(sequence: int, committed: bool = True, persist_secs: float = 0.5, lost: bool = False) -> Resolution:
-    cause = None if committed else "why"
-    return Resolution(sequence, 10 * sequence, f"step_{sequence}", committed, cause, persist_secs, lost=lost)
-
-
-def agreed(comm, counts, busy, resolutions, measured) -> tuple[np.ndarray, StepConsensus]:
+def agreed(comm, counts, status: StepConsensus) -> tuple[np.ndarray, StepConsensus]:
     agreement = StepAgreement(comm)
-    agreement.send(3, told(counts), RankStatus(busy, ended=resolutions), measured)
-    heard = agreement.receive()
-    assert heard.step == 3
+    agreement.send(3, told(counts), status)
+    step, tokens, consensus = agreement.receive()
+    assert step == 3
     assert agreement.receive() is None
-    return heard.tokens.applied, heard.consensus
+    return tokens.applied, consensus
 
 
-def told_of(resolutions: list[Resolution], **more: object) -> StepConsensus:
-    return agreed(SoloCommunicator(), np.zeros((0, 0), dtype=np.int64), False, resolutions, Measured(**more))[1]
+def alone(**measured: float) -> StepConsensus:
+    status = StepConsensus(measured=Measured(**measured))
+    return agreed(SoloCommunicator(), np.zeros((0, 0), dtype=np.int64), status)[1]
 
 
 times = st.none() | st.floats(1e-6, 1e6)
+rates = st.none() | st.floats(1e3, 1e9)
+WAYS = {
+    **dict.fromkeys(("busy", "storage_busy", "copies_behind", "used_up", "tight", "edited", "gone"), st.booleans()),
+    **dict.fromkeys(("persist_secs", "secs"), times),
+    "ended": st.lists(st.tuples(st.booleans(), st.booleans()), max_size=5).map(
+        lambda flags: tuple((11 + i, *pair) for i, pair in enumerate(flags))
+    ),
+    "sends": st.builds(Sends, *[st.booleans()] * 4),
+    "measured": st.builds(
+        Measured, **{f.name: rates if f.name.endswith("_per_sec") else times for f in fields(Measured)}
+    ),
+    "in_memory": st.tuples(*[st.integers(0, 3)] * 4),
+}
+"""Values of each field of ``StepConsensus``."""
 rank_facts = st.tuples(
     st.booleans(),
     st.builds(Measured, times, times, times),
@@ -54,9 +65,14 @@ def test_all_ranks_learn_the_same(facts, tokens):
 
     def body(comm):
         busy, measured, first, ended = facts[comm.rank]
-        resolutions = [resolution(first + i, *how) for i, how in enumerate(ended)]
+        status = StepConsensus(
+            busy=busy,
+            ended=tuple((first + i, committed, lost) for i, (committed, _, lost) in enumerate(ended)),
+            persist_secs=max((secs for _, secs, _ in ended), default=None),
+            measured=measured,
+        )
         counts = np.array([[tokens, comm.rank], [0, 1]], dtype=np.int64)
-        return agreed(comm, counts, busy, resolutions, measured)
+        return agreed(comm, counts, status)
 
     [(summed, first), *others] = run_threads(ranks, body)
     n = len(facts)
@@ -69,24 +85,44 @@ def test_all_ranks_learn_the_same(facts, tokens):
         known = [t for _, measured, *_ in facts if (t := getattr(measured, name)) is not None]
         assert getattr(first.measured, name) == (pytest.approx(max(known), abs=1e-9) if known else None)
     _, _, start, ended = facts[0]
-    assert first.resolved == tuple((start + i, committed) for i, (committed, _, _) in enumerate(ended))
-    assert first.lost == {start + i for i, (_, _, lost) in enumerate(ended) if lost}
-    assert first.persist_secs == pytest.approx(max((secs for _, secs, _ in ended), default=0), abs=1e-9)
+    assert first.ended == tuple((start + i, committed, lost) for i, (committed, _, lost) in enumerate(ended))
+    assert (first.persist_secs is None) == (not ended)
+    assert first.persist_secs == (pytest.approx(max(secs for _, secs, _ in ended), abs=1e-9) if ended else None)
 
 
 def test_a_time_too_short_to_count_is_not_taken_for_unknown():
-    assert told_of([], checkpoint_cost_secs=0.0).measured.checkpoint_cost_secs == pytest.approx(0, abs=1e-8)
-    assert told_of([], checkpoint_cost_secs=0.0).measured.checkpoint_cost_secs is not None
-    assert told_of([]).measured == Measured()
+    assert alone(checkpoint_cost_secs=0.0).measured.checkpoint_cost_secs == pytest.approx(0, abs=1e-8)
+    assert alone(checkpoint_cost_secs=0.0).measured.checkpoint_cost_secs is not None
+    assert alone().measured == Measured()
 
 
 def test_the_time_of_updates_is_told():
-    assert told_of([], update_secs=0.25, recent_iteration_secs=1.0).measured.overlap_secs == 0.75
+    assert alone(update_secs=0.25, recent_iteration_secs=1.0).measured.overlap_secs == 0.75
 
 
 def test_more_resolutions_than_fit_are_told_in_their_order():
-    many = [resolution(7 + i, committed=i % 3 > 0) for i in range(40)]
-    assert told_of(many).resolved == tuple((7 + i, i % 3 > 0) for i in range(32)), "the rest comes at the next step"
+    many = tuple((7 + i, i % 3 > 0, i % 3 == 0) for i in range(40))
+    sent = unpack(pack(StepConsensus(ended=many), leads=True))
+    assert sent.ended == many[:32], "the rest comes at the next step"
+
+
+@given(st.lists(st.builds(StepConsensus, **WAYS), min_size=1, max_size=3))
+def test_each_field_is_combined_as_it_declares(statuses):
+    """The maximum of any, the slowest of rates and the longest of times; of lists number by number; or rank 0's."""
+    packed = [pack(status, leads=not rank) for rank, status in enumerate(statuses)]
+    agreed = unpack(np.max(packed, axis=0))
+    for name in ("busy", "storage_busy", "copies_behind", "used_up", "tight", "edited"):
+        assert getattr(agreed, name) == any(getattr(status, name) for status in statuses), name
+    assert agreed.sends == Sends(*map(any, zip(*(status.sends for status in statuses), strict=True)))
+    assert agreed.in_memory == tuple(map(max, zip(*(status.in_memory for status in statuses), strict=True)))
+    assert (agreed.gone, agreed.ended) == (statuses[0].gone, statuses[0].ended)
+    for name in ("persist_secs", "secs"):
+        assert getattr(agreed, name) == pytest.approx(getattr(statuses[0], name), abs=2e-9), name
+    for field in fields(Measured):
+        known = [value for status in statuses if (value := getattr(status.measured, field.name)) is not None]
+        chosen = min if field.name.endswith("_per_sec") else max
+        expected = pytest.approx(chosen(known), rel=1e-3, abs=2e-9) if known else None
+        assert getattr(agreed.measured, field.name) == expected, field.name
 
 
 # --- the meter ---
@@ -150,7 +186,7 @@ def test_rates_are_those_of_snapshots_that_were_committed():
 
 
 def test_the_slowest_ranks_rates_are_agreed_on():
-    measured = told_of([], copy_bytes_per_sec=2e9, persist_bytes_per_sec=5e8, recent_iteration_secs=0.25).measured
+    measured = alone(copy_bytes_per_sec=2e9, persist_bytes_per_sec=5e8, recent_iteration_secs=0.25).measured
     assert measured.copy_bytes_per_sec == pytest.approx(2e9)
     assert measured.persist_bytes_per_sec == pytest.approx(5e8)
     assert measured.recent_iteration_secs == 0.25

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import interference
 from moe_ckpt.core.interference import BLOCK, COMPARED, Beside, is_small, secs_per_byte
-from moe_ckpt.engine.agreement import RankStatus, _consensus, step_numbers
+from moe_ckpt.engine.agreement import StepConsensus, pack, unpack
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.errors import ConfigError
@@ -131,8 +131,8 @@ def two() -> list[Meter]:
 
 
 def _agreed(meters: list[Meter]) -> Measured:
-    sent = [step_numbers(RankStatus(False), meter.measured(), leads=not rank) for rank, meter in enumerate(meters)]
-    return _consensus([int(value) for value in np.maximum(*sent)]).measured
+    sent = [pack(StepConsensus(measured=meter.measured()), leads=not rank) for rank, meter in enumerate(meters)]
+    return unpack(np.maximum(*sent)).measured
 
 
 SLOPES = 0.2e-3, 0.8e-3

@@ -9,8 +9,7 @@ import pytest
 
 from moe_ckpt.core.tree import TreeNode, hops, most_messages
 from moe_ckpt.engine import memory_tier
-from moe_ckpt.engine.agreement import RankStatus, step_numbers
-from moe_ckpt.policies.base import Measured
+from moe_ckpt.engine.agreement import StepConsensus, pack
 
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
 GENERATIONS = 2
@@ -51,7 +50,7 @@ def test_large_worlds():
 
 def test_the_table_in_the_docs_is_that_of_the_formulas():
     """Bytes are those of the numbers that ranks really send; ``dist/test_agreement_tree`` counts messages and bytes."""
-    alone = len(step_numbers(RankStatus(busy=False), Measured(), leads=True)) + GENERATIONS
+    alone = len(pack(StepConsensus(), leads=True)) + GENERATIONS
     text = SCALE.read_text().replace("\N{MULTIPLICATION SIGN}", "x")
     assert f"8 x ({alone} + L x E) bytes" in text
     row_of_seven = r"^\| " + r" \| ".join([r"([\d ]+)"] * 7) + r" \|$"
@@ -66,5 +65,5 @@ def test_the_table_in_the_docs_is_that_of_the_formulas():
 
 def test_what_memory_adds_to_an_agreement_is_that_of_the_docs():
     reports = 2 * 2 * memory_tier._REPORTED
-    alone = len(step_numbers(RankStatus(busy=False), Measured(), leads=True)) + GENERATIONS
+    alone = len(pack(StepConsensus(), leads=True)) + GENERATIONS
     assert f"and {alone} numbers more ({alone + reports} with `Memory()`)" in SCALE.read_text()

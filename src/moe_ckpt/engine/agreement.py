@@ -1,95 +1,171 @@
 """What the ranks send each other once per step, so that all plan from the same numbers.
 
-Token counts are summed; everything else is arranged so that a maximum is right. On several ranks, and where counts come
-from a device, the messages of a step travel while the next one is computed: no rank waits for them, and a plan is made
-from what was true a step before.
+``StepConsensus`` declares it: its fields say how values of all ranks become one, and what is sent follows from that.
+Token counts are summed; everything else is sent as numbers of which a maximum is right. On several ranks, and where
+counts come from a device, the messages of a step travel while the next one is computed: no rank waits for them, and a
+plan is made from what was true a step before.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
+from operator import attrgetter
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.deferred import Deferred
-from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.policies.base import ALL_SENT, Measured, Sends
 from moe_ckpt.ports import Communicator
 
 _NANO = 1e9
 _PICO = 1e12
-_MOST_RESOLVED = 32
-"""Resolutions sent per step; more than can be in flight, so none is ever left for later."""
+_MOST_ENDED = 32
+"""Snapshots that a step says have ended; more than can be in flight, so none is ever left for later."""
+
+
+class Way(NamedTuple):
+    """How a field travels: as whole numbers, the largest of which over all ranks says what the ranks agree on.
+
+    Attributes:
+        pack: Makes the number of a value, or its numbers: as many for any value that ranks may have at the same step.
+        unpack: Makes the value of its number, or takes as many numbers as it needs.
+        many: There are several numbers, or may be.
+    """
+
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+    many: bool = False
+
+
+def _record(kind: Callable[..., Any], ways: Mapping[str, Way]) -> Way:
+    """Returns the way of a record whose fields travel so."""
+    values, singles = attrgetter(*ways), [not way.many for way in ways.values()]
+    packers, unpackers = [way.pack for way in ways.values()], [way.unpack for way in ways.values()]
+
+    def pack_fields(record: Any) -> list[int]:
+        numbers: list[int] = []
+        for value, packs, single in zip(values(record), packers, singles, strict=True):
+            if single:
+                numbers.append(packs(value))
+            else:
+                numbers += packs(value)
+        return numbers
+
+    def unpack_fields(numbers: Iterator[int]) -> Any:
+        ways = zip(unpackers, singles, strict=True)
+        return kind(*[unpacks(next(numbers) if single else numbers) for unpacks, single in ways])
+
+    return Way(pack_fields, unpack_fields, many=True)
+
+
+def _nanos(secs: float | None) -> int:
+    return 0 if secs is None else max(1, int(secs * _NANO))
+
+
+def _secs(nanos: int) -> float | None:
+    return nanos / _NANO if nanos else None
+
+
+def _picos_per_byte(bytes_per_sec: float | None) -> int:
+    return 0 if bytes_per_sec is None else max(1, int(_PICO / bytes_per_sec))
+
+
+def _per_sec(picos_per_byte: int) -> float | None:
+    return _PICO / picos_per_byte if picos_per_byte else None
+
+
+Ended = tuple[tuple[int, bool, bool], ...]
+"""Snapshots that ended: their sequences, which follow one another, whether they were committed, and whether files that
+they build upon are gone from storage."""
+
+
+def _pack_ended(ended: Ended) -> tuple[int, int, int]:
+    committed = lost = 1  # this bit says how many there are
+    for _, is_committed, is_lost in ended[:_MOST_ENDED]:
+        committed, lost = committed << 1 | is_committed, lost << 1 | is_lost
+    return (ended[0][0] if ended else 0), committed, lost
+
+
+def _unpack_ended(numbers: Iterator[int]) -> Ended:
+    first, committed, lost = islice(numbers, 3)
+    flags = zip(f"{committed:b}"[1:], f"{lost:b}"[1:], strict=True)
+    return tuple((first + i, one == "1", other == "1") for i, (one, other) in enumerate(flags))
+
+
+ANY = Way(int, bool)
+LONGEST = Way(_nanos, _secs)
+SLOWEST = Way(_picos_per_byte, _per_sec)
+LARGEST = Way(lambda values: (len(values), *values), lambda numbers: tuple(islice(numbers, next(numbers))), many=True)
+"""Number by number, of a list that is as long on every rank."""
+ENDED = Way(_pack_ended, _unpack_ended, many=True)
+MEASURED = _record(Measured, {f.name: SLOWEST if f.name.endswith("_per_sec") else LONGEST for f in fields(Measured)})
+SENDS = _record(Sends, dict.fromkeys(Sends._fields, ANY))
+OF_FIRST = "rank 0's"
+"""Marks a field of which only rank 0's value counts: ranks that learned of a commit at different times would plan
+differently."""
 
 
 @dataclass(frozen=True)
 class StepConsensus:
-    """What the ranks agreed on; equal on every rank.
+    """What a rank says at the end of a step, and what the ranks agree on: equal on every rank then.
 
     Attributes:
         busy: Some rank cannot take another snapshot now.
-        resolved: (sequence, committed) of snapshots resolved on rank 0 since the last step, in order.
-        lost: Sequences of those that failed because files that they would build upon are gone from storage.
         storage_busy: Some rank's storage is so far behind that the next snapshot should stay in memory only.
         copies_behind: Some rank's peers are so far behind that the next snapshot should not be sent.
-        sends: What must be sent to some rank's peers (``MirroredShares.sends``).
-        used_up: Some rank's budget has no room beside what memory must keep, or may have to.
-        in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
+        used_up: Some rank's budget has no room beside what memory must keep, or may have to (``Room.is_used_up``).
+        tight: Some rank's memory does not hold two checkpoints (``Room.is_tight``).
         edited: On some rank, something other than the optimizer changed weights or optimizer state, so that the step
             does not follow from its gradients.
-        tight: Some rank's memory does not hold two checkpoints.
         gone: The newest checkpoint is no longer on storage.
-        secs: Rank 0's clock; None before the ranks have agreed on a step.
+        ended: Snapshots that ended since the last step, in order.
         persist_secs: The longest time one of them took from beginning to commit.
+        secs: Rank 0's clock; None before the ranks have agreed on a step.
+        sends: What must be sent to some rank's peers (``MirroredShares.sends``).
+        measured: Times and rates.
+        in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
     """
 
-    busy: bool = False
-    resolved: tuple[tuple[int, bool], ...] = ()
-    persist_secs: float = 0.0
-    measured: Measured = field(default_factory=Measured)
-    lost: frozenset[int] = frozenset()
-    storage_busy: bool = False
-    copies_behind: bool = False
-    used_up: bool = False
-    in_memory: tuple[int, ...] = ()
-    secs: float | None = None
-    sends: Sends = ALL_SENT
-    edited: bool = False
-    tight: bool = False
-    gone: bool = False
+    busy: Annotated[bool, ANY] = False
+    storage_busy: Annotated[bool, ANY] = False
+    copies_behind: Annotated[bool, ANY] = False
+    used_up: Annotated[bool, ANY] = False
+    tight: Annotated[bool, ANY] = False
+    edited: Annotated[bool, ANY] = False
+    gone: Annotated[bool, ANY, OF_FIRST] = False
+    ended: Annotated[Ended, ENDED, OF_FIRST] = ()
+    persist_secs: Annotated[float | None, LONGEST, OF_FIRST] = None
+    secs: Annotated[float | None, LONGEST, OF_FIRST] = None
+    sends: Annotated[Sends, SENDS] = ALL_SENT
+    measured: Annotated[Measured, MEASURED] = field(default_factory=Measured)
+    in_memory: Annotated[tuple[int, ...], LARGEST] = ()
 
 
-@dataclass(frozen=True)
-class RankStatus:
-    """The state of this rank's snapshots at the end of a step.
+_DECLARED = {name: hint.__metadata__ for name, hint in get_type_hints(StepConsensus, include_extras=True).items()}
+_STEP = _record(StepConsensus, {name: declared[0] for name, declared in _DECLARED.items()})
+_OF_FIRST: dict[str, Any] = {f.name: f.default for f in fields(StepConsensus) if OF_FIRST in _DECLARED[f.name]}
 
-    Attributes:
-        busy: No other snapshot can be taken now.
-        storage_busy: Storage is behind.
-        copies_behind: So are this rank's peers.
-        ended: Those that ended since the last step.
-        in_memory: ``MemoryTier.reports``; empty without one.
-        sends: See ``StepConsensus``.
-        used_up: See ``Room.is_used_up``.
-        edited: See ``StepConsensus``; of this rank.
-        tight: See ``Room.is_tight``.
-        gone: See ``StepConsensus``; of rank 0.
+
+def pack(status: StepConsensus, *, leads: bool) -> Counts:
+    """Returns what a rank sends, such that the maximum over ranks is what they agree on.
+
+    Args:
+        status: Of the rank.
+        leads: It is rank 0.
     """
+    return np.array(_STEP.pack(status if leads else replace(status, **_OF_FIRST)), dtype=np.int64)
 
-    busy: bool
-    storage_busy: bool = False
-    copies_behind: bool = False
-    ended: Sequence[Resolution] = ()
-    in_memory: Sequence[int] = ()
-    sends: Sequence[bool] = ALL_SENT
-    used_up: bool = False
-    edited: bool = False
-    tight: bool = False
-    gone: bool = False
+
+def unpack(largest: Counts) -> StepConsensus:
+    """Returns what the ranks agreed on, from the maxima over ranks of what they sent."""
+    consensus: StepConsensus = _STEP.unpack(iter(largest.tolist()))
+    return consensus
 
 
 @dataclass(frozen=True)
@@ -132,21 +208,6 @@ class StepTokens:
         return StepTokens(*(next(parts) if kind else None for kind in kinds))  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class AgreedStep:
-    """What the ranks agreed on at the end of one step; equal on all.
-
-    Attributes:
-        step: Which.
-        tokens: Summed over ranks.
-        consensus: The rest.
-    """
-
-    step: int
-    tokens: StepTokens
-    consensus: StepConsensus
-
-
 class StepAgreement:
     """Sends and receives, one step after the other. For the training thread only.
 
@@ -166,13 +227,9 @@ class StepAgreement:
     def late(self) -> bool:
         return self._comm.agrees_late
 
-    def send(self, step: int, tokens: Deferred[StepTokens], standing: RankStatus, measured: Measured) -> Future[Counts]:
-        """Begin to agree on the end of ``step``; all ranks, every step. Returns the step's applied tokens to come.
-
-        Only rank 0's resolutions count: it alone knows what is committed, and ranks that learned of a commit at
-        different times would plan differently.
-        """
-        numbers = step_numbers(standing, measured, leads=self._comm.rank == 0)
+    def send(self, step: int, tokens: Deferred[StepTokens], status: StepConsensus) -> Future[Counts]:
+        """Begin to agree on the end of ``step``; all ranks, every step. Returns the step's applied tokens to come."""
+        numbers = pack(status, leads=self._comm.rank == 0)
         agreed = self._comm.start_agreement(lambda: tokens.result().joined(), numbers)
         self._sent = step, tokens, agreed
         applied: Future[Counts] = Future()
@@ -187,8 +244,8 @@ class StepAgreement:
         agreed.add_done_callback(deliver)
         return applied
 
-    def receive(self) -> AgreedStep | None:
-        """Returns what was agreed on the step sent last, once; None if that was received already.
+    def receive(self) -> tuple[int, StepTokens, StepConsensus] | None:
+        """Returns the step sent last, its tokens of all ranks and what else they agreed on, once; None after that.
 
         Raises:
             PeerLostError: A peer is gone.
@@ -199,88 +256,4 @@ class StepAgreement:
         asked = time.perf_counter()
         summed, largest = agreed.result()
         self.waited_secs += time.perf_counter() - asked
-        return AgreedStep(step, tokens.result().split(summed), _consensus([int(value) for value in largest]))
-
-
-def step_numbers(standing: RankStatus, measured: Measured, *, leads: bool) -> Counts:
-    """What one rank sends, arranged so that the maximum over ranks is right.
-
-    Args:
-        leads: It is rank 0.
-    """
-    sent = list(standing.ended[:_MOST_RESOLVED]) if leads else []
-    numbers = [
-        int(standing.busy),
-        _nanos(measured.iteration_secs),
-        _nanos(measured.checkpoint_cost_secs),
-        _nanos(measured.persist_secs),
-        len(sent),
-        sent[0].sequence if sent else 0,
-        sum(1 << i for i, r in enumerate(sent) if r.committed),
-        sum(1 << i for i, r in enumerate(sent) if r.lost),
-        _nanos(max((r.persist_secs for r in sent), default=0.0)),
-        _picos_per_byte(measured.copy_bytes_per_sec),
-        _picos_per_byte(measured.persist_bytes_per_sec),
-        _nanos(measured.recent_iteration_secs),
-        int(standing.storage_busy),
-        _nanos(time.monotonic()) if leads else 0,
-        int(standing.copies_behind),
-        _nanos(measured.update_secs),
-        _picos_per_byte(measured.send_bytes_per_sec),
-        _nanos(measured.copy_interference_secs),
-        *map(int, standing.sends),
-        int(standing.used_up),
-        int(standing.edited),
-        int(standing.tight),
-        int(standing.gone),
-        *standing.in_memory,
-    ]
-    return np.asarray(numbers, dtype=np.int64)
-
-
-def _consensus(values: Sequence[int]) -> StepConsensus:
-    """From the maxima over ranks of ``step_numbers``."""
-    count, first, committed, lost = values[4], values[5], values[6], values[7]
-    return StepConsensus(
-        busy=bool(values[0]),
-        resolved=tuple((first + i, bool(committed >> i & 1)) for i in range(count)),
-        persist_secs=values[8] / _NANO,
-        measured=Measured(
-            _secs(values[1]),
-            _secs(values[2]),
-            _secs(values[3]),
-            _per_sec(values[9]),
-            _per_sec(values[10]),
-            _secs(values[11]),
-            _secs(values[15]),
-            _per_sec(values[16]),
-            _secs(values[17]),
-        ),
-        lost=frozenset(first + i for i in range(count) if lost >> i & 1),
-        storage_busy=bool(values[12]),
-        secs=_secs(values[13]),
-        copies_behind=bool(values[14]),
-        sends=Sends(*map(bool, values[18:22])),
-        used_up=bool(values[22]),
-        edited=bool(values[23]),
-        tight=bool(values[24]),
-        gone=bool(values[25]),
-        in_memory=tuple(values[26:]),
-    )
-
-
-def _nanos(secs: float | None) -> int:
-    return 0 if secs is None else max(1, int(secs * _NANO))
-
-
-def _picos_per_byte(bytes_per_sec: float | None) -> int:
-    """Inverted, so that MAX selects the slowest."""
-    return 0 if bytes_per_sec is None else max(1, int(_PICO / bytes_per_sec))
-
-
-def _per_sec(picos_per_byte: int) -> float | None:
-    return _PICO / picos_per_byte if picos_per_byte else None
-
-
-def _secs(nanos: int) -> float | None:
-    return nanos / _NANO if nanos else None
+        return step, tokens.result().split(summed), unpack(largest)

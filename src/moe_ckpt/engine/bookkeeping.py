@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple
 
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import RankStatus, StepAgreement, StepConsensus, StepTokens
+from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.meter import Meter
@@ -27,20 +27,6 @@ log = logging.getLogger("moe_ckpt")
 
 Booked = Callable[[Pending, bool], None]
 """Called with each snapshot that was booked as ended, and whether it was committed."""
-
-
-class SentStep(NamedTuple):
-    """A step that the ranks agree on.
-
-    Attributes:
-        number: Of it.
-        before: ``[L, E]`` tokens that experts had processed before it.
-        applied: The same by its end, when the ranks have agreed on it.
-    """
-
-    number: int
-    before: Counts
-    applied: Future[Counts]
 
 
 class Bookkeeper:
@@ -59,7 +45,8 @@ class Bookkeeper:
         failures: Checkpoints that failed.
         agreement: Of the ranks on each step.
         committed_directory: Of the newest checkpoint; None before the first.
-        sent: The step that was sent last.
+        sent_step: The step that was sent last.
+        applied: ``[L, E]`` tokens that experts have processed by its end, when the ranks have agreed on it.
     """
 
     def __init__(
@@ -76,7 +63,8 @@ class Bookkeeper:
         self._consensus = StepConsensus()
         self._newest_ended = -1
         self._awaited: Future[Counts] | None = None
-        self.sent: SentStep | None = None
+        self.sent_step = -1
+        self.applied: Future[Counts] = Future()
 
     @property
     def anchors(self) -> Anchors:
@@ -116,23 +104,32 @@ class Bookkeeper:
             step: Which.
             tokens: Of this rank.
             pipeline: Has the snapshots.
-            edited: See ``RankStatus``.
+            edited: See ``StepConsensus``; of this rank.
         """
         before = self.run_ledger.tokens.applied.copy()
         ended, memory = pipeline.stages.resolutions(self._newest_ended), pipeline.memory
         self.meter.record_transfers(ended)
-        in_memory = () if memory is None else memory.reports()
         if memory is not None and memory.replicator is not None:
             self.meter.sends(memory.replicator.send_bytes_per_sec)
-        behind = pipeline.storage_busy, pipeline.room.copies_behind
         room, outlives, newest = pipeline.room, memory is not None, self.committed_directory
-        gone = outlives and self._leads and newest is not None and pipeline.stages.is_gone(newest)
-        full = outlives and room.is_used_up, edited, outlives and room.is_tight, gone
-        standing = RankStatus(room.is_short, *behind, ended, in_memory, pipeline.sends, *full)
-        applied = self.agreement.send(step, tokens, standing, self.meter.measured())
-        total, self._awaited = self._awaited or Future(), None
-        applied.add_done_callback(lambda found: _add(total, before, found))
-        self.sent = SentStep(step, before, total)
+        status = StepConsensus(
+            busy=room.is_short,
+            storage_busy=pipeline.storage_busy,
+            copies_behind=room.copies_behind,
+            used_up=outlives and room.is_used_up,
+            tight=outlives and room.is_tight,
+            edited=edited,
+            gone=outlives and self._leads and newest is not None and pipeline.stages.is_gone(newest),
+            ended=tuple((resolution.sequence, resolution.committed, resolution.lost) for resolution in ended),
+            persist_secs=max((resolution.persist_secs for resolution in ended), default=None),
+            secs=time.monotonic(),
+            sends=pipeline.sends,
+            measured=self.meter.measured(),
+            in_memory=() if memory is None else memory.reports(),
+        )
+        agreed, total, self._awaited = self.agreement.send(step, tokens, status), self._awaited or Future(), None
+        agreed.add_done_callback(lambda counts: _add(total, before, counts))
+        self.sent_step, self.applied = step, total
 
     def give_up(self) -> None:
         """Training failed: a snapshot whose step was never sent gets no tokens, and must not wait for them."""
@@ -150,18 +147,18 @@ class Bookkeeper:
         """
         received = self.agreement.receive()
         if received is not None:
-            tokens = received.tokens
+            step, tokens, consensus = received
             self.run_ledger.routed(tokens.applied, tokens.soft, tokens.popularity)
-            self.run_ledger.exact(received.step)
+            self.run_ledger.exact(step)
             if tokens.owed is not None:
                 self.run_ledger.owed = tokens.owed
             if pipeline.memory is not None:
-                self.settle(pipeline.memory, received.consensus.in_memory)
-            self._resolve(received.consensus, pipeline)
-            if received.consensus.gone and not any(committed for _, committed in received.consensus.resolved):
+                self.settle(pipeline.memory, consensus.in_memory)
+            self._resolve(consensus, pipeline)
+            if consensus.gone and not any(committed for _, committed, _ in consensus.ended):
                 self.run_ledger.forget()
                 self.committed_directory = None
-            self._consensus = replace(received.consensus, resolved=(), lost=frozenset(), in_memory=(), gone=False)
+            self._consensus = replace(consensus, ended=(), in_memory=(), gone=False)
         return self._consensus
 
     def settle(self, memory: MemoryTier, reduced: Sequence[int]) -> None:
@@ -183,11 +180,11 @@ class Bookkeeper:
 
     def _resolve(self, consensus: StepConsensus, pipeline: Pipeline) -> None:
         """Record the snapshots that ended on rank 0, equally on every rank."""
-        for sequence, committed in consensus.resolved:
+        for sequence, committed, lost in consensus.ended:
             self._newest_ended = sequence
-            self.meter.resolved(consensus.persist_secs)
+            self.meter.resolved(consensus.persist_secs or 0.0)
             pending = self.book(sequence, committed)
-            if sequence in consensus.lost:
+            if lost:
                 self.run_ledger.forget()
                 self.committed_directory = None
             self.failures.note(pending.window, pending.slot, committed=committed)

@@ -270,18 +270,17 @@ class MemoryTier:
                 entry.state, entry.freshness = state, freshness
                 self._release_unneeded()
 
-    def reports(self) -> list[int]:
-        """Numbers for the other ranks: the states of snapshots that are not settled, then what the checksums of each
-        show (``core.freshness``). Their count is always the same.
+    def reports(self) -> tuple[int, ...]:
+        """Numbers for the other ranks: of each snapshot that is not settled its state and what its checksums show
+        (``core.freshness``). Their count is always the same.
         """
         with self._lock:
             asked = self._unsettled.ask(_REPORTED, lambda sequence: self._entries[sequence].step.copied)
             entries = [self._entries[sequence] for sequence in asked]
             for entry in entries:
                 entry.reported = entry.state in _SAFE
-            filler = 2 * _REPORTED - len(entries)
-            states = [*(entry.state for entry in entries), *[NOT_YET] * filler]
-            return [*states, *(entry.freshness for entry in entries), *[UNKNOWN] * filler]
+            filler = (NOT_YET, UNKNOWN) * (2 * _REPORTED - len(entries))
+            return (*(number for entry in entries for number in (entry.state, entry.freshness)), *filler)
 
     def settle(self, reduced: Sequence[int]) -> list[Settled]:
         """Records what the ranks agreed on, for the snapshots that ``reports`` covered when it was sent.
@@ -290,7 +289,7 @@ class MemoryTier:
             Those whose fate is known now, in order.
         """
         with self._lock:
-            found = list(zip(self._unsettled.answered(), reduced, reduced[2 * _REPORTED :], strict=False))
+            found = list(zip(self._unsettled.answered(), reduced[::2], reduced[1::2], strict=False))
             ended = {sequence: _judged(*each) for sequence, *each in found if each[0] != NOT_YET}
             for sequence, state, freshness in found:
                 if freshness == STALE and state not in (NOT_YET, FAILED) and self.rank == 0:

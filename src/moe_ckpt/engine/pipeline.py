@@ -34,7 +34,7 @@ from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Encode, Snapshot, buffer_sizes, copy_at_once, placed
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.engine.work_thread import WorkThread
-from moe_ckpt.policies.base import needs_of
+from moe_ckpt.policies.base import Sends, needs_of
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copier import Copier, Copy
@@ -113,7 +113,7 @@ class Pipeline:
         return self.stages.storage_in_flight >= self._settings.max_in_flight
 
     @property
-    def sends(self) -> tuple[bool, ...]:
+    def sends(self) -> Sends:
         """See ``MirroredShares.sends``."""
         return self._compiler.mirrors.sends
 

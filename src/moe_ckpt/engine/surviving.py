@@ -250,18 +250,16 @@ class Survivor:
     def _counted(self, step: int, until: float) -> _Counted:
         """Tokens by the end of the step, if the ranks have agreed on it; else those before it, and this rank's own."""
         booking = self._snapshots.booking
-        sent = booking.sent if booking.sent is not None and booking.sent.number == step else None
         try:
-            if sent is not None:
-                return sent.applied.result(min(AGREEMENT_SECS, AGREEMENT_PORTION * _left(until))), None
+            if booking.sent_step == step:
+                return booking.applied.result(min(AGREEMENT_SECS, AGREEMENT_PORTION * _left(until))), None
         except Exception as error:  # whatever ended the agreement: it is made at the return, of what each rank counted
             log.info("the ranks had not agreed on the tokens of step %d when training stopped: %r", step, error)
             # Else a snapshot of the step that waits for them is in the way of what is sealed now.
             self._run.comm.abort(f"training stopped before the ranks agreed on the tokens of step {step}")
-        before = booking.run_ledger.tokens.applied.copy() if sent is None else sent.before
         if self._tokens is None:
             raise RuntimeError("nothing was counted")
-        return before, self._tokens.result().applied
+        return booking.run_ledger.tokens.applied.copy(), self._tokens.result().applied
 
     def _wait(self, own: Snapshot, until: float) -> None:
         """Until it is sealed, and what was begun after it as well."""

@@ -21,6 +21,7 @@ import xxhash
 from moe_ckpt.core.operators import Catalog, OperatorKind
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.format.gathering import Numbers
+from moe_ckpt.policies.base import ALL_SENT, Sends
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import WriteAssignment, holders, is_weight
 from moe_ckpt.slices.cuts import Cuts
@@ -49,12 +50,12 @@ class MirroredShares:
         self._sources = tuple(sources)
         self._tensors: Sequence[StateTensor] = ()
         self._local: dict[int, LocalState] = {}
-        self._sends: tuple[bool, ...] | None = None
+        self._sends: Sends | None = None
 
     @property
-    def sends(self) -> tuple[bool, ...]:
-        """What this rank's state lacks of its sources' shares, as in ``policies.base.Sends``: all non-experts, all
-        their experts, and the weights alone of both.
+    def sends(self) -> Sends:
+        """What this rank's state lacks of its sources' shares: all non-experts, all their experts, and the weights
+        alone of both.
 
         Of the tensors of the newest ``cuts``; true of all before.
         """
@@ -76,8 +77,8 @@ class MirroredShares:
             experts_alike = (replicated[True] and alike) or (not replicated[True] and known[True] and apart)
             shared_weights = shared or (weights[False] and gathered[False] and alike)
             expert_weights = experts_alike or (weights[True] and gathered[True] and apart)
-            self._sends = not shared, not experts_alike, not shared_weights, not expert_weights
-        return self._sends or (True,) * 4
+            self._sends = Sends(not shared, not experts_alike, not shared_weights, not expert_weights)
+        return self._sends or ALL_SENT
 
     def cuts(
         self, operators: Collection[str], tensors: Sequence[StateTensor], assignment: WriteAssignment

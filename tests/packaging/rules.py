@@ -53,6 +53,16 @@ HOMES = {
     "megatron": ("megatron", "testing", "interop"),
 }
 """Framework -> the only parts of the package that may import it."""
+LIGHTNING_NAMES = "callbacks.compat"
+PRIVATE_NAMES_OF_OTHERS = frozenset(
+    {
+        *("_backward_hooks", "_comm_hooks", "_delay_all_reduce_params", "_fsdp_param_groups", "_get_ddp_logging_data"),
+        *("_get_fsdp_state", "_growth_tracker", "_has_rebuilt_buckets", "_in_backward_optimizers", "_last_lr"),
+        *("_module_parameters", "_post_accumulate_grad_hooks", "_rebuild_buckets", "_scale", "_use_python_reducer"),
+        *("_getframe", "_fit"),
+    }
+)
+"""Of torch, Python and this package, where Lightning is used."""
 PICKLERS = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"})
 UNPICKLING_CALLS = frozenset(
     {
@@ -196,6 +206,24 @@ def frameworks(module: Module) -> Iterator[str]:
             yield f"{module.name}:{line} imports {target}: only {' and '.join(HOMES[head]) or 'nobody'} may"
 
 
+def lightning_names(module: Module) -> Iterator[str]:
+    """The private names of Lightning stand in one file, where each is tested."""
+    if module.part not in HOMES["lightning"] or module.name == LIGHTNING_NAMES:
+        return
+    for line, target in imports(module):
+        head, *names = target.split(".")
+        if head == "lightning" and any(name.startswith("_") for name in names):
+            yield f"{module.name}:{line} imports {target}: only {LIGHTNING_NAMES} may"
+    for node in ast.walk(module.tree):
+        name = ""
+        if isinstance(node, ast.Attribute) and _name(node.value) not in ("self", "cls"):
+            name = node.attr
+        elif isinstance(node, ast.Call) and _name(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+        if name.startswith("_") and not name.startswith("__") and name not in PRIVATE_NAMES_OF_OTHERS:
+            yield f"{module.name}:{node.lineno} uses {name}: if it is Lightning's, list it in {LIGHTNING_NAMES}"
+
+
 def ports_without_torch(module: Module) -> Iterator[str]:
     """``ports`` names torch for the type checker only."""
     if module.name not in EVERYWHERE:
@@ -302,6 +330,7 @@ RULES: tuple[Rule, ...] = (
     purity,
     no_policy_by_class,
     frameworks,
+    lightning_names,
     ports_without_torch,
     no_pickle,
     no_assert,

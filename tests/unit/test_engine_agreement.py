@@ -119,9 +119,9 @@ def test_each_field_is_combined_as_it_declares(statuses):
     for name in ("persist_secs", "secs"):
         assert getattr(agreed, name) == pytest.approx(getattr(statuses[0], name), abs=2e-9), name
     for field in fields(Measured):
-        known = [value for status in statuses if (value := getattr(status.measured, field.name)) is not None]
+        measured = [value for status in statuses if (value := getattr(status.measured, field.name)) is not None]
         chosen = min if field.name.endswith("_per_sec") else max
-        expected = pytest.approx(chosen(known), rel=1e-3, abs=2e-9) if known else None
+        expected = pytest.approx(chosen(measured), rel=1e-3, abs=2e-9) if measured else None
         assert getattr(agreed.measured, field.name) == expected, field.name
 
 

@@ -22,6 +22,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ckpt.callbacks.compat import Private
+
 log = logging.getLogger("moe_ckpt")
 
 BUCKETS_KEY = "moe_ckpt_ddp_buckets"
@@ -57,7 +59,7 @@ class BucketOrder:
             return None
         if model.find_unused_parameters and not model.static_graph:
             return None  # DDP then leaves the buckets as they are at first
-        return cls(model, hooked=strategy._ddp_comm_hook is not None)
+        return cls(model, hooked=Private(strategy).ddp_comm_hook is not None)
 
     @property
     def why_not(self) -> str | None:

@@ -11,10 +11,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
+from moe_ckpt.callbacks.compat import PATH
 from moe_ckpt.callbacks.lightning_state import check_state
 from moe_ckpt.callbacks.named_steps import is_step_path, is_store_path, load_named, load_named_together
 from moe_ckpt.driver.state_loading import loading_state
@@ -51,10 +51,10 @@ class MoECheckpointIO(CheckpointIO):
         self.of_all_ranks = False
         """Whether all ranks load together, and divide the reading of a step, too; set by ``MoECheckpoint``."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any | None = None) -> None:
         self.inner.save_checkpoint(checkpoint, path, storage_options)
 
-    def load_checkpoint(self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(self, path: PATH, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
         """Returns the Lightning checkpoint dict at ``path``. For a store, and under ``MoECheckpoint``, by all ranks.
 
         Raises:
@@ -76,7 +76,7 @@ class MoECheckpointIO(CheckpointIO):
         """Ends ``inner``: an ``AsyncCheckpointIO`` waits for its writes here."""
         self.inner.teardown()
 
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: PATH) -> None:
         self.inner.remove_checkpoint(path)
 
 
@@ -138,7 +138,7 @@ def load_steps_into_shards(trainer: pl.Trainer, strategy: Strategy) -> None:
     """Replaces ``load_checkpoint`` of ``ModelParallelStrategy``, which asks no ``CheckpointIO``. In ``setup``."""
     lightnings_own = strategy.load_checkpoint
 
-    def load_checkpoint(path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(path: PATH, weights_only: bool | None = None) -> dict[str, Any]:
         if not (is_step_path(path) or is_store_path(path)):
             return lightnings_own(path, weights_only)
         return load_named_together(path, load, fitting=trainer.state.fn == "fit")

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch.utils.data import BatchSampler
 
+from moe_ckpt.callbacks.compat import DataLoaderIterDataFetcher, Private, Stateful
 from moe_ckpt.callbacks.loader_states import LoaderStates
 from moe_ckpt.callbacks.lookahead import FETCH_KEY, Lookahead
 from moe_ckpt.callbacks.loop_position import go_on_at, whole_and_left
@@ -94,7 +93,7 @@ def _plain(batch_sampler: object) -> bool:
 def why_unknown(trainer: Any, loader: object) -> str | None:
     """Returns why the position of a loader's recoverable sampler is unknown; None if it is known or there is none."""
     if dealer_of(loader) is not None:
-        if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+        if isinstance(Private(trainer.fit_loop).data_fetcher, DataLoaderIterDataFetcher):
             return "training_step takes batches from the iterator itself, so it is not known which were trained on"
         return None
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
@@ -154,10 +153,10 @@ class DataPosition:
         """Adds the positions as of the last batch that was trained on to a checkpoint."""
         if self._lookahead is not None:
             self._lookahead.save(checkpoint)
-        reload_epoch = trainer.fit_loop._last_train_dl_reload_epoch
+        reload_epoch = Private(trainer.fit_loop).last_train_dl_reload_epoch
         if trainer.reload_dataloaders_every_n_epochs > 1 and math.isfinite(reload_epoch):
             checkpoint[RELOAD_KEY] = reload_epoch
-        loader = trainer.fit_loop._combined_loader
+        loader = Private(trainer.fit_loop).combined_loader
         dealers = [] if loader is None else [dealer_of(each) for each in loader.flattened]
         generators = [] if loader is None else [_generator_of(each) for each in loader.flattened]
         if any(generators):
@@ -173,7 +172,7 @@ class DataPosition:
             consumed = sampler.length  # also where limit_train_batches or drop_last leaves some out
         else:
             start, trained = self._start, progress.current.processed
-            cycled = trainer.fit_loop._combined_loader._mode == "max_size_cycle"
+            cycled = Private(Private(trainer.fit_loop).combined_loader).mode == "max_size_cycle"
             if start is None or start.epoch != sampler.epoch:
                 consumed = dealer.consumed(0, dealer.whole, trained, cycled=cycled)
             else:
@@ -204,8 +203,8 @@ class DataPosition:
         loop = trainer.fit_loop
         reload_epoch, self._reload_epoch = self._reload_epoch, None
         if reload_epoch is not None and resumed:
-            loop._last_train_dl_reload_epoch = reload_epoch
-        loader, stored, drawn, fetch = loop._combined_loader, self._stored, self._generators, self._fetch
+            Private(loop).last_train_dl_reload_epoch = reload_epoch
+        loader, stored, drawn, fetch = Private(loop).combined_loader, self._stored, self._generators, self._fetch
         self._stored, self._generators, self._fetch, self._start = None, [], {}, None
         if loader is None:
             return
@@ -214,7 +213,7 @@ class DataPosition:
         setters = [setter for each in loader.flattened for setter in _epoch_setters(each)] if resumed and epoch else []
         before = [dealer and dealer.sampler.state_dict() for dealer in dealers]
         ahead = None if self._lookahead is None else self._lookahead.states
-        states = loader._state_dicts() if ahead is None and (setters or any(dealers)) else ahead or []
+        states = Private(loader).state_dicts() if ahead is None and (setters or any(dealers)) else ahead or []
         _move(trainer, dealers, stored)
         for set_epoch in setters:
             set_epoch(epoch)
@@ -225,8 +224,8 @@ class DataPosition:
             if ahead is not None and self._lookahead is not None:
                 self._lookahead.fetch_again(states, fetch)
             else:
-                loader._load_state_dicts(states)
-                iter(loop._data_fetcher)
+                Private(loader).load_state_dicts(states)
+                iter(Private(loop).data_fetcher)
         for each, state in zip(loader.flattened, drawn, strict=False):
             generator = _generator_of(each)
             if generator is not None and state is not None:
@@ -240,7 +239,7 @@ def _generator_of(loader: object) -> torch.Generator | None:
     epochs would have other orders (torchdata 0.11).
     """
     generator = getattr(loader, "generator", None)
-    return generator if isinstance(generator, torch.Generator) and isinstance(loader, _Stateful) else None
+    return generator if isinstance(generator, torch.Generator) and isinstance(loader, Stateful) else None
 
 
 def _move(trainer: Any, dealers: list[BatchDealer | None], stored: list[dict[str, int] | None] | None) -> None:
@@ -309,8 +308,8 @@ def _say(trainer: Any, dealers: list[BatchDealer | None]) -> None:
             log.info(
                 "the data continues at sample %d of %d in epoch %d", sampler.consumed, sampler.length, sampler.epoch
             )
-    loaders = trainer.fit_loop._combined_loader.flattened
-    if all(dealer or isinstance(each, _Stateful) for dealer, each in zip(dealers, loaders, strict=True)):
+    loaders = Private(trainer.fit_loop).combined_loader.flattened
+    if all(dealer or isinstance(each, Stateful) for dealer, each in zip(dealers, loaders, strict=True)):
         # Lightning looks at the loader only, and would say that this one cannot be resumed.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
@@ -319,7 +318,7 @@ def _without(
     states: list[dict[str, Any]], loaders: list[Any], dealers: list[BatchDealer | None]
 ) -> list[dict[str, Any]]:
     """Returns states of stateful loaders, empty for those that start at the position of their recoverable sampler."""
-    ours = [dealer is not None for dealer, each in zip(dealers, loaders, strict=True) if isinstance(each, _Stateful)]
+    ours = [dealer is not None for dealer, each in zip(dealers, loaders, strict=True) if isinstance(each, Stateful)]
     return [{} if has else state for has, state in zip(ours, states, strict=True)]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
+from moe_ckpt.callbacks.compat import Private
 from moe_ckpt.callbacks.support import STATE_KEY
 from moe_ckpt.driver.changes import Change, differing
 from moe_ckpt.driver.host import End
@@ -157,8 +158,8 @@ def _already_saved(trainer: Any, finished: Finished) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.state_key in finished.callbacks:
             callback.load_state_dict(dict(finished.callbacks[callback.state_key]))
-            callback._last_global_step_saved = trainer.global_step
-            callback._last_checkpoint_saved = callback.last_model_path
+            Private(callback).last_global_step_saved = trainer.global_step
+            Private(callback).last_checkpoint_saved = callback.last_model_path
 
 
 def _leave(trainer: Any, finished: Finished) -> None:
@@ -166,7 +167,7 @@ def _leave(trainer: Any, finished: Finished) -> None:
     for callback in trainer.callbacks:
         if callback.state_key in finished.callbacks:
             callback.load_state_dict(dict(finished.callbacks[callback.state_key]))
-        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+        if isinstance(callback, WeightAveraging) and Private(callback).average_model is not None:
             callback.on_train_end(trainer, trainer.lightning_module)  # the averaged weights are the run's result
     progress = trainer.fit_loop.epoch_progress
     progress.increment_processed()

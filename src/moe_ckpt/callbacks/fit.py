@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from moe_ckpt.callbacks.bucket_order import BucketOrder
+from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
 from moe_ckpt.callbacks.gradients import capture_gradients
@@ -427,7 +428,7 @@ def given_path(trainer: Any) -> str | os.PathLike[str] | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals
-        if frame.f_code.co_name == "_run" and names.get("self") is trainer and "ckpt_path" in names:
+        if frame.f_code.co_name == NAMES["run"] and names.get("self") is trainer and "ckpt_path" in names:
             return cast("str | os.PathLike[str] | None", names["ckpt_path"])
         frame = frame.f_back
     named: str | os.PathLike[str] | None = trainer.ckpt_path

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from moe_ckpt.callbacks.compat import Private
 from moe_ckpt.callbacks.weight_readers import overrides
 from moe_ckpt.driver.replaying import StepSource
 from moe_ckpt.driver.state_loading import loading_state
@@ -170,9 +171,9 @@ class _Reducing:
         if isinstance(strategy, SingleDeviceStrategy):
             return _Reducing()
         if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
-            plain = strategy._ddp_comm_hook is None and not strategy.model.static_graph
+            plain = Private(strategy).ddp_comm_hook is None and not strategy.model.static_graph
             return _InBuckets(strategy.model, module) if plain else None
-        if isinstance(strategy, ModelParallelStrategy) and strategy._tensor_parallel_size == 1:
+        if isinstance(strategy, ModelParallelStrategy) and Private(strategy).tensor_parallel_size == 1:
             sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
             if sharded and all(hasattr(each, "set_reduce_scatter_unused_params") for each in sharded):
                 return _InShards(sharded)

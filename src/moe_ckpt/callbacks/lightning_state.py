@@ -15,13 +15,12 @@ from typing import Any
 
 import lightning
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from moe_ckpt.callbacks.compat import NAMES, BaseProgress, Loop, Private
 from moe_ckpt.callbacks.lazy_checkpoint import LazyCheckpoint
 from moe_ckpt.callbacks.loop_position import interrupted
 from moe_ckpt.driver.host import require_framework
@@ -123,7 +122,8 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
         }
     else:
         # The step counter for loggers; where a validation runs, Lightning advances it on that path.
-        state[own] = state[own] | {"_batches_that_stepped": state[own]["_batches_that_stepped"] + 1}
+        steps = NAMES["batches_that_stepped"]
+        state[own] = state[own] | {steps: state[own][steps] + 1}
     return state
 
 
@@ -142,14 +142,14 @@ def _count_alike(progress: dict[str, Any]) -> None:
 def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:
     """Returns ``loop.state_dict(prefix=prefix)``, for which Lightning copies each number by itself, in a tenth of all
     that a checkpoint takes before training goes on."""
-    if type(loop).state_dict is not _Loop.state_dict:
+    if type(loop).state_dict is not Loop.state_dict:
         return dict(loop.state_dict(prefix=prefix))
     found = {f"{prefix}state_dict": loop.on_save_checkpoint()}
     for name, value in vars(loop).items():
-        if isinstance(value, _BaseProgress):
-            own = type(value).state_dict is not _BaseProgress.state_dict
+        if isinstance(value, BaseProgress):
+            own = type(value).state_dict is not BaseProgress.state_dict
             found[prefix + name] = value.state_dict() if own else _as_dict(value)
-        elif isinstance(value, _Loop):
+        elif isinstance(value, Loop):
             found |= loop_state(value, f"{prefix}{name}.")
     return found
 
@@ -158,7 +158,7 @@ def _as_dict(progress: Any) -> dict[str, Any]:
     """Returns ``asdict(progress)``."""
     values = {name: getattr(progress, name) for name in _names_of(progress.__class__)}
     for name, value in values.items():
-        if isinstance(value, _BaseProgress):
+        if isinstance(value, BaseProgress):
             values[name] = _as_dict(value)
         elif not isinstance(value, int):
             return asdict(progress)
@@ -174,7 +174,7 @@ def _names_of(progress: type[Any]) -> tuple[str, ...]:
 def validation_due(trainer: Any) -> bool:
     """Returns whether Lightning will validate right after this batch, which the loop itself decides."""
     loop = trainer.fit_loop
-    return bool(trainer.enable_validation and loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+    return bool(trainer.enable_validation and Private(loop.epoch_loop).should_check_val_fx(Private(loop).data_fetcher))
 
 
 def _add_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> None:
@@ -272,7 +272,7 @@ def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> No
         with loading_state("the fit loop", path):
             trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
             # A search for a learning rate or a batch size has made it. It takes its position where it is made.
-            trainer.fit_loop._combined_loader = None
+            Private(trainer.fit_loop).combined_loader = None
     elif trainer.state.fn is TrainerFn.FITTING:
         # What the sanity check did to buffers and random numbers is in the state already.
         trainer.fit_loop.epoch_loop.val_loop.restarting = True
@@ -304,7 +304,7 @@ def go_on_finetuning(trainer: Any) -> None:
     """
     callbacks = [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]
     for callback in callbacks:
-        callback._restarting = False
+        Private(callback).restarting = False
     for each in trainer.lightning_module.modules() if callbacks else ():
         if isinstance(each, _BatchNorm) and each.running_mean is not None:
             own = list(each.parameters(recurse=False))
@@ -318,11 +318,11 @@ def _go_on_averaging(trainer: Any) -> None:
     resumes midway. Called after callbacks, loops and optimizers are restored, and before schedulers are.
     """
     for callback in trainer.callbacks:
-        if not isinstance(callback, StochasticWeightAveraging) or callback._scheduler_state is None:
+        if not isinstance(callback, StochasticWeightAveraging) or Private(callback).scheduler_state is None:
             continue
         # The stored state is of its scheduler; the run's own must not get it.
-        callback._clear_schedulers(trainer)
-        if trainer.current_epoch != callback._latest_update_epoch:
+        Private(callback).clear_schedulers(trainer)
+        if trainer.current_epoch != Private(callback).latest_update_epoch:
             continue  # the epoch has not begun, and Lightning will call the hook
         groups = trainer.optimizers[0].param_groups
         before = [{key: value for key, value in group.items() if key != "params"} for group in groups]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from moe_ckpt.callbacks.compat import Private
 from moe_ckpt.driver.state_loading import loading_state
 
 _ADVICE = (
@@ -32,14 +33,14 @@ class LoaderStates:
         set_up = loop.setup_data
 
         def setup_data() -> None:
-            due = loop.restarting and bool(loop._combined_loader_states_to_load)
+            due = loop.restarting and bool(Private(loop).combined_loader_states_to_load)
             try:
                 set_up()
             except Exception as error:  # a loader of others may raise any; all but that of its state passes
                 loader = _refusing(loop, error.__traceback__) if due else None
                 if loader is None:
                     raise
-                loop._data_fetcher = None  # its teardown asks a loader that has not begun for its length
+                Private(loop).data_fetcher = None  # its teardown asks a loader that has not begun for its length
                 with loading_state(f"the training loader {loader}", path(), _ADVICE):
                     raise
 
@@ -52,7 +53,7 @@ class LoaderStates:
 
 def _refusing(loop: Any, traceback: TracebackType | None) -> str | None:
     """Returns which loader an error came from while it took its state or began; None if it came from elsewhere."""
-    loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+    loaders = [] if Private(loop).combined_loader is None else Private(loop).combined_loader.flattened
     while traceback is not None:
         code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
         if code.co_name in ("__iter__", "load_state_dict"):

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
+from moe_ckpt.callbacks.compat import NAMES, PrefetchDataFetcher, Private
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.stopwatch import Stopwatch
 
@@ -47,9 +47,9 @@ class Lookahead:
         load, begin, end = (getattr(owner, name) for owner, name in self._replaced)
 
         def loaded() -> None:
-            given = loop._combined_loader_states_to_load if loop.restarting else []
+            given = Private(loop).combined_loader_states_to_load if loop.restarting else []
             load()
-            if any(sized_len(each) is None for each in loop._combined_loader.flattened):
+            if any(sized_len(each) is None for each in Private(loop).combined_loader.flattened):
                 self._note(given)
 
         def begins() -> None:
@@ -72,9 +72,9 @@ class Lookahead:
     def _replaced(self) -> tuple[tuple[Any, str], ...]:
         epoch = self._loop.epoch_loop
         return (
-            (self._loop, "_load_combined_loader_states"),
-            (epoch, "_on_before_fetch"),
-            (epoch, "_on_after_fetch"),
+            (self._loop, NAMES["load_combined_loader_states"]),
+            (epoch, NAMES["on_before_fetch"]),
+            (epoch, NAMES["on_after_fetch"]),
         )
 
     def close(self) -> None:
@@ -85,8 +85,8 @@ class Lookahead:
     @property
     def _ahead(self) -> bool:
         """Whether each batch is fetched while the one in front of it waits."""
-        fetcher = self._loop._data_fetcher
-        return isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None
+        fetcher = Private(self._loop).data_fetcher
+        return isinstance(fetcher, PrefetchDataFetcher) and fetcher.length is None
 
     @property
     def states(self) -> list[dict[str, Any]] | None:
@@ -95,16 +95,17 @@ class Lookahead:
 
     def _note(self, given: list[dict[str, Any]] | None = None) -> None:
         """Notes where the loaders are; ``given``: states they have just got, and may not return before a fetch."""
-        loader = self._loop._combined_loader
-        self._states = given or deepcopy(loader._state_dicts())  # a dataset may return what its next sample changes
-        self._consumed = list(getattr(loader._iterator, "_consumed", ()))
+        loader = Private(self._loop).combined_loader
+        # a dataset may return what its next sample changes
+        self._states = given or deepcopy(Private(loader).state_dicts())
+        self._consumed = list(getattr(Private(loader).iterator, NAMES["consumed"], ()))
         self._rng, self._drew = _rng(), True  # until the fetch has ended, of which the first is not seen
 
     def _take_due(self) -> None:
         """Restores what a resumed run needs to fetch its first batch again."""
         due, self._due = self._due, {}
         if due.get("consumed"):
-            self._loop._combined_loader._iterator._consumed = list(due["consumed"])
+            Private(Private(Private(self._loop).combined_loader).iterator).consumed = list(due["consumed"])
         if due.get("rng"):
             restore_rng(due["rng"])
 
@@ -126,10 +127,11 @@ class Lookahead:
             states: Of the stateful loaders.
             due: ``FETCH_KEY`` of the checkpoint.
         """
-        fetcher, epoch = self._loop._data_fetcher, self._loop.epoch_loop
+        fetcher, epoch = Private(self._loop).data_fetcher, self._loop.epoch_loop
         self._due = due
-        fetcher._start_profiler, fetcher._stop_profiler = epoch._on_before_fetch, epoch._on_after_fetch
-        self._loop._combined_loader._load_state_dicts(states)
+        Private(fetcher).start_profiler = Private(epoch).on_before_fetch
+        Private(fetcher).stop_profiler = Private(epoch).on_after_fetch
+        Private(Private(self._loop).combined_loader).load_state_dicts(states)
         iter(fetcher)
 
 

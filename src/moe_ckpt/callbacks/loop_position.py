@@ -26,10 +26,11 @@ from copy import deepcopy
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import IterableDataset
+
+from moe_ckpt.callbacks.compat import Private, Stateful
 
 _PLAIN = (int, float, str, bytes, bool, tuple)
 
@@ -41,13 +42,13 @@ def whole_and_left(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[f
         trainer: Of the fit.
         dealt: The same of each loader; None for one that goes by Lightning's own count.
     """
-    loader = trainer.fit_loop._combined_loader
+    loader = Private(trainer.fit_loop).combined_loader
     done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
     counts: list[tuple[float, float]] = []
     for each, known in zip(loader.flattened, dealt, strict=True):
         length = math.inf if (sized := sized_len(each)) is None else sized
         counts.append(known or (length, length - done))
-    if loader._mode == "min_size":
+    if Private(loader).mode == "min_size":
         return min(whole for whole, _ in counts), min(left for _, left in counts)
     longest = max(whole for whole, _ in counts)  # shorter ones are cycled through, or give None
     return longest, max(left for whole, left in counts if whole == longest)
@@ -75,15 +76,15 @@ def go_on_at(trainer: Any, whole: float, left: float) -> int:
     current.completed = done - unfinished
     if over and not ended:
         _end_epoch(loop)
-    due = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+    due = Private(loop).should_check_val_fx(Private(trainer.fit_loop).data_fetcher)
     if over and not ended and due:
         _set_total(loop.val_loop, interrupted)
     elif not (broken_off and due):
         _set_total(loop.val_loop, lambda done: dict.fromkeys(interrupted(done), done))
     loop.update_restart_stage()
     # The step counter of loggers, which is one behind in checkpoints, save for that of an epoch's last batch.
-    counts = (due or not loop.restarted_on_last) and not loop._should_accumulate()
-    loop._batches_that_stepped += (not ended or broken_off) - counts
+    counts = (due or not loop.restarted_on_last) and not Private(loop).should_accumulate()
+    Private(loop).batches_that_stepped += (not ended or broken_off) - counts
     return done
 
 
@@ -111,10 +112,11 @@ def end_whole_epoch(trainer: Any) -> None:
 
     Called in ``on_train_start``, when the batch count is that of this run.
     """
-    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    if not loop.restarting or not loop._num_ready_batches_reached() or loop._is_validation_done:
+    loop, fetcher = trainer.fit_loop.epoch_loop, Private(trainer.fit_loop).data_fetcher
+    if not loop.restarting or not Private(loop).num_ready_batches_reached() or Private(loop).is_validation_done:
         return
-    datasets = [dataset for each in trainer.fit_loop._combined_loader.flattened if (dataset := _stateful_stream(each))]
+    loaders = Private(trainer.fit_loop).combined_loader.flattened
+    datasets = [dataset for each in loaders if (dataset := _stateful_stream(each))]
     before = [deepcopy(dataset.state_dict()) for dataset in datasets]
     with isolate_rng():
         for loader in _loaders_begun(trainer, fetcher):
@@ -122,7 +124,7 @@ def end_whole_epoch(trainer: Any) -> None:
     for dataset, state in zip(datasets, before, strict=True):
         if _is_where_it_says(dataset):
             dataset.load_state_dict(state)
-    if loop._should_check_val_fx(fetcher):
+    if Private(loop).should_check_val_fx(fetcher):
         return
 
     def advance(data_fetcher: Iterator[Any]) -> None:
@@ -137,7 +139,7 @@ def _stateful_stream(loader: Any) -> Any:
     """Returns the stream in this process that a loader reads, if that keeps its position; else None."""
     dataset = getattr(loader, "dataset", None)
     own = isinstance(dataset, IterableDataset) and getattr(loader, "num_workers", 0) == 0
-    return dataset if own and isinstance(dataset, _Stateful) else None
+    return dataset if own and isinstance(dataset, Stateful) else None
 
 
 def _is_where_it_says(dataset: Any) -> bool:
@@ -166,8 +168,8 @@ def _loaders_begun(trainer: Any, data_fetcher: Iterator[Any]) -> list[Iterator[A
 
     Lightning's own iterator over them would begin a loader that has ended once more, and leave out those behind one.
     """
-    combined = trainer.fit_loop._combined_loader
-    return [data_fetcher] if combined._mode == "sequential" else list(combined._iterator.iterators)
+    combined = Private(trainer.fit_loop).combined_loader
+    return [data_fetcher] if Private(combined).mode == "sequential" else list(Private(combined).iterator.iterators)
 
 
 def leave_broken_validation(trainer: Any) -> None:
@@ -176,7 +178,7 @@ def leave_broken_validation(trainer: Any) -> None:
     Otherwise a second fit of the same module would train without dropout. Called in ``on_exception``.
     """
     if trainer.validating or trainer.sanity_checking:
-        trainer.fit_loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)
+        Private(trainer.fit_loop.epoch_loop.val_loop).module_mode.restore(trainer.lightning_module)
 
 
 def forget_broken_fit(trainer: Any) -> None:
@@ -184,7 +186,7 @@ def forget_broken_fit(trainer: Any) -> None:
 
     A validation that ran before the exception would make Lightning take the resumed epoch for over, and train nothing.
     """
-    trainer.fit_loop.epoch_loop.val_loop._has_run = False
+    Private(trainer.fit_loop.epoch_loop.val_loop).has_run = False
 
 
 def go_on_accumulating(trainer: Any) -> None:
@@ -206,4 +208,4 @@ def update_plateaus(trainer: Any) -> None:
     loop = trainer.fit_loop
     monitored = [each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
     if loop.restarting and monitored and all(name in trainer.callback_metrics for name in monitored):
-        loop._restarting = False
+        Private(loop).restarting = False

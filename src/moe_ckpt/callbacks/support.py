@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import (
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from moe_ckpt.callbacks.bucket_order import BucketOrder
+from moe_ckpt.callbacks.compat import NAMES, Private
 from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
 from moe_ckpt.errors import ConfigError, UnsupportedError
 
@@ -88,7 +89,7 @@ def sharding_of(strategy: Any) -> str:
 
 def boost_refusal(strategy: Any) -> str | None:
     """Returns why no router may take a capacity boost under this strategy; None if routers may."""
-    mesh: Any = getattr(strategy, "_device_mesh", None)
+    mesh: Any = getattr(strategy, NAMES["device_mesh"], None)
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if "tensor_parallel" in names and mesh["tensor_parallel"].size() > 1:
         return (
@@ -115,7 +116,7 @@ def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None)
             f"than later, and with {buckets.why_not} its buckets cannot be laid out in advance (give DDPStrategy "
             "find_unused_parameters=True, which leaves them as they are)"
         )
-    for loader in trainer.fit_loop._combined_loader.flattened:
+    for loader in Private(trainer.fit_loop).combined_loader.flattened:
         name = type(loader).__name__
         unknown = why_unknown(trainer, loader)
         if unknown is not None:
@@ -158,7 +159,7 @@ def warn_of_timers(trainer: Any) -> None:
 
 def warn_of_partial_means(trainer: Any) -> None:
     """Warns, at the end of an epoch that was resumed in its middle, of what training logs as means over epochs."""
-    logged = [each.meta for each in trainer.fit_loop.epoch_loop._results.values()]
+    logged = [each.meta for each in Private(trainer.fit_loop.epoch_loop).results.values()]
     names = sorted({meta.name for meta in logged if meta.on_epoch and "epoch" not in meta.fx})
     if names and trainer.is_global_zero:
         log.warning(
@@ -206,12 +207,12 @@ def _samplers(loader: object) -> Iterator[object]:
 
 def _shifted_by_validation(trainer: Any) -> Iterator[str]:
     """Yields why validation may draw other random numbers after a restart."""
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
+    if getattr(trainer, NAMES["val_check_time_interval"], None) is not None:
         yield (
             "with isolate_validation=False random numbers depend on when validation runs, and this Trainer's "
             "val_check_interval is a time (give a number of batches, or isolate_validation=True)"
         )
-    validation = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    validation = Private(trainer.fit_loop.epoch_loop.val_loop).combined_loader
     for loader in [] if validation is None else validation.flattened:
         if getattr(loader, "persistent_workers", False):
             yield (

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.hooks import RemovableHandle
 
+from moe_ckpt.callbacks.compat import call_callback_hooks, call_module_hook
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.stopwatch import Stopwatch
 
@@ -170,9 +171,9 @@ class UpdateWatch:
             calls, names = frame.f_code.co_name, frame.f_locals
             if names.get("hook_name") != _HOOK:
                 continue
-            if calls == "_call_lightning_module_hook":
+            if calls == call_module_hook.__name__:
                 failed, due = [self._module], []
-            elif calls == "_call_callback_hooks" and names.get("callback") in due:
+            elif calls == call_callback_hooks.__name__ and names.get("callback") in due:
                 at = due.index(names["callback"])
                 failed, due = due[at : at + 1], due[at + 1 :]
         return [each for each in failed if _is_asked(each)], [each for each in due if _is_asked(each)]

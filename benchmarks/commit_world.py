@@ -56,8 +56,9 @@ from moe_ckpt.slices.assignment import Sharder
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.cuts import Cuts
 from moe_ckpt.slices.local_state import LocalState, wanted_boxes, wanted_replay
+from moe_ckpt.threads import ThreadName
 
-PERSIST_THREAD = "moe_ckpt-persist"
+PERSIST_THREAD = ThreadName.PERSIST.value
 _WIDTH = 4
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

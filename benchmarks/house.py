@@ -133,8 +133,10 @@ def is_record(node: ast.ClassDef) -> bool:
 
 def thread_starts(sources: list[Module]) -> int:
     """Counts the places in the source that create a thread or a pool of threads."""
-    calls = (node.func for m in sources for node in ast.walk(m.tree) if isinstance(node, ast.Call))
-    return sum(ast.unparse(function).split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Timer") for function in calls)
+    trees = (module.tree for module in sources if module.path.stem != "threads")
+    calls = (node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
+    names = ("Thread", "ThreadPoolExecutor", "Timer", "named_thread", "named_pool")
+    return sum(ast.unparse(function).split(".")[-1] in names for function in calls)
 
 
 def option_names() -> list[str]:

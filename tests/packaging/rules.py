@@ -27,7 +27,7 @@ ON_TOP = ("testing", "conf")
 """May import every layer, but not one another."""
 SUMMIT = ("", "cli", "__main__")
 """May import everything but ``testing``; "" is the package's own ``__init__``."""
-EVERYWHERE = ("errors", "notices", "tables", "stopwatch", "ports")
+EVERYWHERE = ("errors", "notices", "tables", "stopwatch", "threads", "ports")
 
 PURE = ("core", "policies")
 # fmt: off
@@ -224,6 +224,15 @@ def lightning_names(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno} uses {name}: if it is Lightning's, list it in {LIGHTNING_NAMES}"
 
 
+def named_threads(module: Module) -> Iterator[str]:
+    """A thread is started under a name of ``threads.ThreadName``, which that module alone gives to one."""
+    if module.name == "threads":
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and _name(node.func) in ("Thread", "ThreadPoolExecutor", "Timer"):
+            yield f"{module.name}:{node.lineno} calls {_name(node.func)}: use {PACKAGE}.threads, which names it"
+
+
 def ports_without_torch(module: Module) -> Iterator[str]:
     """``ports`` names torch for the type checker only."""
     if module.name not in EVERYWHERE:
@@ -331,6 +340,7 @@ RULES: tuple[Rule, ...] = (
     no_policy_by_class,
     frameworks,
     lightning_names,
+    named_threads,
     ports_without_torch,
     no_pickle,
     no_assert,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ckpt.threads import ThreadName
 from tests.packaging import rules
 from tests.packaging.rules import Module
 
@@ -40,6 +41,15 @@ def test_nothing_outside_imports_the_command_line(programs):
     assert len(modules) > 5
     problems = [problem for module in modules for problem in rules.no_command_line(module)]
     assert not problems, "\n".join(problems)
+
+
+def test_the_page_lists_the_threads_that_the_library_starts():
+    text = (ROOT / "docs" / "scale.md").read_text()
+    section = text.partition("## Threads and lanes")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1:-1] for row in section.splitlines() if row.startswith("| `")]
+    names = [name for row in rows for name in re.findall("moe_ckpt-[a-z]+", row[0])]
+    assert sorted(names) == sorted(name.value for name in ThreadName)
+    assert all(cell.strip() for row in rows for cell in row), "what it does, who starts it and who ends it"
 
 
 def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
@@ -101,6 +111,8 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
         (rules.lightning_names, "callbacks.x", "from lightning.pytorch.loops.loop import _Loop", "imports lightning"),
         (rules.lightning_names, "callbacks.x", "a = trainer.fit_loop._data_fetcher", "uses _data_fetcher"),
         (rules.lightning_names, "interop.x", "getattr(loop, '_results', None)", "uses _results"),
+        (rules.named_threads, "engine.x", "threading.Thread(target=run, name='run').start()", "calls Thread: use"),
+        (rules.named_threads, "storage.x", "with ThreadPoolExecutor(4) as pool: ...", "calls ThreadPoolExecutor"),
         (rules.ports_without_torch, "ports", "import torch", "outside TYPE_CHECKING"),
         (rules.ports_without_torch, "ports", "from torch import Tensor", "outside TYPE_CHECKING"),
         (rules.no_pickle, "engine.x", "import pickle", "imports pickle"),

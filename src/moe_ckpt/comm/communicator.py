@@ -26,6 +26,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import PeerLostError, StoreError
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
+from moe_ckpt.threads import ThreadName, named_pool
 
 T = TypeVar("T")
 _SHARED_STORE = (
@@ -39,8 +40,6 @@ _WRITE_TIMEOUT = timedelta(days=30)
 goes on without checkpoints meanwhile. A peer that is gone is noticed by its connection, and by training itself."""
 
 
-_AGREEING = "moe_ckpt-agree"
-"""Name of the thread that agrees."""
 _AGREED, _PERSISTED = 1, 2
 """Tags of the two lanes' messages."""
 
@@ -60,7 +59,7 @@ class SoloCommunicator:
     def __init__(self, *, late: bool = False) -> None:
         if late:
             self.agrees_late = True
-            self._waiting = ThreadPoolExecutor(1, _AGREEING)
+            self._waiting = named_pool(ThreadName.AGREE)
 
     def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
         return summed, largest
@@ -135,8 +134,8 @@ class GlooCommunicator:
         with self._waiting_for("all ranks to start checkpointing", _SHARED_STORE if shares_store() else ""):
             links = take_links(timeout) if ranks is None else Links(self._ranks, timeout)
         self._links = links
-        self._agreeing = Lane(_AGREEING, links, _AGREED, timeout)  # this one broadcasts
-        self._persisting = Lane("moe_ckpt-messages", links, _PERSISTED, _WRITE_TIMEOUT)
+        self._agreeing = Lane(ThreadName.AGREE, links, _AGREED, timeout)  # this one broadcasts
+        self._persisting = Lane(ThreadName.MESSAGES, links, _PERSISTED, _WRITE_TIMEOUT)
         self._node = self._agreeing.node
 
     def scope(self, ranks: Sequence[int]) -> Communicator:

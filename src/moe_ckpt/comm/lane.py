@@ -25,6 +25,7 @@ import torch.distributed as dist
 from moe_ckpt.comm.links import Links
 from moe_ckpt.core.tree import TreeNode
 from moe_ckpt.errors import PeerLostError, StaleGenerationError
+from moe_ckpt.threads import ThreadName, named_thread
 
 _CHUNK_NBYTES = 64 << 20
 _IDLE_SECS = 1.0
@@ -54,7 +55,7 @@ class Lane:
         generation: Life of the run that messages belong to.
     """
 
-    def __init__(self, name: str, links: Links, tag: int, timeout: timedelta) -> None:
+    def __init__(self, name: ThreadName, links: Links, tag: int, timeout: timedelta) -> None:
         self._links, self._ranks, self._group, self._tag = links, links.ranks, links.group, links.first_tag + tag
         self.node = TreeNode(self._ranks.index(dist.get_rank()), len(self._ranks))
         self.generation = 0
@@ -64,8 +65,7 @@ class Lane:
         self._aborted: PeerLostError | None = None
         self._is_aborted = threading.Event()
         self._jobs: _Jobs = queue.SimpleQueue()
-        # A daemon: a peer that is gone must not keep the process from ending.
-        self._thread = threading.Thread(target=_in_order, args=(self._jobs,), name=name, daemon=True)
+        self._thread = named_thread(name, _in_order, self._jobs)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
 

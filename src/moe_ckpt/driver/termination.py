@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_ckpt.memory.options import TORCHRUN_GRACE_SECS
+from moe_ckpt.threads import ThreadName, named_thread
 
 if TYPE_CHECKING:
     from moe_ckpt.driver.surviving import Surviving
@@ -88,7 +89,7 @@ class Termination:
         _watching.add(self)  # before the handler: no child may inherit that alone
         if not self._is_beside:
             signal.signal(signal.SIGTERM, self._handle)
-        threading.Thread(target=self._wait, args=(reader,), name="moe_ckpt-sigterm", daemon=True).start()
+        named_thread(ThreadName.SIGTERM, self._wait, reader).start()
 
     def unwatch(self) -> None:
         """Restores what ``watch`` replaced. A forked child, which inherits it, does not affect its parent."""

@@ -4,7 +4,6 @@ and decoding is strict. For the engine, which maintains a store, and for recover
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import (
@@ -20,6 +19,7 @@ from moe_ckpt.format.part import Part, composed
 from moe_ckpt.format.sealed import FRAME_NBYTES, MAX_SEALED_BYTES, digest, require_frame
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, decode_header
 from moe_ckpt.storage.base import Chunk, Storage
+from moe_ckpt.threads import ThreadName, named_pool
 
 _READERS = 16
 """Threads that read parts. A round of MoC has as many as a layer has experts, each a few messages to a server."""
@@ -90,7 +90,7 @@ def read_parts(
     """
     todo = [record for record in manifest.parts if record not in known]
     if todo:
-        with ThreadPoolExecutor(min(_READERS, len(todo)), thread_name_prefix="moe_ckpt-parts") as pool:
+        with named_pool(ThreadName.PARTS, min(_READERS, len(todo))) as pool:
             for record, raw in zip(todo, pool.map(read, todo), strict=True):
                 known[record] = _decoded(record, raw)
     return [known[record] for record in manifest.parts]

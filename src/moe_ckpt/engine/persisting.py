@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
 
@@ -39,7 +40,7 @@ class Persister:
         self,
         resolve: Callable[[Snapshot], Resolution],
         keep_alive: Callable[[], None],
-        name: str = "moe_ckpt-persist",
+        name: ThreadName = ThreadName.PERSIST,
         looks_gone: Callable[[str], bool] = lambda directory: False,
     ) -> None:
         self._resolve = resolve
@@ -55,8 +56,7 @@ class Persister:
         self._ended = self._through = False
         self._afterwards: Callable[[], None] = lambda: None
         self._renewed = time.monotonic()
-        # A daemon: a peer that is gone must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = named_thread(name, self._run)
         self._thread.start()
 
     def expect(self) -> None:

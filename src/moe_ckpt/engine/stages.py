@@ -11,6 +11,7 @@ from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.persisting import Persister
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.threads import ThreadName
 
 log = logging.getLogger("moe_ckpt")
 
@@ -29,7 +30,7 @@ class Stages:
         self._memory = memory
         self._sealer: Persister | None = None
         if sealer is not None:
-            self._sealer = Persister(sealer.resolve, lambda: None, "moe_ckpt-seal")
+            self._sealer = Persister(sealer.resolve, lambda: None, ThreadName.SEAL)
 
     @property
     def in_flight(self) -> int:

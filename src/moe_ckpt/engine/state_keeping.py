@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.copying import target
 from moe_ckpt.slices.cuts import no_cuts
+from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
 _NO_COUNTS = np.zeros((0, 0), dtype=np.int64)
@@ -59,7 +59,7 @@ class StateKeeper:
         self._part: CompiledPart | None = None
         self._failing = False
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="moe_ckpt-state", daemon=True)
+        self._thread = named_thread(ThreadName.STATE, self._run)
         self._thread.start()
 
     def keep(self, step: int, index: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:

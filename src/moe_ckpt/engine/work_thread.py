@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from moe_ckpt.threads import ThreadName, named_thread
+
 log = logging.getLogger("moe_ckpt")
 
 T = TypeVar("T")
@@ -59,7 +61,7 @@ class WorkThread:
                 return True
             is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             device = torch.cuda.current_device() if is_used else None
-            thread = threading.Thread(target=self._run, args=(device,), name="moe_ckpt-make", daemon=True)
+            thread = named_thread(ThreadName.MAKE, self._run, device)
             try:
                 thread.start()
             except RuntimeError:  # no thread can be started

@@ -12,6 +12,7 @@ import xxhash
 
 from moe_ckpt.core.survivors import GRADIENTS, STATE
 from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
 
@@ -37,7 +38,7 @@ class SlotChecker:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         if self._todo:
-            thread = threading.Thread(target=self._run, name="moe_ckpt-check", daemon=True)
+            thread = named_thread(ThreadName.CHECK, self._run)
             try:
                 thread.start()
             except RuntimeError:  # no thread to be had: whoever reads them checks them

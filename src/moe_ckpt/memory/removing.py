@@ -6,6 +6,7 @@ import contextlib
 import threading
 
 from moe_ckpt.memory.slot import Slot, remove_files
+from moe_ckpt.threads import ThreadName, named_thread
 
 
 class SlotRemover:
@@ -24,7 +25,7 @@ class SlotRemover:
         if not slots:
             return
         _unseal(slots)
-        thread = threading.Thread(target=_remove, args=(slots,), name="moe_ckpt-remove", daemon=True)
+        thread = named_thread(ThreadName.REMOVE, _remove, slots)
         try:
             with self._lock:
                 thread.start()

@@ -24,6 +24,7 @@ from moe_ckpt.ports import TensorSpec
 from moe_ckpt.profiling.facts import weighed
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.storage.local import read_whole, remove_temporaries_of, replace_file
+from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
 
@@ -50,8 +51,7 @@ class ProfileWriter:
         except OSError as error:
             self._off = True
             log.warning("the profile %s cannot be used, so this run writes no profile: %s", path, error)
-        # A daemon: a disk that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="moe_ckpt-profile", daemon=True)
+        self._thread = named_thread(ThreadName.PROFILE, self._run)
         self._thread.start()
 
     def _take_up(self) -> None:

@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -53,6 +52,7 @@ from moe_ckpt.storage import Storage, open_storage
 from moe_ckpt.storage.base import Chunk
 from moe_ckpt.storage.patience import PATIENCE_SECS
 from moe_ckpt.storage.steps import each_step
+from moe_ckpt.threads import ThreadName, named_pool
 
 STORE_KIND = "moe_ckpt.store"
 STATE_KIND = "moe_ckpt.state"
@@ -197,7 +197,7 @@ class StoreReader:
         """Returns path -> header, of every shard that the manifest names."""
         todo = [record for record in manifest.files if record not in self._headers]
         if todo:
-            with ThreadPoolExecutor(min(_READERS, len(todo)), thread_name_prefix="moe_ckpt-headers") as pool:
+            with named_pool(ThreadName.HEADERS, min(_READERS, len(todo))) as pool:
                 for record, header in zip(todo, pool.map(self.header, todo), strict=True):
                     self._headers[record] = header
         headers = {record.path: self._headers[record] for record in manifest.files}
@@ -304,7 +304,7 @@ def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = 
         return
     live = sorted(reader.index(manifest).live, key=lambda s: s.path)
     by_file = [list(group) for _, group in groupby(live, key=lambda s: s.path)]
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="moe_ckpt-verify") as pool:
+    with named_pool(ThreadName.VERIFY, _READERS) as pool:
         for error in pool.map(lambda group: _first_damage(reader.storage, group), by_file):
             if error is not None:
                 pool.shutdown(cancel_futures=True)

@@ -34,6 +34,7 @@ from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice
 from moe_ckpt.recovery.slices import RUN_NBYTES
 from moe_ckpt.recovery.together import NotUsableError, raise_on_all_ranks, together
+from moe_ckpt.threads import ThreadName, named_pool
 
 log = logging.getLogger("moe_ckpt")
 
@@ -258,7 +259,7 @@ class _Handing:
 
     def hand_over(self, rounds: Sequence[_Round]) -> None:
         """Read this rank's part of every round, the next ones ahead of time, and get the others' parts."""
-        pool = ThreadPoolExecutor(1, thread_name_prefix="moe_ckpt-read")  # its thread begins with the first round ahead
+        pool = named_pool(ThreadName.READ)  # its thread begins with the first round ahead
         begun: deque[_Begun] = deque()
         try:
             for number, (paths, _) in enumerate(rounds):

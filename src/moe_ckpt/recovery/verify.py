@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,6 +17,7 @@ from moe_ckpt.recovery.index import StoredSlice, TensorIndex, build_index, prove
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slices import BadSlice, find_damage, reported
 from moe_ckpt.storage.base import Storage
+from moe_ckpt.threads import ThreadName, named_pool
 
 _READERS = 4
 Progress = Callable[[int, int], None]
@@ -206,6 +206,6 @@ def _check_slices(storage: Storage, found: _Findings, progress: Progress) -> Non
                 progress(done, total)
         return bad
 
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="moe_ckpt-verify") as pool:
+    with named_pool(ThreadName.VERIFY, _READERS) as pool:
         for stored, error in chain.from_iterable(pool.map(check, groups)):
             found.add(error, found.users.get(stored, ()))

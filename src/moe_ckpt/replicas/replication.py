@@ -24,11 +24,11 @@ from moe_ckpt.replicas.messages import Answer, SealedSlot, Status, receive_copie
 from moe_ckpt.replicas.store import ReplicaStore
 from moe_ckpt.replicas.wire import Cutter, Link, Listener, StaleHelloError, Wire, connect
 from moe_ckpt.slices.gating import BubbleGate, Transfer
+from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
 """Gets errors as text: a record that is kept would keep the error, its frames, and the mapped bytes that they know."""
 
-_THREAD = "moe_ckpt-replicate"
 _RECENT_COPIES = 5
 _TELLING_NBYTES = 1 << 16
 """Fewer say how long a message takes, and not how many bytes go over."""
@@ -110,7 +110,7 @@ class _Sender:
         self._gate = gate
         self._said: set[Status] = set()
         self._queue: queue.SimpleQueue[_Copies | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=f"{_THREAD}-to-{peer}", daemon=True)
+        self.thread = named_thread(ThreadName.REPLICATE, self._run, suffix=f"-to-{peer}")
         self.thread.start()
 
     def put(self, copies: _Copies | None) -> None:
@@ -219,7 +219,7 @@ class Replicator:
         sources = roster.placement.sources_of[roster.rank]
         self.store = ReplicaStore(make, len(sources))
         self._receivers: list[threading.Thread] = []
-        self._accepting = threading.Thread(target=self._accept, args=(listener, sources), name=_THREAD, daemon=True)
+        self._accepting = named_thread(ThreadName.REPLICATE, self._accept, listener, sources)
         self._accepting.start()
         self._senders = [
             _Sender(roster, peer, timeout_secs, self._cutter, lambda: self.lag_steps, gate)
@@ -352,8 +352,7 @@ class Replicator:
             listener.close()
 
     def _receive_from(self, wire: Wire, link: Link) -> None:
-        name = f"{_THREAD}-from-{link.source}"
-        thread = threading.Thread(target=self._receive, args=(wire, link), name=name, daemon=True)
+        thread = named_thread(ThreadName.REPLICATE, self._receive, wire, link, suffix=f"-from-{link.source}")
         with self._lock:
             self._receivers.append(thread)
         thread.start()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from statistics import median
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 
 from moe_ckpt.slices.copying import CopyProgram, CopyStep
 from moe_ckpt.slices.gating import CHUNK_NBYTES, BubbleGate, Transfer
+from moe_ckpt.threads import ThreadName, named_pool
 
 _RECENT_COPIES = 5
 _TICK_SECS = 1e-6
@@ -114,7 +115,7 @@ class Copier:
     """
 
     def __init__(self, on_phase: Callable[[str], None] | None = None, gate: BubbleGate | None = None) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="moe_ckpt-copy")
+        self._pool = named_pool(ThreadName.COPY)
         self._on_phase = on_phase
         self._gate = gate
         self._newest: Copy | None = None

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from moe_ckpt.storage.base import Stamp, Stamped, Storage
+from moe_ckpt.threads import ThreadName, named_pool
 
 log = logging.getLogger("moe_ckpt")
 
@@ -98,5 +98,5 @@ class Listings:
     def _list(self, directories: Sequence[str]) -> dict[str, frozenset[str]]:
         if self._stamped is not None or len(directories) < 2:
             return {directory: frozenset(self._storage.list(directory)) for directory in directories}
-        with ThreadPoolExecutor(min(_LISTERS, len(directories)), thread_name_prefix="moe_ckpt-list") as pool:
+        with named_pool(ThreadName.LIST, min(_LISTERS, len(directories))) as pool:
             return dict(zip(directories, map(frozenset, pool.map(self._storage.list, directories)), strict=True))

@@ -33,6 +33,7 @@ from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
 from moe_ckpt.storage.access import ACCESS, Access
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.local import make_directories
+from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
 
@@ -45,7 +46,6 @@ _FRESH_SHARE = 0.2
 """Of a lease's time: so long after a renewal it need not be renewed."""
 _WAIT_SHARE = 0.1
 """Of a lease's time: how often the thread looks."""
-_THREAD = "moe_ckpt-lease"
 
 _registry_guard = threading.Lock()
 _registry: dict[str, tuple[int, str]] = {}
@@ -126,8 +126,7 @@ class StoreLock:
         """
         with self._guard:
             if self._leased:
-                renewing = threading.Thread(target=self._renew, args=(self._released,), name=_THREAD, daemon=True)
-                renewing.start()
+                named_thread(ThreadName.LEASE, self._renew, self._released).start()
 
     def refresh(self) -> None:
         """Renew a lease. Take the kernel's lock again, which is lost when this process closes the file elsewhere.

@@ -22,6 +22,7 @@ from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.upstream import Channel
 from moe_ckpt.memory.logs import log_path
+from moe_ckpt.threads import ThreadName, named_thread
 from moe_ckpt.upstream.files import LogWriter, SealedLog, remove_log
 
 log = logging.getLogger("moe_ckpt")
@@ -69,7 +70,7 @@ class UpstreamLog:
         self._writer: LogWriter | None = None
         self._stream: torch.cuda.Stream | None = None
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="moe_ckpt-upstream", daemon=True)
+        self._thread = named_thread(ThreadName.UPSTREAM, self._run)
         self._thread.start()
 
     @property

@@ -1,0 +1,49 @@
+"""The threads that the library starts, each under a name of this table; docs/scale.md says what they do.
+
+A stack dump or a profiler shows the names.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from typing import Any
+
+
+class ThreadName(Enum):
+    """Names of threads; several threads with one name have a suffix."""
+
+    AGREE = "moe_ckpt-agree"
+    CHECK = "moe_ckpt-check"
+    COPY = "moe_ckpt-copy"
+    HEADERS = "moe_ckpt-headers"
+    LEASE = "moe_ckpt-lease"
+    LIST = "moe_ckpt-list"
+    MAKE = "moe_ckpt-make"
+    MESSAGES = "moe_ckpt-messages"
+    PARTS = "moe_ckpt-parts"
+    PERSIST = "moe_ckpt-persist"
+    PROFILE = "moe_ckpt-profile"
+    READ = "moe_ckpt-read"
+    REMOVE = "moe_ckpt-remove"
+    REPLICATE = "moe_ckpt-replicate"
+    SEAL = "moe_ckpt-seal"
+    SIGTERM = "moe_ckpt-sigterm"
+    STATE = "moe_ckpt-state"
+    UPSTREAM = "moe_ckpt-upstream"
+    VERIFY = "moe_ckpt-verify"
+
+
+def named_thread(name: ThreadName, work: Callable[..., Any], *args: Any, suffix: str = "") -> threading.Thread:
+    """Returns a thread that is not started yet: a daemon, since what hangs must not keep the process from ending."""
+    return threading.Thread(target=work, args=args, name=name.value + suffix, daemon=True)
+
+
+def named_pool(name: ThreadName, most: int = 1) -> ThreadPoolExecutor:
+    """Returns a pool of at most so many threads, each of which starts when there is work for it.
+
+    Python waits for them when the process ends.
+    """
+    return ThreadPoolExecutor(most, thread_name_prefix=name.value)

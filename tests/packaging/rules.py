@@ -63,6 +63,9 @@ PRIVATE_NAMES_OF_OTHERS = frozenset(
     }
 )
 """Of torch, Python and this package, where Lightning is used."""
+MOST_POSITIONAL = 6
+FILL_TEXTS = ("info", "warning", "error", "exception", "announce", "makeRecord")
+"""Functions of logging, whose arguments are in the order of a text."""
 PICKLERS = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"})
 UNPICKLING_CALLS = frozenset(
     {
@@ -289,6 +292,17 @@ def annotated(module: Module) -> Iterator[str]:
             yield f"{module.name}:{node.lineno} {node.name}: no result type"
 
 
+def few_positional(module: Module) -> Iterator[str]:
+    """No call makes its reader count: from the seventh argument on, each is named."""
+    for node in _functions(module):
+        positional = [*node.args.posonlyargs, *node.args.args]
+        if sum(argument.arg not in ("self", "cls", "mcs") for argument in positional) > MOST_POSITIONAL:
+            yield f"{module.name}:{node.lineno} {node.name} takes more than {MOST_POSITIONAL} positional arguments"
+    for call in ast.walk(module.tree):
+        if isinstance(call, ast.Call) and len(call.args) > MOST_POSITIONAL and _name(call.func) not in FILL_TEXTS:
+            yield f"{module.name}:{call.lineno} gives {_name(call.func)} more than {MOST_POSITIONAL} by position"
+
+
 def broad_except(module: Module) -> Iterator[str]:
     """Catching everything for good needs a reason beside it: only a thread's or process's edge has one."""
     lines = module.source.splitlines()
@@ -345,6 +359,7 @@ RULES: tuple[Rule, ...] = (
     no_pickle,
     no_assert,
     annotated,
+    few_positional,
     broad_except,
     google_docstrings,
 )

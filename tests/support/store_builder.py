@@ -151,9 +151,9 @@ class StoreBuilder:
         self.write_manifest(manifest.directory, dataclasses.replace(manifest, parts=(record, *manifest.parts[1:])))
 
     def _write_part(self, part: Part) -> tuple[PartRecord, Part]:
-        rows = b"".join(map(file_row, part.files)), b"".join(map(state_row, part.states))
+        rows = {"files": b"".join(map(file_row, part.files)), "states": b"".join(map(state_row, part.states))}
         facts = (part.run_id, part.step, part.generation, part.world_size)
-        record, raw = encode_part(*facts, *rows, Fragment(list(part.operators)))
+        record, raw = encode_part(*facts, **rows, operators=Fragment(list(part.operators)))
         (self.root / record.path).write_bytes(raw)
         return record, part
 

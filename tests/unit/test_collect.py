@@ -77,7 +77,8 @@ def part_of(step, generation):
     directory = step_dir(step, generation)
     files = b"".join(file_row(FileRecord(path, 4, 2, "d", step, 0)) for path in shards_of(directory))
     state = state_row(StateRecord(state_path(directory, 0), 5, "d", 0))
-    return encode_part("run", step, generation, 1, files, state, Fragment([f"expert/0/{step}", "non_expert/rest"]))
+    operators = Fragment([f"expert/0/{step}", "non_expert/rest"])
+    return encode_part("run", step, generation, 1, files=files, states=state, operators=operators)
 
 
 @pytest.fixture

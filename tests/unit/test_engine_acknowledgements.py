@@ -41,7 +41,9 @@ def test_all_say_together_what_each_said(ranks):
     files = tuple(record for records, _, _ in told for record in records)
     states = tuple(state for _, state, _ in told)
     assert paths == {record.path for record in (*files, *states)}
-    named, raw = encode_part("r", 7, 0, len(ranks), found.file_rows, found.state_rows, Fragment([]))
+    named, raw = encode_part(
+        "r", 7, 0, len(ranks), files=found.file_rows, states=found.state_rows, operators=Fragment([])
+    )
     assert Part.decode(raw, named.path) == Part("r", 7, 0, len(ranks), files, states, ())
 
 

@@ -105,7 +105,7 @@ def test_bad_arguments_are_refused(storage):
     with pytest.raises(ConfigError, match="4 kills do not fit into the 3 steps from 1 to 3"):
         KillSchedule.draw(0, 4, 1, 1, 3)
     with pytest.raises(ConfigError, match="unknown phase 'x'"):
-        KillSchedule.draw(0, 1, 1, 1, 3, ("x",))
+        KillSchedule.draw(0, 1, 1, 1, 3, phases=("x",))
     for text in ("no json", '[{"rank": 1}]', "3", '[{"step": 1, "rank": 0, "phase": "x"}]'):
         with pytest.raises(ConfigError):
             KillSchedule.from_json(text)
@@ -175,7 +175,7 @@ def test_a_lost_node_takes_its_memory_along_and_no_other(tmp_path):
 
 
 def test_json_round_trip():
-    schedule = KillSchedule.draw(3, 5, 2, 1, 50, ("compute", "write"))
+    schedule = KillSchedule.draw(3, 5, 2, 1, 50, phases=("compute", "write"))
     assert KillSchedule.from_json(schedule.to_json()) == schedule
 
 

@@ -35,8 +35,8 @@ def part(step, operators, generation=0, kinds=("expert", "non_expert"), run_id="
         for kind in kinds
     ]
     states = [StateRecord(state_path(directory, rank), 30, "cc", rank) for rank in range(RANKS)]
-    rows = b"".join(map(file_row, files)), b"".join(map(state_row, states))
-    named, raw = encode_part(run_id, step, generation, RANKS, *rows, Fragment(list(operators)))
+    rows = {"files": b"".join(map(file_row, files)), "states": b"".join(map(state_row, states))}
+    named, raw = encode_part(run_id, step, generation, RANKS, **rows, operators=Fragment(list(operators)))
     assert (named.nbytes, named.digest) == (len(raw), digest(raw))
     decoded = Part.decode(raw, named.path)
     assert decoded == Part(run_id, step, generation, RANKS, tuple(files), tuple(states), tuple(operators))

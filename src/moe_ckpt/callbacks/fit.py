@@ -127,7 +127,15 @@ class Fit:
         updated = lambda: None if self._is_searching() else self.driver.note(Moment.WRITTEN)  # noqa: E731
         self._own_callbacks: Collection[Callback] = ()
         before, searching = self._before_bypassing, self._is_searching
-        self._watch = UpdateWatch(trainer, module, before, updated, after_batch, searching, stopwatch)
+        self._watch = UpdateWatch(
+            trainer,
+            module,
+            before_update=before,
+            after_update=updated,
+            after_batch=after_batch,
+            is_searching=searching,
+            stopwatch=stopwatch,
+        )
 
     @property
     def session(self) -> CheckpointSession:

@@ -60,6 +60,7 @@ class UpdateWatch:
         self,
         trainer: pl.Trainer,
         module: pl.LightningModule,
+        *,
         before_update: Callable[[], None],
         after_update: Callable[[], None],
         after_batch: Callable[[], None],

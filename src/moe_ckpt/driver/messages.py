@@ -60,7 +60,7 @@ def say_weights(unit: str, loaded: Loaded, rank: int) -> None:
 
 
 def say_resumed(
-    unit: str, step: int, place: str, fault: FaultRecord, plt: float, dirpath: str, rank: int, besides: str = ""
+    unit: str, step: int, place: str, *, fault: FaultRecord, plt: float, dirpath: str, rank: int, besides: str = ""
 ) -> None:
     """Says where training resumes, and what was lost.
 

@@ -79,6 +79,7 @@ class Replaying:
         replay: Replay,
         plain: Plain,
         repeated: RepeatedOf,
+        *,
         until: int = 0,
         going_on: Mapping[str, Any] | None = None,
         changed: str = "",

@@ -95,6 +95,7 @@ class Driver:
         comm: Communicator,
         catalog: Catalog,
         state: TrainingState,
+        *,
         placement: Placement | None = None,
         aliases: Mapping[str, str] | None = None,
         observers: Sequence[Observer] = (),
@@ -200,7 +201,9 @@ class Driver:
         self._host.advance_counts(missed_steps(self.session.catalog, manifest.step, versions_of(manifest)))
         fault = self.session.resume_from(manifest, same_store=same_store)
         plt, root = self.session.run_ledger.tokens.plt, reader.storage.root
-        messages.say_resumed(self._unit, manifest.step, manifest.directory, fault, plt, root, self.comm.rank)
+        messages.say_resumed(
+            self._unit, manifest.step, manifest.directory, fault=fault, plt=plt, dirpath=root, rank=self.comm.rank
+        )
         self._host.boosting.begin(plain, fault.lacking, self.session.run_ledger, **_writers(manifest, reader))
         self.restored_step = manifest.step
 
@@ -223,8 +226,8 @@ class Driver:
                 restored.replay,
                 restored.plain,
                 self._host.repeated,
-                self.restored_step,
-                restored.going_on,
+                until=self.restored_step,
+                going_on=restored.going_on,
                 changed="; ".join(map(str, changes)),
                 skipper=self._host.skipper(),
             )
@@ -246,7 +249,16 @@ class Driver:
                 if self.session.tier.left is not None:  # of a rank that died after the end had been noted
                     self.session.tier.left.remove()
                 return
-            messages.say_resumed(self._unit, manifest.step, restored.place, fault, plt, dirpath, rank, besides)
+            messages.say_resumed(
+                self._unit,
+                manifest.step,
+                restored.place,
+                fault=fault,
+                plt=plt,
+                dirpath=dirpath,
+                rank=rank,
+                besides=besides,
+            )
             if finished is None:
                 messages.say_left_behind(self._unit, manifest.step, restored.left_behind, rank)
             writers = _writers(manifest, None if restored.from_memory else StoreReader(self._storage))

@@ -201,9 +201,9 @@ class Committer:
             request.step,
             request.generation,
             self.world_size,
-            acknowledged.file_rows,
-            acknowledged.state_rows,
-            fragment,
+            files=acknowledged.file_rows,
+            states=acknowledged.state_rows,
+            operators=fragment,
         )
         write_named(self.storage, record.path, [raw])
         names = self._names(acknowledged)

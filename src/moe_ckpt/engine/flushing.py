@@ -106,13 +106,13 @@ class StorageFlush:
             self._last = step, secs = step, consensus.secs
         return self._cadence.due(
             StorageFacts(
-                at,
-                step,
-                0.0 if secs is None or consensus.secs is None else consensus.secs - secs,
-                measured.persist_secs,
-                iteration_secs,
-                len(ledger.tokens.faults),
-                at * (iteration_secs or 0.0),
+                step=at,
+                last_step=step,
+                secs_since=0.0 if secs is None or consensus.secs is None else consensus.secs - secs,
+                flush_secs=measured.persist_secs,
+                iteration_secs=iteration_secs,
+                failures=len(ledger.tokens.faults),
+                run_secs=at * (iteration_secs or 0.0),
             )
         )
 

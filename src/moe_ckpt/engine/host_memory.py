@@ -91,9 +91,11 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         slots.take_over = early.take_over
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
         limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
-        replicator = open_replication(run.comm, memory, run_id, generation, *limits, groups, run.gate, trouble)
+        replicator = open_replication(
+            run.comm, memory, run_id, generation, *limits, groups=groups, gate=run.gate, problem=trouble
+        )
         _say_room(run, memory, agreed, replicator)
-        tier = MemoryTier(run.comm.rank, node, run.model, pool, files, slots, replicator)
+        tier = MemoryTier(run.comm.rank, node, run.model, pool, files, slots, replicator=replicator)
     except BaseException:
         if replicator is not None:
             replicator.close()

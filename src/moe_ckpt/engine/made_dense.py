@@ -122,7 +122,9 @@ def commit_made(storage: Storage, of: Manifest, shares: Sequence[tuple[bytes, by
     """
     files, states = (b"".join(rows) for rows in zip(*shares, strict=True))
     operators = Fragment(sorted(of.operators))
-    record, raw = encode_part(of.run_id, of.step, of.generation, of.world_size, files, states, operators)
+    record, raw = encode_part(
+        of.run_id, of.step, of.generation, of.world_size, files=files, states=states, operators=operators
+    )
     write_named(storage, record.path, [raw])
     manifest = replace(
         of,

@@ -151,6 +151,7 @@ class MemoryTier:
         pool: HostBufferPool,
         files: MemoryFiles,
         left: LeftSlots,
+        *,
         replicator: Replicator | None = None,
     ) -> None:
         self.rank, self.node, self.model, self.files = rank, node, model, files

@@ -139,13 +139,13 @@ class Meter:
 
     def measured(self) -> Measured:
         return Measured(
-            median(self._clean) if self._clean else None,
-            median(self._costs) if self._costs else None,
-            median(self._persists) if self._persists else None,
-            median(self._copies) if self._copies else None,
-            median(self._writes) if self._writes else None,
-            median(self._all) if self._all else None,
-            median(self._updates) if self._updates else None,
-            self._sent,
-            self._copying.secs,
+            iteration_secs=median(self._clean) if self._clean else None,
+            checkpoint_cost_secs=median(self._costs) if self._costs else None,
+            persist_secs=median(self._persists) if self._persists else None,
+            copy_bytes_per_sec=median(self._copies) if self._copies else None,
+            persist_bytes_per_sec=median(self._writes) if self._writes else None,
+            recent_iteration_secs=median(self._all) if self._all else None,
+            update_secs=median(self._updates) if self._updates else None,
+            send_bytes_per_sec=self._sent,
+            copy_interference_secs=self._copying.secs,
         )

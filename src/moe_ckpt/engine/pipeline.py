@@ -91,7 +91,7 @@ class Pipeline:
             sealer = None if self.memory is None else MemorySealer(run, self.memory, persister.submit)
             self.stages = stages = Stages(persister, sealer, self.memory)
             maker, at_hand = WorkThread(), (self._pool, self.tier, self.stages, settings)
-            self.room = Room(*at_hand, rank, count, require, always_whole=always_whole, maker=maker)
+            self.room = Room(*at_hand, rank, count, require=require, always_whole=always_whole, maker=maker)
             self._preallocator = Preallocator(run, self.room, maker, is_wanted=is_wanted, always_whole=always_whole)
         except BaseException:  # no thread to be had, for instance
             if stages is not None:

@@ -85,16 +85,16 @@ class SnapshotResolver:
         self._tier.ended(snapshot, committed=outcome.cause is None)
         ended_at = time.perf_counter()
         return Resolution(
-            snapshot.sequence,
-            snapshot.step,
-            snapshot.directory,
-            outcome.cause is None,
-            outcome.cause,
-            ended_at - snapshot.began_at,
-            snapshot.nbytes,
-            snapshot.copy.moving_secs,
-            ended_at - max(taken_at, snapshot.began_at + snapshot.copy.secs),
-            outcome.lost,
+            sequence=snapshot.sequence,
+            step=snapshot.step,
+            directory=snapshot.directory,
+            committed=outcome.cause is None,
+            cause=outcome.cause,
+            persist_secs=ended_at - snapshot.began_at,
+            nbytes=snapshot.nbytes,
+            copy_secs=snapshot.copy.moving_secs,
+            write_secs=ended_at - max(taken_at, snapshot.began_at + snapshot.copy.secs),
+            lost=outcome.lost,
         )
 
     def _say_failed(self, step: int, cause: str, *, counted: bool) -> None:

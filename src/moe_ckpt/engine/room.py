@@ -58,8 +58,8 @@ class Room:
         settings: Settings,
         rank: int,
         operators: int,
-        require: Callable[[int], None] | None = None,
         *,
+        require: Callable[[int], None] | None = None,
         always_whole: bool = False,
         maker: WorkThread | None = None,
     ) -> None:

@@ -83,19 +83,19 @@ class CheckpointSession:
         self.comm = comm
         self.stopwatch = stopwatch or Stopwatch()
         self._run = RunContext(
-            storage,
-            policy,
-            catalog,
-            state,
-            comm,
-            settings or Settings(),
-            placement or everywhere(catalog.layers, comm.world_size),
-            dict(aliases or {}),
-            lock or StoreLock(storage, "CheckpointSession"),
-            on_phase,
-            all_of(observers),
-            gate,
-            gradients,
+            storage=storage,
+            policy=policy,
+            catalog=catalog,
+            state=state,
+            comm=comm,
+            settings=settings or Settings(),
+            placement=placement or everywhere(catalog.layers, comm.world_size),
+            aliases=dict(aliases or {}),
+            lock=lock or StoreLock(storage, "CheckpointSession"),
+            on_phase=on_phase,
+            tell=all_of(observers),
+            gate=gate,
+            gradients=gradients,
         )
         self._resources = SessionResources(self._run)
         self._snapshots = Snapshotter(self._run, self._resources)

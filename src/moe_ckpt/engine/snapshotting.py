@@ -385,19 +385,19 @@ class Snapshotter:
             gradients = tuple(op for op in gradients if op not in chosen)
             since = self._since(operators, gradients) if gradients else None
         pending = Pending(
-            self._run.catalog,
-            plan.step,
-            generation,
-            operators,
-            host_only,
-            run_ledger.tokens.applied.copy(),
-            relaid,
-            window,
-            plan.slot,
-            ways.stored,
-            ways.copied,
-            plan.sends_host_only,
-            gradients,
+            catalog=self._run.catalog,
+            step=plan.step,
+            generation=generation,
+            operators=operators,
+            host_only=host_only,
+            applied=run_ledger.tokens.applied.copy(),
+            relaid=relaid,
+            window=window,
+            slot=plan.slot,
+            stored=ways.stored,
+            copied=ways.copied,
+            sends_host_only=plan.sends_host_only,
+            gradients=gradients,
         )
         sets = self._run.catalog.sets
         experts = sets.experts if window is None else 0

@@ -95,7 +95,7 @@ def state_row(record: StateRecord) -> bytes:
 
 
 def encode_part(
-    run_id: str, step: int, generation: int, world_size: int, files: bytes, states: bytes, operators: Fragment
+    run_id: str, step: int, generation: int, world_size: int, *, files: bytes, states: bytes, operators: Fragment
 ) -> tuple[PartRecord, bytes]:
     """How manifests name the part, and its bytes.
 

@@ -194,19 +194,19 @@ class StepFacts:
     def decoded(cls, body: Mapping[str, Any]) -> StepFacts:
         """What ``encoded`` gave, of a document that fits the schema."""
         window = body["window"]
+        counts = {name: np.asarray(body[name], dtype=np.int64) for name in ("applied", "lost", "own") if name in body}
         return cls(
-            body["index"],
-            body["base"],
-            tuple(body["operators"]),
-            None if window is None else WindowPlace(window["start"], window["size"], window["slot"]),
-            np.asarray(body["applied"], dtype=np.int64),
-            tuple(faults_in(body)),
-            body["policy"],
-            body["measured"],
-            body["since"],
-            tuple(body.get("gradients", ())),
-            tuple(map(tuple, body.get("groups", ()))),
-            *(np.asarray(body[name], dtype=np.int64) if name in body else None for name in ("lost", "own")),
+            index=body["index"],
+            base=body["base"],
+            operators=tuple(body["operators"]),
+            window=None if window is None else WindowPlace(window["start"], window["size"], window["slot"]),
+            faults=tuple(faults_in(body)),
+            policy=body["policy"],
+            measured=body["measured"],
+            since=body["since"],
+            gradients=tuple(body.get("gradients", ())),
+            groups=tuple(map(tuple, body.get("groups", ()))),
+            **counts,
         )
 
 

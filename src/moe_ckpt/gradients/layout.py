@@ -102,7 +102,9 @@ def _unit(row: Sequence[Any]) -> Unit:
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"{dtype} is not a tensor type")
     blocks = tuple(map(_piece, pieces))
-    return Unit(str(name), int(optimizer), int(group), dtype, _dims(shape), _dims(stride), blocks, str(stored))
+    return Unit(
+        str(name), int(optimizer), int(group), dtype, _dims(shape), _dims(stride), pieces=blocks, stored=str(stored)
+    )
 
 
 def _piece(row: Sequence[Any]) -> UnitBlock:

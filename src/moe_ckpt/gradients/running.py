@@ -64,7 +64,7 @@ def replay_chains(
         stepping = [operator for operator, way in chains.items() if at in way.gradients]
         if stepping:
             for number, update in enumerate(source.updates(at)):
-                made += _step(replay, spans, stepping, at, number, update, source)
+                made += _step(replay, spans, stepping, at, number=number, update=update, source=source)
         for operator, way in chains.items():
             if way.anchor == at:
                 expected = sum(piece.box.volume for _, piece in replay.pieces.of_operator(spans[operator]))
@@ -80,6 +80,7 @@ def _step(
     spans: Spans,
     operators: Sequence[str],
     at: int,
+    *,
     number: int,
     update: Update,
     source: GradientSource,

@@ -119,7 +119,7 @@ def whole_unit(name: str, optimizer: int, group: int, tensor: torch.Tensor, box:
             "cannot be repeated from a log. Make it contiguous."
         )
     piece = UnitBlock(name, box or Box((0,) * len(shape), shape), stride, 0)
-    return Unit(name, optimizer, group, str(tensor.dtype).removeprefix("torch."), shape, stride, (piece,))
+    return Unit(name, optimizer, group, str(tensor.dtype).removeprefix("torch."), shape, stride, pieces=(piece,))
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

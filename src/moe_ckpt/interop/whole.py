@@ -106,7 +106,9 @@ def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckp
     extras = _under_all_names(_extras(plain), manifest, plain)
     if state.get("framework") == "megatron":
         extras = all_buffers(reader, manifest) | extras
-    return WholeCheckpoint(reader, manifest, rank, state, parameters, extras, tuple(optimizers), tuple(keys))
+    return WholeCheckpoint(
+        reader, manifest, rank, state, parameters, extras, optimizers=tuple(optimizers), optimizer_keys=tuple(keys)
+    )
 
 
 def module_buffers(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:

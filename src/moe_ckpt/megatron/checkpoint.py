@@ -166,7 +166,9 @@ class MegatronCheckpoint:
                 comm,
                 world.catalog,
                 state,
-                world.placement(state.groups.dense, experts_apart=not state.shards, expert_peers=state.groups.expert),
+                placement=world.placement(
+                    state.groups.dense, experts_apart=not state.shards, expert_peers=state.groups.expert
+                ),
                 observers=observers,
                 gate=gate,
                 gradients=self._log.recorder,

@@ -106,13 +106,13 @@ class _Describe:
         at, live, slot = self._found[id(updated)]
         start, stop = slot.range or (0, live.parameter.numel())
         return Unit(
-            f"{at}: {live.parts[0].name}[{start}:{stop}]",  # a tied embedding is two parameters of one name
-            number,
-            group,
-            str(updated.dtype).removeprefix("torch."),
-            tuple(updated.shape),
-            tuple(updated.stride()),
-            tuple(_pieces(live, slot, start, stop)),
+            name=f"{at}: {live.parts[0].name}[{start}:{stop}]",  # a tied embedding is two parameters of one name
+            optimizer=number,
+            group=group,
+            dtype=str(updated.dtype).removeprefix("torch."),
+            shape=tuple(updated.shape),
+            stride=tuple(updated.stride()),
+            pieces=tuple(_pieces(live, slot, start, stop)),
             stored="" if slot.master is None else MASTER,
         )
 

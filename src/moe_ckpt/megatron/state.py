@@ -86,7 +86,7 @@ class MegatronTrainingState:
         master = dtype_name(torch.float32) if slot is not None and dtype in ("BF16", "F16") else None
         for part, owner in zip(live.parts, live.owners, strict=True):
             blocks = sorted({(placed.offsets, placed.shape) for placed in place(part, part.start, part.stop)})
-            yield HeldTensor(part.name, dtype, part.global_shape, owner, slot is not None, master, tuple(blocks))
+            yield HeldTensor(part.name, dtype, part.global_shape, owner, slot is not None, master, blocks=tuple(blocks))
 
     def bind(self, world: World, rank: int, groups: Groups) -> None:
         """Tells who holds what else; once, before any method below.
@@ -211,8 +211,8 @@ class MegatronTrainingState:
             for placed in place(part, part.start, part.stop):
                 replicated, writer = self._written(part.name, (placed.offsets, placed.shape), live.is_expert)
                 for key, flat in [(f"model/{part.name}", weights), *states]:
-                    flags = replicated, writer is not None
-                    yield _tensor(key, part, placed, flat[part.start :], *flags, writer=writer)
+                    flags = {"replicated": replicated, "duplicate": writer is not None}
+                    yield _tensor(key, part, placed, flat[part.start :], **flags, writer=writer)
 
     def _sharded(
         self, live: LiveParameter, part: BlockPart, slot: StateSlot, weights: torch.Tensor
@@ -227,11 +227,11 @@ class MegatronTrainingState:
             own = (low, high) == (start, stop)
             known = writer if writes and writer in group else None
             for placed in place(part, low, high):
-                flags = (False, not (own and writes), own, known)
-                yield _tensor(f"model/{part.name}", part, placed, weights[low:], *flags)
+                flags = {"replicated": False, "duplicate": not (own and writes), "updated_here": own}
+                yield _tensor(f"model/{part.name}", part, placed, weights[low:], **flags, writer=known)
         for key, flat in _optimizer_tensors(slot, part.name):
             for placed in place(part, start, stop):
-                yield _tensor(key, part, placed, flat, False, not writes)
+                yield _tensor(key, part, placed, flat, replicated=False, duplicate=not writes)
 
     def _written(self, name: str, block: Block, is_expert: bool) -> tuple[bool, int | None]:
         """(replicated, the other rank that writes it) of a block that its optimizer, if any, does not shard."""
@@ -320,6 +320,7 @@ def _tensor(
     part: BlockPart,
     placed: Placed,
     flat: torch.Tensor,
+    *,
     replicated: bool,
     duplicate: bool,
     updated_here: bool = True,

@@ -85,7 +85,7 @@ class Holding:
     def decode(cls, raw: bytes) -> Holding:
         stage, expert_rank, updates, may_spare, layers, rows = json.loads(raw)
         tensors = tuple(
-            HeldTensor(name, dtype, tuple(shape), tuple(owner), trained, master, _blocks(blocks))
+            HeldTensor(name, dtype, tuple(shape), tuple(owner), trained, master, blocks=_blocks(blocks))
             for name, dtype, shape, owner, trained, master, blocks in rows
         )
         named = tuple((name, experts, top_k) for name, experts, top_k in layers)
@@ -294,13 +294,15 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
         blocks.setdefault(name, []).append(block)
     ordered = [layers[name] for name in sorted(layers, key=natural)]
     return World(
-        {name: replace(tensors[name], blocks=tuple(sorted(blocks[name]))) for name in sorted(tensors, key=natural)},
-        {key: tuple(sorted(ranks)) for key, ranks in holders.items()},
-        tuple(MoELayer(index, name, experts, top_k) for index, (name, experts, top_k) in enumerate(ordered)),
-        stages,
-        expert_ranks,
-        tuple(sorted(idle)),
-        all(holding.may_spare for _, holding in kinds),
+        tensors={
+            name: replace(tensors[name], blocks=tuple(sorted(blocks[name]))) for name in sorted(tensors, key=natural)
+        },
+        holders={key: tuple(sorted(ranks)) for key, ranks in holders.items()},
+        layers=tuple(MoELayer(index, name, experts, top_k) for index, (name, experts, top_k) in enumerate(ordered)),
+        stages=stages,
+        expert_ranks=expert_ranks,
+        idle=tuple(sorted(idle)),
+        may_spare=all(holding.may_spare for _, holding in kinds),
     )
 
 

@@ -108,5 +108,5 @@ def _sealed(path: Path, nbytes: int, *, verify: bool) -> SlotFacts | None:
     except DamagedError as error:
         if raw and read_header(path) != raw:
             return None
-        return SlotFacts(str(path), "damaged", nbytes, step, slices, writer, str(error), only)
+        return SlotFacts(str(path), "damaged", nbytes, step, slices, writer, problem=str(error), only=only)
     return SlotFacts(str(path), "sealed", nbytes, step, slices, writer, only=only)

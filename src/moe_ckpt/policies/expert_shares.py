@@ -344,13 +344,15 @@ def _stages(catalog: Catalog, placement: Placement, sizes: Mapping[str, Operator
         names = [expert_id(layer.index, expert) for layer in layers for expert in range(layer.experts)]
         most_full = max(largest.get(layer.index, 0) for layer in layers)
         yield Stage(
-            tuple(layers),
-            placement.stages[number],
-            tuple(rank for layer in layers for rank in placement.owners[layer.index]),
-            np.concatenate([layer.index * most + np.arange(layer.experts) for layer in layers]),
-            np.array([catalog.place[name] for name in names], dtype=np.int64),
-            placement.experts_whole or placement.expert_ranks is not None,
-            placement.expert_ranks,
-            OperatorBytes(shared[number], 0, weights=shared_weights[number]),
-            OperatorBytes(most_full, 0, weights=most_full - max(lightest.get(layer.index, 0) for layer in layers)),
+            layers=tuple(layers),
+            ranks=placement.stages[number],
+            owners=tuple(rank for layer in layers for rank in placement.owners[layer.index]),
+            at=np.concatenate([layer.index * most + np.arange(layer.experts) for layer in layers]),
+            operators=np.array([catalog.place[name] for name in names], dtype=np.int64),
+            by_owner=placement.experts_whole or placement.expert_ranks is not None,
+            divided=placement.expert_ranks,
+            shared=OperatorBytes(shared[number], 0, weights=shared_weights[number]),
+            largest=OperatorBytes(
+                most_full, 0, weights=most_full - max(lightest.get(layer.index, 0) for layer in layers)
+            ),
         )

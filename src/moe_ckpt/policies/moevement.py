@@ -156,16 +156,16 @@ class MoEvement:
             window = self._begin(context)
             wanted = len(self._wanted(lanes_of(window.order, context.ranks, context.placement), context))
         return WindowReport(
-            window,
-            context.sizes,
-            context.ranks,
-            context.measured.recent_iteration_secs,
-            context.measured.saving_bytes_per_sec,
-            self.budget_fraction,
-            context.snapshot_bytes,
-            context.placement,
-            None if wanted is None or self._dense_due(context, wanted) else wanted,
-            context.snapshot_limit,
+            window=window,
+            sizes=context.sizes,
+            ranks=context.ranks,
+            iteration_secs=context.measured.recent_iteration_secs,
+            bytes_per_sec=context.measured.saving_bytes_per_sec,
+            budget_fraction=self.budget_fraction,
+            snapshot_bytes=context.snapshot_bytes,
+            placement=context.placement,
+            wanted=None if wanted is None or self._dense_due(context, wanted) else wanted,
+            snapshot_limit=context.snapshot_limit,
         )
 
     def next_due(self, context: PolicyContext) -> int:

@@ -83,7 +83,7 @@ class WindowReport:
             secs = share / self.bytes_per_sec if self.bytes_per_sec else None
             stall = None if secs is None or not self.iteration_secs else max(0.0, secs - self.iteration_secs)
             later = len(self.window.order) - sum(map(len, self.window.slots[: number + 1]))
-            yield SlotCost(anchors, later, full, nbytes - full, share, secs, stall)
+            yield SlotCost(anchors, later, full, nbytes - full, share, secs, stall_secs=stall)
 
     @property
     def size(self) -> int:

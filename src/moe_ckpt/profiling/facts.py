@@ -31,8 +31,10 @@ def weighed(
             start, stop = span.rows(shape)
             elements += (stop - start) * prod(shape[1:])
         weight = sizes[op.id]
-        stage, beside = placement.stage_of.get(op.id, 0), (weight.gradient, weight.weights)
-        row = OperatorRow(op.id, 1, elements, weight.full, weight.compute, stage, *beside)
+        stage, gradient, weights = placement.stage_of.get(op.id, 0), weight.gradient, weight.weights
+        row = OperatorRow(
+            op.id, 1, elements, weight.full, weight.compute, stage, gradient_bytes=gradient, weight_bytes=weights
+        )
         if rows and op.kind is OperatorKind.EXPERT and _follows(row, rows[-1]):
             last = rows.pop()
             row = replace(last, count=last.count + 1)

@@ -296,7 +296,10 @@ class Recovery:
             return self._return_by_dense(opened)
         restored, source = here
         log_here = together(
-            comm, lambda: StoredLog(opened.reader, manifest, opened.logged, state, comm.rank, opened.chained, kept)
+            comm,
+            lambda: StoredLog(
+                opened.reader, manifest, opened.logged, state, comm.rank, chained=opened.chained, kept=kept
+            ),
         )
         replayer = self.replayer
         if replayer is None:

@@ -90,6 +90,7 @@ class StoredLog(LoggedSteps):
         snapshots: Sequence[LoggedSnapshot],
         state: TrainingState,
         rank: int,
+        *,
         chained: Collection[str],
         kept: Kept = NOTHING,
     ) -> None:

@@ -321,7 +321,7 @@ class MemoryCheckpoints:
         self.used = {}
         reader, slots = self.reading(manifest, files, [*parts, *alive, *(layer.part for layer in layers)])
         kept = tuple(stored for part in alive for stored in part.in_full)
-        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained, kept)
+        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained=chained, kept=kept)
 
     def reading(
         self, manifest: Manifest, files: Mapping[str, SlotFile], parts: Iterable[SlotFiles]
@@ -338,7 +338,7 @@ class MemoryCheckpoints:
         checker.only({self._own[each.number] for each in self.used.values() if each.holder == self._comm.rank})
         mine = {file.share.number for file in files.values() if file.share.holder == self._comm.rank}
         own = {number: self._own[number] for number in sorted(mine)}
-        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, own, self.paths, files, checker)
+        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, own, self.paths, files, checker=checker)
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
         headers = {rec: head for part in parts for rec, head in part.headers.items() if rec.path in files}
         reader.add(manifest, headers, slots.is_sound)

@@ -87,7 +87,9 @@ def resume_newest(
         StoreError: One of these on another rank, with its message.
     """
     reader = StoreReader(storage, read_patience_secs)
-    recovery = Recovery(reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer, make_dense)
+    recovery = Recovery(
+        reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer, make_dense=make_dense
+    )
     memory = MemoryCheckpoints(comm, tier, reader) if isinstance(tier, MemoryTier) else None
     directories = memory.standing.stored if memory is not None else _listed(comm, reader)
     in_memory = None if memory is None else max((share.step for share in memory.shares), default=None)

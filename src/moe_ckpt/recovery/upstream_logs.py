@@ -146,7 +146,7 @@ def _unpacked(expected: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, Recei
             raw = data[at : at + nbytes]
             if xxhash.xxh3_64_hexdigest(raw.numpy().data) != checksum:
                 raise DamagedError(f"upstream log on rank {holder}", "a message arrived damaged", step=step)
-            message = Message(Channel(kind, tuple(ranks)), dtype, tuple(shape), at, nbytes, checksum, number)
+            message = Message(Channel(kind, tuple(ranks)), dtype, tuple(shape), at, nbytes, checksum, number=number)
             tensor = raw.clone().view(TORCH_DTYPES[dtype]).view(message.shape)
             found[step][message.channel].append((message, tensor))
             at += nbytes

@@ -30,6 +30,7 @@ def open_replication(
     generation: int,
     make: Callable[[int], Slot],
     timeout_secs: float,
+    *,
     groups: Sequence[Sequence[int]] = (),
     gate: BubbleGate | None = None,
     problem: Exception | None = None,

@@ -263,9 +263,9 @@ def _piece(
     if local.numel() == 0:
         return None
     name = dtype or dtype_name(local.dtype, tensor.key)
-    entry = _entry(
-        prefix + tensor.key, operator, name, offsets, tuple(local.shape), tensor.global_shape, tensor.on_param_device
-    )
+    key, shape = prefix + tensor.key, tuple(local.shape)
+    on_device = tensor.on_param_device
+    entry = _entry(key, operator, name, offsets, shape, tensor.global_shape, on_param_device=on_device)
     return SliceSource(entry, local, block)
 
 
@@ -277,6 +277,7 @@ def _entry(
     offsets: tuple[int, ...],
     shape: tuple[int, ...],
     global_shape: tuple[int, ...],
+    *,
     on_param_device: bool,
 ) -> SliceEntry:
     """Entries are values and the same at every step; remembering them also keeps their names and sizes."""

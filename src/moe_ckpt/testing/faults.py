@@ -215,6 +215,7 @@ class KillSchedule:
         ranks: int,
         first_step: int,
         last_step: int,
+        *,
         phases: Sequence[str] = PHASES,
         nodes: int = 0,
     ) -> KillSchedule:

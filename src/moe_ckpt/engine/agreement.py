@@ -193,19 +193,14 @@ class StepTokens:
         """With ``assigned``, which ranks must have alike; without an update nothing was applied."""
         return StepTokens(self.applied * int(updated), self.soft, self.popularity, self.owed)
 
-    @property
-    def _parts(self) -> tuple[Counts | None, ...]:
-        return self.applied, self.soft, self.assigned, self.owed
-
     def joined(self) -> Counts:
         """All of it in one array, for ``split``."""
-        return np.concatenate([part for part in self._parts if part is not None])
+        return np.concatenate([counts for counts in vars(self).values() if counts is not None])
 
     def split(self, joined: Counts) -> StepTokens:
         """Numbers of the same kinds out of one array."""
-        kinds = [part is not None for part in self._parts]
-        parts = iter(np.split(joined, sum(kinds)))
-        return StepTokens(*(next(parts) if kind else None for kind in kinds))  # type: ignore[arg-type]
+        kinds = [name for name, counts in vars(self).items() if counts is not None]
+        return StepTokens(**dict(zip(kinds, np.split(joined, len(kinds)), strict=True)))
 
 
 class StepAgreement:

@@ -35,7 +35,7 @@ from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.policies import CheckFreq, Dense, Gemini, GradientLog, MoC, MoEtion
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.testing import crash_at, kill_process
+from moe_ckpt.testing import crash_at, kill_process, watch_phases
 
 LAYERS, EXPERTS, WIDTH, BATCH = 2, 4, 8, 4
 REST, COUNTS = "non_expert", "counts of listed experts"
@@ -436,6 +436,7 @@ def live(life: Life, rank: int, port: int) -> None:
     on_phase, at_end = None, lambda: None
     if life.fault is not None and rank == life.faulty:
         on_phase, at_end = _arm(life.fault, model, life.store)
+    watch_phases(on_phase)
     ours = None
     if life.policy is not None:
         options: dict[str, Any] = {}
@@ -444,7 +445,7 @@ def live(life: Life, rank: int, port: int) -> None:
             memory = Memory(directory=life.node(rank), replicas=life.replicas, storage_every_n_steps=life.to_storage)
             options["memory"] = memory
         policy = POLICIES[life.policy[0]](life.policy[1])
-        ours = MoECheckpoint(policy, life.store, on_phase=on_phase, timeout_secs=20.0, when_busy="wait", **options)
+        ours = MoECheckpoint(policy, life.store, timeout_secs=20.0, when_busy="wait", **options)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(life.steps * BATCH, WIDTH, generator=generator)
     data = list(zip(x, (x @ torch.randn(WIDTH, 4, generator=generator)).argmax(-1), strict=True))

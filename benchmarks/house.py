@@ -53,7 +53,7 @@ OPTION_CLASSES = (
 """Classes whose fields users set. ``Options`` also has three fields that adapters fill in."""
 
 ADAPTER_FIELDS = frozenset({"max_in_flight", "pinned", "local_ranks"})
-ADAPTER_ARGUMENTS = ("isolate_validation", "stateful")
+ADAPTER_ARGUMENTS = ("stateful",)
 """Arguments of ``MoECheckpoint`` and ``megatron.attach`` that are in no class of options."""
 
 

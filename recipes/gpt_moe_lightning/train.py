@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.testing import watch_phases
 from recipes.gpt_moe_lightning.data import DataConfig, TextData
 from recipes.gpt_moe_lightning.model import GPTMoEConfig, GPTMoELightning, OptimizerConfig
 from recipes.gpt_moe_lightning.runlog import Diary, ExpertDiary, RunLog, parameter_hash
@@ -207,7 +208,7 @@ def main(cfg: DictConfig) -> float:
     logging.getLogger("lightning").propagate = not logging.getLogger("lightning").handlers
     config = run_config(cfg)
     faults = kill_hook(config, OmegaConf.select(cfg, "moe_ckpt.memory.directory"))
-    hooks = {"on_phase": faults.on_phase} if faults is not None else {}
+    watch_phases(None if faults is None else faults.on_phase)
     wanted = "_target_" in (cfg.get("moe_ckpt") or {})  # "~moe_ckpt" on the command line leaves it out
-    checkpoint = instantiate(cfg.moe_ckpt, **hooks) if wanted else None
+    checkpoint = instantiate(cfg.moe_ckpt) if wanted else None
     return float(train(config, checkpoint, faults)["val_loss"])

@@ -253,7 +253,7 @@ def checkpoint_settings(cfg: DictConfig) -> dict[str, Any] | None:
 
     if "_target_" not in (cfg.get("moe_ckpt") or {}):
         return None
-    others = ("_target_", "store", "isolate_validation")  # the last is Lightning's: this loop does not validate
+    others = ("_target_", "store")
     settings = {str(key): value for key, value in cfg.moe_ckpt.items() if key not in others}
     found = {key: instantiate(value) if OmegaConf.is_config(value) else value for key, value in settings.items()}
     store: Any = OmegaConf.to_container(cfg.moe_ckpt.store, resolve=True)

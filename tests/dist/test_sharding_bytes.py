@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.core.sharding import GRAIN_BYTES, SHARDINGS, water_level
+from moe_ckpt.core.sharding import GRAIN_BYTES, water_level
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.format.manifest import Manifest
@@ -96,7 +96,7 @@ def state_of(state: TorchTrainingState) -> dict[str, torch.Tensor]:
     return {tensor.key: tensor.local.detach().clone() for tensor in state.tensors()}
 
 
-def train(rank: int, world_size: int, root: str, sharding: str) -> dict[str, torch.Tensor]:
+def train(rank: int, world_size: int, root: str) -> dict[str, torch.Tensor]:
     """A few steps with a partial checkpoint each, and a complete last one. Returns the last state."""
     model, optimizer = made()
     wrapped = DistributedDataParallel(model)
@@ -108,9 +108,7 @@ def train(rank: int, world_size: int, root: str, sharding: str) -> dict[str, tor
         catalog=catalog,
         state=state,
         comm=make_communicator(60.0),
-        settings=Settings(
-            retention=RetentionPolicy(keep_last=100), when_busy="wait", host_memory_bytes=1 << 28, sharding=sharding
-        ),
+        settings=Settings(retention=RetentionPolicy(keep_last=100), when_busy="wait", host_memory_bytes=1 << 28),
     )
     session.open()
     generator = torch.Generator().manual_seed(rank)
@@ -139,28 +137,27 @@ def resume(root: str) -> dict[str, torch.Tensor]:
     return state_of(state)
 
 
-def body(rank: int, world_size: int, write: dict[str, str], read: list[str]) -> tuple[dict, dict]:
-    found = {root: resume(root) for root in read}
+def body(rank: int, world_size: int, write: str | None, read: str | None) -> tuple[dict | None, dict | None]:
+    restored = None if read is None else resume(read)
     dist.barrier()
-    return {sharding: train(rank, world_size, root, sharding) for sharding, root in write.items()}, found
+    return None if write is None else train(rank, world_size, write), restored
 
 
 @dataclass(frozen=True)
 class Run:
-    """Stores by sharding, every rank's last state by sharding, and what each rank had restored first, by store."""
+    """A store, every rank's last state, and what each rank had restored first of another store."""
 
     ranks: int
-    stores: dict[str, Path]
-    states: list[dict[str, dict[str, torch.Tensor]]]
-    restored: list[dict[str, dict[str, torch.Tensor]]]
+    store: Path
+    states: list[dict[str, torch.Tensor]]
+    restored: list[dict[str, torch.Tensor]]
 
 
 def run(tmp_path_factory: pytest.TempPathFactory, ranks: int, before: Run | None = None) -> Run:
-    stores = {how: tmp_path_factory.mktemp(f"{how}_{ranks}") for how in SHARDINGS}
-    written = {how: str(root) for how, root in stores.items()}
-    read = [] if before is None else [str(root) for root in before.stores.values()]
-    states, restored = zip(*run_ranks(body, ranks, written, read), strict=True)
-    return Run(ranks, stores, list(states), list(restored))
+    store = tmp_path_factory.mktemp(f"of_{ranks}")
+    read = None if before is None else str(before.store)
+    states, restored = zip(*run_ranks(body, ranks, str(store), read), strict=True)
+    return Run(ranks, store, list(states), list(restored))
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +197,7 @@ def written_bytes(root: Path, manifest: Manifest, ranks: int) -> list[int]:
     return loads
 
 
-def planned_bytes(manifest: Manifest, ranks: int, sharding: str) -> tuple[list[int], int, int]:
+def planned_bytes(manifest: Manifest, ranks: int) -> tuple[list[int], int, int]:
     """(loads, peak's lower bound, biggest preload) of the operators that the checkpoint saved, on a fresh model."""
     model, optimizer = made()
     F.cross_entropy(model(torch.arange(8)), torch.arange(8)).backward()
@@ -208,7 +205,7 @@ def planned_bytes(manifest: Manifest, ranks: int, sharding: str) -> tuple[list[i
     tensors = TorchTrainingState(model, [optimizer]).tensors()
     catalog = build_catalog(model, find_moe_layers(model))
     saved = {op for op, record in manifest.operators.items() if record.step == manifest.step}
-    dealt = Sharder(catalog, everywhere(catalog.layers, ranks), sharding).assign(saved, tensors)
+    dealt = Sharder(catalog, everywhere(catalog.layers, ranks), "adaptive").assign(saved, tensors)
     weights, owners = weigh(catalog, tensors), expert_owners(catalog, everywhere(catalog.layers, ranks))
     preload = [0] * ranks
     for op in saved & weights.experts.keys():
@@ -217,68 +214,42 @@ def planned_bytes(manifest: Manifest, ranks: int, sharding: str) -> tuple[list[i
     return list(dealt.shares.loads), water_level(preload, rest), max(preload)
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_each_rank_writes_what_was_dealt_to_it(written, sharding):
-    root, ranks = written.stores[sharding], written.ranks
+def test_each_rank_writes_what_was_dealt_to_it(written):
+    root, ranks = written.store, written.ranks
     found = manifests(root)
     assert [m.step for m in found] == [*range(1, STEPS + 1), STEPS]
     partial = 0
     for manifest in found:
-        planned, level, preload = planned_bytes(manifest, ranks, sharding)
+        planned, level, preload = planned_bytes(manifest, ranks)
         assert written_bytes(root, manifest, ranks) == planned
         partial += sum(record.step < manifest.step for record in manifest.operators.values()) > 0
-        if sharding == "adaptive":
-            assert max(planned) < max(level + GRAIN_BYTES, preload + 1)
-        if sharding == "none":
-            assert planned[0] == max(planned) > 2 * sum(planned[1:]) / ranks
+        assert max(planned) < max(level + GRAIN_BYTES, preload + 1)
     assert partial == STEPS - 1
 
 
-def test_the_adaptive_peak_is_below_the_equal_one_and_that_below_none(written):
-    def peaks(how):
-        root = written.stores[how]
-        return [max(written_bytes(root, manifest, written.ranks)) for manifest in manifests(root)]
-
-    for none, equal, adaptive in zip(*(peaks(how) for how in SHARDINGS), strict=True):
-        assert adaptive < equal <= none
-
-
 def test_the_embedding_lies_in_the_files_of_several_ranks(written):
-    files = {}
-    for how in SHARDINGS:
-        index = StoreReader(LocalStorage(written.stores[how])).index(manifests(written.stores[how])[-1])
-        slices = (stored for group in index.tensors.values() for stored in group)
-        files[how] = {stored.file.rank for stored in slices if stored.entry.operator == "non_expert/embed"}
-    assert len(files["adaptive"]) >= 2
-    assert len(files["equal"]) == len(files["none"]) == 1
+    index = StoreReader(LocalStorage(written.store)).index(manifests(written.store)[-1])
+    slices = (stored for group in index.tensors.values() for stored in group)
+    assert len({stored.file.rank for stored in slices if stored.entry.operator == "non_expert/embed"}) >= 2
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_one_process_gets_every_bit_back(written, sharding):
-    assert_same(resume(str(written.stores[sharding])), written.states[0][sharding])
+def test_one_process_gets_every_bit_back(written):
+    assert_same(resume(str(written.store)), written.states[0])
+    assert not torch.equal(written.states[0]["model/embed.weight"], made()[0].embed.weight), "nothing was trained"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_four_ranks_get_every_bit_back_of_two(two, four, sharding):
-    for found in four.restored:
-        assert_same(found[str(two.stores[sharding])], two.states[0][sharding])
+def test_four_ranks_get_every_bit_back_of_two(two, four):
+    for restored in four.restored:
+        assert_same(restored, two.states[0])
 
 
 @pytest.mark.slow
 def test_three_ranks_get_every_bit_back_of_four(four):
-    for _, found in run_ranks(body, 3, {}, [str(root) for root in four.stores.values()]):
-        for sharding in SHARDINGS:
-            assert_same(found[str(four.stores[sharding])], four.states[0][sharding])
+    for _, restored in run_ranks(body, 3, None, str(four.store)):
+        assert_same(restored, four.states[0])
 
 
 def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
     assert found.keys() == truth.keys()
     assert [key for key, value in truth.items() if not torch.equal(found[key], value)] == []
-
-
-def test_how_the_state_is_shared_does_not_change_training(written):
-    first, *others = (written.states[0][how] for how in SHARDINGS)
-    for other in others:
-        assert_same(other, first)
-    assert not torch.equal(first["model/embed.weight"], made()[0].embed.weight), "nothing was trained"

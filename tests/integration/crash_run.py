@@ -58,7 +58,7 @@ from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import CheckFreq, Dense, Gemini, GradientLog, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.testing import KillSchedule, crash_at, kill_process
+from moe_ckpt.testing import KillSchedule, crash_at, kill_process, watch_phases
 from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
 from tests.integration.pauses import stands_still
@@ -433,6 +433,7 @@ def _memory(run: Run, root: str, rank: int) -> Memory:
 def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Recorder]:
     """Trainer, module and recorder, as a fresh process makes them. ``more``: MoECheckpoint arguments."""
     on_phase, on_compute = _faults(run, rank)
+    watch_phases(on_phase)
     recorder = (Recorder if run.crash is None and run.kills is None else DeadlyRecorder)(run, on_compute)
     callbacks: list[pl.Callback] = [recorder, *(_beside(name, run) for name in run.beside)]
     if run.store is not None:
@@ -440,7 +441,7 @@ def build(run: Run, rank: int = 0, **more: Any) -> tuple[pl.Trainer, TinyMoE, Re
         policy = POLICIES[name](number, **run.options)
         if run.memory is not None:
             more["memory"] = _memory(run, run.memory, rank)
-        callbacks.append(MoECheckpoint(policy, run.store, on_phase=on_phase, **{**run.callback, **more}))
+        callbacks.append(MoECheckpoint(policy, run.store, **{**run.callback, **more}))
     options: dict[str, Any] = {"log_every_n_steps": 1} | dict(run.trainer) if run.logged else dict(run.trainer)
     if run.kind == "overflowing":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)

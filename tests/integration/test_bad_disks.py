@@ -123,7 +123,7 @@ def test_a_disk_that_is_full_for_a_moment(policy, place, monkeypatch):  # noqa: 
         disk.capacity_bytes = float("inf")
 
     # "wait": at each step, so that the disk is met while it is full
-    trainer, callback, _ = fit(monkeypatch, disk, policy, {14: fill, 18: empty}, when_busy="wait", max_failures=10)
+    trainer, callback, _ = fit(monkeypatch, disk, policy, {14: fill, 18: empty}, when_busy="wait")
     assert trainer.global_step == STEPS
     assert disk.full, "nothing was tried meanwhile"
     assert callback.last.failed_checkpoints >= 1

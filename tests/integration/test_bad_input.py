@@ -24,6 +24,7 @@ from moe_ckpt.errors import (
     MissingPackageError,
     NoCheckpointError,
     NoMoELayerError,
+    SaveFailedError,
     StoreUnwritableError,
     UnsupportedError,
 )
@@ -82,8 +83,6 @@ def store(place):  # noqa: F811
         (lambda: MoECheckpoint(when_busy="panic"), r"when_busy='panic'.*skip.*wait"),
         (lambda: MoECheckpoint(timeout_secs=0), r"timeout_secs=0"),
         (lambda: MoECheckpoint(host_memory_bytes=-1), r"host_memory_bytes=-1"),
-        (lambda: MoECheckpoint(max_failures=0), r"max_failures=0"),
-        (lambda: MoECheckpoint(sharding="zero"), r"sharding='zero'.*'none', 'equal', 'adaptive'"),
         (
             lambda: MoECheckpoint(MoEtion(recompute=True), memory=Memory(storage_every_n_steps=10)),
             r"MoECheckpoint: policy=MoEtion\(recompute=True\).*copies on 0: .*Memory\(replicas=1\), or recompute=False",
@@ -156,7 +155,8 @@ class OddTypes(TinyMoE):
     ],
 )
 def test_types_that_cannot_be_stored_are_refused_by_name(where, says, place):  # noqa: F811
-    with pytest.raises(UnsupportedError, match=says):
+    # What comes after the first checkpoint fails the later ones, and the end says so.
+    with pytest.raises(SaveFailedError if where == "extra" else UnsupportedError, match=says):
         _trainer(MoECheckpoint(Dense(), place / "store"), max_steps=3).fit(OddTypes(where), loader(32))
     if where in ("parameter", "buffer"):
         assert not (place / "store").exists(), "refused before anything is begun"

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,11 @@ from hypothesis import strategies as st
 from moe_ckpt import release_host_memory
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.driver import run as driver_run
+from moe_ckpt.engine import session_resources
+from moe_ckpt.engine.opening import open_store
 from moe_ckpt.errors import SaveFailedError, StoreError
 from moe_ckpt.format.manifest import MANIFEST_NAME, PART_NAME, STORE_NAME, parse_step_dir
+from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.integration.crash_run import Run, StopHere, build, final_state, loaders
@@ -39,7 +43,7 @@ from tests.integration.recount import Recount
 from tests.support.deleting import delete_tree
 from tests.support.tiny_moe import state_of
 
-SHORT = Run(None, samples=12, epochs=1, callback={"when_busy": "wait", "read_patience_secs": 0.3})
+SHORT = Run(None, samples=12, epochs=1, callback={"when_busy": "wait"})
 LONGER = replace(SHORT, epochs=3)
 
 
@@ -49,6 +53,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(session_resources, "open_store", partial(open_store, patience_secs=0.3))
+    monkeypatch.setattr(driver_run, "resume_newest", partial(resume_newest, read_patience_secs=0.3))
 
 
 def fit(run, **more):
@@ -132,7 +142,7 @@ def test_the_disk_dies_at_every_storage_call(monkeypatch, place, caplog, truth_o
     _every_call_fails(monkeypatch, place, caplog, truth_of_longer, persistent=True)
 
 
-def test_failures_are_counted_and_training_ends_after_too_many(monkeypatch, place):  # noqa: F811
+def test_failures_are_counted_and_training_goes_on(monkeypatch, place):  # noqa: F811
     run = replace(SHORT, samples=40, store=str(place / "store"))
     monkeypatch.setattr(
         driver_run,
@@ -141,10 +151,11 @@ def test_failures_are_counted_and_training_ends_after_too_many(monkeypatch, plac
             LocalStorage(path, on_phase), 9, persistent=True, verbs={"write"}
         ),
     )
-    trainer, module, _ = build(run, max_failures=3)
-    with pytest.raises(SaveFailedError, match="3 checkpoints failed in a row"):
+    trainer, module, _ = build(run)
+    with pytest.raises(SaveFailedError, match="step 10 "):
         trainer.fit(module, *loaders(run))
-    assert trainer.callbacks[-1].last.failed_checkpoints == 3
+    assert trainer.global_step == 10
+    assert trainer.callbacks[-1].last.failed_checkpoints in (7, 8), "those that ended before the last step did"
     assert committed(run.store) == ["step_00000001"]
 
 

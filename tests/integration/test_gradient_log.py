@@ -381,17 +381,12 @@ def spoil(data: Path, kind: str) -> None:
             file.write(bytes([byte ^ 1]))
 
 
-RANKS = {
-    "none": replace(LOG, ranks=2, callback={"when_busy": "wait", "sharding": "none"}),
-    "adaptive": replace(LOG, ranks=2, trainer={"gradient_clip_val": 0.1}),
-    "equal": replace(LOG, ranks=2, callback={"when_busy": "wait", "sharding": "equal"}),
-}
+TWO = replace(LOG, ranks=2, trainer={"gradient_clip_val": 0.1})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", RANKS)
-def test_two_ranks_killed_together(sharding, place):  # noqa: F811
-    run = logged(RANKS[sharding], place)
+def test_two_ranks_killed_together(place):  # noqa: F811
+    run = logged(TWO, place)
     assert KILLED in live_ranks(replace(run, crash=("compute", 4)))
     assert live_ranks(run) == [0, 0], output(run)
     assert_same_run(run)
@@ -401,7 +396,7 @@ def test_two_ranks_killed_together(sharding, place):  # noqa: F811
 
 @pytest.mark.slow
 def test_a_lost_node_comes_back_to_the_newest_step_from_its_peer(place):  # noqa: F811
-    run = logged(replace(RANKS["adaptive"], replicas=1), place)
+    run = logged(replace(TWO, replicas=1), place)
     assert KILLED in live_ranks(replace(run, crash=("compute", 4)))
     shutil.rmtree(Path(run.memory, "node_1"))
     assert live_ranks(run) == [0, 0], output(run)
@@ -416,7 +411,7 @@ def test_gradients_that_peers_have_alike_are_not_sent(tmp_path):
 
 
 def _train_beside_a_peer(rank, world_size, directory):
-    run = logged(replace(RANKS["adaptive"], replicas=1, samples=80, epochs=1), Path(directory))
+    run = logged(replace(TWO, replicas=1, samples=80, epochs=1), Path(directory))
     trainer, module, _ = build(run, rank)
     ours = next(each for each in trainer.callbacks if isinstance(each, MoECheckpoint))
     watched = Watched(ours)

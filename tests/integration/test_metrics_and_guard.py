@@ -17,6 +17,7 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.core.skew import normalized_hhi
+from moe_ckpt.driver import run as driver_run
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.engine.events import StepEnded
 from moe_ckpt.errors import ConfigError
@@ -375,7 +376,7 @@ def test_a_halt_without_save_last_keeps_what_was_due(tmp_path):
     assert len({record.step for record in manifest.operators.values()}) > 1
 
 
-def test_a_halting_checkpoint_is_never_skipped(tmp_path):
+def test_a_halting_checkpoint_is_never_skipped(tmp_path, monkeypatch):
     """Step 3 finds both earlier checkpoints still being written."""
     may_write = threading.Event()
     may_write.set()
@@ -390,7 +391,8 @@ def test_a_halting_checkpoint_is_never_skipped(tmp_path):
             assert may_write.wait(120)
             time.sleep(0.2)
 
-    slow = {"on_phase": on_phase, "when_busy": "skip", "save_last": False}
+    monkeypatch.setattr(driver_run, "on_phase", on_phase)
+    slow = {"when_busy": "skip", "save_last": False}
     trainer, checkpoint = fit(tmp_path, checkpoint=MoECheckpoint(HaltsAmongWrites(3), tmp_path, **slow))
     assert checkpoint.last.begun
     assert checkpoint.last.waited
@@ -434,9 +436,9 @@ class SeesTheEnd(pl.Callback):
 
 
 @pytest.mark.parametrize("least", [{"min_steps": 12}, {"min_epochs": 2, "max_epochs": 4}])
-def test_where_lightning_would_go_on_an_error_ends_it_after_the_commit(tmp_path, least):
-    slow = {"on_phase": lambda phase: time.sleep(0.3) if phase == "manifest" else None, "when_busy": "wait"}
-    checkpoint, witness = MoECheckpoint(Halts(5), tmp_path, **slow), SeesTheEnd()
+def test_where_lightning_would_go_on_an_error_ends_it_after_the_commit(tmp_path, monkeypatch, least):
+    monkeypatch.setattr(driver_run, "on_phase", lambda phase: time.sleep(0.3) if phase == "manifest" else None)
+    checkpoint, witness = MoECheckpoint(Halts(5), tmp_path, when_busy="wait"), SeesTheEnd()
     with pytest.raises(ConfigError, match=r"Enough is enough.*Trainer\(min_.*step 5") as caught:
         fit(tmp_path, checkpoint=checkpoint, others=[witness], **least)
     assert next(iter(least)) in str(caught.value)

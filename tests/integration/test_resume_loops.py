@@ -79,7 +79,6 @@ def train(
     stop: StopAt | None = None,
     ckpt_path=None,
     policy=None,
-    isolate_validation=True,
     kind: type[Validated] = Validated,
     beside=(),
     training=None,
@@ -87,7 +86,7 @@ def train(
 ):
     pl.seed_everything(7, verbose=False)
     model = kind()
-    checkpoint = MoECheckpoint(policy or Dense(1), dirpath, when_busy="wait", isolate_validation=isolate_validation)
+    checkpoint = MoECheckpoint(policy or Dense(1), dirpath, when_busy="wait")
     trainer = pl.Trainer(
         callbacks=[checkpoint, *beside, *([stop] if stop else [])],
         accelerator="cpu",
@@ -150,10 +149,9 @@ CASES += [
     ({**UNVALIDATED, "max_epochs": -1, "max_steps": 14}, 10, "batch"),
     ({"limit_train_batches": 5, "check_val_every_n_epoch": 2}, 5, "batch"),
 ]
-SHARED = [({"isolate_validation": False, **options}, step, where) for options, step, where in (CASES[2], CASES[4])]
 
 
-@pytest.mark.parametrize(("options", "step", "where"), [*CASES, *SHARED], ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("options", "step", "where"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_automatic_resume_is_exact(tmp_path, options, step, where):
     reference = train(tmp_path / "whole", **options)
     before = train(tmp_path / "broken", StopAt(step, where), **options)
@@ -352,9 +350,8 @@ def losses_of(*callbacks, workers: int = 0, **options) -> dict[int, float]:
     return model.losses
 
 
-def test_the_callback_changes_no_numbers_where_it_is_told_not_to(tmp_path):
+def test_validations_draw_no_numbers_of_trainings(tmp_path):
     without = losses_of()
-    assert losses_of(MoECheckpoint(Dense(1), tmp_path / "a", isolate_validation=False)) == without
     isolated = losses_of(MoECheckpoint(Dense(1), tmp_path / "b"))
     assert {i for i in without if isolated[i] != without[i]} == set(range(4, 24)), "from the first validation on"
     assert losses_of(MoECheckpoint(Dense(1), tmp_path / "c"), limit_val_batches=0) == isolated
@@ -370,24 +367,6 @@ def test_numbers_after_an_evaluation_are_left_alone(tmp_path):
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, MoECheckpoint)]
     trainer.validate(model, loader(8, shuffle=False), verbose=False)
     assert torch.equal(after, torch.rand(1))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"workers": 1}, r"isolate_validation=False .*DataLoader\(persistent_workers=True\)"),
-        ({"val_check_interval": {"minutes": 9}}, r"isolate_validation=False .* val_check_interval is a time"),
-    ],
-)
-def test_validation_that_draws_other_numbers_after_a_restart_is_told(tmp_path, options, says):
-    workers, interval = options.get("workers", 0), options.get("val_check_interval", 4)
-    validation = DataLoader(Tokens(8), 4, num_workers=workers, persistent_workers=workers > 0)
-    trainer = pl.Trainer(
-        max_steps=1, val_check_interval=interval, accelerator="cpu", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[MoECheckpoint(MoEvement(2), tmp_path, isolate_validation=False)],
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=says):
-        trainer.fit(Validated(), loader(32), validation)
 
 
 class Counting(Validated):

@@ -265,7 +265,6 @@ def arguments(rank: int, world_size: int, root: str) -> dict[str, Said]:
         "k": said(lambda: attach(built, root, policy=("MoC", {"k": 5}))),
         "class": said(lambda: megatron.attach(built.chunks, built.optimizer, policy=MoC, dirpath=root)),
         "resume": said(lambda: attach(built, root, resume="maybe")),
-        "sharding": said(lambda: attach(built, root, sharding="fair")),
         "guard": said(lambda: attach(built, root, guard="pray")),
         "budget": said(lambda: attach(built, root, plt_budget=2.0)),
         "stateful": said(lambda: attach(built, root, stateful={"loader": object()})),

@@ -113,7 +113,6 @@ def test_settings_and_calls_that_contradict(tmp_path: Path):
         "k": ("ConfigError", "MoC(k=5)", "decoder.layers.0.mlp", "only 4 experts"),
         "class": ("ConfigError", "create a policy from it: policy=MoC()"),
         "resume": ("ConfigError", "resume='maybe'", "choose from 'auto', 'extend', 'never'"),
-        "sharding": ("ConfigError", "sharding='fair'", "'adaptive'"),
         "guard": ("ConfigError", "pray", "escalate"),
         "budget": ("ConfigError", "plt_budget=2.0 without guard", "guard='escalate'"),
         "stateful": ("ConfigError", "loader (object)", "state_dict"),

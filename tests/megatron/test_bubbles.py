@@ -15,7 +15,6 @@ from moe_ckpt import RetentionPolicy
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.megatron.exactness import Case, finish, kill, require_exact
-from tests.support import megatron_gpt
 from tests.support.deleting import delete_tree
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Life, live
@@ -38,15 +37,22 @@ def lived(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     return {**told, "left": left, "wrapped": P2PCommunicator._communicate is not before}
 
 
-def run(root: Path, setup: Setup, bubbles: str) -> list[dict[str, Any]]:
+def without_gate() -> None:
+    from moe_ckpt.megatron import checkpoint
+
+    checkpoint.make_gate = lambda *_: None  # type: ignore[assignment]
+
+
+def run(root: Path, setup: Setup, *, gated: bool) -> list[dict[str, Any]]:
     life = Life(
         str(root / "store"),
         STEPS,
         setup,
         ("MoEtion", {"experts": 2}),
-        options={"bubbles": bubbles, "retention": RetentionPolicy(keep_last=STEPS)},
+        options={"retention": RetentionPolicy(keep_last=STEPS)},
         memory=str(root / "memory"),
         copies=COPIES,
+        sabotage=None if gated else without_gate,
     )
     return run_ranks(lived, RANKS, life, timeout=300, preload=WARM)
 
@@ -67,8 +73,8 @@ def checksums(store: Path) -> dict[tuple[str, str, tuple[int, ...]], int]:
     "setup", [PIPELINE, pytest.param(INTERLEAVED, marks=pytest.mark.slow)], ids=["1f1b", "interleaved"]
 )
 def test_checkpoints_are_the_same_bit_by_bit(setup, tmp_path):
-    on, off = (run(tmp_path / each, setup, each) for each in ("auto", "off"))
-    one, other = (checksums(tmp_path / each / "store") for each in ("auto", "off"))
+    on, off = (run(tmp_path / name, setup, gated=name == "on") for name in ("on", "off"))
+    one, other = (checksums(tmp_path / name / "store") for name in ("on", "off"))
     assert len({directory for directory, *_ in one}) >= STEPS - 1
     assert one == other
     for mine, theirs in zip(on, off, strict=True):
@@ -81,12 +87,11 @@ def test_checkpoints_are_the_same_bit_by_bit(setup, tmp_path):
 
 HELD = Case(
     PIPELINE,
-    ("Dense", {"every_n_steps": 1}),
+    ("MoEtion", {"experts": PIPELINE.experts, "capacity_boost": None}),  # all of them, so that a return is exact
     ((1, 5, "train"),),
     steps=7,
     memory=True,
     copies={**COPIES, "storage_every_n_steps": 1000},
-    options={"bubbles": "on"},
 )
 
 
@@ -100,20 +105,3 @@ def test_killed_while_copies_and_sends_are_held_back(lost, tmp_path):
     assert ended.resumed >= [2], "storage has only what the run began with"
     require_exact(HELD, tmp_path, ended)
     assert all(each["records"][HELD.steps].bubble_nbytes > 0 for each in ended.results)
-
-
-def refused(rank: int, world_size: int) -> str:
-    from moe_ckpt import megatron
-    from moe_ckpt.errors import ConfigError
-
-    built = megatron_gpt.build(Setup(layers=2), 1)
-    try:
-        megatron.attach(built.chunks, built.optimizer, bubbles="on")
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_without_a_pipeline_there_are_no_bubbles():
-    [said] = run_ranks(refused, 1, preload=WARM)
-    assert "bubbles='auto'" in said

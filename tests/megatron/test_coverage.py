@@ -165,7 +165,7 @@ def saving(rank: int, world_size: int, root: str, setup: Setup) -> list[dict[str
     from tests.support import megatron_gpt
 
     built = megatron_gpt.build(setup, 1)
-    case = Case("saving", setup, ("Dense", {"every_n_steps": 1}), options={"max_failures": 99})
+    case = Case("saving", setup, ("Dense", {"every_n_steps": 1}))
     ckpt = attached(built, case, f"{root}/store")
     ckpt.resume()
     found = []

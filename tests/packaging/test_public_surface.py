@@ -46,7 +46,7 @@ SURFACE = {
         "expert_id gate_id needs_of non_expert_id save_full save_nothing"
     ),
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
-    "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process lose_node",
+    "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process lose_node watch_phases",
     "moe_ckpt.testing.megatron_cpu": "install",
 }
 """Module -> its ``__all__``. Every package with an ``__all__`` is listed."""
@@ -61,8 +61,8 @@ ERRORS = (
 )
 
 OPTIONS = (
-    "access bubbles dirpath guard host_memory_bytes max_failures memory mlt_budget on_phase on_read_error plt_budget "
-    "policy profile read_patience_secs resume retention save_last sharding timeout_secs weights_from when_busy"
+    "access dirpath guard host_memory_bytes memory mlt_budget on_read_error plt_budget policy profile resume retention "
+    "save_last timeout_secs weights_from when_busy"
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from moe_ckpt.testing import watch_phases
 from tests.integration import memory_phases
 from tests.integration.pauses import Stop
 from tests.support import megatron_gpt
@@ -216,6 +217,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
             time.sleep(0.5 if phase == "forward" else 0.0)  # as in the middle of an iteration that takes longer
             os.kill(os.getpid(), signal.SIGKILL)
 
+    watch_phases(on_phase)
     node = None if life.memory is None else node_memory(life.memory, rank, life.ranks_per_node)
     ckpt = megatron.attach(
         built.chunks,
@@ -223,7 +225,6 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
         built.scheduler,
         policy=getattr(moe_ckpt.policies, name)(**arguments),
         dirpath=life.store,
-        on_phase=on_phase,
         stateful={"coming back": _ComingBack(on_phase)},
         memory=None if node is None else Memory(directory=node, **life.copies),
         **{"when_busy": "wait", "timeout_secs": 60.0, **life.options},

@@ -398,14 +398,13 @@ def test_the_whole_callback_builds(run_conf, tmp_path):
     from moe_ckpt.callbacks import MoECheckpoint
 
     cfg = run_conf(f"run_dir={tmp_path}", "moe_ckpt/policy=moc", "moe_ckpt.policy.k=2")
-    seen: list[str] = []
-    callback = instantiate(cfg.moe_ckpt, on_phase=seen.append)
+    callback = instantiate(cfg.moe_ckpt)
     assert isinstance(callback, MoECheckpoint)
     known = {f.name for f in fields(Options)} | set(inspect.signature(MoECheckpoint).parameters)
     schema = {f.name for f in fields(SCHEMAS["checkpoint"])} | {f.name for f in fields(SCHEMAS["store"])}
     assert schema - {"_target_", "store"} <= known
     automatic = {"max_in_flight", "pinned", "local_ranks"}
-    assert known - schema == automatic | {"options", "on_phase"}  # every setting of users can be set in a config
+    assert known - schema == automatic | {"options"}  # every setting of users can be set in a config
 
 
 @pytest.mark.parametrize("nbytes", ["8e9", "8000000000", "8GB"])

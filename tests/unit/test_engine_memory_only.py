@@ -268,7 +268,7 @@ def test_a_stuck_storage_holds_up_neither_training_nor_memory(where, caplog):
 
 def test_a_full_disk_ends_no_training(where, caplog):
     storage = failing(where[0], 6, persistent=True)
-    with life(where, every=1, storage=storage, max_failures=2) as only:
+    with life(where, every=1, storage=storage) as only:
         only.go(10, settle=True)
     with life(where, every=1) as second:
         come_back(second)
@@ -279,7 +279,7 @@ def test_a_full_disk_ends_no_training(where, caplog):
 def test_a_full_disk_ends_no_sparse_window_that_memory_goes_on_with(slots_before, where):
     """And none of what memory then has of windows stays on storage in part."""
     disk = SmallDisk(where[0], float("inf"))
-    with life(where, MoEvement(window=4), every=1, storage=disk, max_failures=2) as only:
+    with life(where, MoEvement(window=4), every=1, storage=disk) as only:
         only.go(9 + slots_before, settle=True)
         disk.capacity_bytes = 0
         only.go(16 - slots_before, settle=True)
@@ -295,7 +295,7 @@ def test_a_full_disk_ends_no_sparse_window_that_memory_goes_on_with(slots_before
 
 def test_a_window_that_neither_memory_nor_a_full_disk_has_begins_anew(where, monkeypatch):
     disk = SmallDisk(where[0], float("inf"))
-    with life(where, MoEvement(window=4), every=1, storage=disk, max_failures=20) as only:
+    with life(where, MoEvement(window=4), every=1, storage=disk) as only:
         only.go(9, settle=True)
         disk.capacity_bytes = 0
         monkeypatch.setattr(Slot, "seal", raising_once(OSError("no page is free"), Slot.seal))

@@ -13,7 +13,7 @@ import pytest
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.errors import DamagedError, SaveFailedError
+from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import STORE_NAME
 from moe_ckpt.policies import Dense, MoC
@@ -159,12 +159,13 @@ def test_another_run_s_store_in_this_one_s_place_is_left_as_it_is(tmp_path, capl
     with Life(LocalStorage(other), policy=Dense()) as life:
         life.go(6, settle=True)
     theirs = {path: path.read_bytes() for path in sorted(other.rglob("*")) if path.is_file()}
-    with Life(LocalStorage(mine), policy=MoC(k=1), max_failures=3, retention=KEEP_ALL) as life:
+    with Life(LocalStorage(mine), policy=MoC(k=1), retention=KEEP_ALL) as life:
         life.go(8, settle=True)
         mine.rename(tmp_path / "moved")
         other.rename(mine)
-        with pytest.raises(SaveFailedError, match=r"3 checkpoints failed.*holds another run.*another dirpath"):
-            life.go(5, settle=True)
+        life.go(5, settle=True)
+    assert life.records[-1].failed_checkpoints == 4
+    assert re.search(r"was not committed; training continues.*holds another run.*another dirpath", caplog.text)
     found = {other / path.relative_to(mine): path.read_bytes() for path in sorted(mine.rglob("*")) if path.is_file()}
     assert found.keys() == theirs.keys(), "nothing more, nothing less"
     assert found == theirs
@@ -209,15 +210,15 @@ def test_the_lock_is_taken_again_in_the_new_directory(tmp_path):
         assert found == "taken"
 
 
-def test_a_run_that_came_into_the_emptied_directory_keeps_it(tmp_path):
+def test_a_run_that_came_into_the_emptied_directory_keeps_it(tmp_path, caplog):
     root = tmp_path / "store"
-    with Life(LocalStorage(root), policy=MoC(k=1), max_failures=2) as life:
+    with Life(LocalStorage(root), policy=MoC(k=1)) as life:
         life.go(2, settle=True)
         delete_tree(root)
         with another_process(root) as found:
             assert found == "taken"
-            with pytest.raises(SaveFailedError, match=r"in use by another run \(another run"):
-                life.go(4, settle=True)
+            life.go(4, settle=True)
+            assert re.search(r"was not committed.*in use by another run \(another run", caplog.text)
         assert sorted(path.name for path in root.iterdir()) == [".lock"], "no file of ours is left between theirs"
 
 

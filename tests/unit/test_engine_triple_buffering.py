@@ -102,7 +102,6 @@ def test_no_buffer_is_written_to_while_it_is_in_use(tmp_path, poisoned, when_bus
         storage,
         policy=MoC(k=1, snapshot_k=snapshot_k),
         when_busy=when_busy,
-        max_failures=100,
         on_phase=lambda phase: time.sleep(0.002) if phase == "copy" else None,
     )
     with life:
@@ -250,7 +249,7 @@ def test_room_for_two_skips_no_more_than_room_for_three(tmp_path):
 def test_failing_storage_and_memory_never_disagree(tmp_path):
     """What memory keeps is always the newest step that storage has committed."""
     storage = failing(tmp_path, None)
-    with Life(storage, policy=MoC(k=1, snapshot_k=4), max_failures=100) as life:
+    with Life(storage, policy=MoC(k=1, snapshot_k=4)) as life:
         for step in range(2, 25):
             if step % 5 == 0:
                 storage.fail_at = len(storage.calls) + 1 + step % 4

@@ -9,7 +9,6 @@ import pytest
 
 from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN, Checksums, of_all
 from moe_ckpt.engine.freshness import FreshnessWatch
-from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.slices.compiling import GRADIENTS
 from moe_ckpt.storage import LocalStorage
@@ -112,10 +111,9 @@ def test_storage_refuses_what_no_update_has_changed(tmp_path, caplog):
     with Life(LocalStorage(tmp_path), policy=Dense()) as only:
         only.go(2, settle=True)
         stand_still(only)
-        with pytest.raises(SaveFailedError, match=r"5 checkpoints failed in a row.*snapshot is stale"):
-            only.go(6, settle=True)
+        only.go(6, settle=True)
     assert committed(tmp_path) == ["step_00000001", "step_00000002"]
-    assert "the checkpoint of step 3 was not committed" in caplog.text
+    assert "the checkpoint of step 3 was not committed; training continues. the snapshot is stale" in caplog.text
 
 
 def test_a_partial_checkpoint_is_proved_too(tmp_path):
@@ -153,7 +151,7 @@ def test_ranks_judge_together(tmp_path):
     ranks = ThreadRanks(2)
 
     def body(comm):
-        with Life(LocalStorage(tmp_path), policy=Dense(), comm=comm, max_failures=9) as only:
+        with Life(LocalStorage(tmp_path), policy=Dense(), comm=comm) as only:
             only.go(1, settle=True)
             if comm.rank:
                 stand_still(only)

@@ -181,13 +181,13 @@ def test_peers_divide_what_they_hold_alike_and_keep_what_is_their_own():
     weight = StateTensor(f"model/{name}", name, torch.zeros(shape), (0,) * len(shape), shape)
     specs = [TensorSpec(weight.key, name, "F32", shape, gradient="F32")]
     nbytes, placement = weight.local.nbytes, everywhere(model.layers, 2)
-    shares = [ExpectedShare([weight], specs).nbytes(model, placement, "adaptive", rank) for rank in (0, 1)]
+    shares = [ExpectedShare([weight], specs).nbytes(model, placement, rank) for rank in (0, 1)]
     assert sum(shares) == 3 * nbytes
     own = ExpectedShare([replace(weight, replicated=False)], specs)
-    assert own.nbytes(model, placement, "adaptive", 0) == 3 * nbytes, "FSDP2"
+    assert own.nbytes(model, placement, 0) == 3 * nbytes, "FSDP2"
     other = replace(weight, updated_here=False)
     divided = ExpectedShare([weight, other], specs)
-    assert divided.nbytes(model, placement, "none", 1) == 2 * nbytes, "a distributed optimizer: moments are its own"
+    assert divided.nbytes(model, placement, 1) == 2 * nbytes, "a distributed optimizer: moments are its own"
 
 
 @pytest.mark.parametrize(

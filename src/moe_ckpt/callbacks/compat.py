@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ATTRIBUTES: Mapping[type, tuple[str, ...]] = {
-    Trainer: ("_run", "_val_check_time_interval"),
+    Trainer: ("_run",),
     _FitLoop: (
         *("_combined_loader", "_combined_loader_states_to_load", "_data_fetcher", "_last_train_dl_reload_epoch"),
         *("_load_combined_loader_states", "_restarting"),
@@ -45,7 +45,7 @@ ATTRIBUTES: Mapping[type, tuple[str, ...]] = {
         *("_batches_that_stepped", "_is_validation_done", "_num_ready_batches_reached", "_on_after_fetch"),
         *("_on_before_fetch", "_results", "_should_accumulate", "_should_check_val_fx"),
     ),
-    _EvaluationLoop: ("_combined_loader", "_has_run", "_module_mode"),
+    _EvaluationLoop: ("_has_run", "_module_mode"),
     PrefetchDataFetcher: ("_start_profiler", "_stop_profiler"),
     CombinedLoader: ("_iterator", "_load_state_dicts", "_mode", "_state_dicts"),
     _MaxSizeCycle: ("_consumed",),

@@ -66,7 +66,6 @@ class Fit:
         trainer: Of the fit.
         module: The model.
         options: The user's.
-        isolate_validation: The user's.
         k: Experts per layer that the run saved before; None if unknown.
         stopwatch: Counts how long this keeps the training thread.
     """
@@ -76,7 +75,6 @@ class Fit:
         trainer: Any,
         module: pl.LightningModule,
         options: Options,
-        isolate_validation: bool,
         k: int | None,
         stopwatch: Stopwatch,
     ) -> None:
@@ -86,7 +84,6 @@ class Fit:
         self.host = LightningHost(trainer, module, options, self._count_update)
         self.driver = Driver(self.host, options, "step", _ADVICE, stopwatch)
         self._policy = type(options.policy).__name__
-        self._isolate_validation = isolate_validation
         self.buckets = BucketOrder.of(trainer)
         on_device = trainer.strategy.root_device.type == "cuda"
         passes = self.host.passes
@@ -211,8 +208,8 @@ class Fit:
             host.state.freeze(driver.restored.plain["plain"].get("frozen"))
         self._watch.begin(host.step)
         if host.windows is not None:
-            host.windows.check(self._isolate_validation, driver.replaying, self.buckets)
-        reasons = inexact(host.trainer, self._isolate_validation, self.buckets) if host.trainer.is_global_zero else ()
+            host.windows.check(driver.replaying, self.buckets)
+        reasons = inexact(host.trainer, self.buckets) if host.trainer.is_global_zero else ()
         for reason in reasons:
             log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
         if self.buckets is not None and host.step > 0:

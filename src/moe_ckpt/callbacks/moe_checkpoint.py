@@ -8,7 +8,7 @@
     on_train_epoch_end, on_validation_start, on_train_end
                              of a callback in front of all others: join, for other callbacks may change weights
     on_validation_end        restore the RNG as of the last batch, so that training draws the same numbers with and
-                             without a validation in between (``isolate_validation``)
+                             without a validation in between
     on_train_end             save a complete last checkpoint
     on_exception, teardown   release threads and lock
 
@@ -106,11 +106,6 @@ class MoECheckpoint(_Unranked):
     Args:
         policy: What is saved when; see ``moe_ckpt.policies``. None: ``CheckFreq()``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
-        isolate_validation: True: training draws the same random numbers with and without validations, so a resume is
-            exact; after the first validation they differ from those of a run without this callback. False: they are
-            those of a run without this callback, and a resume is exact only if a validation draws the same numbers in
-            every process (a warning says when it does not: with persistent workers, or ``val_check_interval`` by the
-            clock).
         **options: See ``moe_ckpt.engine.options.Options``, which checks them. ``resume`` matters only where
             ``fit(ckpt_path=...)`` is not given.
 
@@ -130,25 +125,15 @@ class MoECheckpoint(_Unranked):
         self,
         policy: Policy | None = None,
         dirpath: str | os.PathLike[str] = "checkpoints",
-        *,
-        isolate_validation: bool = True,
         **options: Unpack[OptionValues],
     ) -> None:
         super().__init__()
-        self.options = make_options("MoECheckpoint", policy, dirpath, options, ("isolate_validation",))
-        if not isinstance(isolate_validation, bool):
-            raise ConfigError(f"MoECheckpoint(isolate_validation={isolate_validation!r}): choose True or False")
+        self.options = make_options("MoECheckpoint", policy, dirpath, options)
         if self.options.memory is not None and self.options.memory.upstream_bytes is not None:
             raise ConfigError(
                 "MoECheckpoint(memory=Memory(upstream_bytes=...)): Lightning trains without a pipeline, so no stage "
                 "can go back alone. Leave it out"
             )
-        if self.options.bubbles == "on":
-            raise ConfigError(
-                "MoECheckpoint(bubbles='on'): Lightning trains without a pipeline, so there are no bubbles for copies. "
-                "Leave it out, or set bubbles='auto'"
-            )
-        self.isolate_validation = isolate_validation
         self.policy, self.dirpath = self.options.policy, self.options.dirpath
         self.restored_step: int | None = None
         self.recovery_plan: RecoveryPlan | None = None
@@ -208,7 +193,7 @@ class MoECheckpoint(_Unranked):
             return  # a dry run leaves nothing behind, as with Lightning's own checkpoint callbacks
         stopwatch = Stopwatch()
         self._data.begin(trainer, lambda: _source(trainer, self._fit), stopwatch)
-        fit = Fit(trainer, pl_module, self.options, self.isolate_validation, self._step_log.k, stopwatch)
+        fit = Fit(trainer, pl_module, self.options, self._step_log.k, stopwatch)
         self._fit, self._first.fit, self._step_log = fit, fit, fit.step_log
         fit.resume(previous)
         if fit.driver.restored_step is not None:
@@ -249,7 +234,7 @@ class MoECheckpoint(_Unranked):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if self.isolate_validation and fitting and self._fit is not None:
+        if fitting and self._fit is not None:
             with self._fit.stopwatch:
                 self._fit.host.generators.go_back()
 

@@ -99,19 +99,18 @@ def boost_refusal(strategy: Any) -> str | None:
     return None
 
 
-def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None) -> list[str]:
+def inexact(trainer: Any, buckets: BucketOrder | None) -> list[str]:
     """Returns why a resume in mid-epoch would not be exact; [] if it would.
 
     Called once per fit, when the loaders exist, to warn before a failure.
 
     Args:
         trainer: Of the fit.
-        isolate_validation: The option.
         buckets: Of DDP, where their order matters.
     """
-    found = [] if isolate_validation else list(_shifted_by_validation(trainer))
+    reasons: list[str] = []
     if buckets is not None and buckets.why_not is not None:
-        found.append(
+        reasons.append(
             f"DDP adds up the gradients of {trainer.world_size} ranks in another order in the first step of a process "
             f"than later, and with {buckets.why_not} its buckets cannot be laid out in advance (give DDPStrategy "
             "find_unused_parameters=True, which leaves them as they are)"
@@ -120,30 +119,30 @@ def inexact(trainer: Any, isolate_validation: bool, buckets: BucketOrder | None)
         name = type(loader).__name__
         unknown = why_unknown(trainer, loader)
         if unknown is not None:
-            found.append(unknown)
+            reasons.append(unknown)
         elif dealer_of(loader) is not None:
             continue
         elif not hasattr(loader, "state_dict"):
-            found.append(
+            reasons.append(
                 f"{name} keeps no position (give it sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset), or "
                 "use torchdata's StatefulDataLoader)"
             )
         elif any(isinstance(sampler, DistributedSamplerWrapper) for sampler in _samplers(loader)):
-            found.append(
+            reasons.append(
                 f"the sampler that Lightning put into {name} draws a new order after a resume (give the loader "
                 "sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset), which Lightning leaves alone)"
             )
         elif any(draws := [sampler for sampler in _samplers(loader) if _draws_anew(sampler)]):
-            found.append(
+            reasons.append(
                 f"the {type(draws[0]).__name__} in {name} draws a new order after a resume (give the loader "
                 "shuffle=True in its place, or sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset))"
             )
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-        found.append(
+        reasons.append(
             "Lightning does not restore the training metrics that ReduceLROnPlateau may monitor (those of a validation "
             "at the end of the epoch are computed again)"
         )
-    return found
+    return reasons
 
 
 def warn_of_timers(trainer: Any) -> None:
@@ -203,20 +202,3 @@ def _samplers(loader: object) -> Iterator[object]:
             seen.add(id(sampler))
             yield sampler
             found.append(getattr(sampler, "sampler", None))
-
-
-def _shifted_by_validation(trainer: Any) -> Iterator[str]:
-    """Yields why validation may draw other random numbers after a restart."""
-    if getattr(trainer, NAMES["val_check_time_interval"], None) is not None:
-        yield (
-            "with isolate_validation=False random numbers depend on when validation runs, and this Trainer's "
-            "val_check_interval is a time (give a number of batches, or isolate_validation=True)"
-        )
-    validation = Private(trainer.fit_loop.epoch_loop.val_loop).combined_loader
-    for loader in [] if validation is None else validation.flattened:
-        if getattr(loader, "persistent_workers", False):
-            yield (
-                "with isolate_validation=False random numbers depend on what validation draws, and its "
-                f"{type(loader).__name__}(persistent_workers=True) draws once more in its first epoch of a process "
-                "than in others (give persistent_workers=False, or isolate_validation=True)"
-            )

@@ -74,15 +74,14 @@ class Windows:
         self._agreed: Callable[[], ComputeTypes] | None = None
         self._values: _OwnValues | None = None
 
-    def check(self, isolate_validation: bool, replaying: Replaying | None, buckets: BucketOrder | None) -> None:
+    def check(self, replaying: Replaying | None, buckets: BucketOrder | None) -> None:
         """Raises ``ConfigError`` if steps cannot be computed again exactly.
 
         Args:
-            isolate_validation: The option.
             replaying: The window that is replayed.
             buckets: Of DDP, where their order matters.
         """
-        reasons = inexact(self._trainer, isolate_validation, buckets)
+        reasons = inexact(self._trainer, buckets)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._trainer.optimizers):
             reasons.append("an update of LBFGS uses all parameters, also those that are not restored yet")
         if reasons:

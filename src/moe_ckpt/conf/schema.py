@@ -155,15 +155,10 @@ class CheckpointConfig:
     mlt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     host_memory_bytes: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     when_busy: str = "skip"
-    max_failures: int = 5
-    sharding: str = "adaptive"
-    isolate_validation: bool = True
     profile: Optional[str] = None  # noqa: UP045
     weights_from: Optional[str] = None  # noqa: UP045
     on_read_error: str = "stop"
-    read_patience_secs: Union[float, int, str] = 60.0  # noqa: UP007
     access: str = "private"
-    bubbles: str = "auto"
 
 
 SCHEMAS: dict[str, type] = {

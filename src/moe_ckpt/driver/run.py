@@ -42,6 +42,10 @@ from moe_ckpt.stopwatch import Stopwatch
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
 
+on_phase: Callable[[str], None] | None = None
+"""Called with "copy", "write", "fsync", "rename", "manifest", "gc" as runs of this process reach these; None: nothing
+is called. For tests that kill processes: see ``testing.watch_phases``."""
+
 CLOSE_SECS = 10.0
 """Longest wait, after a failure of training, for what is being written."""
 
@@ -110,7 +114,7 @@ class Driver:
         ``machine`` has the fields of ``engine.settings.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
         self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers, *unlogged(gradients)])
-        storage = open_storage(self.options.dirpath, self.options.on_phase, access=self.options.access)
+        storage = open_storage(self.options.dirpath, on_phase, access=self.options.access)
         session = CheckpointSession(
             storage=storage,
             policy=self.options.policy,
@@ -121,7 +125,7 @@ class Driver:
             placement=placement,
             aliases=aliases,
             lock=StoreLock(storage, job_name(), access=self.options.access),
-            on_phase=self.options.on_phase,
+            on_phase=on_phase,
             observers=[self._tell],
             gate=gate,
             gradients=gradients,
@@ -169,7 +173,7 @@ class Driver:
                 replayer=replayer,
                 logs=logs,
                 make_dense=Densifier,
-                **options.reading,
+                on_read_error=options.on_read_error,
             )
             if restored is not None:
                 self._tell(Loaded(restored.planned_unix_secs))
@@ -297,7 +301,7 @@ class Driver:
         with self.surviving.joining(update=receive and self.lifecycle.state is State.TRAINING):
             self.session.before_update(receive=receive)
             if self._undrained:
-                self.session.drain(self._host.step)
+                self.session.wait(self._host.step)
                 self._undrained = False
 
     def after_update(self, tokens: Deferred[StepTokens], *, updated: bool = True) -> StepRecord:
@@ -308,7 +312,6 @@ class Driver:
             updated: Likewise.
 
         Raises:
-            SaveFailedError: Too many checkpoints failed in a row.
             ReplayDivergedError: The replayed step differs from the recorded one.
         """
         self.lifecycle.move(Action.STEP, "after_update()")

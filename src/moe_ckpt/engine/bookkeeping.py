@@ -57,7 +57,6 @@ class Bookkeeper:
         self.failures = FailureCount()
         self.committed_directory: str | None = None
         self.agreement = StepAgreement(comm)
-        self._max_failures = settings.most_failures
         self._booked = booked
         self._logs_for_peers, self._leads = logs_for_peers, comm.rank == 0
         self._consensus = StepConsensus()
@@ -143,7 +142,6 @@ class Bookkeeper:
 
         Raises:
             PeerLostError: A peer is gone.
-            SaveFailedError: Too many checkpoints failed in a row.
         """
         received = self.agreement.receive()
         if received is not None:
@@ -154,7 +152,7 @@ class Bookkeeper:
                 self.run_ledger.owed = tokens.owed
             if pipeline.memory is not None:
                 self.settle(pipeline.memory, consensus.in_memory)
-            self._resolve(consensus, pipeline)
+            self._resolve(consensus)
             if consensus.gone and not any(committed for _, committed, _ in consensus.ended):
                 self.run_ledger.forget()
                 self.committed_directory = None
@@ -178,7 +176,7 @@ class Bookkeeper:
                 len(self.anchors.owed),
             )
 
-    def _resolve(self, consensus: StepConsensus, pipeline: Pipeline) -> None:
+    def _resolve(self, consensus: StepConsensus) -> None:
         """Record the snapshots that ended on rank 0, equally on every rank."""
         for sequence, committed, lost in consensus.ended:
             self._newest_ended = sequence
@@ -188,9 +186,6 @@ class Bookkeeper:
                 self.run_ledger.forget()
                 self.committed_directory = None
             self.failures.note(pending.window, pending.slot, committed=committed)
-            if self.failures.in_row >= self._max_failures:
-                causes = [r.cause for r in pipeline.stages.resolutions(-1) if r.sequence == sequence and r.cause]
-                raise SaveFailedError(pending.step, (f"{self.failures.in_row} checkpoints failed in a row", *causes))
 
     def book(self, sequence: int, committed: bool) -> Pending:
         """One snapshot ended."""

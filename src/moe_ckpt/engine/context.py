@@ -32,7 +32,7 @@ class RunContext:
         placement: Which rank holds what.
         aliases: Names of tied parameters -> the name in the catalog.
         lock: Of the store.
-        on_phase: See ``engine.options.Options``.
+        on_phase: See ``driver.run.on_phase``.
         tell: The observers.
         gate: Holds copies and sends back for the bubbles of a pipeline; None: they go at once.
         gradients: What optimizers consumed, where the policy logs that.

@@ -135,7 +135,7 @@ def _say_room(run: RunContext, memory: Memory, agreed: _Agreed, replicator: Repl
     needed = RoomNeeded(share.most_nbytes, *of_node)
     known = (limit for limit in limits.values() if limit is not None)
     if needed.nbytes > min(free, *known):  # else there is no need to weigh what peers share
-        exact = share.nbytes(run.catalog, run.placement, settings.sharding, run.comm.rank)
+        exact = share.nbytes(run.catalog, run.placement, run.comm.rank)
         say_room(memory.root, replace(needed, share_bytes=exact), free, limits)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
@@ -17,7 +17,6 @@ from moe_ckpt.policies.by_name import EXAMPLES, class_of, default_policy, with_o
 from moe_ckpt.policies.guard import guarded
 from moe_ckpt.storage.access import ACCESS
 
-BUBBLES = ("auto", "on", "off")
 RESUME = ("auto", "extend", "never")
 ON_READ_ERROR = ("stop", "fallback")
 _FOR_ADAPTERS = ("max_in_flight", "pinned", "local_ranks")
@@ -37,15 +36,10 @@ class OptionValues(TypedDict, total=False):
     memory: Memory | None
     when_busy: str
     timeout_secs: float | str
-    max_failures: int
-    sharding: str
     profile: str | os.PathLike[str] | None
     weights_from: str | os.PathLike[str] | None
     on_read_error: str
-    read_patience_secs: float | str
     access: str
-    bubbles: str
-    on_phase: Callable[[str], None] | None
 
 
 @dataclass(frozen=True)
@@ -78,11 +72,6 @@ class Options(Settings):
             older one, and retention keeps the newer.
         access: Who may read the store, on file systems: "private": this user only. "group": the user's group too,
             whatever the umask. "umask": as the umask allows. No effect for fsspec URLs.
-        bubbles: Whether copies and sends wait until the pipeline schedule leaves a rank idle, as long as they still
-            finish in time (Megatron-Core with several stages; elsewhere there are no bubbles). "auto": with policies
-            that ask for it, such as MoEtion. "on": with any policy. "off": never.
-        on_phase: Called with "copy", "write", "fsync", "rename", "manifest", "gc" as these are reached on this rank;
-            for tests that kill processes (``moe_ckpt.testing``).
 
     Raises:
         ConfigError: An invalid value, or two that contradict each other; the message names them.
@@ -99,8 +88,6 @@ class Options(Settings):
     weights_from: str | None = None
     on_read_error: str = "stop"
     access: str = "private"
-    bubbles: str = "auto"
-    on_phase: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +99,6 @@ class Options(Settings):
         self._set("dirpath", require_path("dirpath", self.dirpath))
         require_choice("resume", self.resume, RESUME)
         require_choice("on_read_error", self.on_read_error, ON_READ_ERROR)
-        require_choice("bubbles", self.bubbles, BUBBLES)
         require_choice("access", self.access, tuple(ACCESS))
         if not isinstance(self.save_last, bool):
             raise ConfigError(f"save_last={self.save_last!r}: choose True or False")
@@ -123,8 +109,6 @@ class Options(Settings):
         if self.weights_from is not None:
             self._set("weights_from", require_path("weights_from", self.weights_from))
             self._require_other_store(self.weights_from)
-        if self.on_phase is not None and not callable(self.on_phase):
-            raise ConfigError(f"on_phase={self.on_phase!r}: give a function that takes the name of a phase, or None")
         self._set("policy", guarded(self.policy, self.guard, self.plt_budget, self.mlt_budget))
         # The guard is in the policy now: a copy of these options (dataclasses.replace) must not add a second one.
         self._set("guard", None)
@@ -167,11 +151,6 @@ class Options(Settings):
     def needs(self) -> Needs:
         """What the policy needs."""
         return needs_of(self.policy)
-
-    @property
-    def reading(self) -> dict[str, Any]:
-        """Keyword arguments of ``recovery.resume.resume_newest``."""
-        return {"on_read_error": self.on_read_error, "read_patience_secs": self.read_patience_secs}
 
 
 def make_options(

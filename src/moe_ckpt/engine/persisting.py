@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
+from moe_ckpt.errors import MoECheckpointError
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
@@ -31,8 +32,7 @@ class Persister:
 
     Args:
         resolve: Brings one snapshot to its end, on the thread; what it raises ends that.
-        keep_alive: Called about once a minute (keeps the store's lock); what it raises ends the thread
-            unless it is a passing error of the storage.
+        keep_alive: Called about once a minute (keeps the store's lock).
         looks_gone: Says whether a checkpoint is no longer on storage (``StoreKeeper.looks_gone``).
     """
 
@@ -176,11 +176,11 @@ class Persister:
             self._renew_lock()
 
     def _renew_lock(self) -> None:
-        """Renew the lock when it is time. Raises ``StoreInUseError``, which ends the thread, if it was lost."""
+        """Renew the lock when it is time. Without it no commit succeeds, but training continues."""
         if time.monotonic() - self._renewed < _KEEP_ALIVE_SECS:
             return
         try:
             self._keep_alive()
             self._renewed = time.monotonic()
-        except OSError as error:
+        except (OSError, MoECheckpointError) as error:
             log.warning("the lock of the store could not be renewed, retrying: %s", error)

@@ -13,6 +13,7 @@ else happens on the copy thread, the persist thread, and the one that makes buff
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ class Pipeline:
         self._pool = memory.pool
         self._catalog = run.catalog
         self._rank = rank
-        self._compiler = PlanCompiler(run.catalog, run.placement, settings.sharding, rank, run.comm.world_size)
+        self._compiler = PlanCompiler(run.catalog, run.placement, "adaptive", rank, run.comm.world_size)
         if self.memory is not None and self.memory.replicator is not None:
             replicator = self.memory.replicator
             replicator.store.expects_mirrors = True
@@ -166,24 +167,34 @@ class Pipeline:
 
         Raises:
             HostMemoryError: At the start: the snapshot can never fit the budget.
-            UnencodableStateError: The plain state holds what only pickle could write.
+            UnencodableStateError: Of the first snapshot: the plain state holds what only pickle could write.
         """
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
-        encoded, side = plain(**_log_entry(request, gradients))
+        refused: str | None = None
+        try:
+            encoded, side = plain(**_log_entry(request, gradients))
+        except Exception as error:  # of user code, or of state that cannot be encoded
+            if not (self._sequence or self.next_memory_sequence):
+                raise
+            encoded, side, refused = None, [], f"{type(error).__name__}: {error}"
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
         plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
-        needs, refused, began = buffer_sizes(plan), None, time.monotonic()
-        buffers, waited = self.room.find(request, needs, patience_secs, last=last, waits=waits, starts=starts)
-        if agree is not None and not agree(not self.room.trouble):
+        needs, began = buffer_sizes(plan), time.monotonic()
+        buffers, waited = None, False
+        if refused is None:
+            buffers, waited = self.room.find(request, needs, patience_secs, last=last, waits=waits, starts=starts)
+        if agree is not None and not agree(refused is not None or not self.room.trouble):
             for buffer in buffers or ():
                 self._pool.give_back(buffer)
             self._note_use(request, needs)
             return None
         if buffers is None:
             budget = self._pool.budget_bytes, self._settings.budget_setting
-            refused = self.room.trouble or _no_room(
-                request, plan.total_nbytes, budget, patience_secs, time.monotonic() - began
+            refused = (
+                refused
+                or self.room.trouble
+                or _no_room(request, plan.total_nbytes, budget, patience_secs, time.monotonic() - began)
             )
             plan, buffers = replace(plan, parts=(), pieces=(), mirrored=()), [self._pool.lend_nothing()]
         elif gradients is not None and request.gradients and gradients.changed:
@@ -228,14 +239,15 @@ class Pipeline:
             self._gate.let_go()
 
     def join(self) -> None:
-        """Return when the snapshot under way no longer reads live tensors."""
+        """Return when the snapshot under way no longer reads live tensors. A copy that breaks fails that snapshot."""
         if self._gate is not None:
             self._gate.update_begins()
         if self._copy is None:
             return
         copy, self._copy = self._copy, None
         consumed, self._consumed = self._consumed, ()
-        copy.join()
+        with contextlib.suppress(Exception):  # the persist thread gets the same error, and every rank its cause
+            copy.join()
         for part in consumed:
             part.let_go()
         if copy.changed:

@@ -57,7 +57,7 @@ class Preallocator:
         @functools.cache
         def share() -> int:
             expected = ExpectedShare(tensors, specs)
-            return expected.nbytes(run.catalog, run.placement, run.settings.sharding, run.comm.rank)
+            return expected.nbytes(run.catalog, run.placement, run.comm.rank)
 
         return share
 

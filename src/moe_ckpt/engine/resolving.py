@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import re
 import time
@@ -39,8 +38,7 @@ class SnapshotResolver:
     """Writes this rank's share of each snapshot, and takes part in its commit. For the persist thread.
 
     Args:
-        run: After ``max_failures`` checkpoints that failed in a row training is about to stop, and nothing more is
-            tried.
+        run: The session's.
         run_id: Of the store.
         committer: On rank 0; None elsewhere.
         keeper: Likewise.
@@ -61,7 +59,6 @@ class SnapshotResolver:
         self._committer = committer
         self._keeper = keeper
         self._tier = tier
-        self._max_failures = run.settings.most_failures
         self._failures = FailureCount()
         self._watch = FreshnessWatch()
         self._reason = ""
@@ -100,24 +97,15 @@ class SnapshotResolver:
     def _say_failed(self, step: int, cause: str, *, counted: bool) -> None:
         """In full where a row of failures begins or has another reason, else in short."""
         reason = _FULL if _FULL in cause else _NUMBERS.sub("#", cause)
-        in_row, most = self._failures.in_row, self._max_failures
-        ends = "checkpoints in memory continue" if math.isinf(most) else f"training ends at {most}"
-        if in_row > most:  # ``SaveFailedError`` says how the row ended
-            return
+        in_row = self._failures.in_row
         if not counted:
             log.info("the checkpoint of step %d was not committed; training continues. %s", step, cause)
         elif in_row > 1 and reason == self._reason:
-            log.warning(
-                "the checkpoint of step %d was not committed either, for the same reason (%d in a row; %s)",
-                step,
-                in_row,
-                ends,
-            )
+            again = "the checkpoint of step %d was not committed either, for the same reason (%d in a row)"
+            log.warning(again, step, in_row)
         else:
             advice = " Make room there, or keep fewer checkpoints (retention)." if reason == _FULL else ""
-            ends = ends if math.isinf(most) else f"{ends} such failures in a row"
-            said = "the checkpoint of step %d was not committed; training continues (%s). %s.%s"
-            log.warning(said, step, ends, cause, advice)
+            log.warning("the checkpoint of step %d was not committed; training continues. %s.%s", step, cause, advice)
         self._reason = reason
 
     def _announced(self, outcome: Outcome) -> Outcome:
@@ -141,8 +129,6 @@ class SnapshotResolver:
         window = snapshot.request.window
         if window is not None and self._failures.has_failed(window):
             return "an earlier step of its window was not saved"
-        if self._failures.in_row >= self._max_failures:
-            return f"{self._failures.in_row} checkpoints before it failed in a row"
         return None
 
     def _write(self, snapshot: Snapshot) -> Acknowledgement:

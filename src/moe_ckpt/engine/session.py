@@ -247,7 +247,6 @@ class CheckpointSession:
             of_gradients: Only if it reads gradients, which are about to be overwritten.
 
         Raises:
-            SaveFailedError: too many checkpoints failed in a row.
             RuntimeError: a peer is gone.
         """
         if of_gradients:
@@ -286,7 +285,6 @@ class CheckpointSession:
             updated: False if the step's update was left out, because gradients overflowed.
 
         Raises:
-            SaveFailedError: too many checkpoints failed in a row.
             RuntimeError: a peer is gone.
         """
         final_at = time.perf_counter()
@@ -325,7 +323,7 @@ class CheckpointSession:
             booking.send(step, tokens, pipeline, edited=edited)
         if plan.wait and record.begun:
             self._receive()
-            self.drain(step)
+            self.wait(step)
         pipeline.step_begins()
         record = self.completed(replace(record, halt=plan.halt, agree_secs=self._agree_secs))
         self._agree_secs = 0.0
@@ -392,6 +390,10 @@ class CheckpointSession:
             SaveFailedError: Storage did not finish in time.
         """
         return self._snapshots.drain(step)
+
+    def wait(self, step: int) -> None:
+        """Waits as ``drain`` does, in training: says what storage did not finish in time, and raises nothing."""
+        self._snapshots.wait(step)
 
     def finish(
         self, step: int, capture: Capture, *, save_last: bool, note_end: Callable[[str], None] | None = None

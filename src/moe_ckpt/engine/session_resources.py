@@ -46,8 +46,7 @@ class SessionResources:
     def open(self) -> Pipeline:
         """Take possession of the store and start the threads. Where that fails, ``close`` must follow."""
         run, settings = self._run, self._run.settings
-        limits = settings.retention, settings.read_patience_secs
-        opened = open_store(run.storage, run.catalog, run.comm, run.lock, *limits)
+        opened = open_store(run.storage, run.catalog, run.comm, run.lock, run.settings.retention)
         self.keeper = opened.keeper
         memory = open_memory(run, opened.run_id, opened.generation)
         try:

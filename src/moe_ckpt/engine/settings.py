@@ -1,18 +1,15 @@
-"""The engine's settings: limits on memory, waiting and failures."""
+"""The engine's settings: limits on memory and waiting."""
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from moe_ckpt.core.quantities import parse_bytes, parse_secs
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.core.sharding import SHARDINGS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.storage.patience import PATIENCE_SECS
 
 _LONGEST_WAIT_SECS = 30 * 86_400.0
 """A month: longer than any peer is worth waiting for, and short enough for every clock that it is handed to."""
@@ -31,15 +28,9 @@ class Settings:
         max_in_flight: Snapshots copied or being written at the same time.
         timeout_secs: Longest wait for a peer, or for the last writes at the end of training; a number, or text such as
             "10min".
-        max_failures: Checkpoints that may fail in a row before training stops. With ``memory`` training never stops for
-            it, because memory still takes checkpoints.
         pinned: Use page-locked buffers, for copies from a GPU.
         local_ranks: Ranks that share this host's memory.
         memory: Keep snapshots in files on a tmpfs, which outlive the process; None: in private memory.
-        sharding: How the ranks divide the writing of the state that all of them hold, except experts: "none", "equal"
-            or "adaptive", see ``core.sharding``.
-        read_patience_secs: How long reads that fail at a start (ETIMEDOUT, EIO, ESTALE, ...) are retried, in total; a
-            number, or text such as "2min".
 
     Raises:
         ConfigError: An invalid value; the message names it.
@@ -50,12 +41,9 @@ class Settings:
     when_busy: str = "skip"
     max_in_flight: int = 2
     timeout_secs: float = 600.0
-    max_failures: int = 5
     pinned: bool = False
     local_ranks: int = 1
     memory: Memory | None = None
-    sharding: str = "adaptive"
-    read_patience_secs: float = PATIENCE_SECS
 
     def __post_init__(self) -> None:
         if not isinstance(self.retention, RetentionPolicy):
@@ -65,12 +53,10 @@ class Settings:
         if self.memory is not None and not isinstance(self.memory, Memory):
             raise ConfigError(f"memory={self.memory!r}: give moe_ckpt.Memory(), or None for private memory")
         require_choice("when_busy", self.when_busy, ("skip", "wait"))
-        require_choice("sharding", self.sharding, SHARDINGS)
         if self.host_memory_bytes is not None:
             self._set("host_memory_bytes", parse_bytes(self.host_memory_bytes, "host_memory_bytes"))
         self._set("timeout_secs", parse_secs(self.timeout_secs, "timeout_secs", _LONGEST_WAIT_SECS))
-        self._set("read_patience_secs", parse_secs(self.read_patience_secs, "read_patience_secs", 86_400.0))
-        for name in ("max_in_flight", "max_failures", "local_ranks"):
+        for name in ("max_in_flight", "local_ranks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be a whole number greater than 0")
@@ -86,11 +72,6 @@ class Settings:
     def budget_is_given(self) -> bool:
         """False if it is not set, so that half of the free memory is used."""
         return self.host_memory_bytes is not None or (self.memory is not None and self.memory.budget_bytes is not None)
-
-    @property
-    def most_failures(self) -> float:
-        """Checkpoints that may fail on storage in a row."""
-        return self.max_failures if self.memory is None else math.inf
 
     def _set(self, name: str, value: Any) -> None:
         """Replaces a field that was given as text or as a path object by the number or text that it stands for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,8 @@ from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.policies.base import PolicyContext, SnapshotLimit, needs_of
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.slices.request import SnapshotRequest
+
+log = logging.getLogger("moe_ckpt")
 
 Capture = Callable[[], Mapping[str, Any]]
 """Gives the plain training state of this moment; called only when a snapshot begins."""
@@ -264,6 +267,13 @@ class Snapshotter:
             raise self._not_in_time(step, timeout_secs)
         return pipeline.stages.resolutions(-1)
 
+    def wait(self, step: int) -> None:
+        """Waits as ``drain`` does, in training: says what storage did not finish in time, and raises nothing."""
+        try:
+            self.drain(step)
+        except SaveFailedError as error:
+            log.warning("%s. Training continues", error)
+
     def _begin(
         self,
         plan: SnapshotPlan,
@@ -305,10 +315,6 @@ class Snapshotter:
         if last:
             self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
         self.backlog.waits += snapshot.waited
-        if snapshot.refused and request.since is None and not last and settings.when_busy == "wait":
-            if time.perf_counter() - began < patience_secs:  # a longer wait would be of no use
-                raise SaveFailedError(plan.step, (snapshot.refused,))
-            raise self._not_in_time(plan.step, patience_secs)
         in_memory = None if self._resources.pipeline.memory is None else snapshot.memory_sequence
         self.booking.run_ledger.begun(snapshot.sequence, pending, in_memory)
         if ways.stored:

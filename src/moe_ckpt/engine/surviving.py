@@ -166,7 +166,12 @@ class Survivor:
             return
         if not described:  # the plain state goes by it
             self._snapshots.live.describe()
-        encoded, side = self._plain()
+        try:
+            encoded, side = self._plain()
+        except Exception as error:  # of user code, or of state that cannot be encoded
+            log.warning("the plain state of step %s is not kept: %r", self._step, error)
+            self._plain = None
+            return
         copied = encoded, [(entry, tensor.clone()) for entry, tensor in side]
         self._plain = lambda **_: copied
         if self._step is None or self._tokens is None or not self._is_lent_whole:

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from moe_ckpt.engine.options import Options
-from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.slices.gating import BubbleGate
 
@@ -25,19 +24,10 @@ def make_gate(options: Options, chunks: Sequence[nn.Module]) -> BubbleGate | Non
     Args:
         options: The user's.
         chunks: Of the model on this rank.
-
-    Raises:
-        ConfigError: They are to be held back for the bubbles of a pipeline that has one stage.
     """
     groups = megatron_core().parallel_state
     stages = int(groups.get_pipeline_model_parallel_world_size())
-    if options.bubbles == "on" and stages == 1:
-        raise ConfigError(
-            "megatron.attach(bubbles='on'): this pipeline has one stage, so it has no bubbles. Set bubbles='auto', "
-            "which holds nothing back here, or set pipeline_model_parallel_size above 1"
-        )
-    wanted = options.bubbles == "on" or (options.bubbles == "auto" and options.needs.bubbles)
-    if stages == 1 or not wanted:
+    if stages == 1 or not options.needs.bubbles:
         return None
     on_device = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
     return BubbleGate(int(groups.get_pipeline_model_parallel_rank()), stages, len(chunks), on_device=on_device)

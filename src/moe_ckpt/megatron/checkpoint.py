@@ -348,7 +348,6 @@ class MegatronCheckpoint:
 
         Raises:
             ConfigError: No optimizer step came before, or iterations are not counted one by one.
-            SaveFailedError: Too many checkpoints failed in a row.
         """
         self._require_begun()
         self._driver.lifecycle.require(Action.STEP, "after_step()")

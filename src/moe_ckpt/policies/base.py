@@ -326,7 +326,7 @@ class Needs:
         replicas: Its checkpoints must lie in the memory of at least this many peers. Adapters and simulator refuse it
             if memory keeps fewer copies.
         bubbles: Its copies and sends use the bubbles of a pipeline schedule first (``core.bubbles``), if there is a
-            pipeline and ``engine.options.Options.bubbles`` is "auto".
+            pipeline.
         period_steps: Its plans repeat after this many steps, counted from step 0: the same facts give the same plan at
             steps that differ by a multiple of it. For the simulator, which simulates a repeated period only once.
         next_due: ``next_due(context)`` returns the first step from ``context.step`` on at which the policy may want a

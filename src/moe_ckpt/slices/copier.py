@@ -110,7 +110,7 @@ class Copier:
     """Owns the copying thread and, with CUDA, its stream.
 
     Args:
-        on_phase: See ``engine.options.Options``.
+        on_phase: See ``driver.run.on_phase``.
         gate: Holds copies back until this rank is idle; None: they go at once.
     """
 
@@ -152,10 +152,15 @@ class Copier:
     ) -> _Issued:
         moves = [(step, memory) for program, memory in jobs for step in program.steps]
         half = len(moves) // 2
-        self._copy(moves[:half], ready, transfer)
-        if self._on_phase is not None:
-            self._on_phase("copy")
-        done = self._copy(moves[half:], ready, transfer)
+        try:
+            self._copy(moves[:half], ready, transfer)
+            if self._on_phase is not None:
+                self._on_phase("copy")
+            done = self._copy(moves[half:], ready, transfer)
+        except BaseException:
+            if self._stream is not None:
+                self._stream.synchronize()  # the snapshot fails, and its buffer is lent again
+            raise
         return done, () if done is not None else watch.changed(), time.perf_counter()
 
     def _copy(

@@ -39,7 +39,7 @@ class ExpectedShare:
         """All that this rank holds: its share if it has no peers, and more than that otherwise."""
         return sum(tensor.local.nbytes for tensor in self._tensors) + sum(n for _, n in self._moments)
 
-    def nbytes(self, catalog: Catalog, placement: Placement, sharding: str, rank: int) -> int:
+    def nbytes(self, catalog: Catalog, placement: Placement, rank: int) -> int:
         """What this rank writes, plain state apart: its own, and its part of what its peers hold as well.
 
         Takes as long as describing a first snapshot.
@@ -47,10 +47,9 @@ class ExpectedShare:
         Args:
             catalog: Of the model.
             placement: Who holds what.
-            sharding: How peers divide the writing, see ``core.sharding``.
             rank: This one.
         """
-        dealt = Sharder(catalog, placement, sharding).assign(catalog.everything, self._tensors)
+        dealt = Sharder(catalog, placement, "adaptive").assign(catalog.everything, self._tensors)
         cuts = collect_slices(LocalState(catalog, self._tensors), catalog.everything, dealt, rank)
         written = int(cuts.shelf.table(cuts.slices)[:, NBYTES].sum())
         own = sum(tensor.local.nbytes for tensor in self._tensors if not tensor.replicated)

@@ -11,6 +11,17 @@ from moe_ckpt.testing.faults import (
     crash_at,
     kill_process,
     lose_node,
+    watch_phases,
 )
 
-__all__ = ["PHASES", "FaultyStorage", "Kill", "KillHook", "KillSchedule", "crash_at", "kill_process", "lose_node"]
+__all__ = [
+    "PHASES",
+    "FaultyStorage",
+    "Kill",
+    "KillHook",
+    "KillSchedule",
+    "crash_at",
+    "kill_process",
+    "lose_node",
+    "watch_phases",
+]

@@ -1,16 +1,16 @@
 """Break storage and kill processes on purpose, at named places and repeatably.
 
-Three tools, each put around or into the real thing:
+Tools that are put around or into the real thing:
 
 - ``FaultyStorage(inner, fail_at=n)``: the n-th storage call fails. Loop over n = 1, 2, ... until a save
   passes without a failure, and every call has failed once.
-- ``crash_at("rename", 2)``: an ``on_phase`` callable that kills the process at a named phase.
+- ``crash_at("rename", 2)``: a callable for ``watch_phases`` that kills the process at a named phase.
 - ``KillSchedule``: which rank dies at which step and phase of a long run with restarts, alone or with its node's
   memory.
 
     schedule = KillSchedule.draw(seed=7, kills=3, ranks=2, first_step=20, last_step=200)
     hook = schedule.hook(rank=0, memory_path="kills.jsonl")
-    storage = open_storage(dirpath, on_phase=hook.on_phase)
+    watch_phases(hook.on_phase)
     for step in range(1, 201):
         hook.on_step(step)
         ...
@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from moe_ckpt.driver import run as driver
 from moe_ckpt.errors import ConfigError, StoreUnwritableError
 from moe_ckpt.storage.base import Chunk, Stamp, Stamped, Storage
 
@@ -155,8 +156,17 @@ def lose_node(directory: str | os.PathLike[str], kill: Callable[[], None] = kill
     kill()
 
 
+def watch_phases(on_phase: Callable[[str], None] | None) -> None:
+    """Calls ``on_phase`` with each of ``PHASES`` but "compute" as the runs of this process reach it.
+
+    Args:
+        on_phase: Called on the thread that reaches the phase, in every run that begins from now on; None: nothing is.
+    """
+    driver.on_phase = on_phase
+
+
 def crash_at(phase: str, n: int = 1, kill: Callable[[], None] = kill_process) -> Callable[[str], None]:
-    """Returns an ``on_phase`` callable that kills the process the n-th time that ``phase`` is reached.
+    """Returns a callable for ``watch_phases`` that kills the process the n-th time that ``phase`` is reached.
 
     Args:
         phase: One of ``PHASES``.

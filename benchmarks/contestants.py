@@ -25,6 +25,7 @@ from moe_ckpt.policies.base import Policy, PolicyContext
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.wrapper import Wrapper
+from moe_ckpt_sim.run.sync import SyncDense
 
 
 class Gate:
@@ -230,7 +231,7 @@ def own() -> list[Contestant]:
     """The reference and this library's contestants."""
     return [
         Reference(),
-        Ours("moe_ckpt Dense, sync", Dense(sync=True)),
+        Ours("moe_ckpt Dense, sync", SyncDense()),
         Ours("moe_ckpt Dense, async", Dense()),
         Ours("moe_ckpt MoC, K=1", MoC(k=1)),
         Ours("moe_ckpt Dense, default retention", Dense(), keep_last=None),

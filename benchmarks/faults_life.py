@@ -42,7 +42,7 @@ REST, COUNTS = "non_expert", "counts of listed experts"
 
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "Dense": lambda n: Dense(every_n_steps=n),
-    "CheckFreq": lambda n: CheckFreq(profile_steps=2, max_interval=n + 1),
+    "CheckFreq": lambda n: type("Hasty", (CheckFreq,), {"profile_steps": 2, "max_interval": n + 1})(),
     "Gemini": lambda n: Gemini(every_n_steps=n),
     "MoC": lambda n: MoC(k=1, snapshot_k=n),
     "MoEtion": lambda n: MoEtion(experts=n, capacity_boost=None),

@@ -55,7 +55,7 @@ from moe_ckpt.engine.agreement import StepAgreement
 from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.policies import CheckFreq, Dense, Gemini, GradientLog, MoC, MoEtion
+from moe_ckpt.policies import Dense, GradientLog, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process, watch_phases
@@ -63,6 +63,7 @@ from tests.integration import memory_phases, sabotage
 from tests.integration.kinds import KINDS, FamilyMoE, text_loader
 from tests.integration.pauses import stands_still
 from tests.support.bad_disks import spoil_disk
+from tests.support.constants import policy_of
 from tests.support.networks import enter
 from tests.support.opened import note_shards
 from tests.support.plain_store import read_body
@@ -78,8 +79,8 @@ POLICIES = {
     "moevement": MoEvement,
     "log": RoundRobin,
     "gradient-log": GradientLog,
-    "gemini": Gemini,
-    "checkfreq": lambda steps, **options: CheckFreq(profile_steps=steps, **options),
+    "gemini": lambda interval, **options: policy_of("Gemini", {"every_n_steps": interval, **options}),
+    "checkfreq": lambda steps, **options: policy_of("CheckFreq", {"profile_steps": steps, **options}),
 }
 SAMPLERS = {
     "stateful": StatefulDistributedSampler,

@@ -41,13 +41,14 @@ from tests.integration.test_memory_layouts import lose, under_way
 from tests.integration.test_memory_rarely_stored import restored, stored
 from tests.support.bad_disks import BAD, HangingDisk, SlowDisk, SmallDisk
 from tests.support.bad_disks import PATIENCE_SECS as BAD_PATIENCE_SECS
+from tests.support.constants import with_constants
 from tests.support.deleting import delete_tree
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 from tests.support.waiting import retry_until
 
 POLICIES = {
     "dense": Dense(),
-    "checkfreq": CheckFreq(profile_steps=3, max_interval=3),
+    "checkfreq": with_constants(CheckFreq, profile_steps=3, max_interval=3)(),
     "moc": MoC(k=1),
     "moetion": MoEtion(),
     "moevement": MoEvement(window=6),

@@ -37,7 +37,7 @@ from tests.support.tiny_moe import TinyMoE, loader
 FINITE = 7
 """Steps, before the one whose loss is NaN (``sabotage``)."""
 WAIT = {"when_busy": "wait"}
-FEW = {"retention": RetentionPolicy(keep_last=1, keep_spare=False)}
+FEW = {"retention": RetentionPolicy(keep_last=1)}
 POLICIES = {"dense": 1, "moc": 1, "moevement": 2, "gradient-log": 3}
 
 

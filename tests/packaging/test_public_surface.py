@@ -66,7 +66,7 @@ OPTIONS = (
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
 
-RETENTION = "keep_last keep_every_n_steps max_age_secs keep_spare"
+RETENTION = "keep_last keep_every_n_steps max_age_secs"
 
 POLICY_CONTEXT = (
     "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
@@ -82,9 +82,9 @@ NEEDS = (
 """What a policy of one's own may say that it needs."""
 
 POLICY_OPTIONS = {
-    "Dense": "every_n_steps sync",
-    "CheckFreq": "max_overhead profile_steps max_interval",
-    "Gemini": "every_n_steps mtbf_secs profile_steps max_interval",
+    "Dense": "every_n_steps",
+    "CheckFreq": "max_overhead",
+    "Gemini": "every_n_steps mtbf_secs",
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
     "MoEtion": "every_n_steps experts selection budget_fraction capacity_boost recompute probe",
     "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts dense_overhead",

@@ -298,7 +298,7 @@ def test_a_policy_that_asks_to_stop_ends_the_run():
 
 ANY = st.floats(min_value=0.05, max_value=1e7)
 POLICIES = st.one_of(
-    st.builds(Dense, every_n_steps=st.sampled_from([1, 3, 1000, 10**9]), sync=st.booleans()),
+    st.builds(Dense, every_n_steps=st.sampled_from([1, 3, 1000, 10**9])),
     st.just(CheckFreq()),
     st.builds(
         MoC, k=st.sampled_from([1, 8]), plt_budget=st.sampled_from([None, 0.01]), every_n_steps=st.sampled_from([1, 50])

@@ -17,6 +17,7 @@ from moe_ckpt_sim.failures.failures import Poisson
 from moe_ckpt_sim.planner.intervals import by_formula, least_interval, oracle, usual, with_interval
 from moe_ckpt_sim.run.recovery import Recoveries
 from moe_ckpt_sim.run.run import ettr_of, simulate
+from moe_ckpt_sim.run.sync import SyncDense
 from moe_ckpt_sim.workload.load import tokens_of
 from moe_ckpt_sim.workload.model import Precision
 from tests.sim.builders import MODEL, scenario, sparse, trace
@@ -212,10 +213,10 @@ def test_young_and_daly():
 def test_a_synchronous_checkpoint_costs_its_commit_too():
     """The best interval is that of Daly's formula for what training waits, and a much shorter one is far worse."""
     slow = {"storage_bytes_per_sec": 25e3}
-    tried = scenario(Dense(1, sync=True), failures=Poisson(1000.0), cluster=slow, system={"interval": "daly"})
+    tried = scenario(SyncDense(1), failures=Poisson(1000.0), cluster=slow, system={"interval": "daly"})
     persist = costs_of(tried).measured.persist_secs
     assert by_formula(tried, "young") == ceil(sqrt(2 * persist * 1000.0))
-    short = replace(tried, system=replace(tried.system, interval="policy", policy=Dense(ceil(persist), sync=True)))
+    short = replace(tried, system=replace(tried.system, interval="policy", policy=SyncDense(ceil(persist))))
     assert simulate(tried).ettr > simulate(short).ettr + 0.1
 
 

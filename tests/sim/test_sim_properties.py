@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEvement
 from moe_ckpt_sim.failures.failures import Poisson
 from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.sync import SyncDense
 from moe_ckpt_sim.workload.load import ExpertLoad
 from tests.sim.builders import LOCAL, predicted, scenario, sparse, trace
 
@@ -95,7 +96,7 @@ WITH = {
     "policy": st.sampled_from(
         [
             Dense(2),
-            Dense(5, sync=True),
+            SyncDense(5),
             MoC(k=3, every_n_steps=2),
             MoC(k=1),
             MoEvement(),
@@ -166,7 +167,7 @@ def test_windows_are_as_long_as_it_takes():
 @pytest.mark.parametrize("cluster", ["pcie_bytes_per_sec", "storage_bytes_per_sec"])
 def test_wider_links_never_cost_time(cluster):
     found = [
-        simulate(scenario(Dense(2, sync=True), failures=Poisson(1e3), cluster={cluster: rate})).ettr
+        simulate(scenario(SyncDense(2), failures=Poisson(1e3), cluster={cluster: rate})).ettr
         for rate in (2e4, 2e5, 2e6, 2e7)
     ]
     assert found == sorted(found)

@@ -15,6 +15,7 @@ from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.failures import formulas
 from moe_ckpt_sim.failures.failures import Poisson
 from moe_ckpt_sim.run.run import simulate
+from moe_ckpt_sim.run.sync import SyncDense
 from moe_ckpt_sim.workload.load import ExpertLoad
 from tests.sim.builders import LOCAL, predicted, scenario, sparse
 from tests.sim.naive import Naive
@@ -32,7 +33,7 @@ REPEATING = {
     "dense that skips": (Dense(1), {"cluster": SLOW, "system": {"when_busy": "skip"}}),
     "dense out of phase": (Dense(3), {"cluster": SLOW, "system": ONE_BUFFER}),
     "dense out of phase, two under way": (Dense(3), {"cluster": SLOW, "system": {"when_busy": "skip"}}),
-    "dense sync": (Dense(7, sync=True), {}),
+    "dense sync": (SyncDense(7), {}),
     "dense on peers": (Dense(3), {"system": {"durable": "peers", "storage_every_secs": 100.0}}),
     "dense in memory": (Dense(3), {"system": {"durable": "node", "storage_every_n_steps": 50}}),
     "dense in memory, each on to storage": (Dense(1), {"system": {"durable": "node", "storage_every_n_steps": 1}}),
@@ -186,7 +187,7 @@ def test_without_failures_only_stalls_cost(every, pcie):
 
 
 def test_a_sync_checkpoint_stalls_for_copy_and_commit():
-    tried = scenario(Dense(10, sync=True), duration_secs=10_000.0)
+    tried = scenario(SyncDense(10), duration_secs=10_000.0)
     costs = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
     each = costs.copy_secs(costs.bytes_of.dense) + costs.move_secs(costs.bytes_of.dense)
     assert simulate(tried).ettr == pytest.approx(10 / (10 + each), abs=2e-4)
@@ -254,7 +255,7 @@ def test_where_the_time_went_is_all_of_it(system):
         (Dense(1), {"when_busy": "skip"}, SLOW),
         (Dense(3), ONE_BUFFER, SLOW),
         (Dense(5), {}, {"pcie_bytes_per_sec": 20e3}),
-        (Dense(6, sync=True), {}, {}),
+        (SyncDense(6), {}, {}),
         (Dense(200), {}, {}),
     ],
 )
@@ -282,7 +283,7 @@ def test_a_naive_simulator_tells_the_same(policy, system, cluster):
             failures=times[1:],
             until=3000.5,
             buffers=tried.system.max_in_flight,
-            sync=policy.sync,
+            sync=isinstance(policy, SyncDense),
             skip=tried.system.when_busy == "skip",
         ).run()
         told = simulate(tried)

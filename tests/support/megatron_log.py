@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from tests.support import megatron_gpt
+from tests.support.constants import policy_of
 from tests.support.megatron_gpt import Setup
 
 PER_RANK = ("nbytes", "stall_secs", "agree_secs", "waited", "waits")
@@ -96,7 +97,6 @@ def _life(rank: int, place: str, case: Case, seed: int, kill: tuple[int, int] | 
 
 
 def attached(built: megatron_gpt.Built, case: Case, store: str) -> Any:
-    import moe_ckpt.policies
     from moe_ckpt import megatron
     from moe_ckpt.core.retention import RetentionPolicy
 
@@ -105,7 +105,7 @@ def attached(built: megatron_gpt.Built, case: Case, store: str) -> Any:
         built.chunks,
         built.optimizer,
         built.scheduler,
-        policy=getattr(moe_ckpt.policies, name)(**arguments),
+        policy=policy_of(name, arguments),
         dirpath=store,
         **{"when_busy": "wait", "timeout_secs": 60.0, "retention": RetentionPolicy(keep_last=10_000), **case.options},
     )

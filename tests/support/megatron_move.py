@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import megatron_gpt
+from tests.support.constants import policy_of
 from tests.support.megatron_gpt import Built, Setup
 from tests.support.megatron_run import digest
 
@@ -73,12 +74,11 @@ def _visit(store: str, stop: Stop, number: int) -> dict[str, Any]:
 
 
 def _attach(store: str, stop: Stop, built: Built) -> Any:
-    import moe_ckpt.policies
     from moe_ckpt import megatron
 
     name, arguments = stop.policy
     options = {"when_busy": "wait", "timeout_secs": 60.0, "save_last": False, **stop.options}
-    policy = getattr(moe_ckpt.policies, name)(**arguments)
+    policy = policy_of(name, arguments)
     return megatron.attach(built.chunks, built.optimizer, built.scheduler, policy=policy, dirpath=store, **options)
 
 

@@ -25,6 +25,7 @@ from moe_ckpt.testing import watch_phases
 from tests.integration import memory_phases
 from tests.integration.pauses import Stop
 from tests.support import megatron_gpt
+from tests.support.constants import policy_of
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_log import digests
 from tests.support.opened import note_shards
@@ -184,7 +185,6 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
     random.seed(life.seed)
     np.random.seed(life.seed)
     built = megatron_gpt.build(life.setup, life.seed)
-    import moe_ckpt.policies
     from moe_ckpt import Memory, megatron
 
     if life.sabotage is not None:
@@ -223,7 +223,7 @@ def live(rank: int, world_size: int, life: Life) -> dict[str, Any]:
         built.chunks,
         built.optimizer,
         built.scheduler,
-        policy=getattr(moe_ckpt.policies, name)(**arguments),
+        policy=policy_of(name, arguments),
         dirpath=life.store,
         stateful={"coming back": _ComingBack(on_phase)},
         memory=None if node is None else Memory(directory=node, **life.copies),

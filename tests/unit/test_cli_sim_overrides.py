@@ -66,7 +66,7 @@ def test_what_is_not_there(capsys, override):
 
 def test_of_a_sweep_the_combination_is_named(capsys):
     said = error_of(capsys, "policy=moc,dense", "policy.durable=storage", "policy.policy.k=1")
-    assert said == "with policy=dense: policy.policy.k: no such setting; policy.policy has every_n_steps, sync"
+    assert said == "with policy=dense: policy.policy.k: no such setting; policy.policy has every_n_steps"
 
 
 def model_of(*overrides):

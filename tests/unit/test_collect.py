@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from moe_ckpt.core import retention
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.collect import Known, clean_start, collect
 from moe_ckpt.engine.documents import read_manifest
@@ -35,7 +36,12 @@ from moe_ckpt.testing import FaultyStorage
 from tests.support import warm
 
 NOW = 1_000_000.0
-LAST = RetentionPolicy(keep_last=1, keep_spare=False)
+LAST = RetentionPolicy(keep_last=1)
+
+
+@pytest.fixture(autouse=True)
+def no_spares(monkeypatch):
+    monkeypatch.setattr(retention, "_spares", lambda ordered: [])
 
 
 def commit(storage, step, experts_from=(), generation=0, write_manifest=True, parent=None, passed_over=()):
@@ -224,7 +230,7 @@ def test_what_a_run_came_back_to_stays_beside_what_it_passed_over(storage, is_da
     if is_damaged:
         _damage(storage, 10, lambda raw: raw[:-9])
         stay = (step_dir(9, 0), *stay[1:])
-    assert collect(storage, RetentionPolicy(keep_spare=False), NOW).retained == stay
+    assert collect(storage, RetentionPolicy(), NOW).retained == stay
 
 
 def test_a_link_that_leads_out_of_the_store_is_left_alone(storage, tmp_path_factory, caplog):
@@ -366,11 +372,12 @@ def require_whole(storage):
 
 COLLECTOR = """
 import sys
-from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.core import retention
 from moe_ckpt.engine.collect import collect
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import crash_at
-collect(LocalStorage(sys.argv[1], crash_at("gc", int(sys.argv[2]))), RetentionPolicy(1, keep_spare=False), 0.0)
+retention._spares = lambda ordered: []
+collect(LocalStorage(sys.argv[1], crash_at("gc", int(sys.argv[2]))), retention.RetentionPolicy(1), 0.0)
 """
 
 

@@ -217,7 +217,7 @@ def test_remote_store_wants_a_place(user_app):
         ("moe_ckpt/policy=nope", ["nope", "checkfreq", "dense", "moc", "Available options"]),
         ("moe_ckpt/store=nope", ["nope", "local", "remote"]),
         ("moe_ckpt.policy.kk=3", ["moe_ckpt.policy.kk", "CheckFreqConfig"]),
-        ("moe_ckpt.policy.profile_steps=two", ["two", "Integer", "moe_ckpt.policy.profile_steps"]),
+        ("moe_ckpt.policy.max_overhead=two", ["two", "Float", "moe_ckpt.policy.max_overhead"]),
         ("moe_ckpt.policy.snapshot_k=[3]", ["snapshot_k"]),
         ("moe_ckpt.dirpth=x", ["dirpth", "CheckpointConfig"]),
     ],
@@ -364,9 +364,9 @@ def test_a_users_app_needs_no_import_of_ours(tmp_path):
     stores = [line.rsplit(" IN ", 1)[1] for line in jobs.stdout.splitlines() if "POLICY" in line]
     assert stores == [f"checkpoints/moe_ckpt.policy={name}" for name in ("dense", "moc", "checkfreq")]
     assert app("moe_ckpt/policy=dense").stdout.endswith(" IN checkpoints\n"), "a single run's stays, whatever it sets"
-    wrong = app("moe_ckpt.policy.profile_steps=two")
+    wrong = app("moe_ckpt.policy.max_overhead=two")
     assert wrong.returncode == 1
-    assert "could not be converted to Integer" in wrong.stderr
+    assert "could not be converted to Float" in wrong.stderr
 
 
 @pytest.mark.parametrize("group", ["model", "data", "trainer", "faults", "experiment"])

@@ -18,6 +18,7 @@ from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.policies import CheckFreq, Measured
 from moe_ckpt.policies.base import Sends
 from moe_ckpt.storage import LocalStorage
+from tests.support.constants import with_constants
 from tests.unit.engine_parts import GatedStorage, Life, ThreadRanks, manifests, run_threads, told
 
 
@@ -238,7 +239,7 @@ def test_checkfreq_settles_at_the_interval_of_its_formula(tmp_path, clock, slowd
     cost = WRITING_STEPS * slowdown
     expected = max(cost / (overhead * ITERATION), 1)
     steps = PROFILE + WRITING_STEPS + 4 * ceil(max(expected, 10))
-    with Life(storage, policy=CheckFreq(overhead, PROFILE, max_interval=200)) as life:
+    with Life(storage, policy=with_constants(CheckFreq, profile_steps=PROFILE, max_interval=200)(overhead)) as life:
         storage.gate.clear()
         life.begun = 0
         train(life, storage, clock, steps, slowdown)
@@ -258,7 +259,7 @@ def test_checkfreq_settles_at_the_interval_of_its_formula(tmp_path, clock, slowd
 
 def test_checkfreq_on_real_time_saves_and_commits_all(tmp_path):
     """No assertion on times: the first after the profile, then again, and every one is whole."""
-    with Life(LocalStorage(tmp_path), policy=CheckFreq(0.5, profile_steps=5, max_interval=20)) as life:
+    with Life(LocalStorage(tmp_path), policy=with_constants(CheckFreq, profile_steps=5, max_interval=20)(0.5)) as life:
         life.go(60, settle=True)
         assert life.session._booking.meter.measured().checkpoint_cost_secs is not None
     begun = [r.step for r in life.records if r.begun]

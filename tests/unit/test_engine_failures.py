@@ -13,8 +13,9 @@ from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.errors import UnencodableStateError
-from moe_ckpt.policies import Dense, Wrapper
+from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt_sim.run.sync import SyncDense
 from tests.unit.builders import experts_in
 from tests.unit.engine_parts import (
     ALL,
@@ -144,14 +145,7 @@ def test_a_broken_copy_costs_its_checkpoint_and_nothing_else(memory, tmp_path, c
     assert "MemoryError: the copy broke" in caplog.text
 
 
-class Waits(Wrapper):
-    """Training waits until each checkpoint is committed."""
-
-    def plan(self, context):
-        return replace(super().plan(context), wait=True)
-
-
-@pytest.mark.parametrize("policy", [Dense(), Waits(Dense())])
+@pytest.mark.parametrize("policy", [Dense(), SyncDense()])
 def test_storage_that_hangs_ends_no_training_that_waits_for_it(policy, tmp_path, caplog):
     storage = GatedStorage(tmp_path)
     with Life(storage, policy=policy, when_busy="wait", timeout_secs=0.3, host_memory_bytes=1 << 20) as life:
@@ -163,7 +157,7 @@ def test_storage_that_hangs_ends_no_training_that_waits_for_it(policy, tmp_path,
         life.go(2, settle=True)
     assert life.records[-1].failed_checkpoints > 0
     assert manifests(tmp_path)[-1].step == life.step
-    assert ("did not finish within 0.3 s (timeout_secs)" in caplog.text) == isinstance(policy, Waits)
+    assert ("did not finish within 0.3 s (timeout_secs)" in caplog.text) == isinstance(policy, SyncDense)
 
 
 def test_close_ends_everything_even_if_the_copy_in_hand_broke(tmp_path):

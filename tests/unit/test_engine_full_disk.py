@@ -16,7 +16,7 @@ from tests.support.bad_disks import PATIENCE_SECS, HangingDisk, SmallDisk
 from tests.unit.builders import catalog
 from tests.unit.engine_parts import ALL, MODEL, Life, ThreadRanks, assert_view, failing, manifests, run_threads
 
-TWO = RetentionPolicy(keep_last=2, keep_spare=False)
+TWO = RetentionPolicy(keep_last=2)
 WINDOW = MoEvement(window=4)
 
 

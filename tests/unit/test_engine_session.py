@@ -19,6 +19,7 @@ from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.policies import Dense, Measured
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt_sim.run.sync import SyncDense
 from tests.unit.engine_parts import (
     ALL,
     ALWAYS,
@@ -287,7 +288,7 @@ def test_waiting_stalls_and_skips_none(tmp_path):
 
 
 def test_a_plan_that_asks_to_wait_is_committed_when_the_step_ends(tmp_path):
-    with Life(LocalStorage(tmp_path), policy=Dense(every_n_steps=2, sync=True), max_in_flight=1) as life:
+    with Life(LocalStorage(tmp_path), policy=SyncDense(every_n_steps=2), max_in_flight=1) as life:
         for _ in range(6):
             life.go()
             assert [m.step for m in manifests(tmp_path)] == list(range(2, life.step + 1, 2))

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from moe_ckpt.core import retention
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.collect import clean_start, collect
 from moe_ckpt.format.manifest import group_of
@@ -16,7 +17,14 @@ from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.unit.engine_parts import Life, ThreadRanks, manifests, run_threads
 
-LAST = RetentionPolicy(keep_last=1, keep_spare=False)
+LAST = RetentionPolicy(keep_last=1)
+
+
+@pytest.fixture(autouse=True)
+def no_spares(monkeypatch):
+    monkeypatch.setattr(retention, "_spares", lambda ordered: [])
+
+
 RANKS = 3
 
 

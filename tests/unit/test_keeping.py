@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from moe_ckpt.core import retention
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.view import PART
@@ -15,7 +16,14 @@ from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, Manifest, ModelR
 from moe_ckpt.storage import StoreLock
 from tests.support.bad_disks import FastClock
 
-LAST = RetentionPolicy(keep_last=1, keep_spare=False)
+LAST = RetentionPolicy(keep_last=1)
+
+
+@pytest.fixture(autouse=True)
+def no_spares(monkeypatch):
+    monkeypatch.setattr(retention, "_spares", lambda ordered: [])
+
+
 FIRST = step_dir(1, 0)
 A_TICK_SECS = 0.02
 EXPERTS = frozenset({"rank_00000_expert.safetensors", "rank_00001_expert.safetensors"})

@@ -224,7 +224,7 @@ def test_a_policy_for_the_memory_of_peers_asks_for_copies_there(policy, memory):
         (lambda: MoEtion(expert=4), r"did you mean experts\?"),
         (lambda: CheckFreq(max_overheads=4), r"did you mean max_overhead\?"),
         (lambda: Gemini(mtbf=600), r"did you mean mtbf_secs\?"),
-        (lambda: Dense(5, False, 3), r"^Dense was given 3 options; there are: every_n_steps, sync$"),
+        (lambda: Dense(5, False), r"^Dense was given 2 options; there are: every_n_steps$"),
         (lambda: Dense(5, every_n_steps=3), r"^Dense\(every_n_steps=\.\.\.\): every_n_steps is given twice"),
         (lambda: Guarded(budget=0.1), r"^Guarded\(\): policy is missing; write Guarded\(policy=\.\.\.\)"),
         (lambda: RetentionPolicy(keep_lst=5), r"^RetentionPolicy\(keep_lst=\.\.\.\): .*did you mean keep_last\?"),
@@ -237,7 +237,7 @@ def test_a_wrong_option_of_a_policy_is_named_with_the_nearest_right_one(make, sa
 
 def test_policies_are_the_dataclasses_that_they_were():
     assert replace(MoC(2, selector="load_aware"), k=3) == MoC(k=3, selector="load_aware")
-    assert list(inspect.signature(Dense).parameters) == ["every_n_steps", "sync"]
+    assert list(inspect.signature(Dense).parameters) == ["every_n_steps"]
     assert pickle.loads(pickle.dumps(Dense(5))) == Dense(5)
 
 

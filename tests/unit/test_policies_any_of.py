@@ -222,4 +222,4 @@ def test_two_ranks_save_the_same_and_a_dense_checkpoint_comes_in_between(tmp_pat
     assert main(["inspect", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "policy any_of on 2 ranks: policies=[moc(k=1, every_n_steps=2, selector=sequential," in said
-    assert "dense(every_n_steps=5, sync=False)]" in said
+    assert "dense(every_n_steps=5)]" in said

@@ -10,6 +10,7 @@ from moe_ckpt.core.plan import Fidelity, Tier
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Policy
 from moe_ckpt.policies.base import interval_passed
+from moe_ckpt_sim.run.sync import SyncDense
 from tests.unit.builders import catalog, context
 
 MODEL = catalog(2, 3)
@@ -25,7 +26,7 @@ def test_dense_saves_every_operator_at_full_fidelity_to_storage():
 
 
 def test_sync_waits():
-    assert Dense(sync=True).plan(context(MODEL)).wait
+    assert SyncDense().plan(context(MODEL)).wait
 
 
 def test_every_n_steps():
@@ -69,4 +70,4 @@ def test_dense_serves_models_without_moe_layers():
 
 def test_it_is_a_policy_that_says_what_it_is():
     assert isinstance(Dense(), Policy)
-    assert Dense(3, sync=True).describe() == {"name": "dense", "every_n_steps": 3, "sync": True}
+    assert Dense(3).describe() == {"name": "dense", "every_n_steps": 3}

@@ -11,6 +11,7 @@ from benchmarks.lost_tokens import Workload, simulate
 from benchmarks.moc_sim import SimulatedRun, catalog
 from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC
 from moe_ckpt.policies.selectors import SELECTORS
+from tests.support.constants import with_constants
 from tests.unit.builders import mixed
 
 BUDGET = 0.05
@@ -69,7 +70,7 @@ guarded = st.builds(
         selector=st.sampled_from(sorted(SELECTORS)),
         plt_budget=st.sampled_from([None, 0.5, 0.005]),
     )
-    | st.just(CheckFreq(profile_steps=2, max_interval=3)),
+    | st.just(with_constants(CheckFreq, profile_steps=2, max_interval=3)()),
     budget=st.sampled_from([BUDGET, 0.01]),
     action=st.sampled_from(["escalate", "dense", "stop"]),
 )

@@ -1,11 +1,13 @@
 """Which checkpoints stay: literals for the rules, simulated MoC runs for the spare."""
 
 from dataclasses import dataclass, field, replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ckpt.core import retention
 from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
 from moe_ckpt.errors import ConfigError
 
@@ -16,6 +18,10 @@ def record(step, paths=None, generation=0, age_secs=0.0, parent=None):
     directory = f"g{generation}s{step}"
     own = frozenset({f"{directory}/MANIFEST"}) | frozenset(paths or {f"{directory}/all"})
     return CheckpointRecord(directory, generation, step, NOW - age_secs, own, parent)
+
+
+def without_spares():
+    return mock.patch.object(retention, "_spares", return_value=[])
 
 
 def steps(records, **policy):
@@ -36,7 +42,7 @@ def test_the_newest_few_stay_in_any_order_of_input():
 
 def test_a_later_generation_is_newer_than_a_later_step():
     records = [record(100), record(101), record(51, generation=1), record(52, generation=1)]
-    assert retained(records, RetentionPolicy(keep_last=1, keep_spare=False), NOW) == {"g1s52"}
+    assert kept_of(records, keep_last=1) == {"g1s52"}
 
 
 def life(generation, of_steps, parent=None):
@@ -44,7 +50,8 @@ def life(generation, of_steps, parent=None):
 
 
 def kept_of(records, **policy):
-    return retained(records, RetentionPolicy(**{"keep_spare": False, **policy}), NOW)
+    with without_spares():
+        return retained(records, RetentionPolicy(**policy), NOW)
 
 
 def test_what_a_run_came_back_to_is_kept_beside_what_it_passed_over():
@@ -57,8 +64,8 @@ def test_what_a_run_came_back_to_is_kept_beside_what_it_passed_over():
 def test_with_keep_last_1_what_the_run_came_back_to_is_the_spare():
     old, new = life(0, (1, 2, 3)), life(1, (3, 4, 5), parent=(0, 2))
     assert kept_of(old + new[:1], keep_last=1) == {"g1s3"}
-    assert kept_of(old + new[:1], keep_last=1, keep_spare=True) == {"g0s2", "g0s3", "g1s3"}
-    assert kept_of(old + new[:2], keep_last=1, keep_spare=True) == {"g1s3", "g1s4"}
+    assert retained(old + new[:1], RetentionPolicy(keep_last=1), NOW) == {"g0s2", "g0s3", "g1s3"}
+    assert retained(old + new[:2], RetentionPolicy(keep_last=1), NOW) == {"g1s3", "g1s4"}
 
 
 def test_the_line_goes_through_all_lives():
@@ -99,8 +106,7 @@ def test_where_a_whole_life_is_gone_everything_older_counts():
 
 def test_milestones_stay_in_their_newest_generation_only():
     records = [record(s) for s in range(1, 26)] + [record(s, generation=1) for s in range(18, 30)]
-    kept = retained(records, RetentionPolicy(keep_last=1, keep_every_n_steps=10, keep_spare=False), NOW)
-    assert kept == {"g0s10", "g1s20", "g1s29"}
+    assert kept_of(records, keep_last=1, keep_every_n_steps=10) == {"g0s10", "g1s20", "g1s29"}
 
 
 def test_a_milestone_of_the_line_stays_before_a_newer_one_that_was_passed_over():
@@ -112,7 +118,7 @@ def test_old_ones_go_but_never_the_newest():
     records = [record(s, age_secs=100.0 * (5 - s)) for s in range(1, 5)]
     assert steps(records, keep_last=4, max_age_secs=250.0) == [3, 4]
     assert steps(records, keep_last=4, keep_every_n_steps=1, max_age_secs=250.0) == [3, 4]
-    assert steps(records, keep_last=4, max_age_secs=1.0, keep_spare=False) == [4]
+    assert kept_of(records, keep_last=4, max_age_secs=1.0) == {"g0s4"}
 
 
 def test_age_does_not_take_the_spare():
@@ -127,7 +133,7 @@ def test_whole_checkpoints_need_no_extra_spare():
 def test_the_oldest_is_kept_while_nothing_is_disjoint_from_the_newest():
     records = [record(s, {"shared", str(s)}) for s in range(1, 8)]
     assert steps(records, keep_last=2) == [1, 6, 7]
-    assert steps(records, keep_last=2, keep_spare=False) == [6, 7]
+    assert kept_of(records, keep_last=2) == {"g0s6", "g0s7"}
 
 
 def test_the_spare_is_the_newest_disjoint_one_and_the_next_candidate_waits():
@@ -281,7 +287,8 @@ def test_the_same_over_faults(run, data):
 )
 def test_the_rules_hold_for_any_history(ages, keep_last, every, max_age, spare):
     records = [record(s, age_secs=age) for s, age in enumerate(ages)]
-    kept = retained(records, RetentionPolicy(keep_last, every, max_age, spare), NOW)
+    policy = RetentionPolicy(keep_last, every, max_age)
+    kept = retained(records, policy, NOW) if spare else kept_of(records, **vars(policy))
     assert records[-1].directory in kept
     young = {r.directory for r in records if max_age is None or NOW - r.created_unix_secs <= max_age}
     wanted = {r.directory for r in records[-keep_last:] + [r for r in records if every and r.step % every == 0]}

@@ -15,6 +15,7 @@ from moe_ckpt import newest_step
 from moe_ckpt.callbacks import named_steps
 from moe_ckpt.cli.main import main
 from moe_ckpt.comm.communicator import SoloCommunicator
+from moe_ckpt.core import retention
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.collect import collect
 from moe_ckpt.errors import DamagedError, NoCheckpointError, StepRemovedError
@@ -32,7 +33,14 @@ from tests.support.verifying import verify_store
 from tests.unit.engine_parts import ThreadRanks, run_threads
 
 OLDEST, OLDER, NEWEST, COMING = (step_dir(step, 0) for step in range(1, 5))
-KEEP_ONE = RetentionPolicy(keep_last=1, keep_spare=False)
+KEEP_ONE = RetentionPolicy(keep_last=1)
+
+
+@pytest.fixture(autouse=True)
+def no_spares(monkeypatch):
+    monkeypatch.setattr(retention, "_spares", lambda ordered: [])
+
+
 FILES = ("MANIFEST.json", "PART.json", "rank_00001_expert.safetensors", "rank_00000_state.json")
 """Of the newest step, in the order in which they are read."""
 

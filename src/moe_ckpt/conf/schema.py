@@ -17,15 +17,12 @@ MISSING: Any = "???"
 class DenseConfig:
     _target_: str = "moe_ckpt.policies.Dense"
     every_n_steps: int = 1
-    sync: bool = False
 
 
 @dataclass
 class CheckFreqConfig:
     _target_: str = "moe_ckpt.policies.CheckFreq"
     max_overhead: float = 0.03
-    profile_steps: int = 10
-    max_interval: int = 1000
 
 
 @dataclass
@@ -33,8 +30,6 @@ class GeminiConfig:
     _target_: str = "moe_ckpt.policies.Gemini"
     every_n_steps: Union[int, str] = "daly"  # noqa: UP007
     mtbf_secs: Optional[float] = None  # noqa: UP045
-    profile_steps: int = 10
-    max_interval: int = 1000
 
 
 @dataclass
@@ -115,7 +110,6 @@ class RetentionConfig:
     keep_last: int = 2
     keep_every_n_steps: Optional[int] = None  # noqa: UP045
     max_age_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
-    keep_spare: bool = True
 
 
 @dataclass

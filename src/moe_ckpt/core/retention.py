@@ -64,7 +64,9 @@ class RetentionPolicy:
     """Which committed checkpoints stay on storage.
 
     The newest always stays, and so does the newest with finite values. If that is a sparse window (MoEvement), the
-    newest dense one with finite values stays too, for a run that resumes on another layout.
+    newest dense one with finite values stays too, for a run that resumes on another layout. A fallback that shares no
+    file with the newest stays (the spare), and the candidate to follow it: at most two more checkpoints, and two more
+    while the line is not all. That costs nothing if every checkpoint is complete and ``keep_last >= 2``.
 
     Attributes:
         keep_last: How many of the newest stay: of all checkpoints, and of those that the current state descends from
@@ -74,9 +76,6 @@ class RetentionPolicy:
             where that one was skipped, the next (one generation of it: the newest on the line, or else the newest).
         max_age_secs: Seconds, or text such as "7d". Older checkpoints are deleted, whatever the two rules above say,
             except the newest, the newest finite and dense ones and the spares.
-        keep_spare: Also keep a fallback that shares no file with the newest, and the candidate to follow it: at most
-            two more checkpoints, and two more while the line is not all. Costs nothing if every checkpoint is complete
-            and ``keep_last >= 2``.
 
     Raises:
         ConfigError: A number below 1, or an age that is no duration.
@@ -85,7 +84,6 @@ class RetentionPolicy:
     keep_last: int = 2
     keep_every_n_steps: int | None = None
     max_age_secs: float | None = None
-    keep_spare: bool = True
 
     def __post_init__(self) -> None:
         _require_whole("keep_last", self.keep_last)
@@ -106,7 +104,7 @@ def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy, now
     lists = [records for records in (ordered, line, *finite) if records]
     counted = [record for records in lists for record in records[-policy.keep_last :]]
     young = [record for record in (*counted, *_milestones(lists, policy)) if _is_young(record, policy, now_unix_secs)]
-    spares = [record for records in lists for record in _spares(records)] if policy.keep_spare else []
+    spares = [record for records in lists for record in _spares(records)]
     unread = {directory for record in ordered for directory in record.passed_over}
     by_name = [record for record in ordered if record.directory in unread]
     dense = [[record for record in records if record.dense] for records in finite]

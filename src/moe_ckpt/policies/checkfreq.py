@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import ceil
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Measured, Needs, PolicyContext, due_as_measured, require_positive
+from moe_ckpt.policies.base import Measured, Needs, PolicyContext, due_as_measured
 
 
 @named_arguments
@@ -23,19 +23,18 @@ class CheckFreq:
 
     Attributes:
         max_overhead: Share of training time, above 0 and below 1; 0.03 in the paper.
-        profile_steps: Steps before the first checkpoint.
-        max_interval: Upper bound on the interval in steps, so that one wrong measurement cannot stop saving.
 
     Raises:
         ConfigError: A value out of range.
     """
 
     max_overhead: float = 0.03
-    profile_steps: int = 10
-    max_interval: int = 1000
+    profile_steps: ClassVar[int] = 10
+    """Steps before the first checkpoint."""
+    max_interval: ClassVar[int] = 1000
+    """Upper bound on the interval in steps, so that one wrong measurement cannot stop saving."""
 
     def __post_init__(self) -> None:
-        require_positive("CheckFreq", profile_steps=self.profile_steps, max_interval=self.max_interval)
         if not isinstance(self.max_overhead, (int, float)) or not 0 < self.max_overhead < 1:
             raise ConfigError(
                 f"CheckFreq(max_overhead={self.max_overhead!r}): max_overhead must be a number above 0 and "

@@ -18,15 +18,12 @@ class Dense:
 
     Attributes:
         every_n_steps: Steps from one checkpoint to the next.
-        sync: True: training waits until the checkpoint is committed. False: the copy runs during the next forward and
-            backward pass, and the write during the steps after it.
 
     Raises:
         ConfigError: ``every_n_steps`` is below 1.
     """
 
     every_n_steps: int = 1
-    sync: bool = False
 
     def __post_init__(self) -> None:
         require_positive("Dense", every_n_steps=self.every_n_steps)
@@ -37,7 +34,7 @@ class Dense:
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if not interval_passed(context.step, context.last_step, self.every_n_steps):
             return save_nothing(context.step)
-        return save_full(context.step, context.catalog.everything, wait=self.sync)
+        return save_full(context.step, context.catalog.everything)
 
     @property
     def needs(self) -> Needs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import ceil, isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.intervals import daly_secs, expected_mtbf_secs, young_secs
@@ -17,7 +17,6 @@ from moe_ckpt.policies.base import (
     due_as_measured,
     interval_passed,
     next_multiple,
-    require_positive,
 )
 
 FORMULAS = {"young": young_secs, "daly": daly_secs}
@@ -38,8 +37,6 @@ class Gemini:
             a checkpoint takes until it is complete.
         mtbf_secs: Mean time between failures, if known. None: estimated from the failures of this run
             (``core.intervals.expected_mtbf_secs``; only the time of steps that were kept counts).
-        profile_steps: With a formula, steps before the first checkpoint, as in ``CheckFreq``.
-        max_interval: With a formula, upper bound on the steps between two checkpoints.
 
     Raises:
         ConfigError: A value out of range.
@@ -47,8 +44,10 @@ class Gemini:
 
     every_n_steps: int | str = "daly"
     mtbf_secs: float | None = None
-    profile_steps: int = 10
-    max_interval: int = 1000
+    profile_steps: ClassVar[int] = 10
+    """With a formula, steps before the first checkpoint, as in ``CheckFreq``."""
+    max_interval: ClassVar[int] = 1000
+    """With a formula, upper bound on the steps between two checkpoints."""
 
     def __post_init__(self) -> None:
         every, mtbf = self.every_n_steps, self.mtbf_secs
@@ -57,7 +56,6 @@ class Gemini:
                 f"Gemini(every_n_steps={every!r}): every_n_steps must be a whole number of at least 1, or one of "
                 f"{', '.join(map(repr, FORMULAS))} to compute it from measurements"
             )
-        require_positive("Gemini", profile_steps=self.profile_steps, max_interval=self.max_interval)
         if mtbf is not None and not (isinstance(mtbf, (int, float)) and isfinite(mtbf) and mtbf > 0):
             raise ConfigError(f"Gemini(mtbf_secs={mtbf!r}): mtbf_secs must be a number of seconds above 0, or None")
 

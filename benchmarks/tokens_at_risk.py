@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,6 +48,14 @@ def risks(policy: Policy, work: Workload, seed: int) -> tuple[np.ndarray, float]
             newest = TokenBook.from_dict(run.store[-1].tokens, work.layers, work.experts)
             series.append(tokens_at_risk(newest.unsaved(Tier.STORAGE), run.run_ledger.tokens.applied))
     return np.array(series), found
+
+
+class InTurn(MoEtion):
+    """The baseline of MoEtion's paper: each layer gets the same share, and the oldest experts come first."""
+
+    def _chosen(self, context: Any, rooms: Any, tier: Any) -> Any:
+        blind = replace(tier, unsaved=np.zeros_like(tier.unsaved), interval_steps=10**9)  # none is overdue
+        return super()._chosen(context, rooms, blind)
 
 
 def _routed(work: Workload, rng: np.random.Generator) -> Iterator[Counts]:
@@ -89,8 +98,8 @@ def compare(shapes: Sequence[tuple[int, int, int]], steps: int, seeds: int) -> l
         for wanted in SKEWNESS:
             work = Workload(4, experts, ranks, wanted, steps=steps)
             runs: dict[str, list[tuple[np.ndarray, float]]] = {
-                how: [risks(MoEtion(experts=saved, selection=how), work, seed) for seed in range(seeds)]
-                for how in ("round_robin", "popular")
+                how: [risks(kind(experts=saved), work, seed) for seed in range(seeds)]
+                for how, kind in (("round_robin", InTurn), ("popular", MoEtion))
             }
             mean = {how: float(np.mean([series.mean() for series, _ in of])) for how, of in runs.items()}
             rows.append(

@@ -38,11 +38,11 @@ def fit(
     trainer: dict[str, Any],
     stop: int | None,
     refused: int | None = None,
-    probe: bool | None = False,
+    probing: bool = False,
     paced: dict[str, Any] | None = None,
 ) -> Any:
     """stop: the step at which all are killed; None: returns what came back, before the first step. refused: rank 0 has
-    no room for copies of this step, and the same experts are sent at each. probe: as MoEtion's. paced: experts are
+    no room for copies of this step, and the same experts are sent at each. probing: as ``Steady``. paced: experts are
     MoEtion's own choice, with these arguments."""
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import CSVLogger
@@ -108,7 +108,7 @@ def fit(
     node, told = Path(root, f"node_{rank}"), f"{root}/plans_{rank}.jsonl"
     node.mkdir(exist_ok=True)
     watch, experts = Watch(), experts_of(model)
-    steady = Steady(told=told, every=3 if refused is None else 1000, probe=probe)
+    steady = Steady(told=told, every=3 if refused is None else 1000, probing=probing)
     checkpoint = MoECheckpoint(
         steady if paced is None else Paced(told=told, ranks=world_size, **paced),
         f"{root}/store",
@@ -158,13 +158,13 @@ CASES = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "clipped")) for name in CASES])
 def test_every_expert_is_as_new_as_what_was_sent_of_it(name: str, tmp_path: Path):
     ranks, lost, model, trainer, stop = CASES[name]
-    probe = None if name == "probed" else False
-    ended = start_ranks(fit, ranks, str(tmp_path), model, trainer, stop, None, probe)
+    probing = name == "probed"
+    ended = start_ranks(fit, ranks, str(tmp_path), model, trainer, stop, None, probing)
     assert [each.exitcode for each in ended] == [-signal.SIGKILL] * ranks, [each.error for each in ended]
     planned = plans(tmp_path / "plans_0.jsonl")
     lose(tmp_path, *lost)
-    told = run_ranks(fit, ranks, str(tmp_path), model, trainer, None, None, probe)
-    if probe is None:
+    told = run_ranks(fit, ranks, str(tmp_path), model, trainer, None, None, probing)
+    if probing:
         first = min(at for at, plan in planned.items() if plan["gradients"])
         assert BLOCK * COMPARED < first <= PROBED_CHECKPOINTS + 1, "when it is known what saving costs, or given up"
     [step] = {rank["step"] for rank in told}

@@ -45,6 +45,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
+from benchmarks.tokens_at_risk import InTurn
 from moe_ckpt import Memory
 from moe_ckpt.callbacks import MoECheckpoint, fit
 from moe_ckpt.core import intervals
@@ -56,7 +57,6 @@ from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, GradientLog, MoC, MoEtion
-from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import KillSchedule, crash_at, kill_process, watch_phases
 from tests.integration import memory_phases, sabotage
@@ -76,7 +76,8 @@ POLICIES = {
     "dense": Dense,
     "moc": MoC,
     "moetion": MoEtion,
-    "moevement": MoEvement,
+    "moetion in turn": InTurn,
+    "moevement": lambda window, **options: policy_of("MoEvement", {"window": window, **options}),
     "log": RoundRobin,
     "gradient-log": GradientLog,
     "gemini": lambda interval, **options: policy_of("Gemini", {"every_n_steps": interval, **options}),

@@ -27,14 +27,14 @@ from tests.integration.recount import Recount, check_history
 BY_BUDGET = Run(
     None,
     policy=("moetion", 1),
-    options={"budget_fraction": 1e-9},  # less than any run can afford: one expert per layer, whatever the machine
     epochs=4,
     hashes=True,
     model={"experts": 4},
-    callback={"when_busy": "wait", "save_last": False},
+    # Less than any run can afford: one expert per layer, whatever the machine.
+    callback={"when_busy": "wait", "save_last": False, "budget_fraction": 1e-9},
 )
 FIXED = replace(BY_BUDGET, options={"experts": 2}, model={"experts": 6, "layers": 3})
-IN_TURN = replace(BY_BUDGET, options={"experts": 1, "selection": "round_robin"})
+IN_TURN = replace(BY_BUDGET, policy=("moetion in turn", 1), options={"experts": 1})
 ALL_OF_THEM = replace(BY_BUDGET, options={"experts": 4}, epochs=2)
 
 

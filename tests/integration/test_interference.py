@@ -17,12 +17,16 @@ from moe_ckpt.policies.base import Measured, PolicyContext
 from tests.support.tiny_moe import TinyMoE, loader
 
 
-def fitted(root: Path, every: int, steps: int, *, probe: bool | None = None, experts: int = 4) -> list[Measured]:
+def fitted(root: Path, every: int, steps: int, *, probe: bool = True, experts: int = 4) -> list[Measured]:
     """What the policy was told at each step."""
     told: list[Measured] = []
 
     @dataclass(frozen=True)
     class Told(MoEtion):
+        @property
+        def probes(self) -> bool:
+            return probe and super().probes
+
         def plan(self, context: PolicyContext) -> SnapshotPlan:
             told.append(context.measured)
             return super().plan(context)
@@ -35,7 +39,7 @@ def fitted(root: Path, every: int, steps: int, *, probe: bool | None = None, exp
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[MoECheckpoint(Told(every_n_steps=every, probe=probe), root / "store", memory=memory)],
+        callbacks=[MoECheckpoint(Told(every_n_steps=every), root / "store", memory=memory)],
     )  # fmt: skip
     trainer.fit(TinyMoE(experts=experts), loader())
     return told

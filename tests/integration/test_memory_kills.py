@@ -138,7 +138,8 @@ def test_what_is_known_to_be_damaged_is_not_built_upon(policy, place):  # noqa: 
     Memory may also have all experts as new as storage has them, as far as it came before the kill: then nobody reads
     the damaged shard, and it is tried again.
     """
-    options = {"experts": 1, "selection": "round_robin"} if policy[0] == "moetion" else {}
+    options = {"experts": 1} if policy[0] == "moetion" else {}
+    policy = ("moetion in turn", policy[1]) if policy[0] == "moetion" else policy
     for number in range(8):
         directory = place / str(number)
         directory.mkdir()

@@ -61,8 +61,8 @@ ERRORS = (
 )
 
 OPTIONS = (
-    "access dirpath guard host_memory_bytes memory mlt_budget on_read_error plt_budget policy profile resume retention "
-    "save_last timeout_secs weights_from when_busy"
+    "access budget_fraction dirpath guard host_memory_bytes memory mlt_budget on_read_error plt_budget policy profile "
+    "resume retention save_last timeout_secs weights_from when_busy"
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
 
@@ -71,7 +71,7 @@ RETENTION = "keep_last keep_every_n_steps max_age_secs"
 POLICY_CONTEXT = (
     "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
     "faults lost_tokens routed_tokens routed_per_layer window next_slot sizes coupled_operators activity "
-    "snapshot_bytes snapshot_limit nothing_safe dense_step memory anchored_at"
+    "snapshot_bytes snapshot_limit budget_fraction nothing_safe dense_step memory anchored_at"
 )
 """What a policy of one's own decides from."""
 
@@ -86,9 +86,9 @@ POLICY_OPTIONS = {
     "CheckFreq": "max_overhead",
     "Gemini": "every_n_steps mtbf_secs",
     "MoC": "k every_n_steps selector snapshot_k plt_budget",
-    "MoEtion": "every_n_steps experts selection budget_fraction capacity_boost recompute probe",
-    "MoEvement": "window max_window order budget_fraction non_experts reorder_change reorder_experts dense_overhead",
-    "GradientLog": "window most_window budget_fraction grad_dtype",
+    "MoEtion": "every_n_steps experts capacity_boost recompute",
+    "MoEvement": "window order",
+    "GradientLog": "window grad_dtype",
 }
 
 RECORDS = {

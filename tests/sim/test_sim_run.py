@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
+from benchmarks.tokens_at_risk import InTurn
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, GradientLog, MoC, MoEtion, MoEvement
 from moe_ckpt_sim.cluster.cluster import Parallel
 from moe_ckpt_sim.cluster.costs import Costs
@@ -19,6 +20,7 @@ from moe_ckpt_sim.run.sync import SyncDense
 from moe_ckpt_sim.workload.load import ExpertLoad
 from tests.sim.builders import LOCAL, predicted, scenario, sparse
 from tests.sim.naive import Naive
+from tests.support.constants import Unprobed, with_constants
 from tests.unit.builders import context
 
 SKEWED = ExpertLoad(skewness=0.2, drift=0.3, drift_secs=200.0)
@@ -57,7 +59,7 @@ REPEATING = {
     "moetion": (MoEtion(), {"load": SKEWED}),
     "moetion of three": (MoEtion(experts=3), {"load": SKEWED, "parallel": Parallel(pp=2, ep=4)}),
     "moetion in turn": (
-        MoEtion(selection="round_robin"),
+        InTurn(),
         {"cluster": {"storage_bytes_per_sec": 50e3}, "parallel": Parallel(pp=1, ep=8)},
     ),
     "moetion in memory": (
@@ -65,7 +67,7 @@ REPEATING = {
         {"load": SKEWED, "cluster": NARROW, "system": {"durable": "peers", "storage_every_secs": 90.0}},
     ),
     "moetion in its node's memory": (
-        MoEtion(selection="round_robin"),
+        InTurn(),
         {"load": SKEWED, "cluster": NARROW, "system": {"durable": "node", "storage_every_n_steps": "auto"}},
     ),
     "gradient log": (
@@ -83,8 +85,11 @@ REPEATING = {
     ),
     "moevement": (MoEvement(window=4), {"load": SKEWED, "system": {"durable": "peers"}}),
     "moevement localized": (MoEvement(), {"load": SKEWED, "system": LOCAL}),
-    "moevement on slow storage": (MoEvement(max_window=4), {"load": SKEWED, "cluster": SLOW}),
-    "moevement that skips": (MoEvement(max_window=3), {"load": SKEWED, "cluster": SLOW, "system": ONE_BUFFER}),
+    "moevement on slow storage": (with_constants(MoEvement, max_window=4)(), {"load": SKEWED, "cluster": SLOW}),
+    "moevement that skips": (
+        with_constants(MoEvement, max_window=3)(),
+        {"load": SKEWED, "cluster": SLOW, "system": ONE_BUFFER},
+    ),
 }
 
 
@@ -119,7 +124,7 @@ def test_rounds_moved_ahead_are_rounds_stepped_through(name):
 def test_moetion_probes_nothing_where_it_is_told_what_an_iteration_takes():
     by_default, never = (
         predicted(simulate(scenario(policy, failures=Poisson(150.0), seed=1, duration_secs=600.0, load=SKEWED)))
-        for policy in (MoEtion(), MoEtion(probe=False))
+        for policy in (MoEtion(), Unprobed())
     )
     assert by_default == never
 

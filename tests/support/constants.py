@@ -6,6 +6,7 @@ import functools
 from typing import Any, TypeVar
 
 import moe_ckpt.policies
+from moe_ckpt.policies import MoEtion
 
 Kind = TypeVar("Kind")
 
@@ -16,6 +17,10 @@ def with_constants(kind: type[Kind], **constants: Any) -> type[Kind]:
     unknown = [name for name in constants if not hasattr(kind, name)]
     assert not unknown, f"{kind.__name__} has no {unknown}"
     return type(kind.__name__, (kind,), constants)
+
+
+Unprobed = with_constants(MoEtion, probes=False)
+"""MoEtion without small checkpoints at the beginning of a run."""
 
 
 def policy_of(name: str, arguments: dict[str, Any]) -> Any:

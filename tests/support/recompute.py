@@ -31,15 +31,19 @@ def steady(step: int, layers: int, experts: int, every: int = 3) -> set[Expert]:
 
 @dataclass(frozen=True)
 class Steady(MoEtion):
-    """Sends gradients from the first step on, or with ``probe=None`` after small checkpoints.
+    """Sends gradients from the first step on, or, if it is ``probing``, after small checkpoints.
 
     Writes down what it plans, on rank 0's side of ``told``: a line per step.
     """
 
     recompute: bool = True
-    probe: bool | None = False
+    probing: bool = False
     told: str = ""
     every: int = 3
+
+    @property
+    def probes(self) -> bool:
+        return self.probing
 
     def _chosen(self, context: PolicyContext, rooms: Any, tier: Any) -> Any:
         catalog = context.catalog
@@ -68,7 +72,7 @@ class Paced(MoEtion):
     """
 
     capacity_boost: float | None = None
-    probe: bool | None = False
+    probes = False
     told: str = ""
     copied: float = 0.8
     sent: float = 0.55

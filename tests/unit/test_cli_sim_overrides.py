@@ -40,7 +40,7 @@ SAID = {
     "failures.mtbf=3": "failures.mtbf: no such setting; did you mean failures.mtbf_secs=3? failures has mtbf_secs",
     "polcy.durable=peers": "did you mean policy.durable=peers?",
     "setpu=tiny": "setpu: no such setting; did you mean setup=tiny?",
-    "policy.policy.k=3": "policy.policy.k: no such setting; policy.policy has window, max_window,",
+    "policy.policy.k=3": "policy.policy.k: no such setting; policy.policy has window, order",
     "seed.x=3": "seed.x: seed is one value and has no x",
     "seed=null": "seed must be given: seed=...",
     "~duration_secs": "duration_secs must be given: duration_secs=...",

@@ -17,6 +17,7 @@ from moe_ckpt.cli.window_plot import COMPUTE, FULL, NOT_SAVED, fidelities, plot_
 from moe_ckpt.core.operators import expert_id, gate_id
 from moe_ckpt.core.window import OperatorBytes, Window, slot_bytes
 from moe_ckpt.format.manifest import LayerRecord
+from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.policies.window_report import WindowReport
 from moe_ckpt.recovery.reader import open_step
 from tests.support.store_builder import Block, StoreBuilder, TinyRun, example
@@ -123,13 +124,15 @@ def test_popular_experts_come_last_by_the_tokens_of_the_run(tmp_path, capsys):
     assert in_turn["slots"][0]["anchors"][0] == expert_id(0, 6 % 4)
 
 
-def test_the_window_is_sized_by_bandwidth_time_and_ranks(run, capsys):
+def test_the_window_is_sized_by_bandwidth_time_and_ranks(run, capsys, monkeypatch):
     dense = sum(size.full for size in SIZES.values())
     assert facts(capsys, run.root, "--iteration-secs", 1, "--bandwidth", dense, "--ranks", 1)["window"] == 1
     fewer = facts(capsys, run.root, "--iteration-secs", 1, "--bandwidth", dense - 1, "--ranks", 1)
     assert (fewer["window"], fewer["fits"], fewer["limit_bytes"]) == (2, True, dense - 1)
     assert facts(capsys, run.root, "--iteration-secs", 1, "--bandwidth", dense // 2)["ranks"] == 2
-    stalling = facts(capsys, run.root, "--iteration-secs", 0.5, "--bandwidth", "1B/s", "--max-window", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(MoEvement, "max_window", 2)
+        stalling = facts(capsys, run.root, "--iteration-secs", 0.5, "--bandwidth", "1B/s")
     assert (stalling["window"], stalling["fits"]) == (2, False)
     assert stalling["stall_secs"] == pytest.approx(-(-stalling["heaviest_bytes"] // 2) - 0.5)
     half = facts(capsys, run.root, "--iteration-secs", 1, "--bandwidth", dense, "--ranks", 1, "--budget-fraction", 0.5)
@@ -188,7 +191,7 @@ def test_a_checkpoint_without_optimizer_state_says_so(tmp_path, capsys):
             ["--window", "2", "--order", "popular"],
             "--order popular: no such order; give hard_count, capacity_",
         ),
-        (["--window", "2", "--budget-fraction", "2"], "budget_fraction=2.0"),
+        (["--window", "2", "--budget-fraction", "2"], "--budget-fraction=2.0"),
         (["--window", "2", "--host-memory", "10B"], "room for 10; no window does: set --host-memory to "),
     ],
 )

@@ -135,7 +135,7 @@ def test_several_policies_are_put_together_by_name(user_app):
 
 
 def test_a_window_reaches_moevement(user_app):
-    own = ("moe_ckpt.policy.window=3", "moe_ckpt.policy.order=round_robin", "moe_ckpt.policy.budget_fraction=1")
+    own = ("moe_ckpt.policy.window=3", "moe_ckpt.policy.order=round_robin")
     policy = instantiate(user_app("moe_ckpt/policy=moevement", *own).moe_ckpt.policy)
     assert policy == MoEvement(window=3, order="round_robin")
     with pytest.raises(InstantiationException, match=r"order='nope'\): no such order; choose from .*'hard_count'"):
@@ -143,14 +143,11 @@ def test_a_window_reaches_moevement(user_app):
 
 
 def test_what_moetion_saves_is_set_by_value(user_app):
-    own = ("moe_ckpt.policy.experts=2", "moe_ckpt.policy.selection=round_robin", "moe_ckpt.policy.budget_fraction=0.5")
-    policy = instantiate(user_app("moe_ckpt/policy=moetion", *own).moe_ckpt.policy)
-    assert policy == MoEtion(experts=2, selection="round_robin", budget_fraction=0.5)
+    policy = instantiate(user_app("moe_ckpt/policy=moetion", "moe_ckpt.policy.experts=2").moe_ckpt.policy)
+    assert policy == MoEtion(experts=2)
     for boost in (0.25, None):
         own = f"moe_ckpt.policy.capacity_boost={'null' if boost is None else boost}"
         assert instantiate(user_app("moe_ckpt/policy=moetion", own).moe_ckpt.policy) == MoEtion(capacity_boost=boost)
-    with pytest.raises(InstantiationException, match=r"selection='nope'\): no such selection; choose from .*'popular'"):
-        instantiate(user_app("moe_ckpt/policy=moetion", "moe_ckpt.policy.selection=nope").moe_ckpt.policy)
 
 
 @pytest.mark.parametrize("budget", ["2", "-1", "0", "foo", "nan"])

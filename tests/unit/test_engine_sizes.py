@@ -9,6 +9,7 @@ import pytest
 from moe_ckpt.policies import AnyOf, Dense, Guarded, MoC, MoEtion, MoEvement, PolicyContext, Wrapper
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.storage import LocalStorage
+from tests.support.constants import Unprobed
 from tests.unit.builders import experts_in
 from tests.unit.engine_parts import MODEL, Life, ThreadRanks, TinyState, manifests, run_threads
 
@@ -62,11 +63,11 @@ def test_rates_that_a_run_measures_decide_how_many_experts_it_saves(tmp_path):
     for fraction, count in ((1e-12, 2), (1.0, 8)):
         root = tmp_path / str(count)
         measured = []
-        for context in told(root, MoEtion(budget_fraction=fraction, probe=False), steps=4):
+        for context in told(root, Unprobed(), steps=4, budget_fraction=fraction):
             measured.append(context.measured)
             if fraction == 1.0 and context.measured.saving_bytes_per_sec is not None:
                 quick = replace(context, measured=replace(context.measured, recent_iteration_secs=1e3))
-                assert len(experts_in(MoEtion(probe=False).plan(quick).operators())) == 8
+                assert len(experts_in(Unprobed().plan(quick).operators())) == 8
         assert measured[0] == Measured(update_secs=measured[0].update_secs), "no lap and no commit yet"
         assert measured[-1].saving_bytes_per_sec > 0
         first, *rest = (len(experts_in(tuple(_saved_at(m)))) for m in manifests(root))
@@ -83,8 +84,8 @@ def test_two_ranks_save_the_same_by_their_own_measurements(tmp_path):
     ranks = ThreadRanks(2)
 
     def body(comm):
-        watched = Watched(MoEtion(budget_fraction=0.5))
-        with Life(LocalStorage(tmp_path), policy=watched, comm=comm) as life:
+        watched = Watched(MoEtion())
+        with Life(LocalStorage(tmp_path), policy=watched, comm=comm, budget_fraction=0.5) as life:
             life.go(6, settle=True)
         return [(context.measured, tuple(sorted(context.sizes))) for context in watched.told], [
             record.experts_saved for record in life.records

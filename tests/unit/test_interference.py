@@ -16,11 +16,11 @@ from moe_ckpt.core.interference import BLOCK, COMPARED, Beside, is_small, secs_p
 from moe_ckpt.engine.agreement import StepConsensus, pack, unpack
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.outcomes import Resolution
-from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, MoEtion
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.policies.moetion import PROBED_CHECKPOINTS
 from moe_ckpt.storage import LocalStorage
+from tests.support.constants import Unprobed
 from tests.unit.builders import experts_in
 from tests.unit.engine_parts import Life, ThreadRanks, manifests, run_threads
 from tests.unit.test_policies_moetion import MODEL, facts, weighing
@@ -114,6 +114,7 @@ def run(policy: MoEtion, slopes: tuple[float, float], noise: float = 0.0, restar
         told.append(measured)
         shape = (2, 4)
         known = {"chosen_at": np.full(shape, step - 1), "expected_unsaved": np.zeros(shape, dtype=np.int64)}
+        known["budget_fraction"] = SMALLER
         plan = policy.plan(facts(step=step, last_step=last, index=step - 1, measured=measured, sizes=sizes, **known))
         last, nbytes = step, sum(sizes[op].full for op in plan.operators())
         for rank, meter in enumerate(meters):
@@ -144,8 +145,8 @@ SMALLER = 0.6
 
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_the_budget_shrinks_by_what_copying_makes_iterations_longer(noise: float):
-    plain = MoEtion(budget_fraction=SMALLER, probe=False)
-    probing = MoEtion(budget_fraction=SMALLER)
+    plain = Unprobed()
+    probing = MoEtion()
     without, found = run(plain, SLOPES, noise)[-1], run(probing, SLOPES, noise)[-1]
     longer = SLOPES[1] * 108
     assert without.copy_bytes() == pytest.approx(BUDGET + RATE * longer, rel=0.01), "it counts as time to copy in"
@@ -154,24 +155,27 @@ def test_the_budget_shrinks_by_what_copying_makes_iterations_longer(noise: float
 
 
 def test_checkpoints_are_small_until_it_is_known_and_no_longer():
-    told = run(MoEtion(budget_fraction=SMALLER), SLOPES)
+    told = run(MoEtion(), SLOPES)
     first = next(step for step, each in enumerate(told, 1) if each.copy_interference_secs is not None)
     assert BLOCK * COMPARED < first <= BLOCK * (COMPARED + 2) + 10
-    policy = MoEtion(budget_fraction=SMALLER)
+    policy = MoEtion()
     for step in range(9, 17):
         for measured in (told[first - 2], told[first - 1], Measured()):
             fits = 6 if measured.copy_bytes() else 2
             small = is_small(step) and measured.copy_interference_secs is None
-            saved = experts_in(policy.plan(facts(step=step, measured=measured)).operators())
+            saved = experts_in(policy.plan(facts(step=step, measured=measured, budget_fraction=SMALLER)).operators())
             assert len(saved) == (2 if small else fits)
     beside = Measured(iteration_secs=0.9, recent_iteration_secs=1.0, copy_bytes_per_sec=RATE, persist_bytes_per_sec=1e6)
-    assert len(experts_in(policy.plan(facts(step=10, measured=beside)).operators())) > 2, "there are others to compare"
-    late = facts(step=PROBED_CHECKPOINTS + 2, measured=told[first - 2], chosen_at=np.full((2, 4), PROBED_CHECKPOINTS))
+    assert len(experts_in(policy.plan(facts(step=10, measured=beside, budget_fraction=SMALLER)).operators())) > 2, (
+        "there are others to compare"
+    )
+    known = {"chosen_at": np.full((2, 4), PROBED_CHECKPOINTS), "budget_fraction": SMALLER}
+    late = facts(step=PROBED_CHECKPOINTS + 2, measured=told[first - 2], **known)
     assert len(experts_in(policy.plan(late).operators())) == 6, "it is given up"
 
 
 def test_a_restart_remembers_it():
-    told = run(MoEtion(budget_fraction=SMALLER), SLOPES, restart_at=80)
+    told = run(MoEtion(), SLOPES, restart_at=80)
     assert told[79].copy_interference_secs == pytest.approx(told[78].copy_interference_secs, abs=1e-3)
     assert told[-1].copy_bytes() == pytest.approx(BUDGET, rel=0.02)
 
@@ -194,11 +198,9 @@ def test_manifests_have_what_the_ranks_agreed_on(tmp_path):
     [
         (MoEtion(), True),
         (MoEtion(recompute=True), True),
-        (MoEtion(budget_fraction=0.5, selection="round_robin"), True),
-        (MoEtion(probe=False), False),
+        (Unprobed(), False),
         (MoEtion(experts=2), False),
         (MoEtion(every_n_steps=2), False),
-        (MoEtion(every_n_steps=2, probe=True), True),
     ],
 )
 def test_a_run_probes_where_nothing_else_tells_it(policy: MoEtion, probes: bool):
@@ -209,18 +211,6 @@ def test_a_run_probes_where_nothing_else_tells_it(policy: MoEtion, probes: bool)
     known = facts(step=step, last_step=step - policy.every_n_steps, index=13, measured=measured)
     saved = experts_in(policy.plan(known).operators())
     assert (len(saved) < 4) == probes
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"probe": 1}, r"MoEtion\(probe=1\): choose True, False, or None"),
-        ({"probe": True, "experts": 2}, r"probe=True, experts=2\).*does not follow a budget.*experts=None, or probe=N"),
-    ],
-)
-def test_what_cannot_be_probed_is_refused(given, said):
-    with pytest.raises(ConfigError, match=said):
-        MoEtion(**given)
 
 
 def test_the_benchmark_tells_what_the_documentation_shows(tmp_path, capsys):

@@ -19,6 +19,7 @@ from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, GradientLog, needs_of
 from moe_ckpt.policies.base import Activity, Measured, MemoryFacts, Sends, SnapshotLimit
+from tests.support.constants import with_constants
 from tests.unit.builders import catalog, context, mixed
 
 MODEL = catalog(3, 4)
@@ -78,7 +79,7 @@ class Run:
 
 @pytest.mark.parametrize("window", [6, "auto"])
 def test_a_round_that_does_not_fit_in_host_memory_is_shortened(window):
-    policy, limit = GradientLog(window=window, most_window=6), SnapshotLimit(at_once=2)
+    policy, limit = with_constants(GradientLog, most_window=6)(window=window), SnapshotLimit(at_once=2)
     dense = sum(size.full for size in weighing(MODEL).values())
     found = {}
     for budget in range(dense, 8 * dense, dense // 4):
@@ -160,7 +161,7 @@ def rank_bytes(plan, sizes, model, known):
 def test_budgets_are_kept_wherever_a_round_keeps_them(built, portion, most):
     """With the fewest steps that do; where none does, with the longest round that is allowed."""
     model, sizes, known = built
-    policy, heaviest = GradientLog(most_window=most), {}
+    policy, heaviest = with_constants(GradientLog, most_window=most)(), {}
     for window in range(1, min(most, len(model.operators)) + 1):
         run = Run(GradientLog(window=window), model, sizes=sizes, **known)
         for _ in range(window + 1):
@@ -185,7 +186,7 @@ def test_every_step_is_reached_however_rates_and_loads_change(built, changes):
     """From what the plans saved alone; and no operator waits for longer than two of the longest rounds."""
     model, sizes, known = built
     most, dense = 6, sum(size.full for size in sizes.values())
-    run = Run(GradientLog(most_window=most), model, sizes=sizes, **known)
+    run = Run(with_constants(GradientLog, most_window=most)(), model, sizes=sizes, **known)
     shape = (len(model.layers), max(layer.experts for layer in model.layers))
     for portion, seed in changes:
         load = np.random.default_rng(seed).integers(0, 1000, shape)
@@ -264,7 +265,7 @@ def test_equal_operators_weigh_what_the_formula_says():
 def test_the_window_is_the_shortest_that_both_budgets_allow(copied, sent, window):
     """16 operators of 10 parameters: 1920 bytes in full, 640 of gradients, 80 for each anchor beside them."""
     facts = memory(replicas=1) if sent is not None else memory()
-    run = Run(GradientLog(most_window=9), measured=rates(copied, sent), memory=facts)
+    run = Run(with_constants(GradientLog, most_window=9)(), measured=rates(copied, sent), memory=facts)
     run.save()
     assert run.policy.explain(run.context()).window == window
     assert len(run.save().operators()) == -(-16 // window)
@@ -282,7 +283,7 @@ def test_what_peers_have_anyway_is_not_counted():
 
 
 def test_while_rates_are_unknown_the_lightest_round_is_taken():
-    run = Run(GradientLog(most_window=8))
+    run = Run(with_constants(GradientLog, most_window=8)())
     run.save()
     assert len(run.save().operators()) == 2
 
@@ -299,13 +300,13 @@ def test_budgets_that_change_little_do_not_change_the_round():
 
 
 def test_it_says_what_does_not_fit_and_why():
-    policy = GradientLog(most_window=4)
+    policy = with_constants(GradientLog, most_window=4)()
     fits = policy.explain(context(MODEL, 9, sizes=weighing(MODEL), measured=rates(1000.0)))
     assert (fits.fits, fits.warning, fits.stall_secs) == (True, None, 0.0)
     short = policy.explain(context(MODEL, 9, sizes=weighing(MODEL), measured=rates(800.0)))
     assert not short.fits
     assert short.gradients_fit
-    assert "a longer round would, and most_window=4 allows none; training stalls by up to 0.2 s" in short.warning
+    assert "a longer round would, and 4 steps are the most; training stalls by up to 0.2 s" in short.warning
     never = policy.explain(context(MODEL, 9, sizes=weighing(MODEL), measured=rates(600.0)))
     assert "the gradients alone have 640, in a round of any length: use MoEvement" in str(never)
     assert never.to_dict()["stall_secs"] == pytest.approx(0.6)
@@ -380,10 +381,7 @@ def test_plans_are_the_same_for_the_same_facts():
         ({"window": 0}, r"GradientLog\(window=0\): window must be a whole number of at least 1.*'auto'"),
         ({"window": "soon"}, r"GradientLog\(window='soon'\)"),
         ({"window": True}, r"GradientLog\(window=True\)"),
-        ({"most_window": 0}, r"GradientLog\(most_window=0\)"),
-        ({"budget_fraction": 0}, r"GradientLog\(budget_fraction=0\)"),
-        ({"budget_fraction": 1.5}, r"GradientLog\(budget_fraction=1.5\)"),
-        ({"max_window": 3}, r"did you mean most_window"),
+        ({"max_window": 3}, r"did you mean window"),
     ],
 )
 def test_bad_settings_are_refused(given, said):

@@ -16,7 +16,7 @@ from benchmarks import tokens_at_risk
 from benchmarks.lost_tokens import Workload
 from benchmarks.moc_sim import SimulatedRun
 from benchmarks.moc_sim import catalog as bare
-from benchmarks.tokens_at_risk import risks
+from benchmarks.tokens_at_risk import InTurn, risks
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.sharding import water_level
@@ -26,6 +26,7 @@ from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, Policy, needs_of
 from moe_ckpt.policies.base import Measured, MemoryFacts, Sends, require_served
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from moe_ckpt.policies.moetion import MOST_GRADIENTS, PROBED_CHECKPOINTS, why_no_gradients
+from tests.support.constants import Unprobed
 from tests.unit.builders import catalog, context, experts_in
 
 MODEL = catalog(2, 4)
@@ -64,7 +65,7 @@ def chosen(policy, **known):
 
 def test_the_first_checkpoint_is_dense_whatever_is_known():
     everything = tuple(op.id for op in MODEL.operators)
-    for policy in (MoEtion(), MoEtion(experts=1), MoEtion(selection="round_robin")):
+    for policy in (MoEtion(), MoEtion(experts=1), InTurn()):
         for measured in (Measured(), at(60.0)):
             assert policy.plan(facts(missing=everything, measured=measured)).operators() == everything
 
@@ -83,9 +84,9 @@ def test_the_budget_is_what_the_slower_rate_saves_between_two_checkpoints():
     assert MoEtion(every_n_steps=3).budget_bytes(measured) == 180, "180 are copied in one iteration, and no more"
     assert MoEtion(every_n_steps=4).budget_bytes(measured) == 180
     assert MoEtion(every_n_steps=4).budget_bytes(replace(measured, update_secs=0.5)) == 135
-    assert MoEtion(budget_fraction=0.25, every_n_steps=3).budget_bytes(measured) == 45
+    assert MoEtion(every_n_steps=3).budget_bytes(measured, budget_fraction=0.25) == 45
     known = replace(at(144.0), persist_bytes_per_sec=48.0)
-    assert len(chosen(MoEtion(every_n_steps=3, budget_fraction=0.5), measured=known)) == 3
+    assert len(chosen(MoEtion(every_n_steps=3), measured=known, budget_fraction=0.5)) == 3
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_an_expert_that_no_checkpoint_holds_is_saved_out_of_turn_and_counts():
 
 
 def test_round_robin_saves_the_oldest_of_every_layer_alike():
-    policy, model = MoEtion(experts=1, selection="round_robin"), bare(2, 4)
+    policy, model = InTurn(experts=1), bare(2, 4)
     run = SimulatedRun(policy, model)
     busy = np.array([[100, 0, 0, 0], [0, 0, 0, 9]])
     saved = [sorted(experts_in(run.step(busy).operators())) for _ in range(9)]
@@ -162,7 +163,7 @@ def test_round_robin_gives_what_cannot_be_divided_to_each_layer_in_turn():
     model = catalog(3, 4)
     counts = Counter()
     for index in range(3):  # 48 bytes of rest, 4 experts over 3 layers
-        found = chosen(MoEtion(selection="round_robin"), model=model, limit=96.0, index=index)
+        found = chosen(InTurn(), model=model, limit=96.0, index=index)
         counts.update(layer for layer, _ in found)
     assert counts == {0: 4, 1: 4, 2: 4}
 
@@ -217,10 +218,10 @@ def test_a_layer_whose_experts_go_first_has_only_the_others_to_save():
     assert found == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (2, 1)}
 
 
-@pytest.mark.parametrize(("selection", "wait"), [("popular", 4 * STALE_ROUNDS + 8), ("round_robin", 4)])
-def test_every_expert_comes_round_however_uneven_the_load(selection, wait):
+@pytest.mark.parametrize(("kind", "wait"), [(MoEtion, 4 * STALE_ROUNDS + 8), (InTurn, 4)])
+def test_every_expert_comes_round_however_uneven_the_load(kind, wait):
     """16 experts at 4 per checkpoint: a round is 4. Popular waits for the last of those that become overdue at once."""
-    run = SimulatedRun(MoEtion(experts=1, selection=selection), bare(4, 4))
+    run = SimulatedRun(kind(experts=1), bare(4, 4))
     busy = np.zeros((4, 4), dtype=np.int64)
     busy[:, 0] = 1000
     newest = np.ones((4, 4), dtype=np.int64)
@@ -364,11 +365,11 @@ def made(run, limit=100.0, **more):
 
 
 @settings(max_examples=200)
-@given(run=runs, limit=st.integers(0, 1500), selection=st.sampled_from(["popular", "round_robin"]))
-def test_the_heaviest_rank_keeps_to_any_budget_that_pays_for_one_expert_per_layer(run, limit, selection):
+@given(run=runs, limit=st.integers(0, 1500), policy=st.sampled_from([MoEtion(), InTurn()]))
+def test_the_heaviest_rank_keeps_to_any_budget_that_pays_for_one_expert_per_layer(run, limit, policy):
     known = made(run, float(limit))
-    plan = MoEtion(selection=selection).plan(known)
-    least = MoEtion(selection=selection).plan(replace(known, measured=Measured()))
+    plan = policy.plan(known)
+    least = policy.plan(replace(known, measured=Measured()))
     if heaviest(known, least.operators()) <= limit:
         assert heaviest(known, plan.operators()) <= limit
     else:
@@ -403,7 +404,7 @@ def test_all_ranks_plan_alike_whatever_order_their_dicts_are_in(run, limit, seed
     random.Random(seed).shuffle(sizes)
     random.Random(seed).shuffle(stage_of)
     other = replace(known, sizes=dict(sizes), placement=replace(known.placement, stage_of=dict(stage_of), peers=(1,)))
-    for policy in (MoEtion(), MoEtion(selection="round_robin"), MoEtion(experts=1)):
+    for policy in (MoEtion(), InTurn(), MoEtion(experts=1)):
         assert policy.plan(known) == policy.plan(other)
 
 
@@ -415,13 +416,13 @@ def test_popular_experts_first_leave_far_fewer_tokens_at_risk_than_taking_turns(
     """The paper reports about half; a third of the experts is saved, and the load is as skewed as S = 0.2."""
     work = Workload(layers=4, experts=16, skewness=0.2, steps=120)
     popular, _ = risks(MoEtion(experts=5), work, seed)
-    in_turn, _ = risks(MoEtion(experts=5, selection="round_robin"), work, seed)
+    in_turn, _ = risks(InTurn(experts=5), work, seed)
     assert popular.mean() < 0.6 * in_turn.mean()
 
 
 def test_round_robin_and_moc_in_turn_leave_about_as_many_tokens_at_risk():
     work = Workload(layers=4, experts=16, skewness=0.2, steps=120)
-    ours, theirs = (risks(p, work, 0)[0].mean() for p in (MoEtion(experts=4, selection="round_robin"), MoC(k=4)))
+    ours, theirs = (risks(p, work, 0)[0].mean() for p in (InTurn(experts=4), MoC(k=4)))
     assert ours == pytest.approx(theirs, rel=0.05)
 
 
@@ -438,8 +439,7 @@ def test_the_comparison_that_the_documentation_shows_runs(tmp_path, capfd):
 
 def test_it_is_a_policy_that_is_told_sizes_where_it_goes_by_them():
     assert isinstance(MoEtion(), Policy)
-    said = {"every_n_steps": 1, "experts": 2, "selection": "popular", "budget_fraction": 1.0}
-    said |= {"capacity_boost": 0.1, "recompute": False, "probe": None}
+    said = {"every_n_steps": 1, "experts": 2, "capacity_boost": 0.1, "recompute": False}
     assert MoEtion(experts=2).describe() == {"name": "moetion", **said}
     assert needs_of(MoEtion()).sizes
     assert needs_of(Guarded(MoEtion())).sizes
@@ -461,19 +461,12 @@ def test_a_guard_adds_what_the_budget_for_lost_tokens_asks_for():
         ({"experts": 0}, r"MoEtion\(experts=0\).*whole number of at least 1"),
         ({"experts": 1.5}, r"MoEtion\(experts=1.5\)"),
         ({"experts": True}, r"MoEtion\(experts=True\)"),
-        ({"selection": "loud"}, r"MoEtion\(selection='loud'\).*\['popular', 'round_robin'\]"),
-        ({"selection": ["popular"]}, r"MoEtion\(selection=\['popular'\]\)"),
-        ({"budget_fraction": 0}, r"MoEtion\(budget_fraction=0\).*above 0 and at most 1"),
-        ({"budget_fraction": 1.1}, r"MoEtion\(budget_fraction=1.1\)"),
-        ({"budget_fraction": float("nan")}, r"MoEtion\(budget_fraction=nan\)"),
-        ({"budget_fraction": True}, r"MoEtion\(budget_fraction=True\)"),
         ({"capacity_boost": 0}, r"MoEtion\(capacity_boost=0\): the portion .* above 0 and at most 1, such as 0.1 for"),
         ({"capacity_boost": -0.1}, r"MoEtion\(capacity_boost=-0.1\)"),
         ({"capacity_boost": 1.01}, r"MoEtion\(capacity_boost=1.01\)"),
         ({"capacity_boost": float("nan")}, r"MoEtion\(capacity_boost=nan\)"),
         ({"capacity_boost": True}, r"MoEtion\(capacity_boost=True\).*None switches it off"),
         ({"capacity_boost": "10%"}, r"MoEtion\(capacity_boost='10%'\)"),
-        ({"budget_fraction": "all"}, r"MoEtion\(budget_fraction='all'\)"),
     ],
 )
 def test_what_is_no_setting_is_refused_by_name(bad, words):
@@ -589,7 +582,7 @@ def held(model=MODEL, **steps):
     return found
 
 
-def recomputed(policy=MoEtion(recompute=True, probe=False), **known):  # noqa: B008 - it is frozen
+def recomputed(policy=Unprobed(recompute=True), **known):  # noqa: B008 - it is frozen
     """(in full, by gradients)"""
     plan = policy.plan(facts(**known))
     assert not set(plan.operators()) & set(plan.gradients)
@@ -609,7 +602,7 @@ def wanting(*wanted, copied=10**6, sent=36 + 2 * 12.0, **more):
 def test_an_expert_that_peers_got_at_the_step_before_is_sent_as_a_gradient():
     assert recomputed(**wanting((0, 0), (1, 1)), anchored_at=held(e00=8)) == ({(1, 1)}, {(0, 0)})
     assert recomputed(**wanting((0, 0), (1, 1)), anchored_at=held(e00=3, e11=8)) == (set(), {(0, 0), (1, 1)})
-    assert recomputed(MoEtion(probe=False), **wanting((0, 0), (1, 1)), anchored_at=held(e00=8)) == (
+    assert recomputed(Unprobed(), **wanting((0, 0), (1, 1)), anchored_at=held(e00=8)) == (
         {(0, 0), (1, 1)},
         set(),
     )
@@ -636,14 +629,14 @@ def test_gradients_begin_when_probing_has_ended():
     slower = replace(known["measured"], copy_interference_secs=0.0)
     late = {"step": PROBED_CHECKPOINTS, "last_step": PROBED_CHECKPOINTS - 1, "index": PROBED_CHECKPOINTS - 1}
     late["anchored_at"] = held(e00=PROBED_CHECKPOINTS - 1)
-    for policy in (MoEtion(recompute=True), MoEtion(recompute=True, probe=True)):
-        assert recomputed(policy, **known) == ({(0, 0), (1, 1)}, set())
-        assert recomputed(policy, **{**known, "measured": slower}) == ({(1, 1)}, {(0, 0)})
-        assert recomputed(policy, **{**known, **late})[1] == {(0, 0)}, "it is given up"
-        behind = {**known, "anchored_at": held(e02=5, e13=6)}
-        assert recomputed(policy, **behind) == ({(0, 2), (1, 3)}, set())
-        small = {**behind, "step": 7, "last_step": 6, "index": 6, "anchored_at": held(e02=4, e13=5, e00=3)}
-        assert recomputed(policy, **small) == ({(0, 2), (1, 3), (0, 0)}, set()), "more than the two of a small one"
+    policy = MoEtion(recompute=True)
+    assert recomputed(policy, **known) == ({(0, 0), (1, 1)}, set())
+    assert recomputed(policy, **{**known, "measured": slower}) == ({(1, 1)}, {(0, 0)})
+    assert recomputed(policy, **{**known, **late})[1] == {(0, 0)}, "it is given up"
+    behind = {**known, "anchored_at": held(e02=5, e13=6)}
+    assert recomputed(policy, **behind) == ({(0, 2), (1, 3)}, set())
+    small = {**behind, "step": 7, "last_step": 6, "index": 6, "anchored_at": held(e02=4, e13=5, e00=3)}
+    assert recomputed(policy, **small) == ({(0, 2), (1, 3), (0, 0)}, set()), "more than the two of a small one"
 
 
 @pytest.mark.parametrize(

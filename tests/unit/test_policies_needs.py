@@ -34,6 +34,7 @@ from moe_ckpt.policies import needs_of as needs
 from moe_ckpt.policies.base import SnapshotLimit
 from moe_ckpt_sim.planner.choosing import exact
 from moe_ckpt_sim.run.system import System
+from tests.support.constants import Unprobed
 from tests.unit.builders import catalog, context
 
 MODEL = catalog(2, 4)
@@ -157,11 +158,11 @@ def told(policy):
         (MoC(), "next_due partial"),
         (MoC(plt_budget=0.05, every_n_steps=2), "next_due partial lost_tokens period_steps"),
         (MoC(k="auto"), "next_due partial sizes"),
-        (MoEtion(probe=False), "next_due partial sizes boost bubbles tiers"),
+        (Unprobed(), "next_due partial sizes boost bubbles tiers"),
         (MoEtion(experts=2, capacity_boost=None), "next_due partial bubbles tiers"),
         (MoEtion(), "next_due partial sizes boost bubbles tiers period_steps"),
         (
-            MoEtion(recompute=True, probe=False),
+            Unprobed(recompute=True),
             "next_due partial sizes boost bubbles tiers gradients alone replicas warning asked_by instead",
         ),
         (MoEvement(), "next_due sizes windows alone explain"),

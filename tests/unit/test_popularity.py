@@ -105,18 +105,6 @@ def test_counts_of_another_shape_are_not_believed():
     assert set(popularity("hard_count", MODEL, activity([[1, 2]])).values()) == {0}
 
 
-def test_spread_deals_the_others_out_among_the_experts():
-    found, _ = order(activity([[5, 1, 4], [2, 9, 3]]), non_experts="spread")
-    assert [op in OTHERS for op in found] == [False, True, False, False, True, False, False, True, False]
-    assert experts(found) == ["0/1", "1/0", "1/2", "0/2", "0/0", "1/1"]
-    assert tuple(op for op in found if op in OTHERS) == OTHERS
-
-
-def test_spread_where_experts_are_the_fewer():
-    found, _ = order(Activity(), catalog(3, 1), non_experts="spread")
-    assert [op.startswith("expert") for op in found] == [False, True, False, True, False, True, False]
-
-
 def test_a_dense_model_goes_from_the_output_to_the_input():
     names = ("embed", "layers.0", "layers.1", "head")
     parts = tuple(Operator(f"non_expert/{n}", OperatorKind.NON_EXPERT, (Span(n),)) for n in names)
@@ -232,15 +220,15 @@ def test_round_robin_without_a_former_window_begins_by_the_step():
 tables = st.lists(st.lists(st.integers(0, 1000), min_size=3, max_size=3), min_size=2, max_size=2)
 
 
-@given(st.sampled_from(BY_POPULARITY), tables, tables, st.sampled_from(["last", "spread"]))
-def test_any_order_has_every_operator_once_with_experts_by_ascending_popularity(kind, hard, other, non_experts):
+@given(st.sampled_from(BY_POPULARITY), tables, tables)
+def test_any_order_has_every_operator_once_with_experts_by_ascending_popularity(kind, hard, other):
     found = activity(hard, soft=np.array(other) / 7, decayed=np.array(other) / 3)
-    listed, frequencies = order(found, kind=kind, non_experts=non_experts)
+    listed, frequencies = order(found, kind=kind)
     assert sorted(listed) == sorted(op.id for op in MODEL.operators)
     values = popularity(kind, MODEL, found)
     popular = [values[op] for op in listed if op in values]
     assert popular == sorted(popular)
-    assert (listed, frequencies) == order(found, kind=kind, non_experts=non_experts)
+    assert (listed, frequencies) == order(found, kind=kind)
     for layer in range(2):
         own = [share for op, share in shares(MODEL, values).items() if op.startswith(f"expert/{layer}/")]
         assert not own or sum(own) == pytest.approx(1)

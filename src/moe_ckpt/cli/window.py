@@ -47,13 +47,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--bandwidth", type=_bytes, metavar="2GB/s", help="bytes per second of one rank")
     parser.add_argument("--ranks", type=_count, help="ranks that share a snapshot (default: as in the checkpoint)")
     parser.add_argument("--window", type=_count, metavar="W", help="window of at most W slots, even if it does not fit")
-    parser.add_argument("--max-window", type=_count, metavar="W", help="upper bound on the window (default: 32)")
     parser.add_argument(
-        "--budget-fraction", type=float, metavar="F", help="portion of an iteration to use (default: 1)"
+        "--budget-fraction", type=float, default=1.0, metavar="F", help="portion of an iteration to use (default: 1)"
     )
     parser.add_argument("--host-memory", type=_bytes, metavar="8GB", help="room for one rank's snapshot")
     parser.add_argument("--order", help="hard_count (default), capacity_normalised or round_robin")
-    parser.add_argument("--non-experts", help="last (default) or spread")
     parser.add_argument(
         "--compute-dtype",
         choices=("bf16", "fp16", "fp8"),
@@ -115,14 +113,15 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _policy(args: argparse.Namespace) -> MoEvement:
+    from moe_ckpt.engine.settings import require_fraction
     from moe_ckpt.policies.moevement import MoEvement
 
     if args.window is None and (args.iteration_secs is None or args.bandwidth is None):
         raise ConfigError(
             "give --iteration-secs and --bandwidth, from which the length is computed, or the length by --window"
         )
-    names = ("window", "max_window", "order", "budget_fraction", "non_experts")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    require_fraction("--budget-fraction", args.budget_fraction)
+    given = {name: value for name in ("window", "order") if (value := getattr(args, name)) is not None}
     if given.get("order", _ORDERS[0]) not in _ORDERS:  # MoEvement would name the choices of a trainer
         of_trainers = args.order in ("soft_count", "time_decayed")
         why = "checkpoints hold token counts only" if of_trainers else "no such order"

@@ -44,6 +44,7 @@ def context_of(reader: StoreReader, manifest: Manifest, args: argparse.Namespace
         activity=_activity(manifest, catalog),
         snapshot_bytes=args.host_memory,
         snapshot_limit=SnapshotLimit("--host-memory"),
+        budget_fraction=args.budget_fraction,
     )
 
 

@@ -48,31 +48,20 @@ class MoEtionConfig:
     recompute: bool = False
     every_n_steps: int = 1
     experts: Optional[int] = None  # noqa: UP045
-    selection: str = "popular"
-    budget_fraction: float = 1.0
     capacity_boost: Optional[float] = 0.1  # noqa: UP045
-    probe: Optional[bool] = None  # noqa: UP045
 
 
 @dataclass
 class MoEvementConfig:
     _target_: str = "moe_ckpt.policies.MoEvement"
     window: Optional[int] = None  # noqa: UP045
-    max_window: int = 32
     order: str = "hard_count"
-    budget_fraction: float = 1.0
-    non_experts: str = "last"
-    reorder_change: float = 0.10
-    reorder_experts: float = 0.25
-    dense_overhead: float = 0.01
 
 
 @dataclass
 class GradientLogConfig:
     _target_: str = "moe_ckpt.policies.GradientLog"
     window: Union[int, str] = "auto"  # noqa: UP007
-    most_window: int = 16
-    budget_fraction: float = 1.0
     grad_dtype: str = "as_consumed"
 
 
@@ -148,6 +137,7 @@ class CheckpointConfig:
     plt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     mlt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     host_memory_bytes: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
+    budget_fraction: float = 1.0
     when_busy: str = "skip"
     profile: Optional[str] = None  # noqa: UP045
     weights_from: Optional[str] = None  # noqa: UP045

@@ -33,6 +33,7 @@ class OptionValues(TypedDict, total=False):
     mlt_budget: float | str | None
     retention: RetentionPolicy | None
     host_memory_bytes: int | str | None
+    budget_fraction: float
     memory: Memory | None
     when_busy: str
     timeout_secs: float | str

@@ -25,6 +25,7 @@ class Planner:
         live: The training state.
         rank: 0 tells the user of windows.
         limit: What decides ``room``.
+        budget_fraction: See ``PolicyContext``.
 
     Attributes:
         dense_step: Step of the newest dense checkpoint, committed or under way; 0 if that is not known.
@@ -32,13 +33,16 @@ class Planner:
             it is not used.
     """
 
-    def __init__(self, policy: Policy, live: LiveState, rank: int, limit: SnapshotLimit) -> None:
+    def __init__(
+        self, policy: Policy, live: LiveState, rank: int, limit: SnapshotLimit, budget_fraction: float = 1.0
+    ) -> None:
         self.dense_step = 0
         self.room: int | None = None
         self._policy = policy
         self._needs = needs_of(policy)
         self._live = live
         self._rank, self._limit, self._ranks = rank, limit, 1
+        self._budget_fraction = budget_fraction
         self._window_layout = self._window_size = -1
         self._log_said = self._warned = False
 
@@ -46,7 +50,7 @@ class Planner:
         """Returns the policy's decision; one about windows or bytes gets the current sizes of operators."""
         policy, needs, live, self._ranks = self._policy, self._needs, self._live, context.ranks
         changes = live.weigh() if needs.windows or needs.sizes or needs.gradients else 0
-        context = replace(context, placement=live.placement, sizes=live.sizes)
+        context = replace(context, placement=live.placement, sizes=live.sizes, budget_fraction=self._budget_fraction)
         if needs.gradients:
             context = replace(context, coupled_operators=live.coupled, **self._bounds())
         if not needs.windows:

@@ -24,6 +24,8 @@ class Settings:
         host_memory_bytes: Budget of this rank's snapshot buffers, as a number or as text such as "8GB"; None takes half
             of what is free. If it does not hold ``max_in_flight`` + 1 of them, the newest committed one is dropped when
             room is needed.
+        budget_fraction: Portion of the time between checkpoints that saving may take, above 0 and at most 1, for
+            policies that compute what fits (MoEtion, MoEvement, GradientLog).
         when_busy: "skip" drops a checkpoint for which no buffer is free; "wait" stalls training until one is.
         max_in_flight: Snapshots copied or being written at the same time.
         timeout_secs: Longest wait for a peer, or for the last writes at the end of training; a number, or text such as
@@ -38,6 +40,7 @@ class Settings:
 
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     host_memory_bytes: int | None = None
+    budget_fraction: float = 1.0
     when_busy: str = "skip"
     max_in_flight: int = 2
     timeout_secs: float = 600.0
@@ -56,6 +59,7 @@ class Settings:
         if self.host_memory_bytes is not None:
             self._set("host_memory_bytes", parse_bytes(self.host_memory_bytes, "host_memory_bytes"))
         self._set("timeout_secs", parse_secs(self.timeout_secs, "timeout_secs", _LONGEST_WAIT_SECS))
+        require_fraction("budget_fraction", self.budget_fraction)
         for name in ("max_in_flight", "local_ranks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -82,6 +86,12 @@ def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises ``ConfigError`` unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name}={value!r}: choose from {', '.join(map(repr, choices))}")
+
+
+def require_fraction(name: str, value: object) -> None:
+    """Raises ``ConfigError`` unless ``value`` is a number above 0 and at most 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ConfigError(f"{name}={value!r}: must be a number above 0 and at most 1, the portion of time to use")
 
 
 def require_path(name: str, value: object) -> str:

@@ -72,6 +72,7 @@ class Snapshotter:
             self.live,
             run.comm.rank,
             SnapshotLimit(run.settings.budget_setting, run.settings.max_in_flight),
+            run.settings.budget_fraction,
         )
         self.backlog = Backlog(run.settings, run.comm)
         self.flush = StorageFlush(run.settings, windows=needs.windows, rank=run.comm.rank)

@@ -219,6 +219,8 @@ class PolicyContext:
         activity: How much work each expert got, for orders by popularity.
         snapshot_bytes: Most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
         snapshot_limit: What decides it.
+        budget_fraction: Portion of the time between checkpoints that saving may take; for policies that compute what
+            fits.
         nothing_safe: Checkpoints were started, but none is committed or under way: they failed, or are in another
             store.
         dense_step: Step of the newest dense checkpoint, started or committed; None if the policy does not need it.
@@ -251,6 +253,7 @@ class PolicyContext:
     activity: Activity = field(default_factory=Activity)
     snapshot_bytes: int | None = None
     snapshot_limit: SnapshotLimit = SnapshotLimit()
+    budget_fraction: float = 1.0
     nothing_safe: bool = False
     dense_step: int | None = None
     memory: MemoryFacts | None = None

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from itertools import filterfalse
-from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
 from moe_ckpt.core.rolling import Rounds, Slots, most_held_bytes_per_parameter
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import BF16, MemoryFacts, Needs, PolicyContext, require_positive
+from moe_ckpt.policies.base import BF16, MemoryFacts, Needs, PolicyContext
 from moe_ckpt.policies.log_report import LogReport
 from moe_ckpt.policies.selection import known
 
@@ -57,9 +56,6 @@ class GradientLog:
 
     Attributes:
         window: W, or ``"auto"`` to compute it as above. Less where memory has no room for so long a round.
-        most_window: Upper bound on W, even if a step then does not fit: memory holds a round and the snapshots under
-            way, and a replay is as long as a round.
-        budget_fraction: Portion of both times that saving a step may use.
         grad_dtype: ``"as_consumed"`` logs gradients as wide as optimizers consume them. ``"bf16"`` rounds them to bf16
             before each update, on every rank, and logs those: 2 bytes per parameter instead of 4. Training and replay
             are equal in every bit, but training differs from training without it. Gradients of 16 bits are not changed.
@@ -69,12 +65,11 @@ class GradientLog:
     """
 
     window: int | str = AUTO
-    most_window: int = 16
-    budget_fraction: float = 1.0
     grad_dtype: str = AS_CONSUMED
+    most_window: ClassVar[int] = 16
+    """Upper bound on W, even if a step then does not fit: memory holds a round, and a replay is as long as one."""
 
     def __post_init__(self) -> None:
-        require_positive("GradientLog", most_window=self.most_window)
         if self.grad_dtype not in (AS_CONSUMED, BF16):
             raise ConfigError(
                 f"GradientLog(grad_dtype={self.grad_dtype!r}): choose {AS_CONSUMED!r}, or {BF16!r} to round gradients "
@@ -85,13 +80,6 @@ class GradientLog:
             raise ConfigError(
                 f"GradientLog(window={window!r}): window must be a whole number of at least 1, the steps in which "
                 f"every operator is anchored once, or {AUTO!r} to compute it from measurements"
-            )
-        value = self.budget_fraction
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-        if not number or not 0 < value <= 1:
-            raise ConfigError(
-                f"GradientLog(budget_fraction={value!r}): budget_fraction must be a number above 0 and at most 1, the "
-                "portion of an iteration that a step's save may take"
             )
 
     @property
@@ -203,7 +191,7 @@ class GradientLog:
         return next(under_way, fewest)
 
     def _fits(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts, window: int) -> bool:
-        copied = context.measured.copy_bytes(self.budget_fraction)
+        copied = context.measured.copy_bytes(context.budget_fraction)
         if copied is None or max(rounds.rank_bytes(window)) > copied:
             return False
         sent = self._sent_bytes(context, memory)
@@ -213,11 +201,11 @@ class GradientLog:
         """What a rank may send to peers in an iteration; None while not known, or where nothing is sent."""
         if not memory.replicas or memory.sends.nothing:
             return None
-        return context.measured.send_bytes(1, self.budget_fraction)
+        return context.measured.send_bytes(1, context.budget_fraction)
 
     def _limit_bytes(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts, window: int) -> int | None:
         """Most bytes of a step: the copy's budget, or what of it peers can be sent where that is less."""
-        copied, sent = context.measured.copy_bytes(self.budget_fraction), self._sent_bytes(context, memory)
+        copied, sent = context.measured.copy_bytes(context.budget_fraction), self._sent_bytes(context, memory)
         if copied is None or sent is None:
             return copied
         portion = max(_sent(rounds, window, memory)) / max(1, *rounds.rank_bytes(window))

@@ -90,7 +90,7 @@ class LogReport:
         numbers = f"{self.heaviest_bytes:,} bytes per rank, {self.limit_bytes or 0:,} would fit"
         what = f"a log of gradients with rounds of W = {self.window} does not fit into an iteration ({numbers})"
         if self.gradients_fit:
-            why = f"a longer round would, and most_window={self.most_window} allows none"
+            why = f"a longer round would, and {self.most_window} steps are the most"
         else:
             why = (
                 f"the gradients alone have {self.gradient_bytes:,}, in a round of any length: use MoEvement, which "

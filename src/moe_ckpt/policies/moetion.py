@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
-from math import ceil, isfinite
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,6 @@ from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_share
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from moe_ckpt.policies.selection import known
 
-SELECTIONS = ("popular", "round_robin")
 MOST_GRADIENTS = 8
 """That an expert is behind its newest full copy on peers: memory keeps all snapshots back to that one, and a recovery
 makes so many updates once more."""
@@ -84,9 +83,9 @@ class MoEtion:
 
     The budget is the number of bytes that a rank can copy during one forward and backward pass, and commit until the
     next checkpoint, at the measured rates: ``copy rate * (iteration - update)`` or ``commit rate * iteration *
-    every_n_steps``, whichever is less, times ``budget_fraction``; the time that saving itself adds to an iteration
-    does not count, if there are iterations without a checkpoint to compare with, or, with ``every_n_steps=1``, once
-    small checkpoints at the beginning of the run have told it (``probe``).
+    every_n_steps``, whichever is less, times ``PolicyContext.budget_fraction``; the time that saving itself adds to
+    an iteration does not count, if there are iterations without a checkpoint to compare with, or, with
+    ``every_n_steps=1``, once small checkpoints at the beginning of the run have shown it (``probes``).
     Non-experts come first. The rest is enough for ``S_total`` experts, on the rank that has most to save
     (``core.save_budget.Load.affordable``), in each pipeline stage separately. They are divided among its layers by
     unsaved tokens, and in each layer those with most unsaved tokens are saved, ties oldest first, then lowest index
@@ -122,36 +121,23 @@ class MoEtion:
         every_n_steps: Steps from one checkpoint to the next.
         experts: Per layer on average, ``S_total / L``, instead of the budget; every owner rank then saves about the
             same number. None: as many as the budget allows.
-        selection: ``"popular"`` (the paper), or ``"round_robin"``, its baseline: equal shares, oldest experts first.
-        budget_fraction: Portion of both times that saving may use.
         capacity_boost: How many more tokens a stale expert gets, 0.1 for 10 % (the paper); None: no more tokens.
         recompute: Send gradients instead of full state where possible. Needs memory with copies on peers, of which not
             each checkpoint goes to storage, and a checkpoint at each step.
-        probe: At the beginning of a run save one expert per layer in two of four checkpoints, until it is known what
-            saving adds to an iteration (``core.interference``), for ``PROBED_CHECKPOINTS`` at most. No gradients are
-            sent until then. None: where it is needed and possible, with a checkpoint at each step and a budget. In
-            any case only where no iteration was without a checkpoint.
 
     Raises:
-        ConfigError: A value out of range, or no such selection.
+        ConfigError: A value out of range.
     """
 
     every_n_steps: int = 1
     experts: int | None = None
-    selection: str = "popular"
-    budget_fraction: float = 1.0
     capacity_boost: float | None = 0.1
     recompute: bool = False
-    probe: bool | None = None
 
     def __post_init__(self) -> None:
         require_positive("MoEtion", every_n_steps=self.every_n_steps)
         if self.experts is not None:
             require_positive("MoEtion", experts=self.experts)
-        if not isinstance(self.selection, str) or self.selection not in SELECTIONS:
-            raise ConfigError(
-                f"MoEtion(selection={self.selection!r}): no such selection; choose from {list(SELECTIONS)}"
-            )
         require_boost("MoEtion(capacity_boost", self.capacity_boost)
         if not isinstance(self.recompute, bool):
             raise ConfigError(f"MoEtion(recompute={self.recompute!r}): choose True or False")
@@ -160,31 +146,15 @@ class MoEtion:
                 f"MoEtion(recompute=True, every_n_steps={self.every_n_steps}): recompute needs a checkpoint at each "
                 "step, because a gradient leads from one step to the next: set every_n_steps=1, or recompute=False"
             )
-        self._check_probe()
-        value = self.budget_fraction
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-        if not number or not 0 < value <= 1:
-            raise ConfigError(
-                f"MoEtion(budget_fraction={value!r}): budget_fraction must be a number above 0 and at most 1, the "
-                "portion of the time between checkpoints that saving may take"
-            )
-
-    def _check_probe(self) -> None:
-        if self.probe is not None and not isinstance(self.probe, bool):
-            raise ConfigError(
-                f"MoEtion(probe={self.probe!r}): choose True, False, or None, which probes where each step has a "
-                "checkpoint and experts=None"
-            )
-        if self.probe and self.experts is not None:
-            raise ConfigError(
-                f"MoEtion(probe=True, experts={self.experts}): probe measures what the budget leaves out, and a fixed "
-                "number of experts does not follow a budget: set experts=None, or probe=None"
-            )
 
     @property
     def probes(self) -> bool:
-        """Whether a run probes at its beginning."""
-        return self.every_n_steps == 1 and self.experts is None if self.probe is None else self.probe
+        """Whether a run probes at its beginning: a checkpoint at each step leaves no iteration to compare with.
+
+        It then saves one expert per layer in two of four checkpoints, until it is known what saving adds to an
+        iteration (``core.interference``), for ``PROBED_CHECKPOINTS`` at most. No gradients are sent until then.
+        """
+        return self.every_n_steps == 1 and self.experts is None
 
     @property
     def needs(self) -> Needs:
@@ -214,14 +184,18 @@ class MoEtion:
                 f"layers, {there / len(catalog.layers):g} per layer"
             )
 
-    def budget_bytes(self, measured: Measured, storage_steps: int | None = None) -> int | None:
+    def budget_bytes(
+        self, measured: Measured, storage_steps: int | None = None, budget_fraction: float = 1.0
+    ) -> int | None:
         """Most bytes of one checkpoint that one rank has time to save; None while not known.
 
         Args:
+            measured: Times and rates.
             storage_steps: Since the last one that went to storage; None for ``every_n_steps``.
+            budget_fraction: Portion of the time that saving may use.
         """
-        copied = measured.copy_bytes(self.budget_fraction)
-        persisted = measured.persist_bytes(storage_steps or self.every_n_steps, self.budget_fraction)
+        copied = measured.copy_bytes(budget_fraction)
+        persisted = measured.persist_bytes(storage_steps or self.every_n_steps, budget_fraction)
         return None if copied is None or persisted is None else min(copied, persisted)
 
     def _sent(self, context: PolicyContext) -> _Budget | None:
@@ -229,7 +203,7 @@ class MoEtion:
         memory = context.memory
         if memory is None or not memory.replicas or memory.sends.nothing:
             return None
-        sent = context.measured.send_bytes(self.every_n_steps, self.budget_fraction)
+        sent = context.measured.send_bytes(self.every_n_steps, context.budget_fraction)
         return _Budget(sent, memory.sends)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
@@ -244,7 +218,10 @@ class MoEtion:
         if context.memory is not None and not context.memory.storage_due:
             return self._two_sets(context, context.memory)
         since = None if context.memory is None else context.memory.storage_steps
-        budgets = [_Budget(self.budget_bytes(context.measured, since)), self._sent(context)]
+        budgets = [
+            _Budget(self.budget_bytes(context.measured, since, context.budget_fraction)),
+            self._sent(context),
+        ]
         rooms = self._rooms(context, budgets)
         total = sum(most for _, most, _ in rooms)
         if total >= len(context.catalog.experts):
@@ -258,7 +235,7 @@ class MoEtion:
     def _two_sets(self, context: PolicyContext, memory: MemoryFacts) -> SnapshotPlan:
         """Algorithm 1 for what goes to peers, and for what stays here, of which the former is a part."""
         catalog, sent = context.catalog, self._sent(context)
-        local = _Budget(context.measured.copy_bytes(self.budget_fraction))
+        local = _Budget(context.measured.copy_bytes(context.budget_fraction))
         facts = self.every_n_steps, context.step // self.every_n_steps
         forced, to_peers, gradients = list[int](), None, np.zeros_like(catalog.is_expert)
         if sent is not None:
@@ -336,14 +313,10 @@ class MoEtion:
 
     def _taken(self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], tier: _Tier) -> Iterator[_Mask]:
         """Stage by stage, whether each of its experts is saved."""
-        popular = self.selection == "popular"
         unsaved = known(context, tier.unsaved, 0).ravel()[stages.at]
         chosen_at = known(context, tier.chosen_at, -1).ravel()[stages.at]
-        if not popular:
-            unsaved = np.zeros_like(unsaved)
         orders, risks = stages.ordered(chosen_at, unsaved), stages.by_layer(unsaved)
-        step, interval = context.step, tier.interval_steps
-        overdue = _overdue(step, interval, stages, rooms, chosen_at) if popular else [_NONE] * len(rooms)
+        overdue = _overdue(context.step, tier.interval_steps, stages, rooms, chosen_at)
         for number, (stage, most, capacity) in enumerate(rooms):
             taking, risk, sizes = Taking(stage.owner_numbers, capacity), risks[number], stage.sizes
             if tier.forced:

@@ -10,8 +10,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import filterfalse
-from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
@@ -29,7 +28,7 @@ from moe_ckpt.core.window import (
 )
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
-from moe_ckpt.policies.popularity import NON_EXPERTS, ORDERS, Ordering, Shares, note_proven
+from moe_ckpt.policies.popularity import ORDERS, Ordering, Shares, note_proven
 from moe_ckpt.policies.window_report import WindowReport
 
 PROFILE_STEPS = 10
@@ -57,54 +56,31 @@ class MoEvement:
     Attributes:
         window: W, or None to compute it as above. Of the windows with at most W slots, one whose largest slot is
             smallest is used; in either case one that host memory has room for.
-        max_window: Upper bound on W. If even that does not fit into an iteration, training stalls: ``explain`` says by
-            how much. Ignored if ``window`` is given.
         order: Which experts are anchored last, and so are frozen longest while a window is replayed: the most popular
             by ``"hard_count"`` (tokens since the newest window began), ``"soft_count"`` (the same with gate
             probabilities), ``"time_decayed"`` (tokens per step, older ones weigh less), ``"capacity_normalised"``
             (tokens over the expert's even share); or ``"round_robin"``, in turn.
-        budget_fraction: Portion of an iteration that a snapshot may take.
-        non_experts: ``"last"``: gates and non-experts after all experts, since every token uses them. ``"spread"``:
-            spread evenly among the experts.
-        reorder_change: An expert counts as changed when its activation frequency changed by more than this portion.
-        reorder_experts: The order is computed again when at least this portion of the experts changed.
-        dense_overhead: Portion of training time that dense checkpoints between windows may cost; 0 for none. A window
-            can only be loaded by the same number of ranks with the same parallel degrees, a dense checkpoint by any. It
-            is about as large as the W slots of a window, so training may wait for W - 1 iterations: one is due every
-            ``(W - 1) / dense_overhead`` steps. None is made if host memory has no room for it.
 
     Raises:
         ConfigError: A value out of range, or no such order.
     """
 
     window: int | None = None
-    max_window: int = 32
     order: str = "hard_count"
-    budget_fraction: float = 1.0
-    non_experts: str = "last"
-    reorder_change: float = 0.10
-    reorder_experts: float = 0.25
-    dense_overhead: float = 0.01
+    max_window: ClassVar[int] = 32
+    """Upper bound on W where it is computed. If even that does not fit into an iteration, training stalls: ``explain``
+    says by how much."""
+    dense_overhead: ClassVar[float] = 0.01
+    """Portion of training time that dense checkpoints between windows may cost. A window can only be loaded by the same
+    number of ranks with the same parallel degrees, a dense checkpoint by any. It is about as large as the W slots of a
+    window, so training may wait for W - 1 iterations: one is due every ``(W - 1) / dense_overhead`` steps. None is made
+    if host memory has no room for it."""
 
     def __post_init__(self) -> None:
-        require_positive("MoEvement", max_window=self.max_window)
         if self.window is not None:
             require_positive("MoEvement", window=self.window)
-        for name, choices in (("order", ORDERS), ("non_experts", NON_EXPERTS)):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in choices:
-                raise ConfigError(f"MoEvement({name}={value!r}): no such {name}; choose from {list(choices)}")
-        self._require_number("budget_fraction", 1.0, "the portion of an iteration that a snapshot may take", above=True)
-        self._require_number("dense_overhead", 1.0, "the portion of training time that dense checkpoints may cost")
-        self._require_number("reorder_change", None, "the relative change of an expert's activation frequency")
-        self._require_number("reorder_experts", 1.0, "the portion of experts that must have changed")
-
-    def _require_number(self, name: str, most: float | None, meaning: str, *, above: bool = False) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-        if not number or value < 0 or (above and value == 0) or (most is not None and value > most):
-            bounds = ("above 0" if above else "of at least 0") + ("" if most is None else f" and at most {most:g}")
-            raise ConfigError(f"MoEvement({name}={value!r}): {name} must be a number {bounds}, {meaning}")
+        if not isinstance(self.order, str) or self.order not in ORDERS:
+            raise ConfigError(f"MoEvement(order={self.order!r}): no such order; choose from {list(ORDERS)}")
 
     @property
     def needs(self) -> Needs:
@@ -120,7 +96,7 @@ class MoEvement:
 
     @property
     def ordering(self) -> Ordering:
-        return Ordering(self.order, self.non_experts, self.reorder_change, self.reorder_experts)
+        return Ordering(self.order)
 
     def check(self, catalog: Catalog) -> None:
         """Accepts any model that has at least as many operators as the window has slots."""
@@ -161,7 +137,7 @@ class MoEvement:
             ranks=context.ranks,
             iteration_secs=context.measured.recent_iteration_secs,
             bytes_per_sec=context.measured.saving_bytes_per_sec,
-            budget_fraction=self.budget_fraction,
+            budget_fraction=context.budget_fraction,
             snapshot_bytes=context.snapshot_bytes,
             placement=context.placement,
             wanted=None if wanted is None or self._dense_due(context, wanted) else wanted,
@@ -195,7 +171,7 @@ class MoEvement:
     def _limit_bytes(self, context: PolicyContext) -> int | None:
         """Most bytes of a slot on one rank that an iteration leaves time for; None while not known."""
         measured = context.measured
-        return bytes_in_time(measured.recent_iteration_secs, measured.saving_bytes_per_sec, self.budget_fraction)
+        return bytes_in_time(measured.recent_iteration_secs, measured.saving_bytes_per_sec, context.budget_fraction)
 
     def _begin(self, context: PolicyContext) -> Window:
         order, frequencies = self.ordering.order(context)
@@ -273,7 +249,7 @@ class MoEvement:
             return slots
         if not windows:
             most = max(len(lane.order) for lane in lanes)
-            return replace(self, max_window=most)._fewest(lanes, context.sizes, room)
+            return self._fewest(lanes, context.sizes, room, most)
         for held in range(windows, 0, -1):
             if (size := bisect_left(range(1, len(slots) + 1), True, key=lambda size: not fits(size, held))) > 0:
                 return _balanced(lanes, context.sizes, size)
@@ -285,16 +261,23 @@ class MoEvement:
             return False
         return (context.step - context.dense_step) * self.dense_overhead >= size - 1
 
-    def _fewest(self, lanes: Sequence[Lane], sizes: Mapping[str, OperatorBytes], limit: int | None) -> Slots:
-        """The fewest slots that keep within ``limit``, evened out; the best of ``max_window`` slots if none do."""
+    def _fewest(
+        self,
+        lanes: Sequence[Lane],
+        sizes: Mapping[str, OperatorBytes],
+        limit: int | None,
+        most_slots: int | None = None,
+    ) -> Slots:
+        """The fewest slots that keep within ``limit``, evened out; the best of ``most_slots`` slots if none do."""
         if limit is None:
             return (tuple(op for lane in lanes for op in lane.order),)
-        needed = _needed(lanes, sizes, limit, self.max_window) or self.max_window
+        most = most_slots or self.max_window
+        needed = _needed(lanes, sizes, limit, most) or most
         slots = _balanced(lanes, sizes, needed)
         heaviest = max(share_bytes(slots, sizes, lanes))
         # Some ranks may own more experts than others, or an owner's may have come together. Longer windows part
         # them, though not all of them do: where owners have few experts, one slot more may change nothing.
-        for longer in range(needed + 1, self.max_window + 1):
+        for longer in range(needed + 1, most + 1):
             if heaviest <= limit:
                 break
             other = _balanced(lanes, sizes, longer)
@@ -316,9 +299,7 @@ class MoEvement:
         )
 
     def _name(self) -> str:
-        if self.window is not None:
-            return f"MoEvement(window={self.window})"
-        return f"MoEvement(max_window={self.max_window})"
+        return "MoEvement()" if self.window is None else f"MoEvement(window={self.window})"
 
     def describe(self) -> dict[str, Any]:
         return {"name": "moevement", **asdict(self)}

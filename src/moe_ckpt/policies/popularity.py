@@ -36,7 +36,6 @@ from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import Activity, PolicyContext
 
 ORDERS = ("hard_count", "soft_count", "time_decayed", "capacity_normalised", "round_robin")
-NON_EXPERTS = ("last", "spread")
 _ROUNDING = 1e-12
 """Relative error that a quotient of two shares may carry; a change must exceed its threshold by more."""
 
@@ -50,14 +49,11 @@ class Ordering:
 
     Attributes:
         kind: One of ``ORDERS``.
-        non_experts: ``last``: gates and non-experts behind all experts, in the order of the catalog, since every token
-            uses them. ``spread``: dealt out evenly among the experts.
         change, experts: An order is made anew when the activation frequency of at least the portion ``experts`` of all
             experts changed by more than the portion ``change`` (``changed``).
     """
 
     kind: str = "hard_count"
-    non_experts: str = "last"
     change: float = 0.10
     experts: float = 0.25
 
@@ -74,7 +70,7 @@ class Ordering:
         if not catalog.experts:
             return tuple(op.id for op in reversed(catalog.operators)), None
         if self.kind == "round_robin":
-            return self._with_others(catalog, _next_in_turn(context, former)), None
+            return _with_others(catalog, _next_in_turn(context, former)), None
         values = popularity(self.kind, catalog, context.activity)
         now = shares(catalog, values)
         if former is not None and not (now and self.changed(former.frequencies, now, len(catalog.experts))):
@@ -82,7 +78,7 @@ class Ordering:
         # A stable sort keeps between equals the order of layers, and in each the experts of one owner after another's.
         turns = _in_turns(catalog.layers, context.owners)
         ascending = turns[np.argsort(values.numbers[turns], kind="stable")]
-        return self._with_others(catalog, list(map(values.operators.__getitem__, ascending.tolist()))), now or None
+        return _with_others(catalog, list(map(values.operators.__getitem__, ascending.tolist()))), now or None
 
     def changed(self, before: Shares | None, now: Shares, experts: int) -> bool:
         """True when so much has changed that the order should be made anew.
@@ -104,12 +100,10 @@ class Ordering:
         moved = np.count_nonzero(np.abs(share - was) > was * limit)
         return bool(moved >= self.experts * experts - _ROUNDING)
 
-    def _with_others(self, catalog: Catalog, experts: Sequence[str]) -> tuple[str, ...]:
-        others = [op.id for op in catalog.always_saved]
-        if self.non_experts == "last":
-            return (*experts, *others)
-        places = [((at + 0.5) / len(group), op) for group in (experts, others) for at, op in enumerate(group)]
-        return tuple(op for _, op in sorted(places, key=lambda place: place[0]))
+
+def _with_others(catalog: Catalog, experts: Sequence[str]) -> tuple[str, ...]:
+    """Gates and non-experts come behind all experts, in the order of the catalog, since every token uses them."""
+    return (*experts, *(op.id for op in catalog.always_saved))
 
 
 class ByExpert(Mapping[str, float]):

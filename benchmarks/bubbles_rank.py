@@ -138,7 +138,7 @@ def _attached(stage: Stage, order: Mapping[str, Any], root: Path) -> Iterator[An
         stage.built.scheduler,
         policy=InTurns(MoEtion(experts=order["saved"])),
         dirpath=root / "store",
-        memory=Memory(directory=node, replicas=1, storage_every_n_steps=100_000),
+        memory=Memory(directory=node, replicas=1, storage_every=100_000),
         when_busy="wait",
         timeout_secs=_TIMEOUT_SECS,
         save_last=False,

@@ -442,7 +442,7 @@ def live(life: Life, rank: int, port: int) -> None:
         options: dict[str, Any] = {}
         if life.memory:
             os.makedirs(life.node(rank), exist_ok=True)
-            memory = Memory(directory=life.node(rank), replicas=life.replicas, storage_every_n_steps=life.to_storage)
+            memory = Memory(directory=life.node(rank), replicas=life.replicas, storage_every=life.to_storage)
             options["memory"] = memory
         policy = POLICIES[life.policy[0]](life.policy[1])
         ours = MoECheckpoint(policy, life.store, timeout_secs=20.0, when_busy="wait", **options)

@@ -93,7 +93,7 @@ def fit(directory: Path, steps: int, policy: policies.Policy, *callbacks: pl.Cal
         policy,
         directory / "store",
         resume="extend",
-        memory=Memory(directory=directory / "memory", storage_every_n_steps=8) if memory else None,
+        memory=Memory(directory=directory / "memory", storage_every=8) if memory else None,
     )
     trainer = pl.Trainer(
         max_steps=steps,

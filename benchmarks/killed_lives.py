@@ -113,7 +113,7 @@ def _live(life: Life, steps: int) -> None:
     config, _ = SIZES[life.size]
     callbacks: list[pl.Callback] = [log]
     if life.policy[0] != "none":
-        memory = Memory(directory=life.memory, storage_every_n_steps=_RARELY) if life.in_memory else None
+        memory = Memory(directory=life.memory, storage_every=_RARELY) if life.in_memory else None
         log.ours = MoECheckpoint(life.made(), f"{life.home}/store", save_last=False, when_busy="wait", memory=memory)
         callbacks.append(log.ours)
     trainer(steps, Path(life.home), *callbacks).fit(workload(config), batches(config, life.batch))

@@ -46,7 +46,7 @@ def attached(stage: Stage, order: Mapping[str, Any], rank: int) -> Any:
         stage.built.scheduler,
         policy=policy,
         dirpath=Path(order["root"], "store"),
-        memory=Memory(directory=node, storage_every_n_steps=100_000, upstream_bytes=upstream_bytes),
+        memory=Memory(directory=node, storage_every=100_000, upstream_bytes=upstream_bytes),
         when_busy="wait",
         timeout_secs=_TIMEOUT_SECS,
         save_last=False,

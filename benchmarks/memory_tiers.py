@@ -38,18 +38,15 @@ IDLE, PRIVATE, STORAGE = "no checkpoint", "private memory, storage", "storage in
 Way = dict[str, Any] | str | None
 WAYS: dict[str, Way] = {
     PRIVATE: None,
-    "Memory(), storage": {"storage_every_n_steps": 1},
-    "Memory(), no storage": {"storage_every_n_steps": 1000},
-    "Memory(replicas=1), storage": {"storage_every_n_steps": 1, "replicas": 1},
-    "Memory(replicas=1), no storage": {"storage_every_n_steps": 1000, "replicas": 1},
+    "Memory(), storage": {"storage_every": 1},
+    "Memory(), no storage": {"storage_every": 1000},
+    "Memory(replicas=1), storage": {"storage_every": 1, "replicas": 1},
+    "Memory(replicas=1), no storage": {"storage_every": 1000, "replicas": 1},
     "DCP _ReplicationStager, no storage": STAGER,
 }
 THREE: dict[str, Way] = {
     PRIVATE: None,
-    **{
-        f"Memory(replicas={number}), no storage": {"storage_every_n_steps": 1000, "replicas": number}
-        for number in range(3)
-    },
+    **{f"Memory(replicas={number}), no storage": {"storage_every": 1000, "replicas": number} for number in range(3)},
 }
 """Of three nodes."""
 LOST: dict[str, tuple[int, ...]] = {"own memory": (), "a peer's memory": (1,), STORAGE: (0, 1)}

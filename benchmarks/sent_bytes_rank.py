@@ -85,7 +85,7 @@ class _Count:
 def _memory(root: Path, rank: int) -> Memory:
     node = root / f"node_{rank}"
     node.mkdir(parents=True)
-    return Memory(directory=node, replicas=1, storage_every_n_steps=100_000)
+    return Memory(directory=node, replicas=1, storage_every=100_000)
 
 
 def lightning(order: Mapping[str, Any], rank: int, policy: Policy, root: Path) -> Sent:

@@ -74,7 +74,7 @@ class Contestant:
 
 
 _DENSE = ("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=10")
-_STORED = "moe_ckpt.memory.storage_every_n_steps"
+_STORED = "moe_ckpt.memory.storage_every"
 CONTESTANTS = (
     Contestant("dense", "Dense every 10", Dense(10), _DENSE),
     Contestant(
@@ -82,7 +82,7 @@ CONTESTANTS = (
         "Dense every 10 in memory",
         Dense(10),
         (*_DENSE, "moe_ckpt/memory=local", f"{_STORED}=50"),
-        {"durable": "node", "storage_every_n_steps": 50},
+        {"durable": "node", "storage_every": 50},
     ),
     Contestant(
         "survivors",
@@ -92,7 +92,7 @@ CONTESTANTS = (
             *("moe_ckpt/policy=dense", "moe_ckpt.policy.every_n_steps=200"),
             *("moe_ckpt/memory=local", f"{_STORED}=200"),
         ),
-        {"durable": "node", "storage_every_n_steps": 200, "survivors": True},
+        {"durable": "node", "storage_every": 200, "survivors": True},
         ranks=2,
     ),
     Contestant(
@@ -100,7 +100,7 @@ CONTESTANTS = (
         "Dense every 10, DDP, copies on the other of 2 nodes",
         Dense(10),
         (*_DENSE, "moe_ckpt/memory=replicated", f"{_STORED}={_LATER}"),
-        {"durable": "peers", "replicas": 1, "storage_every_n_steps": _LATER, "survivors": True},
+        {"durable": "peers", "replicas": 1, "storage_every": _LATER, "survivors": True},
         ranks=2,
         nodes=2,
     ),
@@ -119,7 +119,7 @@ CONTESTANTS = (
             f"MoEvement W=4, PP4, {who}",
             MoEvement(window=4),
             # The acted accelerator takes as long for frozen operators as for others.
-            memory={"durable": "node", "storage_every_n_steps": _LATER, "survivors": True, "freeze": False, **more},
+            memory={"durable": "node", "storage_every": _LATER, "survivors": True, "freeze": False, **more},
             ranks=4,
             nodes=4,
             witness=3,
@@ -134,7 +134,7 @@ CONTESTANTS = (
         "in_place",
         "Dense every step, EP2, restarts in place",
         Dense(1),
-        memory={"durable": "node", "storage_every_n_steps": _LATER, "survivors": True},
+        memory={"durable": "node", "storage_every": _LATER, "survivors": True},
         ranks=2,
         loop=Loop(1, in_place=True),
     ),

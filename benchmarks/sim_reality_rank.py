@@ -90,7 +90,7 @@ def train(restart: Any, order: Mapping[str, Any]) -> None:
         stage.built.scheduler,
         policy=getattr(policies, name)(**arguments),
         dirpath=Path(order["directory"], "checkpoints"),
-        memory=Memory(directory=_node(order), storage_every_n_steps=100_000, upstream_bytes=order["log_bytes"]),
+        memory=Memory(directory=_node(order), storage_every=100_000, upstream_bytes=order["log_bytes"]),
         when_busy="wait",
         timeout_secs=_TIMEOUT_SECS,
         save_last=False,

@@ -112,7 +112,7 @@ def fit(
     checkpoint = MoECheckpoint(
         steady if paced is None else Paced(told=told, ranks=world_size, **paced),
         f"{root}/store",
-        memory=Memory(directory=node, replicas=1, storage_every_n_steps=100_000),
+        memory=Memory(directory=node, replicas=1, storage_every=100_000),
         when_busy="wait",
     )
     chosen = ModelParallelStrategy(world_size, 1, process_group_backend="gloo")
@@ -329,7 +329,7 @@ def alike(rank: int, world_size: int, root: str, optimizer: str) -> list[str]:
     logging.getLogger("moe_ckpt").addHandler(heard)
     node = Path(root, f"node_{rank}")
     node.mkdir()
-    memory = Memory(directory=node, replicas=1, storage_every_n_steps=1000)
+    memory = Memory(directory=node, replicas=1, storage_every=1000)
     checkpoint = MoECheckpoint(MoEtion(recompute=True), f"{root}/store", memory=memory)
     made = pl.Trainer(
         accelerator="cpu", devices=world_size, strategy="ddp", max_steps=3, max_epochs=-1, log_every_n_steps=1,

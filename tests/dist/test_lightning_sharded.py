@@ -76,7 +76,7 @@ def _fit(
         policy = GradientLog(window=log)
         Path(root, "memory").mkdir(parents=True, exist_ok=True)
         # Both processes live on when training stops, and would seal all of it: there would be no update to make again.
-        beside["memory"] = Memory(directory=f"{root}/memory", storage_every_n_steps=1000, survivor_secs=0)
+        beside["memory"] = Memory(directory=f"{root}/memory", storage_every=1000, survivor_secs=0)
     beside["profile"] = f"{root}/profile.json"
     checkpoint = MoECheckpoint(policy, f"{root}/store", when_busy="wait", **beside)
     chosen = {

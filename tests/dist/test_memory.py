@@ -102,9 +102,9 @@ def test_a_lost_node_takes_its_experts_along(tmp_path: Path, fsdp: bool):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_node_comes_back_from_its_peer(tmp_path: Path, fsdp: bool, lost: int):
     """Storage has the first step only; every bit of the last one comes from the node that is left."""
-    killed(tmp_path, fsdp, replicas=1, storage_every_n_steps=1000)
+    killed(tmp_path, fsdp, replicas=1, storage_every=1000)
     lose(tmp_path, lost)
-    told = started_again(tmp_path, fsdp, replicas=1, storage_every_n_steps=1000)
+    told = started_again(tmp_path, fsdp, replicas=1, storage_every=1000)
     assert told["step"] == FATAL_STEP - 1
     assert told["fault"].lost_tokens == 0
     assert [path for path in tmp_path.glob("node_*/**/*") if path.is_file()] == []
@@ -141,7 +141,7 @@ MOST_COUNTS_NBYTES = 3 * torch.tensor(0.0).nbytes
 )
 def test_only_nodes_that_lost_their_memory_receive_bytes(tmp_path: Path, ranks: int, replicas: int, lost: tuple):
     """Under FSDP2, where each rank has its own part of everything: as much as these parts have, and no rank else."""
-    settings = {"replicas": replicas, "storage_every_n_steps": 1000}
+    settings = {"replicas": replicas, "storage_every": 1000}
     killed(tmp_path, True, ranks, **settings)
     slots = {rank: slots_of(tmp_path / f"node_{rank}", rank)[0] for rank in lost}
     nbytes = {
@@ -165,7 +165,7 @@ def step_returned_to(rank: int, _: int, root: str, fsdp: bool, memory: dict) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp2", "plain"])
 def test_as_many_nodes_as_copies_may_be_lost_and_no_more(tmp_path: Path, fsdp: bool):
-    settings = {"replicas": 2, "storage_every_n_steps": 1000}
+    settings = {"replicas": 2, "storage_every": 1000}
     root, kept = tmp_path / "run", tmp_path / "kept"
     root.mkdir()
     killed(root, fsdp, 3, **settings)

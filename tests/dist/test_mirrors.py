@@ -20,7 +20,7 @@ STEPS, OTHER_BITS_AT = 4, 3
 def copies(rank: int, ranks: int, root: str, fsdp: bool, other_bits: bool) -> dict:
     """Trains, and compares the newest copies with what their sources have."""
     said = warnings_of()
-    life = Life(root, fsdp, seed=0, memory={"replicas": 1, "storage_every_n_steps": 1000})
+    life = Life(root, fsdp, seed=0, memory={"replicas": 1, "storage_every": 1000})
     replicator = life.session.tier.replicator
     for step in range(1, STEPS + 1):
         if other_bits and rank == 1 and step == OTHER_BITS_AT:
@@ -74,7 +74,7 @@ def test_a_peer_with_other_bits_is_named_and_gets_those_of_the_source(tmp_path: 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_node_comes_back_from_what_its_peer_had_anyway(tmp_path: Path, lost: int):
-    killed(tmp_path, False, replicas=1, storage_every_n_steps=1000)
+    killed(tmp_path, False, replicas=1, storage_every=1000)
     lose(tmp_path, lost)
-    told = started_again(tmp_path, False, replicas=1, storage_every_n_steps=1000)
+    told = started_again(tmp_path, False, replicas=1, storage_every=1000)
     assert told["fault"].lost_tokens == 0

@@ -17,7 +17,7 @@ from moe_ckpt.policies import Dense
 from tests.dist.test_host_tier import Life, join
 from tests.support import start_ranks
 
-MEMORY = {"storage_every_n_steps": 100}
+MEMORY = {"storage_every": 100}
 STEPS = 4
 
 

@@ -50,7 +50,7 @@ class Life:
         node.mkdir(exist_ok=True)
         self.step, self.state = 0, Shard(rank, MIB)
         self.storage = LocalStorage(f"{root}/store")
-        memory = Memory(directory=node, replicas=1, storage_every_n_steps=1000)
+        memory = Memory(directory=node, replicas=1, storage_every=1000)
         self.session = CheckpointSession(
             storage=self.storage,
             policy=Dense(),

@@ -20,7 +20,7 @@ from tests.support.processes import run_ranks, start_ranks
 from tests.support.two_sets import TwoSets
 
 RANKS, LAST = 4, 9
-MEMORY = {"replicas": 1, "storage_every_n_steps": 1000}
+MEMORY = {"replicas": 1, "storage_every": 1000}
 ALL = {(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)}
 
 

@@ -428,7 +428,7 @@ def _own(value: torch.Tensor) -> torch.Tensor:
 def _memory(run: Run, root: str, rank: int) -> Memory:
     directory = Path(root, f"node_{rank}") if run.replicas else Path(root)
     directory.mkdir(exist_ok=True)
-    options = {"storage_every_n_steps": run.to_storage, "replicas": run.replicas, **run.memory_options}
+    options = {"storage_every": run.to_storage, "replicas": run.replicas, **run.memory_options}
     return Memory(directory=directory, **options)
 
 

@@ -84,12 +84,12 @@ def store(place):  # noqa: F811
         (lambda: MoECheckpoint(timeout_secs=0), r"timeout_secs=0"),
         (lambda: MoECheckpoint(host_memory_bytes=-1), r"host_memory_bytes=-1"),
         (
-            lambda: MoECheckpoint(MoEtion(recompute=True), memory=Memory(storage_every_n_steps=10)),
+            lambda: MoECheckpoint(MoEtion(recompute=True), memory=Memory(storage_every=10)),
             r"MoECheckpoint: policy=MoEtion\(recompute=True\).*copies on 0: .*Memory\(replicas=1\), or recompute=False",
         ),
         (
             lambda: MoECheckpoint(MoEtion(recompute=True), memory=Memory(replicas=1)),
-            r"MoEtion\(recompute=True\) sends gradients.*each step goes there.*storage_every_n_steps=100",
+            r"MoEtion\(recompute=True\) sends gradients.*each step goes there.*storage_every=100",
         ),
         (lambda: open_storage(MoECheckpoint(dirpath="nonsense://x").dirpath), r"nonsense"),
     ],
@@ -174,7 +174,7 @@ class Shampoo(torch.optim.SGD):
 
 def test_gradients_of_an_optimizer_that_couples_parameters(tmp_path, monkeypatch):
     monkeypatch.setattr(TinyMoE, "configure_optimizers", lambda self: Shampoo(self.parameters(), lr=0.1))
-    memory = Memory(directory=tmp_path, storage_every_n_steps=100)
+    memory = Memory(directory=tmp_path, storage_every=100)
     checkpoint = MoECheckpoint(GradientLog(), tmp_path / "store", memory=memory)
     with pytest.raises(UnsupportedError, match=r"Shampoo cannot .*MoEtion\(recompute=True\).*blocks of several param"):
         _trainer(checkpoint).fit(TinyMoE(), loader())

@@ -101,7 +101,7 @@ def test_a_gradient_log_of_a_compiled_model_goes_on_compiled_or_not(tmp_path, th
         model = seeded(TinyMoE, stacked=False)
         if compiled:
             model.head = torch.compile(model.head, backend="eager")
-        memory = Memory(directory=str(tmp_path / f"{name}-memory"), storage_every_n_steps=100)
+        memory = Memory(directory=str(tmp_path / f"{name}-memory"), storage_every=100)
         checkpoint = MoECheckpoint(GradientLog(window=3), tmp_path / name, memory=memory, when_busy="wait")
         callbacks = [checkpoint, *([Stop(stop)] if stop else [])]
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

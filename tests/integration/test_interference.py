@@ -35,7 +35,7 @@ def fitted(root: Path, every: int, steps: int, *, probe: bool = True, experts: i
             return {"name": "told"}
 
     (root / "node").mkdir(exist_ok=True)
-    memory = Memory(directory=root / "node", storage_every_n_steps=1000)
+    memory = Memory(directory=root / "node", storage_every=1000)
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
         enable_model_summary=False,

@@ -147,7 +147,7 @@ def test_no_step_of_a_window_waits_and_its_clip_norms_bring_it_back(tmp_path):
 def logged(place: Path, scaled: bool = False, **more: Any) -> dict[str, Any]:
     """What ``fit`` is given for a gradient log in memory, which a run that is stopped leaves there."""
     (place / "memory").mkdir(parents=True, exist_ok=True)
-    memory = Memory(place / "memory", storage_every_n_steps=1000)
+    memory = Memory(place / "memory", storage_every=1000)
     return {"policy": GradientLog(window=3), "memory": memory, **(scaler() if scaled else {}), **more}
 
 

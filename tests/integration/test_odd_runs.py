@@ -166,7 +166,7 @@ class WithoutExperts(TinyMoE):
     "policy", [Dense(), MoEvement(window=3), GradientLog(window=3)], ids=["dense", "window", "log"]
 )
 def test_a_model_without_experts(tmp_path, policy):
-    memory = moe_ckpt.Memory(directory=str(tmp_path), storage_every_n_steps=1000)
+    memory = moe_ckpt.Memory(directory=str(tmp_path), storage_every=1000)
     settings = {"memory": memory} if isinstance(policy, GradientLog) else {}
     with pytest.raises(Interrupted):
         fit(tmp_path / "cut", policy, WithoutExperts, At(step9=interrupt), **settings)
@@ -196,7 +196,7 @@ def test_a_buffer_that_grows(tmp_path, policy):
 def test_a_window_is_computed_again_under_a_gradient_log(tmp_path):
     with pytest.raises(Interrupted):
         fit(tmp_path / "cut", MoEvement(window=3), TinyMoE, At(step9=interrupt))
-    memory = moe_ckpt.Memory(directory=str(tmp_path), storage_every_n_steps=1000)
+    memory = moe_ckpt.Memory(directory=str(tmp_path), storage_every=1000)
     resumed = fit(tmp_path / "cut", GradientLog(), TinyMoE, memory=memory)
     assert resumed[2].restored_step is not None
     assert same(resumed, fit(tmp_path / "whole", Dense()))

@@ -258,7 +258,7 @@ def arguments(rank: int, world_size: int, root: str) -> dict[str, Said]:
     built = megatron_gpt.build(SETUP, 1)
     recompute = {"policy": ("MoEtion", {"recompute": True})}
     found = {
-        "no peers": said(lambda: attach(built, root, memory=Memory(storage_every_n_steps=10), **recompute)),
+        "no peers": said(lambda: attach(built, root, memory=Memory(storage_every=10), **recompute)),
         "each to storage": said(lambda: attach(built, root, memory=Memory(replicas=1), **recompute)),
         "one stage": said(lambda: attach(built, root, memory=Memory(upstream_bytes="1MB"))),
         **{name: said(lambda name=name: with_log(built.chunks, name)) for name in (RING, OVERLAP)},
@@ -365,7 +365,7 @@ def recomputes(rank: int, world_size: int, root: str, setup: Setup) -> list[str]
     node = os.path.join(root, f"node_{rank}")
     os.mkdir(node)
     built = megatron_gpt.build(setup, 1)
-    memory = Memory(directory=node, replicas=1, storage_every_n_steps=1000)
+    memory = Memory(directory=node, replicas=1, storage_every=1000)
     ckpt = attach(built, root, policy=("MoEtion", {"recompute": True}), memory=memory)
     ckpt.resume()
     for iteration in range(1, 4):

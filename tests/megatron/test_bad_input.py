@@ -121,7 +121,7 @@ def test_settings_and_calls_that_contradict(tmp_path: Path):
         bad_input.OVERLAP: ("UnsupportedError", "upstream_bytes=1000", bad_input.OVERLAP, "the same bits"),
         "two schedulers": ("ConfigError", "stateful={'scheduler': ...}", "another name"),
         "no peers": ("ConfigError", "MoEtion(recompute=True)", "keeps copies on 0", "replicas=1", "recompute=False"),
-        "each to storage": ("ConfigError", "MoEtion(recompute=True)", "each step goes there", "_every_n_steps=100"),
+        "each to storage": ("ConfigError", "MoEtion(recompute=True)", "each step goes there", "storage_every=100"),
         "resume twice": ("ConfigError", "resume() was called twice", "before the first step"),
         "too late to resume": ("ConfigError", "resume() was called twice"),
         "resume forgotten": ("ConfigError", "resume() was not called", "resume='never'"),

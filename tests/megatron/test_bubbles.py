@@ -91,7 +91,7 @@ HELD = Case(
     ((1, 5, "train"),),
     steps=7,
     memory=True,
-    copies={**COPIES, "storage_every_n_steps": 1000},
+    copies={**COPIES, "storage_every": 1000},
 )
 
 

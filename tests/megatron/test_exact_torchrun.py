@@ -30,7 +30,7 @@ CASES = {
         ((1, 6, "forward"), (2, 9, "forward")),
         steps=11,
         memory=True,
-        copies={"storage_every_n_steps": 1000},
+        copies={"storage_every": 1000},
         survives=True,
     ),
     "stages": Case(
@@ -39,7 +39,7 @@ CASES = {
         ((0, 6, "forward"), (3, 9, "forward")),
         steps=11,
         memory=True,
-        copies={"storage_every_n_steps": 1000, "upstream_bytes": 1 << 24},
+        copies={"storage_every": 1000, "upstream_bytes": 1 << 24},
         survives=True,
     ),
 }

@@ -69,7 +69,7 @@ AT = 7
 def killed_log(directory: Path) -> Life:
     """A life that is to go on from what a killed one left of a gradient log."""
     log, memory = ("GradientLog", {"window": 3}), str(directory / "memory")
-    beside = {"memory": memory, "copies": {"storage_every_n_steps": 1000}}
+    beside = {"memory": memory, "copies": {"storage_every": 1000}}
     life = Life(str(directory / "store"), AT + 2, LOGGED, log, **beside)
     [outcome] = start_ranks(fused, 1, replace(life, kill=(0, AT + 1, "train")), preload=WARM)
     assert outcome.exitcode == -signal.SIGKILL, outcome.error

@@ -44,7 +44,7 @@ from tests.support.megatron_run import live
 from tests.support.processes import run_ranks, start_ranks
 
 LOG = ("GradientLog", {"window": 3})
-MEMORY = {"storage_every_n_steps": 1000}
+MEMORY = {"storage_every": 1000}
 COPIES = {"replicas": 1, **MEMORY}
 
 
@@ -238,7 +238,7 @@ def _attach_refused(rank, world_size, directory, setup, of_config, match):
             built.scheduler,
             policy=GradientLog(window=3),
             dirpath=f"{directory}/store",
-            memory=Memory(directory=directory, storage_every_n_steps=1000),
+            memory=Memory(directory=directory, storage_every=1000),
         )
 
 

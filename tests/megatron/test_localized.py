@@ -41,7 +41,7 @@ from tests.support.megatron_run import Journal
 from tests.support.tensor_reads import tensor_bytes_read
 from tests.support.verifying import verify_store
 
-RARELY = {"storage_every_n_steps": 1000, "upstream_bytes": 1 << 24}
+RARELY = {"storage_every": 1000, "upstream_bytes": 1 << 24}
 WINDOWS = ("MoEvement", {"window": 3})
 
 
@@ -78,7 +78,7 @@ def test_a_window_that_ends_with_the_newest_step(tmp_path):
 
 
 def test_without_a_log_all_go_back_and_lose_nothing(tmp_path):
-    run = replace(case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward")), copies={"storage_every_n_steps": 1000})
+    run = replace(case(Setup(**PIPELINE_EXPERTS), (0, 6, "forward")), copies={"storage_every": 1000})
     kill(run, tmp_path)
     ended = finish(run, tmp_path)
     require_exact(run, tmp_path, ended)
@@ -143,7 +143,7 @@ def note_reads(place: Path) -> None:
 def test_ranks_that_go_back_read_once_what_they_hold_alike(policy, directory, states, tmp_path):
     """Their node is lost with its memory, so that what they load is on storage. The other stage reads no tensor."""
     run = case(Setup(**PIPELINE_EXPERTS), (0, 8, "forward"), policy, together=(1,), steps=9)
-    run = replace(run, copies={**RARELY, "storage_every_n_steps": 1})
+    run = replace(run, copies={**RARELY, "storage_every": 1})
     kill(run, tmp_path)
     shutil.rmtree(tmp_path / "memory" / "node_0")
     shutil.copytree(tmp_path / "store", tmp_path / "before")

@@ -104,7 +104,7 @@ FOUR = Case(
     ((1, 7, "train"),),
     memory=True,
     ranks_per_node=1,
-    copies={"replicas": 2, "storage_every_n_steps": 1000},
+    copies={"replicas": 2, "storage_every": 1000},
 )
 
 

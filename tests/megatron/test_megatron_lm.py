@@ -110,7 +110,7 @@ LOGS = ", upstream_bytes='16MB'"
 def in_memory(directory: Path, more: str = "") -> str:
     """For ``line``: checkpoints stay in memory that outlives the processes."""
     (directory / "memory").mkdir()
-    return f", memory=Memory(directory={str(directory / 'memory')!r}, storage_every_n_steps=1000{more})"
+    return f", memory=Memory(directory={str(directory / 'memory')!r}, storage_every=1000{more})"
 
 
 def steps_of(life: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -32,7 +32,7 @@ RESTARTS = f"--inprocess-restart --inprocess-granularity rank --inprocess-active
 def test_the_rank_that_lives_on_goes_on_in_its_process(where: str, tmp_path: Path) -> None:
     require_megatron_lm()
     (tmp_path / "memory").mkdir()
-    memory = f", memory=Memory(directory={str(tmp_path / 'memory')!r}, storage_every_n_steps=1000)"
+    memory = f", memory=Memory(directory={str(tmp_path / 'memory')!r}, storage_every=1000)"
     told = {"arguments": f"{SCRIPT} {RESTARTS}", "line": line("Dense(every_n_steps=1)", tmp_path, memory)}
     told |= {"kill": [1, 7, where]}
     codes = launch("tests.support.megatron_lm_inprocess", told, RANKS + 1, tmp_path, warm.python(WARM))

@@ -34,7 +34,7 @@ TOKENS = 4 * 16 * 2
 
 
 def line(policy: str, directory: Path) -> str:
-    memory = f"Memory(directory={str(directory / 'memory')!r}, storage_every_n_steps=1000, upstream_bytes='16MB')"
+    memory = f"Memory(directory={str(directory / 'memory')!r}, storage_every=1000, upstream_bytes='16MB')"
     return alone_line(policy, directory, f", memory={memory}")
 
 

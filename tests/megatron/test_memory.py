@@ -57,7 +57,7 @@ def test_a_node_that_is_lost_with_its_memory_reads_storage(case, tmp_path):
     assert left(tmp_path) == []
 
 
-COPIES = {"replicas": 1, "storage_every_n_steps": 1000}
+COPIES = {"replicas": 1, "storage_every": 1000}
 MOEVEMENT = ("MoEvement", {"window": 2})
 GEMINI = ("Gemini", {"every_n_steps": 2})
 REPLICATED = {

@@ -88,7 +88,7 @@ def comes_back_from_memory(life: Running) -> int:
 @layouts
 def test_nodes_that_are_numbered_anew_come_back_from_memory(layout, tmp_path):
     """The ranks of each node start on the other one: without copies, what they had lies there alone."""
-    copies = {"replicas": 0, "storage_every_n_steps": 1000}
+    copies = {"replicas": 0, "storage_every": 1000}
     case = replace(layout, copies=copies, kills=((2, 5, "train"),))
     kill(case, tmp_path)
     before = newest(tmp_path)
@@ -103,7 +103,7 @@ def test_nodes_that_are_numbered_anew_come_back_from_memory(layout, tmp_path):
 @layouts
 def test_a_node_that_comes_back_with_memory_of_an_earlier_start_is_not_gone_on_from(layout, tmp_path):
     """Its steps are newer than those of the start that went on without it, from storage, with a spare in its place."""
-    copies = {"replicas": 1, "storage_every_n_steps": 8}
+    copies = {"replicas": 1, "storage_every": 8}
     case = replace(layout, copies=copies, steps=20, kills=((2, 15, "train"), (2, 11, "train")))
     kill(replace(case, kills=case.kills[:1]), tmp_path)
     nodes, away = [tmp_path / "memory" / f"node_{node}" for node in (0, 1)], tmp_path / "away"
@@ -168,7 +168,7 @@ def test_killed_in_a_phase_of_rarer_checkpoints(phase, n, policy, layout, lost, 
     + in_turn(STORAGE, [policy for policy in POLICIES if policy != "dense"], every=2),
 )
 def test_killed_in_a_phase_of_storage(phase, n, policy, layout, lost, tmp_path):
-    copies = {"replicas": 1, "storage_every_n_steps": 3 if policy == "log" else 1}
+    copies = {"replicas": 1, "storage_every": 3 if policy == "log" else 1}
     case = replace(LAYOUTS[layout], policy=POLICIES[policy], kills=((0, n, phase),), copies=copies)
     kill(case, tmp_path)
     if lost is not None:
@@ -247,7 +247,7 @@ SOME = {name: POLICIES[name] for name in ("dense", "windows")}
 def test_killed_at_random_times(seed, layout, policy, tmp_path):
     """``LIVES`` are killed, of as many runs as that takes; after some of them a node is lost, too."""
     rng = random.Random(seed)
-    copies = {"replicas": 1, "storage_every_n_steps": rng.choice([1, 3, 1000])}
+    copies = {"replicas": 1, "storage_every": rng.choice([1, 3, 1000])}
     case = replace(layout, policy=policy, copies=copies, steps=STEPS, reseed=False)
     kills = list[int]()
     while sum(kills) < LIVES and len(kills) < RUNS:

@@ -31,7 +31,7 @@ from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal
 
 LAYOUTS = {"pp2-ep2": Setup(**PIPELINE_EXPERTS), "ep2-dp2": Setup(**EXPERTS_DATA)}
-RARELY = {"storage_every_n_steps": 10_000}
+RARELY = {"storage_every": 10_000}
 SLACK = 4
 """Of descriptors and threads: what is under way at the moment when they are counted."""
 SLACK_BYTES = 48 << 20

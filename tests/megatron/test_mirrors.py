@@ -65,7 +65,7 @@ def copies(rank: int, world_size: int, root: str, setup: Setup) -> dict[str, Any
         built.optimizer,
         policy=policy,
         dirpath=f"{root}/store",
-        memory=Memory(directory=node, replicas=1, storage_every_n_steps=1000),
+        memory=Memory(directory=node, replicas=1, storage_every=1000),
         when_busy="wait",
         timeout_secs=60.0,
     )

@@ -90,7 +90,7 @@ def train(case: Case, store: str) -> None:
             policy=getattr(moe_ckpt.policies, name)(**arguments),
             dirpath=store,
             when_busy="wait",
-            memory=Memory(place, storage_every_n_steps=1000) if case.policy == LOG else None,
+            memory=Memory(place, storage_every=1000) if case.policy == LOG else None,
         )
     ckpt.resume()
     for iteration in range(ITERATIONS):

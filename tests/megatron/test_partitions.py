@@ -59,7 +59,7 @@ def attached(built: megatron_gpt.Built, root: str, rank: int, network: Network) 
         built.scheduler,
         policy=Dense(),
         dirpath=f"{root}/store",
-        memory=Memory(directory=node, replicas=1, storage_every_n_steps=1000, survivor_secs=0),
+        memory=Memory(directory=node, replicas=1, storage_every=1000, survivor_secs=0),
         timeout_secs=TIMEOUT_SECS,
     )
 

@@ -37,7 +37,7 @@ RANKS = range(4)
 LIVES = 6
 STEPS = 40
 NEVER = (0, 10**6, "never")
-RARELY = {"storage_every_n_steps": 1000}
+RARELY = {"storage_every": 1000}
 LOGS = {
     "pp2-ep2": Setup(**PIPELINE_EXPERTS, **BF16, tied=True),
     "ep2-dp2": Setup(**EXPERTS_DATA),

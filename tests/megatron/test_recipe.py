@@ -129,7 +129,7 @@ def test_settings_are_arguments_of_attach():
 
     with initialize_config_dir(str(RECIPE / "conf"), version_base="1.3"):
         settings = settings_of()
-        local = settings_of("moe_ckpt/memory=local", "moe_ckpt.memory.budget_bytes=1GB")
+        local = settings_of("moe_ckpt/memory=local", "moe_ckpt.host_memory_bytes=1GB")
         elsewhere = settings_of("moe_ckpt.dirpath=there", "moe_ckpt.timeout_secs=5")
     known = {*inspect.signature(megatron.attach).parameters, *OptionValues.__annotations__}
     assert set(settings) <= known

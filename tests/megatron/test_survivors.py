@@ -13,7 +13,7 @@ from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal
 
-RARELY = {"storage_every_n_steps": 1000}
+RARELY = {"storage_every": 1000}
 MOC = ("MoC", {"k": 1})
 WINDOWS = ("MoEvement", {"window": 3})
 DENSE = ("Dense", {"every_n_steps": 100})

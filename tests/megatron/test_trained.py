@@ -61,7 +61,7 @@ def test_another_set_of_parameters_is_refused_at_once(tmp_path: Path, policy, bo
 
 def test_a_gradient_log_of_other_parameters_makes_nothing_dense(tmp_path: Path):
     log = ("GradientLog", {"window": 2})
-    copies = {"storage_every_n_steps": 1000}
+    copies = {"storage_every": 1000}
     case = Case(ALL, log, ((1, 5, "train"),), ranks=2, steps=6, memory=True, copies=copies)
     kill(case, tmp_path)
     before = sorted(path.name for path in (tmp_path / "store").iterdir())

@@ -61,7 +61,7 @@ def scenario(
     )
 
 
-LOCAL = {"durable": "peers", "replicas": 3, "rollback": "localized", "storage_every_secs": 300.0}
+LOCAL = {"durable": "peers", "replicas": 3, "rollback": "localized", "storage_every": 300.0}
 
 
 def sparse(window: int | None = 4, **given: Any) -> Scenario:

@@ -113,7 +113,7 @@ def test_iterations_since_the_window_are_caught_up_with():
 def test_where_peers_are_lost_all_go_back():
     """The second failure takes the last replica: no logs bring that stage back, so everybody returns to the backup."""
     events = ((100.5, 0), (102.5, 2))
-    local = {**LOCAL, "replicas": 1, "storage_every_secs": 40.0}
+    local = {**LOCAL, "replicas": 1, "storage_every": 40.0}
     tried = sparse(4, failures=trace(*events), iteration=STAGED, system=local, **SHORT)
     told = simulate(tried)
     assert told.fallbacks == 1

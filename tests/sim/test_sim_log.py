@@ -104,7 +104,7 @@ def test_bad_budgets():
 
 def test_memory_of_the_node_itself_is_enough_for_a_killed_process():
     """And for a lost node it is not: all go back to storage."""
-    told, tried = run((100.5, 1), durable="node", storage_every_secs=20.0)
+    told, tried = run((100.5, 1), durable="node", storage_every=20.0)
     assert told.recovered == {"host": 1, "peer": 0, "storage": 0}
     assert told.history[0].useful_steps == 100
     lost = replace(tried, failures=Trace(given=(FailureEvent(100.5, 1),)))

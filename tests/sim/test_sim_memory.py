@@ -57,7 +57,7 @@ def test_a_killed_process_comes_back_from_its_own_memory():
 
 
 def test_a_lost_node_comes_back_from_peers_or_else_from_storage():
-    stored = {"storage_every_n_steps": 30}
+    stored = {"storage_every": 30}
     assert told((105.0, 0), system={**PEERS, **stored}).recovered == {"host": 0, "peer": 1, "storage": 0}
     assert told((105.0, 0), system={**LOCAL, **stored}).recovered == {"host": 0, "peer": 0, "storage": 1}
     assert step_after((105.0, 0), system={**PEERS, **stored}) == 100
@@ -121,12 +121,10 @@ def test_windows_in_own_memory_are_computed_again():
 @pytest.mark.parametrize(
     ("stored", "step"),
     [
-        ({"storage_every_n_steps": 1}, 100),
-        ({"storage_every_n_steps": 30}, 90),
-        ({"storage_every_n_steps": 40}, 80),
-        ({"storage_every_secs": 48.0}, 90),  # at 48 s that of 40, and at 96 s that of 90
-        ({"storage_every_n_steps": 40, "storage_every_secs": 48.0}, 80),  # of 40 at 40.3 s; of 80 at 80.3 s
-        ({"storage_every_n_steps": 200, "storage_every_secs": 48.0}, 90),
+        ({"storage_every": 1}, 100),
+        ({"storage_every": 30}, 90),
+        ({"storage_every": 40}, 80),
+        ({"storage_every": 48.0}, 90),  # at 48 s that of 40, and at 96 s that of 90
         ({}, 0),
     ],
 )
@@ -141,7 +139,7 @@ def test_auto_goes_by_youngs_interval():
     written; 118 s later, when the run is older, that of 240."""
     costs = costs_of(system=LOCAL)
     assert costs.storage_secs(costs.bytes_of.dense) == pytest.approx(0.6226, abs=1e-4)
-    auto = {**LOCAL, "storage_every_n_steps": "auto"}
+    auto = {**LOCAL, "storage_every": "auto"}
     assert [step_after((at, 0), system=auto, duration_secs=300.0) for at in (115.0, 125.0, 235.0, 245.0)] == [
         0, 120, 120, 240
     ]  # fmt: skip
@@ -149,7 +147,7 @@ def test_auto_goes_by_youngs_interval():
 
 def test_what_fails_more_is_written_more_often():
     """After 1200 s without failures, 122 s lie between two flushes; with 30, sqrt(2 * 0.62 * 12 000 / 31) = 22 s do."""
-    auto = {**LOCAL, "storage_every_n_steps": "auto"}
+    auto = {**LOCAL, "storage_every": "auto"}
     calm = told((1200.0, 0), system=auto, duration_secs=1300.0)
     rough = told(*(killed(20.0 * at + 9.5) for at in range(30)), (1200.0, 0), system=auto, duration_secs=1300.0)
     assert 1200 - calm.history[0].useful_steps == 90
@@ -161,7 +159,7 @@ def test_what_fails_more_is_written_more_often():
 def test_a_slow_storage_holds_up_neither_training_nor_memory():
     """A write takes 280 s: the one that is under way is not disturbed, and none queues behind it."""
     slow = {"storage_bytes_per_sec": 1e3}
-    every = {**LOCAL, "storage_every_n_steps": 1}
+    every = {**LOCAL, "storage_every": 1}
     one = told(killed(205.0), system=every, cluster=slow, duration_secs=300.0)
     assert (one.history[0].useful_steps, one.spent.stall) == (200, 0)
     assert step_after((305.0, 0), system=every, cluster=slow, duration_secs=400.0) == 10
@@ -214,7 +212,7 @@ def test_what_is_recoverable_is_what_the_placement_promises(nodes, gpus, replica
 def test_a_run_comes_back_from_memory_exactly_where_a_copy_is_left(nodes, gpus, replicas, domain):
     where = of(nodes, gpus, domain)
     copies = Copies(where, replicas)
-    system = {"durable": "peers", "replicas": replicas, "storage_every_n_steps": 40}
+    system = {"durable": "peers", "replicas": replicas, "storage_every": 40}
     cluster = {"nodes": nodes, "gpus_per_node": gpus, "nodes_per_domain": domain, "nic_bytes_per_sec": 1e7}
     cluster["pcie_bytes_per_sec"], batch = 1e7, Batch(4 * where.parallel.dp, 4)
     for count in range(1, min(3, nodes) + 1):

@@ -96,7 +96,7 @@ def test_a_killed_process_goes_on_from_its_own_memory_and_a_lost_node_from_the_n
 
 def test_a_start_keeps_no_copies_of_other_steps_than_it_goes_on_from():
     """So a node that is lost before peers have something of the new life takes all ranks back to storage."""
-    _, recovered = restored(FailureEvent(45.6, 0, process=True), FailureEvent(52.0, 1), storage_every_n_steps=10)
+    _, recovered = restored(FailureEvent(45.6, 0, process=True), FailureEvent(52.0, 1), storage_every=10)
     assert (recovered["host"], recovered["storage"]) == (1, 1)
 
 
@@ -121,7 +121,7 @@ def test_moving_ahead_changes_nothing():
                 policy,
                 failures=Trace(given=(FailureEvent(145.6, 0, process=True), FailureEvent(301.3, 1))),
                 cluster=SLOW,
-                system={**PEERS, "when_busy": busy, "storage_every_n_steps": 50},
+                system={**PEERS, "when_busy": busy, "storage_every": 50},
                 duration_secs=500.0,
             )
             one, other = simulate(tried), simulate(replace(tried, stepwise=True))

@@ -180,7 +180,7 @@ def test_who_holds_replicas():
 @pytest.mark.parametrize(("nodes", "fallbacks"), [((0, 1), 0), ((0, 2), 1), ((3, 1), 1)])
 def test_a_node_and_its_peer_fall_back_to_the_backup(nodes, fallbacks):
     events = trace(*((150.0, node) for node in nodes))
-    tried = scenario(Dense(10), failures=events, system={**PEERS, "storage_every_secs": 60.0}, duration_secs=300.0)
+    tried = scenario(Dense(10), failures=events, system={**PEERS, "storage_every": 60.0}, duration_secs=300.0)
     told = simulate(tried)
     assert told.fallbacks == fallbacks
     assert told.history[0].useful_steps == (110 if fallbacks else 140)
@@ -201,13 +201,13 @@ def test_a_replaced_node_holds_nothing_until_the_next_commit(second, fallbacks):
 
 def test_what_came_from_storage_is_not_on_peers_before_the_next_commit():
     events = trace((150.5, 0), (150.5, 2), (158.5, 3))
-    tried = scenario(Dense(10), failures=events, system={**PEERS, "storage_every_secs": 60.0}, duration_secs=300.0)
+    tried = scenario(Dense(10), failures=events, system={**PEERS, "storage_every": 60.0}, duration_secs=300.0)
     assert simulate(tried).spent.retrieve == pytest.approx(2 * load_secs(tried))
 
 
 def test_after_the_next_commit_peers_hold_all_again():
     events = trace((150.5, 0), (150.5, 2), (190.5, 3))
-    tried = scenario(Dense(10), failures=events, system={**PEERS, "storage_every_secs": 60.0}, duration_secs=300.0)
+    tried = scenario(Dense(10), failures=events, system={**PEERS, "storage_every": 60.0}, duration_secs=300.0)
     costs = costs_of(tried)
     from_peers = costs.bytes_of.dense.rank / 50e3 + costs.bytes_of.dense.rank / 200e3
     assert simulate(tried).spent.retrieve == pytest.approx(load_secs(tried) + from_peers)
@@ -215,7 +215,7 @@ def test_after_the_next_commit_peers_hold_all_again():
 
 def test_a_backup_counts_once_it_is_written():
     """Writing takes 28 s: at 66 s that of 60 s is not there, at 95 s it is."""
-    slow = {"cluster": {"storage_bytes_per_sec": 10e3}, "system": {**PEERS, "storage_every_secs": 60.0}}
+    slow = {"cluster": {"storage_bytes_per_sec": 10e3}, "system": {**PEERS, "storage_every": 60.0}}
     steps = [
         simulate(scenario(Dense(10), failures=trace((at, 0), (at, 2)), **slow, **SHORT)).history[0].useful_steps
         for at in (66.0, 95.0)
@@ -227,7 +227,7 @@ def test_a_backup_counts_once_it_is_written():
 def test_a_backup_that_a_failure_cuts_off_is_begun_again(storage, steps):
     """Writing takes 28 s: that of 60 s is cut off at 76.5 s, and the next one is not put off until 120 s."""
     events = trace((76.5, 3), (115.0, 0), (115.0, 2))
-    system = {**PEERS, "storage_every_secs": 60.0}
+    system = {**PEERS, "storage_every": 60.0}
     tried = scenario(Dense(10), failures=events, cluster={"storage_bytes_per_sec": storage}, system=system, **SHORT)
     told = simulate(tried)
     assert told.fallbacks == 1

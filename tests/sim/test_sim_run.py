@@ -36,17 +36,17 @@ REPEATING = {
     "dense out of phase": (Dense(3), {"cluster": SLOW, "system": ONE_BUFFER}),
     "dense out of phase, two under way": (Dense(3), {"cluster": SLOW, "system": {"when_busy": "skip"}}),
     "dense sync": (SyncDense(7), {}),
-    "dense on peers": (Dense(3), {"system": {"durable": "peers", "storage_every_secs": 100.0}}),
-    "dense in memory": (Dense(3), {"system": {"durable": "node", "storage_every_n_steps": 50}}),
-    "dense in memory, each on to storage": (Dense(1), {"system": {"durable": "node", "storage_every_n_steps": 1}}),
-    "dense in memory, auto": (Dense(2), {"system": {"durable": "node", "storage_every_n_steps": "auto"}}),
+    "dense on peers": (Dense(3), {"system": {"durable": "peers", "storage_every": 100.0}}),
+    "dense in memory": (Dense(3), {"system": {"durable": "node", "storage_every": 50}}),
+    "dense in memory, each on to storage": (Dense(1), {"system": {"durable": "node", "storage_every": 1}}),
+    "dense in memory, auto": (Dense(2), {"system": {"durable": "node", "storage_every": "auto"}}),
     "moc in memory": (
         MoC(k=1, snapshot_k=3),
-        {"load": SKEWED, "system": {"durable": "peers", "storage_every_n_steps": 70, "storage_every_secs": 33.0}},
+        {"load": SKEWED, "system": {"durable": "peers", "storage_every": 33.0}},
     ),
     "moevement in memory, slowly on to storage": (
         MoEvement(window=4),
-        {"load": SKEWED, "cluster": SLOW, "system": {"durable": "peers", "storage_every_n_steps": 9}},
+        {"load": SKEWED, "cluster": SLOW, "system": {"durable": "peers", "storage_every": 9}},
     ),
     "checkfreq": (CheckFreq(), {}),
     "moc": (MoC(k=1), {"load": SKEWED}),
@@ -64,15 +64,15 @@ REPEATING = {
     ),
     "moetion in memory": (
         MoEtion(),
-        {"load": SKEWED, "cluster": NARROW, "system": {"durable": "peers", "storage_every_secs": 90.0}},
+        {"load": SKEWED, "cluster": NARROW, "system": {"durable": "peers", "storage_every": 90.0}},
     ),
     "moetion in its node's memory": (
         InTurn(),
-        {"load": SKEWED, "cluster": NARROW, "system": {"durable": "node", "storage_every_n_steps": "auto"}},
+        {"load": SKEWED, "cluster": NARROW, "system": {"durable": "node", "storage_every": "auto"}},
     ),
     "gradient log": (
         GradientLog(),
-        {"load": SKEWED, "cluster": NARROW, "system": {"durable": "peers", "storage_every_n_steps": 60}},
+        {"load": SKEWED, "cluster": NARROW, "system": {"durable": "peers", "storage_every": 60}},
     ),
     "gradient log that skips": (
         GradientLog(window=4),
@@ -236,7 +236,7 @@ def test_recovery_of_windows_takes_at_most_two_of_them(window):
     assert fmean(recoveries) == pytest.approx(1.5 * window - 1, abs=0.1 * window)
 
 
-@pytest.mark.parametrize("system", [{}, {"durable": "peers", "storage_every_secs": 200.0}, LOCAL])
+@pytest.mark.parametrize("system", [{}, {"durable": "peers", "storage_every": 200.0}, LOCAL])
 def test_where_the_time_went_is_all_of_it(system):
     policy = MoEvement(window=3) if system is LOCAL else Dense(4)
     for seed in range(3):

@@ -25,7 +25,7 @@ def run(policy, *events, parallel=ALIKE, durable="node", survivors=True, stored=
     """stored: steps between checkpoints on storage."""
     replicas = {"replicas": 1} if durable == "peers" else {}
     system = {"durable": durable, "survivors": survivors, "when_busy": "skip", **replicas}
-    system["storage_every_n_steps"] = stored
+    system["storage_every"] = stored
     failures = Trace(given=events)
     return simulate(scenario(policy, failures=failures, parallel=parallel, system=system, duration_secs=400.0, **given))
 

@@ -24,7 +24,7 @@ from moe_ckpt_sim.workload.load import ExpertLoad, tokens_of
 from tests.sim.builders import MODEL, scenario
 
 CATALOG = MODEL.catalog
-PEERS = {"durable": "peers", "replicas": 1, "storage_every_n_steps": 50}
+PEERS = {"durable": "peers", "replicas": 1, "storage_every": 50}
 SMALL = {"pcie_bytes_per_sec": 20e3, "nic_bytes_per_sec": 20e3}
 """Neither a copy nor a send of everything fits in an iteration, and a send takes longer."""
 ALL_NODES = tuple(FailureEvent(70.6, node) for node in range(4))

@@ -57,7 +57,7 @@ def main(told: dict[str, Any]) -> None:
             built.scheduler,
             policy=getattr(policies, told["policy"])(**told["arguments"]),
             dirpath=told["store"],
-            memory=Memory(directory=told["memory"], storage_every_n_steps=1000),
+            memory=Memory(directory=told["memory"], storage_every=1000),
             when_busy="wait",
             timeout_secs=12.0,
         )

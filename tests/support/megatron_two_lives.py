@@ -43,7 +43,7 @@ def attached(
         built.scheduler,
         policy=policy,
         dirpath=f"{root}/store",
-        memory=Memory(directory=node, replicas=replicas, storage_every_n_steps=to_storage),
+        memory=Memory(directory=node, replicas=replicas, storage_every=to_storage),
         when_busy="wait",
         timeout_secs=60.0,
     )

@@ -169,11 +169,11 @@ def test_schemas_have_the_fields_and_defaults_of_what_they_describe():
 def test_memory_takes_what_its_class_takes(user_app, tmp_path):
     described = {f.name: f.default for f in fields(SCHEMAS["memory"]) if f.name != "_target_"}
     assert described == {f.name: f.default for f in fields(Memory)}
-    said = ("storage_every_n_steps=auto", "storage_every_secs=10min")
-    for group in ("local", "replicated"):
-        own = [f"moe_ckpt.memory.{one}" for one in said]
-        cfg = user_app(f"moe_ckpt/memory={group}", *own, f"moe_ckpt.dirpath={tmp_path}")
-        assert instantiate(cfg.moe_ckpt.memory).cadence == StorageCadence("auto", 600)
+    for every in ("auto", "10min", 60, 60.5):
+        for group in ("local", "replicated"):
+            override = f"moe_ckpt.memory.storage_every={every}"
+            cfg = user_app(f"moe_ckpt/memory={group}", override, f"moe_ckpt.dirpath={tmp_path}")
+            assert instantiate(cfg.moe_ckpt.memory).cadence == StorageCadence(every)
     assert instantiate(user_app("moe_ckpt/memory=local").moe_ckpt.memory) == Memory()
 
 
@@ -408,12 +408,11 @@ def test_the_whole_callback_builds(run_conf, tmp_path):
 def test_bytes_are_said_as_in_python(run_conf, nbytes):
     cfg = run_conf(
         "moe_ckpt/memory=local",
-        f"moe_ckpt.memory.budget_bytes={nbytes}",
         f"moe_ckpt.memory.upstream_bytes={nbytes}",
         f"moe_ckpt.host_memory_bytes={nbytes}",
     )
     memory = instantiate(cfg.moe_ckpt.memory)
-    assert (memory.budget_bytes, memory.upstream_bytes) == (8 * 10**9, 8 * 10**9)
+    assert memory.upstream_bytes == 8 * 10**9
     assert Settings(host_memory_bytes=cfg.moe_ckpt.host_memory_bytes).host_memory_bytes == 8 * 10**9
 
 

@@ -1,4 +1,4 @@
-"""``storage_every_n_steps="auto"`` with a checkpoint in memory at each step: what ranks have measured decides."""
+"""``storage_every="auto"`` with a checkpoint in memory at each step: what ranks have measured decides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one_life(tmp_path, failures: int) -> list[list[StepEnded]]:
     told: list[list[StepEnded]] = [[] for _ in range(RANKS)]
 
     def body(comm: Any) -> None:
-        memory = Memory(directory=tmp_path / f"node_{comm.rank}", storage_every_n_steps="auto")
+        memory = Memory(directory=tmp_path / f"node_{comm.rank}", storage_every="auto")
         disk = SlowDisk(tmp_path / "store", WRITE_SECS)
 
         def note(event: Any) -> None:

@@ -35,7 +35,7 @@ def test_crashes_leave_nothing_behind(tmp_path, caplog, rounds, replicas):
 
     def one(number):
         def body(comm):
-            memory = Memory(directory=nodes[comm.rank], storage_every_n_steps=1000, replicas=replicas)
+            memory = Memory(directory=nodes[comm.rank], storage_every=1000, replicas=replicas)
             with Life(LocalStorage(tmp_path / "store"), policy=Dense(), memory=memory, comm=comm) as life:
                 if number:
                     come_back(life)

@@ -63,7 +63,7 @@ def where(tmp_path):
 
 def life(where, policy=None, every: Any = RARELY, storage: Storage | None = None, **settings) -> Life:
     store, memory = where
-    chosen = Memory(directory=memory, storage_every_n_steps=every)
+    chosen = Memory(directory=memory, storage_every=every)
     return Life(storage or LocalStorage(store), policy=policy or Dense(), memory=chosen, **settings)
 
 
@@ -108,7 +108,7 @@ def test_seconds_count_as_well(where, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     store, memory = where
-    chosen = Memory(directory=memory, storage_every_secs=30)
+    chosen = Memory(directory=memory, storage_every=30.0)
     with Life(LocalStorage(store), policy=Dense(), memory=chosen) as only:
         for _ in range(7):
             now[0] += 10
@@ -122,7 +122,7 @@ def test_seconds_count_from_the_start_of_a_life_that_goes_on(where, monkeypatch)
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     store, memory = where
-    chosen = Memory(directory=memory, storage_every_secs=30)
+    chosen = Memory(directory=memory, storage_every=30.0)
     with Life(LocalStorage(store), policy=Dense(), memory=chosen) as first:
         for _ in range(2):
             now[0] += 10
@@ -141,7 +141,7 @@ def test_seconds_count_from_the_first_step_that_ranks_have_agreed_on(where, monk
     now = [5000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     store, memory = where
-    chosen = Memory(directory=memory, storage_every_secs=30)
+    chosen = Memory(directory=memory, storage_every=30.0)
     with Life(LocalStorage(store), policy=Dense(), memory=chosen, comm=SoloCommunicator(late=True)) as only:
         for _ in range(9):
             now[0] += 10
@@ -461,7 +461,7 @@ def test_a_last_step_that_finds_no_room_beside_what_memory_keeps_does_not_say_th
     with life(where) as only:
         only.go(3, settle=True)
         monkeypatch.setattr(Room, "find", lambda *_, **__: (None, False))
-        with pytest.raises(SaveFailedError, match="beside the checkpoints that memory must keep; raise Memory"):
+        with pytest.raises(SaveFailedError, match="checkpoints that memory must keep; raise host_memory_bytes"):
             only.finish()
 
 
@@ -623,7 +623,7 @@ def replicated(where, nodes, replicas=1, policy=None, **more):
     found: dict[int, Any] = {}
 
     def body(comm):
-        chosen = Memory(directory=nodes[comm.rank], storage_every_n_steps=RARELY, replicas=replicas)
+        chosen = Memory(directory=nodes[comm.rank], storage_every=RARELY, replicas=replicas)
         with Life(LocalStorage(where[0]), policy=policy or Dense(), memory=chosen, comm=comm) as each:
             if more.get("again"):
                 restored, fault = come_back(each)

@@ -40,7 +40,7 @@ def trained(root: Path, name: str, steps: int, replicas: int = 0, **settings: An
         comm.agrees_late = True
         node = root / f"node_{comm.rank}"
         node.mkdir(parents=True)
-        memory = Memory(directory=node, storage_every_n_steps=1000, replicas=replicas)
+        memory = Memory(directory=node, storage_every=1000, replicas=replicas)
         with Life(LocalStorage(root / "store"), policy=POLICIES[name], memory=memory, comm=comm, **settings) as each:
             settle = settings.get("when_busy") == "skip"
             replicator = each.session._resources.memory.replicator

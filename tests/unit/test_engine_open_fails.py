@@ -88,7 +88,7 @@ def test_other_ranks_hear_of_an_error_of_any_kind(tmp_path):
 def test_memory_is_let_go_of_for_the_next_session_of_the_process(tmp_path, monkeypatch, what):
     """What was left there by a session that failed is still what the next one resumes from."""
     (tmp_path / "memory").mkdir()
-    settings = {"memory": Memory(directory=tmp_path / "memory", storage_every_n_steps=100)}
+    settings = {"memory": Memory(directory=tmp_path / "memory", storage_every=100)}
     first = Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings)
     first.session.open()
     first.go(3, settle=True)

@@ -81,7 +81,7 @@ def train(place: str) -> None:
     """A training process, at step 3; says what became of each child, and gets SIGTERM itself in the end."""
     logging.basicConfig(level=logging.INFO, format="%(process)d %(message)s", stream=sys.stderr)
     print(os.getpid(), flush=True)
-    memory = Memory(directory=Path(place, "memory"), storage_every_n_steps=100)
+    memory = Memory(directory=Path(place, "memory"), storage_every=100)
     with Life(LocalStorage(Path(place, "store")), policy=Dense(every_n_steps=100), memory=memory) as life:
         surviving = Surviving(life.session.survivor, 20.0, "step", 0)
         surviving.termination.watch()

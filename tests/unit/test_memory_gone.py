@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def life(root: Path, node: str = "A", policy=None, replicas: int = 0, **given) -> Life:
-    memory = Memory(directory=root / node, storage_every_n_steps=1000, replicas=replicas)
+    memory = Memory(directory=root / node, storage_every=1000, replicas=replicas)
     return Life(LocalStorage(root / "store"), policy=policy or Dense(), memory=memory, **given)
 
 

@@ -125,7 +125,7 @@ def test_a_rank_without_memory_for_bytes_of_other_nodes_keeps_nobody_waiting(whe
     raised: dict[int, Exception] = {}
 
     def body(comm):
-        memory = Memory(directory=nodes[comm.rank], storage_every_n_steps=1000, replicas=1)
+        memory = Memory(directory=nodes[comm.rank], storage_every=1000, replicas=1)
         with Life(LocalStorage(where[0]), policy=Dense(), memory=memory, comm=comm) as each:
             try:
                 come_back(each)

@@ -86,13 +86,13 @@ def test_a_tmpfs_as_large_as_the_memory_of_the_machine_promises_more_than_there_
     say_room("/memory", NEEDED, 5000, {CGROUP: 1500, MACHINE: 1199})
     [found] = caplog.messages
     assert "has 5,000 bytes free, but the memory of this machine leaves 1,199" in found
-    assert "Use more nodes, or set Memory(budget_bytes=...) to 299" in found
+    assert "Use more nodes, or set host_memory_bytes to 299" in found
 
 
-@pytest.mark.parametrize(("free", "advised"), [(1199, "set Memory(budget_bytes=...) to 299"), (399, None)])
+@pytest.mark.parametrize(("free", "advised"), [(1199, "set host_memory_bytes to 299"), (399, None)])
 def test_a_smaller_budget_is_advised_where_a_snapshot_fits_in_it(caplog, free, advised):
     say_room("/memory", NEEDED, free, {})
-    assert ("budget_bytes" in caplog.text) == (advised is not None)
+    assert ("host_memory_bytes" in caplog.text) == (advised is not None)
     assert advised is None or advised in caplog.text
 
 
@@ -104,8 +104,8 @@ def start(place: Path, free: int, monkeypatch, ranks: int = 2) -> list[int]:
     nbytes = [0] * ranks
 
     def begin(comm):
-        chosen = Memory(directory=place / "memory", budget_bytes=10**9)
-        given = {"memory": chosen, "comm": comm, "local_ranks": ranks}
+        chosen = Memory(directory=place / "memory")
+        given = {"memory": chosen, "host_memory_bytes": 10**9, "comm": comm, "local_ranks": ranks}
         life = Life(LocalStorage(place / "store"), catalog(30, 4), policy=Dense(), **given)
         with life as each:
             nbytes[comm.rank] = each.go(1, settle=True).nbytes
@@ -137,8 +137,8 @@ def test_a_node_that_holds_copies_of_more_ranks_than_others_needs_room_for_each(
         here = tmp_path / f"memory{comm.rank}"
         here.mkdir()
         rack = "one" if comm.rank == 3 else "other"
-        chosen = Memory(replicas=1, directory=here, failure_domain=rack, budget_bytes=10**9)
-        given = {"memory": chosen, "comm": comm, "local_ranks": 1}
+        chosen = Memory(replicas=1, directory=here, failure_domain=rack)
+        given = {"memory": chosen, "host_memory_bytes": 10**9, "comm": comm, "local_ranks": 1}
         with Life(LocalStorage(tmp_path / "store"), catalog(30, 4), policy=Dense(), **given):
             pass
 

@@ -38,7 +38,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def life(root, node="A", policy=None, storage=None, **given) -> Life:
-    memory = Memory(directory=root / node, storage_every_n_steps=1000)
+    memory = Memory(directory=root / node, storage_every=1000)
     return Life(storage or LocalStorage(root / "store"), policy=policy or Dense(), memory=memory, **given)
 
 

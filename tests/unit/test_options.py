@@ -163,18 +163,16 @@ GRADIENTS_TO_PEERS = [MoEtion(recompute=True), Guarded(MoEtion(recompute=True))]
 @pytest.mark.parametrize("policy", GRADIENTS_TO_PEERS)
 def test_gradients_for_peers_ask_for_copies_there(policy):
     with pytest.raises(ConfigError, match=r"recompute=True.*keeps copies on 0: .*Memory\(replicas=1\), or recompute"):
-        Options(policy=policy, dirpath="x", memory=Memory(storage_every_n_steps=10))
+        Options(policy=policy, dirpath="x", memory=Memory(storage_every=10))
     with pytest.raises(ConfigError, match="logs the gradients of each step"):
         Options(policy=policy, dirpath="x")
     assert Options(policy=MoEtion(), dirpath="x", memory=Memory()).needs.replicas == 0
 
 
 @pytest.mark.parametrize("policy", GRADIENTS_TO_PEERS)
-@pytest.mark.parametrize(
-    "cadence", [{}, {"storage_every_n_steps": 1}, {"storage_every_n_steps": 1, "storage_every_secs": 60}]
-)
+@pytest.mark.parametrize("cadence", [{}, {"storage_every": 1}])
 def test_gradients_for_peers_ask_for_steps_that_do_not_go_to_storage(policy, cadence):
-    says = r"recompute=True\) sends gradients .*memory=Memory\(.*replicas=2.*_n_steps=100\).*recompute=False"
+    says = r"recompute=True\) sends gradients .*memory=Memory\(.*replicas=2.*storage_every=100\).*recompute=False"
     with pytest.raises(ConfigError, match=says):
         Options(policy=policy, dirpath="x", memory=Memory(replicas=2, **cadence))
     Options(policy=MoEtion(), dirpath="x", memory=Memory(replicas=2, **cadence))
@@ -199,9 +197,7 @@ def test_settings_are_named_as_the_policy_says_them():
         Options(policy=Guarded(MoEtion(recompute=True)), dirpath="x", memory=Memory())
 
 
-@pytest.mark.parametrize(
-    "cadence", [{"storage_every_n_steps": 2}, {"storage_every_n_steps": "auto"}, {"storage_every_secs": 60}]
-)
+@pytest.mark.parametrize("cadence", [{"storage_every": 2}, {"storage_every": "auto"}, {"storage_every": 60.0}])
 def test_any_rarer_cadence_leaves_steps_for_gradients(cadence):
     memory = Memory(replicas=1, **cadence)
     assert Options(policy=MoEtion(recompute=True), dirpath="x", memory=memory).memory == memory

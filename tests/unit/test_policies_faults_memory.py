@@ -281,7 +281,7 @@ def no_memory_left():
 def test_real_lives_that_fail_one_after_the_other_lose_each_token_once(tmp_path: Path, every, no_memory_left):
     """Storage has the first step only, or few, so that experts come from there several times."""
     (tmp_path / "memory").mkdir()
-    chosen = Memory(directory=tmp_path / "memory", storage_every_n_steps=every)
+    chosen = Memory(directory=tmp_path / "memory", storage_every=every)
     seen = {(layer, e): frozenset[int]() for layer in range(2) for e in range(4)}
     copies: dict[tuple[tuple[int, int], int], frozenset[int]] = {}
     for steps in (3, 1, 1, 2, 1):

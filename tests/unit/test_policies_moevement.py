@@ -308,9 +308,9 @@ def test_where_no_window_fits_it_is_the_one_with_the_lightest_slots():
 
 @pytest.mark.parametrize(("at_once", "room"), [(1, 131), (2, 65)])
 def test_what_is_saved_before_training_and_does_not_fit_is_refused_with_numbers(at_once, room):
-    limit = SnapshotLimit("Memory(budget_bytes=...)", at_once)
+    limit = SnapshotLimit(at_once=at_once)
     said = (
-        rf"at step 0.*has 132 bytes.* room for {at_once * room}; set Memory\(budget_bytes=\.\.\.\) to 132 or more: "
+        rf"at step 0.*has 132 bytes.* room for {at_once * room}; set host_memory_bytes to 132 or more: "
         "before training"
     )
     with pytest.raises(ConfigError, match=said):

@@ -278,22 +278,19 @@ def test_moc_saves_an_eighth_of_the_experts(composed, model, k):
     assert scenario_of(composed(*ROOM, "policy=moc", f"model={model}")).system.policy.k == k
 
 
-BOTH = ["memory.storage_every_n_steps=9", "memory.storage_every_secs=10min"]
-
-
 @pytest.mark.parametrize(
     ("overrides", "durable", "replicas", "cadence"),
     [
         (["policy=dense"], "storage", 2, None),
-        (["policy=gemini"], "peers", 2, StorageCadence(None, 10800)),
-        (["policy=gemini_daly", "memory=of_policy"], "peers", 2, StorageCadence(None, 10800)),
+        (["policy=gemini"], "peers", 2, StorageCadence(10800.0)),
+        (["policy=gemini_daly", "memory=of_policy"], "peers", 2, StorageCadence(10800.0)),
         (["policy=moc_peers", "memory=off"], "storage", 2, None),
         (["memory=local"], "node", 2, StorageCadence(1)),
         (["memory=replicated"], "peers", 1, StorageCadence(1)),
         (["memory=replicated", "memory.replicas=3"], "peers", 3, StorageCadence(1)),
-        (["memory=replicated", "memory.storage_every_secs=600"], "peers", 1, StorageCadence(None, 600)),
-        (["memory=local", *BOTH], "node", 2, StorageCadence(9, 600)),
-        (["memory=local", "memory.storage_every_n_steps=auto"], "node", 2, StorageCadence("auto")),
+        (["memory=replicated", "memory.storage_every=10min"], "peers", 1, StorageCadence(600.0)),
+        (["memory=local", "memory.storage_every=9"], "node", 2, StorageCadence(9)),
+        (["memory=local", "memory.storage_every=auto"], "node", 2, StorageCadence("auto")),
     ],
 )
 def test_where_checkpoints_lie(composed, overrides, durable, replicas, cadence):
@@ -320,7 +317,7 @@ def test_an_unknown_choice_lists_the_choices(composed, group):
         (["policy=dense", "policy.rollback=localized"], "System 'dense'.rollback='localized'"),
         (["memory=off"], "System 'moevement_peers'.rollback='localized', durable='storage'"),
         (["memory=local", "policy=gemini"], "System 'gemini'.durable='node', replicas=0.: Gemini is for"),
-        (["memory=local", "memory.storage_every_n_steps=0"], "System 'moevement_peers': storage_every_n_steps=0: must"),
+        (["memory=local", "memory.storage_every=0"], "System 'moevement_peers': storage_every=0: must"),
         (["failures.process_share=0.7", "failures.domain_share=0.4"], "Poisson.process_share=0.7, domain_share=0.4."),
         (["failures.mtbf_secs=10"], "a mean of 10 s between failures is below the 15 s"),
         (["failures.mtbf_secs=-1"], r"Poisson\(mtbf_secs=-1\)"),

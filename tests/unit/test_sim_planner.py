@@ -231,10 +231,10 @@ def test_settings_that_are_the_groups_own_are_left_out():
 
 def test_the_line_says_the_memory_too(app_memory):
     assert memory_overrides(System("dense", Dense())) == ""
-    near = System("near", Gemini(2), "peers", 3, storage_every_secs=10800.0)
-    assert app_memory(memory_overrides(near)) == Memory(replicas=3, storage_every_secs=10800.0)
-    own = System("own", Dense(2), "node", storage_every_n_steps=50)
-    assert app_memory(memory_overrides(own)) == Memory(storage_every_n_steps=50)
+    near = System("near", Gemini(2), "peers", 3, storage_every=10800.0)
+    assert app_memory(memory_overrides(near)) == Memory(replicas=3, storage_every=10800.0)
+    own = System("own", Dense(2), "node", storage_every=50)
+    assert app_memory(memory_overrides(own)) == Memory(storage_every=50)
 
 
 def test_a_policy_of_ones_own_has_no_line():

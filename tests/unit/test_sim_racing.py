@@ -20,7 +20,7 @@ from tests.unit.test_sim_planner import scenario as of
 
 LONG = replace(of(), duration_secs=36_000.0)
 """60 failures."""
-PEERS = System("peers", MoEvement(), durable="peers", replicas=1, storage_every_secs=3600.0)
+PEERS = System("peers", MoEvement(), durable="peers", replicas=1, storage_every=3600.0)
 
 
 def whole(given, systems, seeds=1):
@@ -168,7 +168,7 @@ def test_where_failures_have_no_mean_everything_is_simulated_to_the_end():
 def test_a_system_whose_luck_runs_out_late_is_not_judged_by_its_beginning():
     """Without a backup, two nodes that fail together undo everything: here after two thirds of the time."""
     given = replace(of(mtbf_secs=200.0, storage_bytes_per_sec=1e9), duration_secs=36_000.0)
-    systems = [System("dense", Dense(10)), replace(PEERS, storage_every_secs=None)]
+    systems = [System("dense", Dense(10)), replace(PEERS, storage_every=None)]
     _, peers = whole(given, systems)
     assert peers.ettr < 0.2
     early = [Runner(given, system, 1) for system in systems]

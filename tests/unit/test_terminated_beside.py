@@ -51,7 +51,7 @@ def train(place: str, how: str) -> None:
     """A training process, at step 3, that somebody terminates."""
     termination.TORCHRUN_GRACE_SECS = GRACE_SECS
     signal.signal(signal.SIGTERM, raises if how == "raises" else handler)
-    memory = Memory(directory=Path(place, "memory"), storage_every_n_steps=100)
+    memory = Memory(directory=Path(place, "memory"), storage_every=100)
     with Life(LocalStorage(Path(place, "store")), policy=Dense(every_n_steps=100), memory=memory) as life:
         surviving = Surviving(life.session.survivor, SEALING_SECS, "step", 0)
         surviving.termination.watch()

@@ -107,11 +107,9 @@ class MemoryConfig:
 
     _target_: str = "moe_ckpt.Memory"
     directory: Optional[str] = None  # noqa: UP045
-    budget_bytes: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
     replicas: int = 0
     failure_domain: Optional[str] = None  # noqa: UP045
-    storage_every_n_steps: Optional[Union[int, str]] = None  # noqa: UP007, UP045
-    storage_every_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
+    storage_every: Union[float, int, str] = 1  # noqa: UP007
     survivor_secs: Union[float, int, str] = 20.0  # noqa: UP007
     upstream_bytes: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
 

@@ -43,37 +43,33 @@ class StorageFacts:
 
 @dataclass(frozen=True)
 class StorageCadence:
-    """How often a checkpoint in memory is also written to storage: by steps or by seconds, whichever comes first.
+    """How often a checkpoint in memory is also written to storage: by steps or by seconds.
 
     The first one always is. A checkpoint that does not go to storage survives only what memory survives.
 
     Attributes:
-        every_n_steps: With 1, every checkpoint goes. With n, one does if a multiple of n lies after the last that went
-            and up to this one. With "auto", after Young's interval ``sqrt(2 d M)`` (Young, CACM 1974), where d is
-            ``flush_secs`` and M is ``core.intervals.expected_mtbf_secs``; never sooner than ``flush_secs``, so that one
-            is written before the next begins, and never later than ``LONGEST_AUTO_SECS``. With None, by ``every_secs``
-            alone; where that is None too, it is 1.
-        every_secs: A number of seconds, or text such as "10min"; None: by steps alone.
+        every: A whole number n: a checkpoint goes if a multiple of n lies after the last that went and up to this one;
+            with 1 each goes. A duration, as text such as "10min" or as a float of seconds: so long after the last. With
+            "auto", after Young's interval ``sqrt(2 d M)`` (Young, CACM 1974), where d is ``flush_secs`` and M is
+            ``core.intervals.expected_mtbf_secs``; never sooner than ``flush_secs``, so that one is written before the
+            next begins, and never later than ``LONGEST_AUTO_SECS``.
 
     Raises:
         ConfigError: A value that cannot be.
     """
 
-    every_n_steps: int | str | None = None
-    every_secs: float | str | None = None
+    every: int | float | str = 1
 
     def __post_init__(self) -> None:
-        n = self.every_n_steps
-        if n is not None and n != AUTO and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        every = self.every
+        if every == AUTO or (isinstance(every, int) and not isinstance(every, bool) and every >= 1):
+            return
+        if isinstance(every, (bool, int)) or (isinstance(every, str) and every.strip().isdigit()):
             raise ConfigError(
-                f"storage_every_n_steps={n!r}: must be a whole number of at least 1, or {AUTO!r} to choose it from the "
-                "failures seen and what writing costs"
+                f"storage_every={every!r}: must be a whole number of steps, at least 1; or a duration such as '10min'; "
+                f"or {AUTO!r}, which chooses by the failures seen and what writing costs"
             )
-        if self.every_secs is not None:
-            secs = parse_secs(self.every_secs, "storage_every_secs", _LONGEST_SECS)
-            object.__setattr__(self, "every_secs", secs)
-        elif n is None:
-            object.__setattr__(self, "every_n_steps", 1)
+        object.__setattr__(self, "every", parse_secs(every, "storage_every", _LONGEST_SECS))
 
     def due(self, facts: StorageFacts) -> bool:
         """Returns whether the snapshot of ``facts.step`` goes to storage."""
@@ -89,17 +85,16 @@ class StorageCadence:
         last = facts.last_step
         if last is None:
             return facts.step
-        if isinstance(self.every_n_steps, int):
-            return (last // self.every_n_steps + 1) * self.every_n_steps
-        steps = self._auto_steps(facts) if self.every_n_steps == AUTO else None
+        if isinstance(self.every, int):
+            return (last // self.every + 1) * self.every
+        steps = self._auto_steps(facts) if self.every == AUTO else None
         return None if steps is None else last + steps
 
     def next_secs(self, facts: StorageFacts) -> float | None:
         """Returns the seconds after the last snapshot at which the next one is due; None if only steps count."""
-        secs = None if self.every_secs is None else float(self.every_secs)  # text was parsed in __post_init__
-        if self.every_n_steps == AUTO and self._auto_steps(facts) is None:
-            return UNMEASURED_SECS if secs is None else min(secs, UNMEASURED_SECS)
-        return secs
+        if self.every == AUTO:
+            return UNMEASURED_SECS if self._auto_steps(facts) is None else None
+        return self.every if isinstance(self.every, float) else None
 
     def _auto_steps(self, facts: StorageFacts) -> int | None:
         if facts.flush_secs is None or not facts.iteration_secs:

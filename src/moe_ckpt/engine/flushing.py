@@ -38,7 +38,6 @@ class StorageFlush:
         self._window: Window | None = None
         self._window_goes = True
         self._behind = self._tight = False
-        self._setting = settings.budget_setting
 
     def resumed(self, step: int) -> None:
         """The run resumed, and the newest checkpoint on storage is of ``step``: seconds count from the next step."""
@@ -120,9 +119,8 @@ class StorageFlush:
         if tight and not self._tight and self._rank == 0:
             log.warning(
                 "step %d: memory has no room for two checkpoints, so each goes to storage too, from which the next one "
-                "takes its place. To keep them in memory alone, set %s to more",
+                "takes its place. To keep them in memory alone, raise host_memory_bytes",
                 step,
-                self._setting,
             )
         self._tight = self._tight or tight
 

@@ -116,8 +116,7 @@ def _inspect(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _F
     newest = newest_generation(memory.root, run_id)
     sweep(memory.root, run_id)
     left = left_bytes(memory.root, run_id, run.storage.root)
-    given = memory.budget_bytes or run.settings.host_memory_bytes
-    budget = default_budget_bytes(run.settings.local_ranks, left) if given is None else int(given)
+    budget = run.settings.host_memory_bytes or default_budget_bytes(run.settings.local_ranks, left)
     available = cgroups.available_bytes()
     machine = None if available is None else available + left
     limits = {CGROUP: cgroups.free_bytes(left_bytes=left), MACHINE: machine}
@@ -193,9 +192,9 @@ def _shared_settings(memory: Memory | None) -> list[str]:
     """
     if memory is None:
         return []
-    cadence, logs = memory.cadence, memory.upstream_bytes is not None
+    logs = memory.upstream_bytes is not None
     return [
-        f"storage_every_n_steps={cadence.every_n_steps!r}, storage_every_secs={cadence.every_secs!r}",
+        f"storage_every={memory.cadence.every!r}",
         f"survivor_secs={memory.sealing_secs!r}",
         f"upstream_bytes={'a size' if logs else None}",
     ]

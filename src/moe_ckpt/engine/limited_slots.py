@@ -104,7 +104,7 @@ def requires_room(path: Path, local_ranks: int) -> Callable[[int], None]:
 
 def _mend(limit: str) -> str:
     """What to do where ``limit`` leaves too little."""
-    return f"{RAISE_LIMIT}, or lower Memory(budget_bytes=...)" if limit == CGROUP else "Lower Memory(budget_bytes=...)"
+    return f"{RAISE_LIMIT}, or lower host_memory_bytes" if limit == CGROUP else "Lower host_memory_bytes"
 
 
 def _once_more_bytes() -> int:

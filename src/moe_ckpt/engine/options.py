@@ -130,12 +130,11 @@ class Options(Settings):
     def _require_steps_without_storage(self) -> None:
         """Of a policy that sends gradients to peers: storage gets full state, and so do they at the same steps."""
         needs, memory = self.needs, self.memory
-        if needs.gradients and needs.replicas and memory is not None and memory.cadence.every_n_steps == 1:
+        if needs.gradients and needs.replicas and memory is not None and memory.cadence.every == 1:
             raise ConfigError(
                 f"policy={_said(self.policy, needs)} sends gradients to peers only at steps that do not go to storage, "
-                f"and with memory=Memory(replicas={memory.replicas}) each step goes there (storage_every_n_steps=1 is "
-                "the default): give "
-                f"memory=moe_ckpt.Memory(replicas={memory.replicas}, storage_every_n_steps=100) or storage_every_secs, "
+                f"and with memory=Memory(replicas={memory.replicas}) each step goes there (storage_every=1 is the "
+                f"default): give memory=moe_ckpt.Memory(replicas={memory.replicas}, storage_every=100), or a duration, "
                 f"or {needs.instead or 'another policy'}"
             )
 

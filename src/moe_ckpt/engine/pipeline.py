@@ -190,11 +190,12 @@ class Pipeline:
             self._note_use(request, needs)
             return None
         if buffers is None:
-            budget = self._pool.budget_bytes, self._settings.budget_setting
             refused = (
                 refused
                 or self.room.trouble
-                or _no_room(request, plan.total_nbytes, budget, patience_secs, time.monotonic() - began)
+                or _no_room(
+                    request, plan.total_nbytes, self._pool.budget_bytes, patience_secs, time.monotonic() - began
+                )
             )
             plan, buffers = replace(plan, parts=(), pieces=(), mirrored=()), [self._pool.lend_nothing()]
         elif gradients is not None and request.gradients and gradients.changed:
@@ -318,13 +319,12 @@ def _overwritten(names: Sequence[str]) -> str:
     )
 
 
-def _no_room(
-    request: SnapshotRequest, nbytes: int, budget: tuple[int, str], patience_secs: float, waited_secs: float
-) -> str:
-    """Why a snapshot got no buffer. budget: in bytes, and the setting that says so."""
+def _no_room(request: SnapshotRequest, nbytes: int, budget_bytes: int, patience_secs: float, waited_secs: float) -> str:
+    """Why a snapshot got no buffer."""
     if request.since is None and waited_secs >= patience_secs:
         return f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
+    more = ", or anchor more operators in each step" if request.since is not None else ""
     return (
-        f"a budget of {budget[0]:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
-        f"keep; raise {budget[1]}" + (", or anchor more operators in each step" if request.since is not None else "")
+        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
+        f"keep; raise host_memory_bytes{more}"
     )

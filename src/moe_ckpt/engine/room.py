@@ -328,7 +328,7 @@ class Room:
         what = f"{which}, which holds {'everything' if whole else 'a part of the model'},"
         free = "That is half of what was free at the start, divided among the ranks of this host. "
         advice = (
-            f"{'' if self._settings.budget_is_given else free}Set {self._settings.budget_setting} to {nbytes} "
+            f"{'' if self._settings.host_memory_bytes is not None else free}Set host_memory_bytes to {nbytes} "
             f"or more; {self._buffers * nbytes} is enough to avoid waiting."
         )
         if whole:
@@ -346,13 +346,12 @@ class Room:
             log.warning(
                 "the budget of host memory on rank %d, %s bytes%s, holds no %d snapshots of %s bytes: the newest "
                 "committed one is not kept in memory while others are under way, so a failure may cost more tokens. "
-                "Set %s to %d or more",
+                "Set host_memory_bytes to %d or more",
                 self._rank,
                 f"{self._pool.budget_bytes:,}",
-                "" if self._settings.budget_is_given else " (half of what was free at the start)",
+                "" if self._settings.host_memory_bytes is not None else " (half of what was free at the start)",
                 self._buffers,
                 f"{nbytes:,}",
-                self._settings.budget_setting,
                 self._buffers * nbytes,
             )
         return dropped

@@ -21,9 +21,9 @@ class Settings:
 
     Attributes:
         retention: Which committed checkpoints stay on storage.
-        host_memory_bytes: Budget of this rank's snapshot buffers, as a number or as text such as "8GB"; None takes half
-            of what is free. If it does not hold ``max_in_flight`` + 1 of them, the newest committed one is dropped when
-            room is needed.
+        host_memory_bytes: Budget of this rank's snapshots in memory, as a number or as text such as "8GB"; None takes
+            half of what is free. Three snapshots avoid stalls. If it does not hold ``max_in_flight`` + 1 of them, the
+            newest committed one in private memory is dropped when room is needed.
         budget_fraction: Portion of the time between checkpoints that saving may take, above 0 and at most 1, for
             policies that compute what fits (MoEtion, MoEvement, GradientLog).
         when_busy: "skip" drops a checkpoint for which no buffer is free; "wait" stalls training until one is.
@@ -64,18 +64,6 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be a whole number greater than 0")
-
-    @property
-    def budget_setting(self) -> str:
-        """The setting that bounds this rank's snapshots, or that would; for messages."""
-        budget = None if self.memory is None else self.memory.budget_bytes
-        by_memory = budget is not None or (self.memory is not None and self.host_memory_bytes is None)
-        return "Memory(budget_bytes=...)" if by_memory else "host_memory_bytes"
-
-    @property
-    def budget_is_given(self) -> bool:
-        """False if it is not set, so that half of the free memory is used."""
-        return self.host_memory_bytes is not None or (self.memory is not None and self.memory.budget_bytes is not None)
 
     def _set(self, name: str, value: Any) -> None:
         """Replaces a field that was given as text or as a path object by the number or text that it stands for."""

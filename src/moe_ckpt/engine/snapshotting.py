@@ -71,7 +71,7 @@ class Snapshotter:
             run.policy,
             self.live,
             run.comm.rank,
-            SnapshotLimit(run.settings.budget_setting, run.settings.max_in_flight),
+            SnapshotLimit(at_once=run.settings.max_in_flight),
             run.settings.budget_fraction,
         )
         self.backlog = Backlog(run.settings, run.comm)

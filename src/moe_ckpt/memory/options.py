@@ -30,16 +30,12 @@ class Memory:
     Attributes:
         directory: Where the files lie; None for ``/dev/shm``. Another tmpfs, or a local disk, which is slower and gives
             a warning. Nodes must not share it.
-        budget_bytes: The most that this rank's snapshots may take, as a number or as text such as "8GB"; None for
-            ``host_memory_bytes``. Three snapshots per rank avoid stalls.
         replicas: Copies of each rank's snapshots in the memory of that many other nodes, which need as much room there.
         failure_domain: Name of the rack or switch that fails together with this node: copies lie outside of it. The
             same on all ranks of a node. None: each node fails alone.
-        storage_every_n_steps: Which checkpoints in memory are also written to storage, see
-            ``core.cadence.StorageCadence``: 1 is each of them; "auto" chooses by the rate of failures and the cost of
-            writing. None: only ``storage_every_secs`` decides, or each is written if that is None too.
-        storage_every_secs: A checkpoint is also written to storage when this time has passed since the last one that
-            was; a number of seconds, or text such as "10min".
+        storage_every: Which checkpoints in memory are also written to storage (``core.cadence.StorageCadence``): 1 is
+            each of them, a whole number n one in n steps, a duration such as "10min" one when this time has passed
+            since the last; "auto" chooses by the rate of failures and the cost of writing.
         survivor_secs: When training stops at a failure, each surviving rank takes at most this time to seal the newest
             step in memory; a number of seconds, or text such as "20s". Must be less than the time that the launcher
             waits before it kills (torchrun: 30 s, SLURM: ``KillWait``). 0: never.
@@ -52,11 +48,9 @@ class Memory:
     """
 
     directory: str | os.PathLike[str] | None = None
-    budget_bytes: int | str | None = None
     replicas: int = 0
     failure_domain: str | None = None
-    storage_every_n_steps: int | str | None = None
-    storage_every_secs: float | str | None = None
+    storage_every: int | float | str = 1
     survivor_secs: float | str = 20.0
     upstream_bytes: int | str | None = None
 
@@ -68,9 +62,6 @@ class Memory:
                     f"Memory(directory={self.directory!r}): must be a directory of this node, such as {DEFAULT_ROOT}"
                 )
             object.__setattr__(self, "directory", text)
-        if self.budget_bytes is not None:
-            size = _of_memory(lambda: parse_bytes(self.budget_bytes, "budget_bytes"))
-            object.__setattr__(self, "budget_bytes", size)
         self._check_replicas()
         self._check_survivors()
         _of_memory(lambda: self.cadence)  # raises for what cannot be
@@ -115,7 +106,7 @@ class Memory:
     @property
     def cadence(self) -> StorageCadence:
         """Which checkpoints go on to storage."""
-        return StorageCadence(self.storage_every_n_steps, self.storage_every_secs)
+        return StorageCadence(self.storage_every)
 
     @property
     def root(self) -> str:

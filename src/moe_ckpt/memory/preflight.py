@@ -81,7 +81,7 @@ def say_room(root: str, needed: RoomNeeded, free: int, limits: Mapping[str, int 
         f"{needed.nbytes:,}",
         needed.explained(),
         mend,
-        f", or set Memory(budget_bytes=...) to {budget}" if budget >= needed.share_bytes else "",
+        f", or set host_memory_bytes to {budget}" if budget >= needed.share_bytes else "",
         level=logging.WARNING,
     )
 

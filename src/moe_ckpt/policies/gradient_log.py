@@ -50,9 +50,8 @@ class GradientLog:
     no logs), and when storage lacks an operator. An operator that gradients can no longer bring to the newest step is
     anchored at once.
 
-    Needs memory that outlives the process (``moe_ckpt.Memory``), whose ``storage_every_n_steps`` or
-    ``storage_every_secs`` sets how often a checkpoint is written to storage: with neither, each step is a dense
-    checkpoint.
+    Needs memory that outlives the process (``moe_ckpt.Memory``), whose ``storage_every`` sets how
+    often a checkpoint is written to storage: by default each step is a dense checkpoint.
 
     Attributes:
         window: W, or ``"auto"`` to compute it as above. Less where memory has no room for so long a round.
@@ -116,7 +115,7 @@ class GradientLog:
         if memory is None:
             raise ConfigError(
                 "GradientLog keeps its log in memory that outlives the process, and there is none: give "
-                "memory=moe_ckpt.Memory(storage_every_secs=...), or Hydra's moe_ckpt/memory=local or replicated"
+                "memory=moe_ckpt.Memory(storage_every=...), or Hydra's moe_ckpt/memory=local or replicated"
             )
         if context.last_step is None or context.nothing_safe or context.missing or memory.storage_due:
             return self._everything(context, memory)

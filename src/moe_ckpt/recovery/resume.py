@@ -45,7 +45,7 @@ _BY_NAME = (
 )
 _ONLY_IN_MEMORY = (
     "memory held steps of an earlier start, up to %d, but no whole checkpoint that this run can use, and %s holds "
-    "none: all of them are lost. Let storage get one more often: Memory(storage_every_n_steps=...)"
+    "none: all of them are lost. Let storage get one more often: Memory(storage_every=...)"
 )
 
 

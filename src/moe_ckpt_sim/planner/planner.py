@@ -167,9 +167,8 @@ def memory_overrides(system: System) -> str:
     said = ["moe_ckpt/memory=local"]
     if system.durable == "peers":
         said = ["moe_ckpt/memory=replicated", f"moe_ckpt.memory.replicas={system.replicas}"]
-    for name in ("storage_every_n_steps", "storage_every_secs"):
-        if (value := getattr(system, name)) is not None:
-            said.append(f"moe_ckpt.memory.{name}={value}")
+    if system.storage_every is not None:
+        said.append(f"moe_ckpt.memory.storage_every={system.storage_every}")
     return " ".join(said)
 
 

@@ -23,8 +23,8 @@ class System:
         policy: Decides what to save, at each step. The very object that a Trainer would be given.
         durable: Where a snapshot must be to count: on "storage", in the memory of its own "node", which outlives the
             process, or in that of ``replicas`` "peers" besides.
-        storage_every_n_steps, storage_every_secs: Which of those in memory also go to storage, for when memory is lost
-            (``core.cadence``); both None: none, and training then starts from scratch.
+        storage_every: Which of those in memory also go to storage, for when memory is lost (``core.cadence``); None:
+            none, and training then starts from scratch.
         when_busy, max_in_flight: As ``engine.settings.Settings``.
         rollback: Who goes back after a failure: all ranks, or only the stages that lost a rank ("localized": stages
             keep what they sent each other, upstream logging, MoEvement, section 3.4).
@@ -42,14 +42,13 @@ class System:
     policy: Policy
     durable: str = "storage"
     replicas: int = 2
-    storage_every_secs: float | str | None = None
+    storage_every: int | float | str | None = None
     when_busy: str = "wait"
     max_in_flight: int = 2
     rollback: str = "global"
     freeze: bool = True
     interval: str = "policy"
     max_overhead: float | None = None
-    storage_every_n_steps: int | str | None = None
     survivors: bool = False
     upstream_bytes: float | str | None = None
 
@@ -107,9 +106,8 @@ class System:
     @property
     def cadence(self) -> StorageCadence | None:
         """Which checkpoints in memory also go to storage; None where none does, or where all are there anyway."""
-        cadence = StorageCadence(self.storage_every_n_steps, self.storage_every_secs)
-        asked = self.storage_every_n_steps is not None or self.storage_every_secs is not None
-        return cadence if asked and self.durable != "storage" else None
+        cadence = None if self.storage_every is None else StorageCadence(self.storage_every)
+        return None if self.durable == "storage" else cadence
 
     @property
     def log_bytes(self) -> float | None:
@@ -147,18 +145,15 @@ class MemoryTier:
 
     Attributes:
         durable, replicas: As in ``System``.
-        storage_every_n_steps, storage_every_secs: As in ``moe_ckpt.Memory``; with both None every checkpoint goes to
-            storage.
+        storage_every: As in ``moe_ckpt.Memory``.
         survivors: As in ``System``; a Trainer's do by default.
     """
 
     durable: str
     replicas: int = 2
-    storage_every_n_steps: int | str | None = None
-    storage_every_secs: float | str | None = None
+    storage_every: int | float | str = 1
     survivors: bool = True
 
     def applied_to(self, system: System) -> System:
         """The same system on this memory. Raises ``ConfigError`` where the two do not go together."""
-        each = self.storage_every_n_steps is None and self.storage_every_secs is None
-        return replace(system, **{**vars(self), **({"storage_every_n_steps": 1} if each else {})})
+        return replace(system, **vars(self))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -22,9 +23,10 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.report import describe
 from moe_ckpt.cli.train import config_directory, entry_point, moved_key
 from moe_ckpt.cli.train import main as train_main
-from moe_ckpt.conf.schema import SCHEMAS
+from moe_ckpt.conf import schema
+from moe_ckpt.conf.schema import SCHEMAS, StoreConfig
 from moe_ckpt.core.cadence import StorageCadence
-from moe_ckpt.engine.options import Options
+from moe_ckpt.engine.options import Options, OptionValues
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
@@ -158,17 +160,16 @@ def test_a_budget_that_is_none_is_refused_with_the_choices_by_value_too(user_app
             instantiate(cfg.moe_ckpt)
 
 
-def test_schemas_have_the_fields_and_defaults_of_what_they_describe():
-    kinds = (Dense, CheckFreq, Gemini, MoC, MoEtion, MoEvement, GradientLog)
-    targets = {"gradient_log" if kind is GradientLog else kind.__name__.lower(): kind for kind in kinds}
-    for name, policy in targets.items():
-        described = {f.name: f.default for f in fields(SCHEMAS[name]) if f.name != "_target_"}
-        assert described == {f.name: f.default for f in fields(policy)}, name
+@pytest.mark.parametrize("kind", [Dense, CheckFreq, Gemini, MoC, MoEtion, MoEvement, GradientLog])
+def test_the_yaml_of_a_policy_says_its_options_and_defaults(user_app, kind):
+    name = "gradient_log" if kind is GradientLog else kind.__name__.lower()
+    node = user_app(f"moe_ckpt/policy={name}").moe_ckpt.policy
+    assert {key: value for key, value in node.items() if key != "_target_"} == {f.name: f.default for f in fields(kind)}
+    written = (Path(schema.__file__).parent / "moe_ckpt" / "policy" / f"{name}.yaml").read_text()
+    assert all(re.search(rf"(?m)^{option.name}:", written) for option in fields(kind)), "for who reads it"
 
 
 def test_memory_takes_what_its_class_takes(user_app, tmp_path):
-    described = {f.name: f.default for f in fields(SCHEMAS["memory"]) if f.name != "_target_"}
-    assert described == {f.name: f.default for f in fields(Memory)}
     for every in ("auto", "10min", 60, 60.5):
         for group in ("local", "replicated"):
             override = f"moe_ckpt.memory.storage_every={every}"
@@ -398,10 +399,12 @@ def test_the_whole_callback_builds(run_conf, tmp_path):
     callback = instantiate(cfg.moe_ckpt)
     assert isinstance(callback, MoECheckpoint)
     known = {f.name for f in fields(Options)} | set(inspect.signature(MoECheckpoint).parameters)
-    schema = {f.name for f in fields(SCHEMAS["checkpoint"])} | {f.name for f in fields(SCHEMAS["store"])}
-    assert schema - {"_target_", "store"} <= known
+    described = {f.name for f in fields(SCHEMAS["checkpoint"])} | {f.name for f in fields(SCHEMAS["store"])}
+    assert described - {"_target_", "store"} <= known
     automatic = {"max_in_flight", "pinned", "local_ranks"}
-    assert known - schema == automatic | {"options"}  # every setting of users can be set in a config
+    assert {f.name for f in fields(Options)} - automatic == {"policy", "dirpath", *OptionValues.__annotations__}
+    assert StoreConfig().timeout_secs == Settings().timeout_secs
+    assert known - described == automatic | {"options"}  # every setting of users can be set in a config
 
 
 @pytest.mark.parametrize("nbytes", ["8e9", "8000000000", "8GB"])

@@ -1,68 +1,51 @@
 """Types of the config groups, so that a wrong name or type is refused when the config is composed.
 
-Each dataclass is stored as ``moe_ckpt/schema/<name>``, and the YAML files of the groups start from it.
-They are kept out of the groups themselves, so that an error about an unknown policy lists policies only.
+Each is made from the class that it configures, and stored as ``moe_ckpt/schema/<name>``; the YAML files of the groups
+start from it. They are kept out of the groups themselves, so that an error about an unknown policy lists policies only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Optional, Union  # OmegaConf reads these annotations at run time, on Python 3.10 too
+from collections.abc import Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, Optional, Union, get_args, get_type_hints  # OmegaConf knows Union, and not ``int | str``
+
+from moe_ckpt import policies
+from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.engine.options import Options, OptionValues
+from moe_ckpt.memory.options import Memory
 
 MISSING: Any = "???"
 """A value that the user must give (OmegaConf's marker)."""
+_NUMBER = Union[float, int, str]  # noqa: UP007
+"""A number, or text that stands for one, such as 10min or 8GB."""
+_PLAIN = (bool, int, float, str, type(None))
 
 
-@dataclass
-class DenseConfig:
-    _target_: str = "moe_ckpt.policies.Dense"
-    every_n_steps: int = 1
+def _of_config(hint: Any) -> Any:
+    """Returns what OmegaConf checks in place of a type; Any where that is an object, which a config makes."""
+    plain = [part for part in get_args(hint) or (hint,) if part in _PLAIN]
+    if str in plain and (int in plain or float in plain):
+        plain = [_NUMBER, *plain]  # YAML reads 8e9 as a float, and OmegaConf converts nothing that a Union has
+    return Any if plain in ([], [type(None)]) else Union[tuple(plain)]  # noqa: UP007
 
 
-@dataclass
-class CheckFreqConfig:
-    _target_: str = "moe_ckpt.policies.CheckFreq"
-    max_overhead: float = 0.03
+def schema_of(kind: type, target: str, **more: Any) -> type:
+    """Makes a schema with a dataclass's options and their defaults.
 
-
-@dataclass
-class GeminiConfig:
-    _target_: str = "moe_ckpt.policies.Gemini"
-    every_n_steps: Union[int, str] = "daly"  # noqa: UP007
-    mtbf_secs: Optional[float] = None  # noqa: UP045
-
-
-@dataclass
-class MoCConfig:
-    _target_: str = "moe_ckpt.policies.MoC"
-    k: Union[int, str] = 1  # noqa: UP007
-    every_n_steps: int = 1
-    selector: str = "sequential"
-    snapshot_k: Optional[Union[int, str]] = None  # noqa: UP007, UP045
-    plt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
-
-
-@dataclass
-class MoEtionConfig:
-    _target_: str = "moe_ckpt.policies.MoEtion"
-    recompute: bool = False
-    every_n_steps: int = 1
-    experts: Optional[int] = None  # noqa: UP045
-    capacity_boost: Optional[float] = 0.1  # noqa: UP045
-
-
-@dataclass
-class MoEvementConfig:
-    _target_: str = "moe_ckpt.policies.MoEvement"
-    window: Optional[int] = None  # noqa: UP045
-    order: str = "hard_count"
-
-
-@dataclass
-class GradientLogConfig:
-    _target_: str = "moe_ckpt.policies.GradientLog"
-    window: Union[int, str] = "auto"  # noqa: UP007
-    grad_dtype: str = "as_consumed"
+    Args:
+        kind: The dataclass.
+        target: What a config of this schema makes.
+        **more: Types of options that are given in another form than they have as attributes.
+    """
+    hints = get_type_hints(kind)
+    rows = [
+        (option.name, more.get(option.name) or _of_config(hints[option.name]), field(default=option.default))
+        for option in fields(kind)
+        if option.default is not NO_DEFAULT
+    ]
+    return make_dataclass(f"{kind.__name__}Config", [("_target_", str, field(default=target)), *rows])
 
 
 @dataclass
@@ -91,71 +74,49 @@ class StoreConfig:
     timeout_secs: Union[float, int, str] = 600.0  # noqa: UP007
 
 
-@dataclass
-class RetentionConfig:
-    """Which checkpoints stay: see ``moe_ckpt.RetentionPolicy``."""
-
-    _target_: str = "moe_ckpt.RetentionPolicy"
-    keep_last: int = 2
-    keep_every_n_steps: Optional[int] = None  # noqa: UP045
-    max_age_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
+_ABOVE = ("dirpath", "timeout_secs")
+"""Options that the group ``store`` has as well, and that go before it."""
 
 
-@dataclass
-class MemoryConfig:
-    """Snapshots that outlive the process: see ``moe_ckpt.Memory``."""
-
-    _target_: str = "moe_ckpt.Memory"
-    directory: Optional[str] = None  # noqa: UP045
-    replicas: int = 0
-    failure_domain: Optional[str] = None  # noqa: UP045
-    storage_every: Union[float, int, str] = 1  # noqa: UP007
-    survivor_secs: Union[float, int, str] = 20.0  # noqa: UP007
-    upstream_bytes: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
-
-
-@dataclass
-class CheckpointConfig:
-    """Arguments of ``MoECheckpoint``. ``policy`` takes any node with a ``_target_``: your own policies too.
-
-    Attributes:
-        dirpath, timeout_secs: As the callback's own arguments are called; None: those of ``store``.
-    """
-
-    _target_: str = "moe_ckpt.conf.build_callback"
-    policy: Any = MISSING
-    dirpath: Optional[str] = None  # noqa: UP045
-    timeout_secs: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
-    store: StoreConfig = field(default_factory=StoreConfig)
-    retention: Any = None
-    memory: Any = None
-    resume: str = "auto"
-    save_last: bool = True
-    guard: Optional[str] = None  # noqa: UP045
-    plt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
-    mlt_budget: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
-    host_memory_bytes: Optional[Union[float, int, str]] = None  # noqa: UP007, UP045
-    budget_fraction: float = 1.0
-    when_busy: str = "skip"
-    profile: Optional[str] = None  # noqa: UP045
-    weights_from: Optional[str] = None  # noqa: UP045
-    on_read_error: str = "stop"
-    access: str = "private"
+def _checkpoint() -> type:
+    """Makes the schema of the arguments of ``MoECheckpoint``; ``policy`` takes any node with a ``_target_``."""
+    hints, defaults = get_type_hints(OptionValues), {option.name: option.default for option in fields(Options)}
+    made: Mapping[str, Any] = {name: None for name, default in defaults.items() if default is NO_DEFAULT}
+    rows = [
+        (name, _of_config(hint), field(default=made.get(name, defaults[name])))
+        for name, hint in hints.items()
+        if name not in _ABOVE
+    ]
+    first = [
+        ("_target_", str, field(default="moe_ckpt.conf.build_callback")),
+        ("policy", Any, field(default=MISSING)),
+        ("dirpath", Optional[str], field(default=None)),  # noqa: UP045
+        ("timeout_secs", Optional[_NUMBER], field(default=None)),  # noqa: UP045
+        ("store", StoreConfig, field(default_factory=StoreConfig)),
+    ]
+    return make_dataclass("CheckpointConfig", [*first, *rows])
 
 
+_POLICIES = {
+    "dense": policies.Dense,
+    "checkfreq": policies.CheckFreq,
+    "gemini": policies.Gemini,
+    "moc": policies.MoC,
+    "moetion": policies.MoEtion,
+    "moevement": policies.MoEvement,
+    "gradient_log": policies.GradientLog,
+}
 SCHEMAS: dict[str, type] = {
-    "checkpoint": CheckpointConfig,
-    "dense": DenseConfig,
-    "checkfreq": CheckFreqConfig,
-    "gemini": GeminiConfig,
-    "moc": MoCConfig,
-    "moetion": MoEtionConfig,
-    "moevement": MoEvementConfig,
-    "gradient_log": GradientLogConfig,
+    "checkpoint": _checkpoint(),
+    **{name: schema_of(kind, f"moe_ckpt.policies.{kind.__name__}") for name, kind in _POLICIES.items()},
     "any_of": AnyOfConfig,
     "store": StoreConfig,
-    "retention": RetentionConfig,
-    "memory": MemoryConfig,
+    "retention": schema_of(
+        RetentionPolicy,
+        "moe_ckpt.RetentionPolicy",
+        max_age_secs=Optional[_NUMBER],  # noqa: UP045
+    ),
+    "memory": schema_of(Memory, "moe_ckpt.Memory"),
 }
 
 

@@ -52,40 +52,32 @@ class ConfigError(UserError, ValueError):
     """Two settings, or a setting and the model, contradict each other."""
 
 
-class OptimizerChangedError(ConfigError):
+def optimizer_changed(which: str, stored: str, running: str) -> ConfigError:
     """A checkpoint's optimizer state is of another class of optimizer than this run's."""
-
-    def __init__(self, which: str, stored: str, running: str) -> None:
-        super().__init__(
-            f"{which}: the checkpoint was written with {stored}, but this run has {running}. One optimizer cannot use "
-            "the state of the other, so nothing was loaded. To continue that run, build the optimizer that it had. To "
-            "continue from its weights with a new optimizer, set another dirpath, and set weights_from= to the store, "
-            "a step directory or an exported file."
-        )
-        self.which = which
-        self.stored = stored
-        self.running = running
+    return ConfigError(
+        f"{which}: the checkpoint was written with {stored}, but this run has {running}. One optimizer cannot use "
+        "the state of the other, so nothing was loaded. To continue that run, build the optimizer that it had. To "
+        "continue from its weights with a new optimizer, set another dirpath, and set weights_from= to the store, "
+        "a step directory or an exported file."
+    )
 
 
-class FinishedRunError(ConfigError):
-    """A finished run was started again with other hyperparameters, or with another policy."""
+def finished_run(
+    dirpath: str, step: int, reason: str, changes: tuple[str, ...], kept: tuple[str, ...] = ()
+) -> ConfigError:
+    """A finished run was started again with other hyperparameters, or with another policy.
 
-    def __init__(
-        self, dirpath: str, step: int, reason: str, changes: tuple[str, ...], kept: tuple[str, ...] = ()
-    ) -> None:
-        """kept: the ``changes`` that have no effect if the run is extended, because the checkpoint's value is used."""
-        keeps = f", with the old values of: {'; '.join(kept)}" if kept else ""
-        super().__init__(
-            f"{dirpath} holds a run that is finished ({reason}, at step {step}), and this script differs from it: "
-            f"{'; '.join(changes)}. To use the new values, start a new run from the weights of the finished one: set "
-            f"another dirpath, and weights_from={dirpath!r}. To train the finished run for longer, set "
-            "MoECheckpoint(resume='extend') and a greater max_steps or max_epochs: it continues with its optimizer and "
-            f"schedulers as they were{keeps}."
-        )
-        self.dirpath = dirpath
-        self.step = step
-        self.reason = reason
-        self.changes = changes
+    Args:
+        kept: the ``changes`` that have no effect if the run is extended, because the checkpoint's value is used.
+    """
+    keeps = f", with the old values of: {'; '.join(kept)}" if kept else ""
+    return ConfigError(
+        f"{dirpath} holds a run that is finished ({reason}, at step {step}), and this script differs from it: "
+        f"{'; '.join(changes)}. To use the new values, start a new run from the weights of the finished one: set "
+        f"another dirpath, and weights_from={dirpath!r}. To train the finished run for longer, set "
+        "MoECheckpoint(resume='extend') and a greater max_steps or max_epochs: it continues with its optimizer and "
+        f"schedulers as they were{keeps}."
+    )
 
 
 class UnsupportedError(UserError, NotImplementedError):
@@ -104,16 +96,13 @@ class MissingPackageError(UserError, ImportError):
         self.extra = extra
 
 
-class NoMoELayerError(UserError, ValueError):
+def no_moe_layer(policy: str) -> ConfigError:
     """No MoE layer was recognised in a model, and the policy saves experts."""
-
-    def __init__(self, policy: str) -> None:
-        super().__init__(
-            f"{policy} saves some experts of each MoE layer, but no MoE layer was found in the model. Register the "
-            "layer's class with moe_ckpt.register_moe(...), under Megatron set num_moe_experts, or use a policy that "
-            "saves a model without MoE layers, too: Dense, CheckFreq, Gemini, MoEvement or GradientLog."
-        )
-        self.policy = policy
+    return ConfigError(
+        f"{policy} saves some experts of each MoE layer, but no MoE layer was found in the model. Register the "
+        "layer's class with moe_ckpt.register_moe(...), under Megatron set num_moe_experts, or use a policy that "
+        "saves a model without MoE layers, too: Dense, CheckFreq, Gemini, MoEvement or GradientLog."
+    )
 
 
 class CoverageError(UserError, ValueError):
@@ -183,22 +172,17 @@ class StoreForbiddenError(StoreUnreadableError, PermissionError):
         )
 
 
-class StateRefusedError(StoreError, ValueError):
+def state_refused(path: str, what: str, cause: str, advice: str = "") -> StoreError:
     """An object does not accept the state that a checkpoint holds for it."""
-
-    def __init__(self, path: str, what: str, cause: str, advice: str = "") -> None:
-        super().__init__(
-            f"{path} holds state of {what} that could not be restored ({cause}). "
-            + (
-                advice
-                or f"Either the file is not the one that the run wrote, or {what} has changed: restore the code and "
-                "configuration of the run, or move the step directory away to continue from the checkpoint before "
-                "it."
-            )
+    return StoreError(
+        f"{path} holds state of {what} that could not be restored ({cause}). "
+        + (
+            advice
+            or f"Either the file is not the one that the run wrote, or {what} has changed: restore the code and "
+            "configuration of the run, or move the step directory away to continue from the checkpoint before "
+            "it."
         )
-        self.path = path
-        self.what = what
-        self.cause = cause
+    )
 
 
 class FormatVersionError(StoreError, ValueError):
@@ -212,10 +196,6 @@ class FormatVersionError(StoreError, ValueError):
         self.path = path
         self.found = found
         self.supported = supported
-
-
-class ForeignStoreError(StoreError, ValueError):
-    """The directory holds the checkpoints of another model, or is no store at all."""
 
 
 class StoreInUseError(StoreError, RuntimeError):
@@ -324,49 +304,35 @@ class PeerLostError(StoreError, RuntimeError):
         self.cause = cause
 
 
-class StaleGenerationError(StoreError, RuntimeError):
+def stale_generation(rank: int, generation: int, found: tuple[int, int]) -> StoreError:
     """Processes of different starts of the run take part in one job."""
-
-    def __init__(self, rank: int, generation: int, found: tuple[int, int]) -> None:
-        others = f"generation {found[0]}" if found[0] == found[1] else f"generations {found[0]} to {found[1]}"
-        super().__init__(
-            f"rank {rank} is of generation {generation} of the run, and received a message of {others}: a process that "
-            "was paused, or that a restart left behind, still takes part. End all processes of the job, and start again"
-        )
-        self.rank = rank
-        self.generation = generation
-        self.found = found
+    others = f"generation {found[0]}" if found[0] == found[1] else f"generations {found[0]} to {found[1]}"
+    return StoreError(
+        f"rank {rank} is of generation {generation} of the run, and received a message of {others}: a process that "
+        "was paused, or that a restart left behind, still takes part. End all processes of the job, and start again"
+    )
 
 
-class TornSnapshotError(StoreError, RuntimeError):
+def torn_snapshot(step: int, keys: tuple[str, ...]) -> StoreError:
     """The state changed while it was being copied, so the snapshot is not of one step."""
-
-    def __init__(self, step: int, keys: tuple[str, ...]) -> None:
-        more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
-        advice = "Change weights only in optimizer steps, in on_train_batch_end, or between epochs"
-        if any(".base_layer." in key for key in keys):
-            advice = (
-                "PEFT's adapters on a stack of experts (LoraConfig(target_parameters=...)) write to it in each forward "
-                "pass. From now on training waits until it is copied; nothing has to be done"
-            )
-        super().__init__(f"{', '.join(keys[:4])}{more} changed while step {step} was being copied. {advice}")
-        self.step = step
-        self.keys = keys
-
-
-class SparseWindowError(UnsupportedError):
-    """A sparse window was given where a dense checkpoint is needed. Only training can turn the one into the other."""
-
-    def __init__(self, directory: str, first: int, last: int) -> None:
-        super().__init__(
-            f"checkpoint {directory} is a sparse window of the steps {first} to {last}: its operators are of different "
-            "steps, and only computing these steps again brings them to the same step. Start the training script again "
-            "with the same dirpath and without ckpt_path, or use a dense checkpoint, such as the last one of a run "
-            "that finished normally."
+    more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+    advice = "Change weights only in optimizer steps, in on_train_batch_end, or between epochs"
+    if any(".base_layer." in key for key in keys):
+        advice = (
+            "PEFT's adapters on a stack of experts (LoraConfig(target_parameters=...)) write to it in each forward "
+            "pass. From now on training waits until it is copied; nothing has to be done"
         )
-        self.directory = directory
-        self.first = first
-        self.last = last
+    return StoreError(f"{', '.join(keys[:4])}{more} changed while step {step} was being copied. {advice}")
+
+
+def sparse_window(directory: str, first: int, last: int) -> UnsupportedError:
+    """A sparse window was given where a dense checkpoint is needed. Only training can turn the one into the other."""
+    return UnsupportedError(
+        f"checkpoint {directory} is a sparse window of the steps {first} to {last}: its operators are of different "
+        "steps, and only computing these steps again brings them to the same step. Start the training script again "
+        "with the same dirpath and without ckpt_path, or use a dense checkpoint, such as the last one of a run "
+        "that finished normally."
+    )
 
 
 class OtherLayoutError(ConfigError):

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.comm.communicator import GlooCommunicator
-from moe_ckpt.errors import PeerLostError, StaleGenerationError
+from moe_ckpt.errors import PeerLostError, StoreError
 from tests.support import start_ranks
 
 RANKS = 4
@@ -57,7 +57,7 @@ def _failure(call) -> tuple[str, str, float]:
     began = time.monotonic()
     try:
         call()
-    except (PeerLostError, StaleGenerationError, KeyboardInterrupt) as error:
+    except (PeerLostError, StoreError, KeyboardInterrupt) as error:
         return type(error).__name__, str(error), time.monotonic() - began
     return "", "", time.monotonic() - began
 
@@ -173,7 +173,7 @@ def test_messages_of_another_life_of_the_run_are_refused():
         assert outcome.ok, outcome.error
     first, second = (outcome.value for outcome in outcomes)
     for found in (first["agree"], second["agree"], first["share"], first["combine"]):
-        assert found[0] == "StaleGenerationError"
+        assert found[0] == "StoreError"
     assert "rank 1 is of generation 3 of the run, and received a message of generations 3 to 4" in second["agree"][1]
     assert "rank 0 is of generation 4 of the run, and received a message of generation 3" in first["combine"][1]
     assert first["agree"][2] < SOON_SECS

@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.callbacks.data_position import dealer_of
 from moe_ckpt.data import RecoverableDistributedSampler
-from moe_ckpt.errors import ConfigError, StateRefusedError
+from moe_ckpt.errors import ConfigError, StoreError
 from moe_ckpt.policies import Dense, MoEvement
 from tests.support import run_ranks, start_ranks
 from tests.support.streams import Counted, Stream
@@ -197,7 +197,7 @@ def test_a_loader_that_refuses_its_state_when_it_begins_is_named(saved, resumed,
     root = str(tmp_path / "run")
     fit(root, saved, stop=3)
     with pytest.raises(
-        StateRefusedError, match=f"rank_00000_state.json holds state of the training loader {which}"
+        StoreError, match=f"rank_00000_state.json holds state of the training loader {which}"
     ) as refused:
         fit(root, resumed)
     assert "RecoverableDistributedSampler is for any number" in str(refused.value)

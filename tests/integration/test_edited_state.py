@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 
 from moe_ckpt.driver import run as driver_run
-from moe_ckpt.errors import DamagedError, MoECheckpointError, StateRefusedError
+from moe_ckpt.errors import DamagedError, MoECheckpointError, StoreError
 from moe_ckpt.format.sealed import digest, seal, unseal
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
@@ -135,7 +135,7 @@ def test_what_only_a_callback_can_tell_names_it_and_the_file(store):
     callbacks = store.body["state"]["checkpoint"]["callbacks"]
     [key] = [name for name in callbacks if name.startswith("ModelCheckpoint")]
     store.edit(("state", "checkpoint", "callbacks", key), {"dirpath": 1})
-    with pytest.raises(StateRefusedError, match=f"{store.state} holds state of the callback ModelCheckpoint") as caught:
+    with pytest.raises(StoreError, match=f"{store.state} holds state of the callback ModelCheckpoint") as caught:
         store.start()
     assert isinstance(caught.value.__cause__, KeyError)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, NoCheckpointError, SparseWindowError
+from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, NoCheckpointError, UnsupportedError
 from moe_ckpt.interop.export import export
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from tests.support.tiny_moe import TinyMoE, loader
@@ -155,7 +155,7 @@ def test_partial_checkpoints_and_windows(tmp_path, caplog):
     assert "experts are older than that" in caplog.text
     fit(tmp_path / "windows", 5, policy=MoEvement(window=2), save_last=False, retention=RetentionPolicy(9))
     newest = max(path.parent for path in (tmp_path / "windows").glob("step_*/MANIFEST.json"))
-    with pytest.raises(SparseWindowError, match=newest.name):
+    with pytest.raises(UnsupportedError, match=newest.name):
         fit(tmp_path / "b", 1, weights_from=newest)
     caplog.clear()
     fit(tmp_path / "c", 1, weights_from=tmp_path / "windows")

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.main import main
-from moe_ckpt.errors import ConfigError, SparseWindowError
+from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.policies import Catalog, MoC, MoEvement, Needs, PolicyContext, SnapshotPlan
@@ -244,10 +244,10 @@ def test_another_policy_goes_on_from_a_window(killed, policy):
 def test_readers_of_one_state_refuse_a_window(killed, tmp_path, capsys):
     step = f"{killed.store}/{manifests(killed.store)[0].directory}"
     trainer, module, _ = build(placed(RUN, tmp_path))
-    with pytest.raises(SparseWindowError, match="is a sparse window of the steps"):
+    with pytest.raises(UnsupportedError, match="is a sparse window of the steps"):
         trainer.fit(module, *loaders(killed), ckpt_path=step)
     state = {"model": {name: torch.zeros_like(value) for name, value in module.state_dict().items()}}
-    with pytest.raises(SparseWindowError, match="is a sparse window of the steps"):
+    with pytest.raises(UnsupportedError, match="is a sparse window of the steps"):
         dcp.load(state, storage_reader=MoEStorageReader(step))
     for path in (step, killed.store):
         for form in ("dcp", "safetensors", "lightning"):

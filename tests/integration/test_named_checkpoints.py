@@ -11,7 +11,7 @@ import torch
 
 import moe_ckpt
 from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO, named_steps
-from moe_ckpt.errors import ConfigError, NoCheckpointError, SparseWindowError, StoreError
+from moe_ckpt.errors import ConfigError, NoCheckpointError, StoreError, UnsupportedError
 from moe_ckpt.interop.export import export
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from tests.support.tiny_moe import TinyMoE, loader, state_of
@@ -146,7 +146,7 @@ def test_a_newest_sparse_window_is_no_state_to_train_on_from(tmp_path, caplog):
     root = tmp_path / "store"
     with pytest.raises(KeyError):
         trainer(MoECheckpoint(MoEvement(3), root), Stop(), max_steps=9, max_epochs=-1).fit(Predicting(), loader(64))
-    with pytest.raises(SparseWindowError, match="without ckpt_path"):
+    with pytest.raises(UnsupportedError, match="without ckpt_path"):
         fit(root, MoEvement(3), 9, ckpt_path=root)
     fit(root, MoEvement(3), 9)  # leaves a dense one
     assert scores(trainer(plugins=[MoECheckpointIO()]), Predicting(), ckpt_path=root) > 0

@@ -87,7 +87,7 @@ def test_models_that_cannot_be_taken_apart(tmp_path: Path):
             "use one whole MoE layer in both places",
         ),
         "shared experts": ("UnsupportedError", "of MoE layer decoder.layers.0.mlp is experts", f"MoE layer {moe}, too"),
-        "no MoE layers": ("NoMoELayerError", "MoC saves some experts", "num_moe_experts", "Dense, CheckFreq"),
+        "no MoE layers": ("ConfigError", "MoC saves some experts", "num_moe_experts", "Dense, CheckFreq"),
         "gtp_weight_remat_size": ("UnsupportedError", "tensor_parallel_num_weight_shards divides", "Train without it"),
         "moe_single_grouped_weight": ("UnsupportedError", "moe_single_grouped_weight keeps", "Train without it"),
         "fp8 delayed": ("UnsupportedError", "fp8='hybrid'", "fp8_recipe='delayed'", "'tensorwise'"),
@@ -196,7 +196,7 @@ def test_a_damaged_newest_checkpoint_sends_all_ranks_to_the_one_before(tmp_path:
 
 @pytest.mark.slow
 def test_stores_of_the_other_adapter(tmp_path: Path):
-    from moe_ckpt.errors import ForeignStoreError
+    from moe_ckpt.errors import StoreError
     from tests.integration.crash_run import Run, build, loaders
 
     run = Run(str(tmp_path / "lightning" / "store"), policy=("moc", 1), samples=8, epochs=1)
@@ -205,7 +205,7 @@ def test_stores_of_the_other_adapter(tmp_path: Path):
     files = snapshot(tmp_path)
     assert any(name.endswith("MANIFEST.json") for name in files)
     kind, text = only(bad_input.open_store, tmp_path / "lightning")
-    assert kind == "ForeignStoreError"
+    assert kind == "StoreError"
     assert "lightning/store" in text
     assert "dirpath" in text
     assert snapshot(tmp_path) == files
@@ -213,7 +213,7 @@ def test_stores_of_the_other_adapter(tmp_path: Path):
     only(bad_input.leave_store, tmp_path / "megatron")
     files = snapshot(tmp_path)
     trainer, module, _ = build(replace(run, store=str(tmp_path / "megatron" / "store")))
-    with pytest.raises(ForeignStoreError, match=r"megatron/store.*dirpath"):
+    with pytest.raises(StoreError, match=r"megatron/store.*dirpath"):
         trainer.fit(module, *loaders(run))
     assert snapshot(tmp_path) == files
 

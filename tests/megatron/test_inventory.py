@@ -158,7 +158,7 @@ def test_rows_of_gate_and_up_that_alternate_stay_together(tmp_path: Path):
         assert torch.equal(torch.cat([each[name] for each in halves]), rows)
     name = "decoder.layers.0.mlp.experts.0.linear_fc1.weight"
     for other, here in ((4, f"{name}.moe_mlp_glu_interleave_size_4"), (None, name)):
-        assert refused[other][0] == "ForeignStoreError"
+        assert refused[other][0] == "StoreError"
         assert f"{name}.moe_mlp_glu_interleave_size_8" in refused[other][1]
         assert here in refused[other][1]
     assert refused["export"][0] == "UnsupportedError"

@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         "hidden": "decoder.final_layernorm.bias has shape [32] in the model, [16] in the checkpoint",
         "layers": "decoder.layers.2.input_layernorm.bias of the checkpoint is not in the model",
     }.items():
-        assert refused[name]["error"] == "ForeignStoreError"
+        assert refused[name]["error"] == "StoreError"
         assert difference in refused[name]["said"]
     assert refused["precision"]["error"] == "ConfigError"
     assert "is torch.float32 in the model, but BF16 in checkpoint step_00000001" in refused["precision"]["said"]

@@ -52,12 +52,11 @@ SURFACE = {
 """Module -> its ``__all__``. Every package with an ``__all__`` is listed."""
 
 ERRORS = (
-    "ConfigError CoverageError DamagedError FilesGoneError FinishedRunError ForeignStoreError FormatVersionError "
-    "GradientGapError HostMemoryError MemoryFullError MemoryGoneError MissingPackageError MoECheckpointError "
-    "NoCheckpointError NoMoELayerError NotFiniteError OptimizerChangedError OtherLayoutError PeerLostError "
-    "RecoveryLoopError ReplayDivergedError SaveFailedError SparseWindowError StaleGenerationError StateRefusedError "
-    "StepRemovedError StoreError StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError "
-    "TornSnapshotError UnencodableStateError UnsupportedError UserError"
+    "ConfigError CoverageError DamagedError FilesGoneError FormatVersionError GradientGapError HostMemoryError "
+    "MemoryFullError MemoryGoneError MissingPackageError MoECheckpointError NoCheckpointError NotFiniteError "
+    "OtherLayoutError PeerLostError RecoveryLoopError ReplayDivergedError SaveFailedError StepRemovedError StoreError "
+    "StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError UnencodableStateError "
+    "UnsupportedError UserError"
 )
 
 OPTIONS = (

@@ -16,7 +16,7 @@ from moe_ckpt.engine.collect import clean_start
 from moe_ckpt.engine.differences import describe_differences
 from moe_ckpt.engine.documents import read_header, read_manifest, read_parts, read_sealed
 from moe_ckpt.engine.opening import open_store
-from moe_ckpt.errors import DamagedError, ForeignStoreError
+from moe_ckpt.errors import DamagedError, StoreError
 from moe_ckpt.format.manifest import parse_step_dir, step_dir
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.policies import MoC
@@ -91,7 +91,7 @@ def test_opening_a_store_whose_documents_have_grown(tmp_path, nbytes, memory):
         grow(tmp_path, name, nbytes)
     storage = LocalStorage(tmp_path)
     lock = StoreLock(storage, "test")
-    with pytest.raises(ForeignStoreError, match="another model"):
+    with pytest.raises(StoreError, match="another model"):
         open_store(storage, catalog(1, 4), SoloCommunicator(), lock, RetentionPolicy())
     assert not lock.held
     assert memory() < 32 << 20

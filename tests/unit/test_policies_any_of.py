@@ -11,7 +11,7 @@ import pytest
 from moe_ckpt.cli.main import main
 from moe_ckpt.core.plan import PlanItem, SnapshotPlan, Tier, save_full, save_nothing, save_slot
 from moe_ckpt.core.window import Window
-from moe_ckpt.errors import ConfigError, NoMoELayerError
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Guarded, MoC, MoEtion, MoEvement, Needs, Policy, needs_of
 from moe_ckpt.storage import LocalStorage
 from tests.unit.builders import catalog, context, experts_in
@@ -55,7 +55,7 @@ def test_it_is_a_policy_that_says_what_it_is_made_of():
     assert policy == AnyOf((MoC(k=2), Dense(100))) == AnyOf({"often": MoC(k=2), "rarely": Dense(100)})
     parts = [MoC(k=2).describe(), Dense(100).describe()]
     assert policy.describe() == {"name": "any_of", "policies": parts}
-    with pytest.raises(NoMoELayerError):
+    with pytest.raises(ConfigError):
         policy.check(catalog(0, 0))
 
 

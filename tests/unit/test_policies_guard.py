@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_nothing
-from moe_ckpt.errors import ConfigError, NoMoELayerError
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Guarded, MoC, Policy
 from tests.unit.builders import catalog, context, experts_in
 
@@ -41,7 +41,7 @@ def test_it_is_a_policy_and_says_what_it_guards():
     assert isinstance(Guarded(MoC()), Policy)
     said = Guarded(MoC(k=2), budget="strict", action="stop").describe()
     assert said == MoC(k=2).describe() | {"guard_budget": 0.0375, "guard_action": "stop"}
-    with pytest.raises(NoMoELayerError):
+    with pytest.raises(ConfigError):
         Guarded(MoC()).check(catalog(0, 0))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import FaultRecord
-from moe_ckpt.errors import ConfigError, NoMoELayerError, UserError
+from moe_ckpt.errors import ConfigError, UserError
 from moe_ckpt.policies import MoC, Policy
 from tests.unit.builders import catalog, context, experts_in, mixed
 
@@ -88,7 +88,7 @@ def test_an_unknown_selector_is_refused_with_the_choices():
 
 
 def test_a_model_without_moe_layers_is_refused_with_what_to_do():
-    with pytest.raises(NoMoELayerError, match=r"register_moe.*Dense") as caught:
+    with pytest.raises(ConfigError, match=r"register_moe.*Dense") as caught:
         MoC().check(catalog(0, 0))
     assert isinstance(caught.value, UserError)
 

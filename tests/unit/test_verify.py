@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.errors import ForeignStoreError
+from moe_ckpt.errors import StoreError
 from moe_ckpt.format.finished import FINISHED_NAME, Finished
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
@@ -114,7 +114,7 @@ def test_only_the_named_steps(run):
 
 
 def test_what_is_no_store(tmp_path):
-    with pytest.raises(ForeignStoreError):
+    with pytest.raises(StoreError):
         verify_store(LocalStorage(tmp_path))
 
 

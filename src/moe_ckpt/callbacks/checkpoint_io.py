@@ -125,7 +125,7 @@ class StoredOptimizer(dict[str, Any]):
         """Returns a plain copy.
 
         Raises:
-            OptimizerChangedError: The caller is an optimizer of another class.
+            ConfigError: The caller is an optimizer of another class.
         """
         loading = sys._getframe(1).f_locals.get("self")
         if isinstance(loading, Optimizer):

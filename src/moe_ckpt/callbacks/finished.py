@@ -16,7 +16,7 @@ from moe_ckpt.callbacks.compat import Private
 from moe_ckpt.callbacks.support import STATE_KEY
 from moe_ckpt.driver.changes import Change, differing
 from moe_ckpt.driver.host import End
-from moe_ckpt.errors import FinishedRunError
+from moe_ckpt.errors import finished_run
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.policies.base import Policy
@@ -110,17 +110,17 @@ def go_on_from_end(
         the final state.
 
     Raises:
-        FinishedRunError: Hyperparameters have changed, and the user did not say that they may; or nothing is left to
+        ConfigError: Hyperparameters have changed, and the user did not say that they may; or nothing is left to
             train, and the run had another policy.
     """
     if not extend and any(change.decides for change in found):
         changed, kept = (tuple(str(each) for each in found if each.kept or not only) for only in (False, True))
-        raise FinishedRunError(dirpath, manifest.step, finished.reason, changed, kept)
+        raise finished_run(dirpath, manifest.step, finished.reason, changed, kept)
     _already_saved(trainer, finished)
     if _something_left(trainer, finished, extend=extend):
         return _until(trainer)
     if not extend and (changed := _other_policy(manifest.policy, policy.describe())):
-        raise FinishedRunError(dirpath, manifest.step, finished.reason, changed)
+        raise finished_run(dirpath, manifest.step, finished.reason, changed)
     if not any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
         _leave(trainer, finished)
     return None

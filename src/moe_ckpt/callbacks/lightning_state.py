@@ -251,7 +251,7 @@ def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> No
         path: Of the state file, for messages.
 
     Raises:
-        StateRefusedError: An object did not take its state; it is named.
+        StoreError: An object did not take its state; it is named.
     """
     module = trainer.lightning_module
     checkpoint = unmark(stored, module.state_dict())

@@ -30,7 +30,7 @@ def load_from_checkpoint(module_class: type[Module], path: str | os.PathLike[str
         ConfigError: The arguments are no class and path.
         NoCheckpointError: There is no such step or store; says what is there instead.
         DamagedError: The step's bytes are not intact.
-        SparseWindowError: The step is a sparse window.
+        UnsupportedError: The step is a sparse window.
     """
     if not isinstance(module_class, type) or not isinstance(path, (str, os.PathLike)):
         raise ConfigError(

@@ -72,7 +72,7 @@ def load_named(
         NoCheckpointError: There is no such step, or the store has none that can be used.
         DamagedError: The named step is damaged.
         StepRemovedError: The named step was removed while it was read, or of a store one after the other.
-        SparseWindowError: The named step is a sparse window; or the newest of the store is, and ``fitting``.
+        UnsupportedError: The named step is a sparse window; or the newest of the store is, and ``fitting``.
         StoreError: Rank 0 could not choose a checkpoint of the store.
     """
     if is_step_path(path):

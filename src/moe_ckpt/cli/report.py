@@ -20,7 +20,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         NoCheckpointError: there is no store, or the step is not committed.
         StepRemovedError: the named step was removed meanwhile; or of a store all steps, listing after listing.
-        ForeignStoreError, FormatVersionError, DamagedError: the store's identity cannot be read.
+        StoreError, FormatVersionError, DamagedError: the store's identity cannot be read.
     """
     storage, directory = locate(path)
     reader = StoreReader(storage)

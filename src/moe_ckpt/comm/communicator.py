@@ -121,7 +121,7 @@ class GlooCommunicator:
 
     Raises:
         PeerLostError: Here and in every call, when a peer did not come or answer in time, or after ``abort``.
-        StaleGenerationError: A process of an earlier life of the run takes part.
+        StoreError: A process of an earlier life of the run takes part.
     """
 
     agrees_late = True

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from moe_ckpt.comm.links import Links
 from moe_ckpt.core.tree import TreeNode
-from moe_ckpt.errors import PeerLostError, StaleGenerationError
+from moe_ckpt.errors import PeerLostError, stale_generation
 from moe_ckpt.threads import ThreadName, named_thread
 
 _CHUNK_NBYTES = 64 << 20
@@ -140,7 +140,7 @@ class Lane:
             self._wait(self._send(part, target))
 
     def receive(self, source: int) -> bytes:
-        """Raises ``StaleGenerationError`` for a message of another life of the run."""
+        """Raises ``StoreError`` for a message of another life of the run."""
         head = torch.zeros(2, dtype=torch.int64)
         self._wait(self._receive(head, source))
         body = torch.empty(int(head[0]), dtype=torch.uint8)
@@ -196,7 +196,7 @@ class Lane:
 
     def _require_own(self, oldest: int, newest: int) -> None:
         if not oldest == newest == self.generation:
-            raise StaleGenerationError(self.node.rank, self.generation, (oldest, newest))
+            raise stale_generation(self.node.rank, self.generation, (oldest, newest))
 
     def _head(self, payload: bytes) -> torch.Tensor:
         return torch.tensor([len(payload), self.generation])

@@ -67,7 +67,7 @@ class Host(Protocol):
             Whether training goes on; and what to add to the message about the resume.
 
         Raises:
-            FinishedRunError: It must not go on.
+            ConfigError: It must not go on.
         """
 
     def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:

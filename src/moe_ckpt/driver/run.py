@@ -162,7 +162,7 @@ class Driver:
             logs: What crossed the boundaries of pipeline stages, so that only some need go back.
 
         Raises:
-            NoCheckpointError, ConfigError, FinishedRunError: Training cannot resume from the store.
+            NoCheckpointError, ConfigError: Training cannot resume from the store.
         """
         self.lifecycle.require(Action.RESUME, "resume()")
         options = self.options

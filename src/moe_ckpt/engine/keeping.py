@@ -21,7 +21,7 @@ from moe_ckpt.engine.documents import read_sealed
 from moe_ckpt.engine.outcomes import Superseded
 from moe_ckpt.engine.view import Names, Needed
 from moe_ckpt.engine.writing import write_named
-from moe_ckpt.errors import DamagedError, FilesGoneError, ForeignStoreError, FormatVersionError, MoECheckpointError
+from moe_ckpt.errors import DamagedError, FilesGoneError, FormatVersionError, MoECheckpointError, StoreError
 from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import GROUPS, MANIFEST_NAME, STORE_NAME, Manifest, group_path
 from moe_ckpt.storage.base import Storage
@@ -83,7 +83,7 @@ class StoreKeeper:
 
         Raises:
             FilesGoneError: Somebody deleted or replaced files; names them.
-            ForeignStoreError: Another run's store stands in this one's place.
+            StoreError: Another run's store stands in this one's place.
             StoreInUseError: The lock was lost, and another run has, or had, the store.
             OSError: The storage does not answer.
         """
@@ -219,7 +219,7 @@ class StoreKeeper:
                 pass
             else:
                 if found.run_id != self._identity.run_id:
-                    raise ForeignStoreError(
+                    raise StoreError(
                         f"the store {root} was this run's ({self._identity.run_id}), but holds another run "
                         f"({found.run_id}) now: something replaced it during training. Nothing is committed there, and "
                         "shards of this run are removed again. Put this run's store back, or start the run again with "

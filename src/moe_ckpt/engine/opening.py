@@ -13,7 +13,7 @@ from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.differences import describe_differences
 from moe_ckpt.engine.documents import read_commit, read_sealed
 from moe_ckpt.engine.keeping import StoreKeeper
-from moe_ckpt.errors import DamagedError, ForeignStoreError, MoECheckpointError, StoreError, StoreUnwritableError
+from moe_ckpt.errors import DamagedError, MoECheckpointError, StoreError, StoreUnwritableError
 from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import STORE_NAME, parse_step_dir
 from moe_ckpt.ports import Communicator
@@ -57,7 +57,7 @@ def open_store(
         patience_secs: For how long, in all, reads that fail are tried again.
 
     Raises:
-        ForeignStoreError: the directory belongs to another model.
+        StoreError: the directory belongs to another model.
         StoreInUseError: another run holds the lock.
         StoreUnwritableError: the directory cannot be created or written.
         StoreError: on the other ranks, with rank 0's message.
@@ -131,7 +131,7 @@ def _identity(storage: Storage, names: list[str], directories: list[str]) -> Ide
     identities = [identity for name in directories if (identity := _identity_of(storage, name)) is not None]
     runs = {(identity.run_id, identity.fingerprint) for identity in identities}
     if len(runs) > 1 or (directories and not runs):
-        raise ForeignStoreError(
+        raise StoreError(
             f"{trouble}, and the step directories beside it do not show which run they belong to. Choose another "
             "dirpath, or restore the file."
         )

@@ -19,7 +19,7 @@ from moe_ckpt.core.cover_sum import PRIME
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.freshness import STALE, UNKNOWN, of_all
 from moe_ckpt.engine.snapshot import Snapshot
-from moe_ckpt.errors import StoreUnwritableError, TornSnapshotError
+from moe_ckpt.errors import StoreUnwritableError, torn_snapshot
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.finite import all_finite, first_not_finite, judged_in
 from moe_ckpt.format.gathering import Numbers
@@ -191,11 +191,11 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
     """Wait for the copy, take the checksums of all slices, and look whether their values are finite.
 
     Raises:
-        TornSnapshotError: Tensors changed while they were being copied.
+        StoreError: Tensors changed while they were being copied.
     """
     snapshot.copy.wait_on_host()
     if snapshot.copy.changed:
-        raise TornSnapshotError(snapshot.step, snapshot.copy.changed)
+        raise torn_snapshot(snapshot.step, snapshot.copy.changed)
 
     judged = judged_in(snapshot.state)
 

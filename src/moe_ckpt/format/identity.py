@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_ckpt.errors import ForeignStoreError
+from moe_ckpt.errors import StoreError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MOST_UNIX_SECS, check_version
 from moe_ckpt.format.schema import number, record, require, text
@@ -39,13 +39,13 @@ class Identity:
         return cls(body["run_id"], body["fingerprint"], float(body["created_unix_secs"]))
 
     def require_model(self, fingerprint: str, root: str, differences: str = "") -> None:
-        """Raise ``ForeignStoreError`` unless the store was written by a model of this structure.
+        """Raise ``StoreError`` unless the store was written by a model of this structure.
 
         Args:
             differences: What is known of how they differ.
         """
         if self.fingerprint != fingerprint:
-            raise ForeignStoreError(
+            raise StoreError(
                 f"the store {root} holds checkpoints of another model (structure {self.fingerprint}, "
                 f"this model is {fingerprint}{': ' + differences if differences else ''}). "
                 "Choose another dirpath, or restore the model's configuration."

@@ -164,7 +164,7 @@ def choose(path: str) -> tuple[str | None, str]:
 
     Raises:
         NoCheckpointError: Nothing that could give weights is there.
-        SparseWindowError: Only sparse windows are there: no step of them holds all weights.
+        UnsupportedError: Only sparse windows are there: no step of them holds all weights.
     """
     storage, step = locate(path)
     reader = StoreReader(storage)
@@ -241,7 +241,7 @@ def load_weights(
         CoverageError: Names or shapes do not agree; they are named, and nothing was changed.
         StoreError: The source is not there or damaged.
         StepRemovedError: The named step was removed while it was read, or of a store one after the other.
-        SparseWindowError: The source is a sparse window.
+        UnsupportedError: The source is a sparse window.
     """
     text = os.fspath(path)
     tied = dict(aliases or {})

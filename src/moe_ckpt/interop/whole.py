@@ -78,7 +78,7 @@ def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckp
     Raises:
         CoverageError: parts are missing.
         DamagedError: a header or the state is damaged. (Slices are checked as they are read.)
-        SparseWindowError: it is no one state of the run.
+        UnsupportedError: it is no one state of the run.
     """
     require_dense(manifest)
     reader.prove(manifest)

@@ -107,7 +107,7 @@ class MegatronHost(Host):
 
         Raises:
             ConfigError: The checkpoint is of a run with other stateful objects or buffers.
-            StateRefusedError: An object does not take the state that is stored of it.
+            StoreError: An object does not take the state that is stored of it.
         """
         plain, found = restored.plain, restored.plain["plain"]
         if not self.state.buffers <= found["buffers"].keys():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from moe_ckpt.errors import OptimizerChangedError
+from moe_ckpt.errors import optimizer_changed
 from moe_ckpt.megatron.optimizers import leaves
 from moe_ckpt.modeling.optimizer_class import class_name
 from moe_ckpt.recovery.index import split_key
@@ -22,7 +22,7 @@ def read(optimizer: Any) -> list[dict[str, str]]:
 
 
 def require_same(optimizer: Any, plain: Mapping[str, Any], keys: Collection[str]) -> None:
-    """Raises ``OptimizerChangedError`` unless stored state is of the running optimizer's kind. Changes nothing.
+    """Raises ``ConfigError`` unless stored state is of the running optimizer's kind. Changes nothing.
 
     Args:
         optimizer: Megatron's.
@@ -37,7 +37,7 @@ def require_same(optimizer: Any, plain: Mapping[str, Any], keys: Collection[str]
         there, here = {entry["kind"] for entry in stored}, {entry["kind"] for entry in running}
     if there and here and not there & here:  # a rank whose parameters are all frozen has no optimizer
         names = [entry["class"] for entry in stored] if stored else sorted(there)
-        raise OptimizerChangedError("the optimizer", ", ".join(names), ", ".join(e["class"] for e in running))
+        raise optimizer_changed("the optimizer", ", ".join(names), ", ".join(e["class"] for e in running))
 
 
 def _kind(inner: Any) -> str:

@@ -150,7 +150,7 @@ class MegatronTrainingState:
         """See ``ports.TrainingState``. Buffers are compared by ``load_plain``, for those of other layers may be added.
 
         Raises:
-            OptimizerChangedError: the optimizer is of another class.
+            ConfigError: the optimizer is of another class.
             ConfigError: it has other parameters.
         """
         optimizer_class.require_same(self._optimizer, plain, keys)

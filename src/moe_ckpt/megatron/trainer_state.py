@@ -86,7 +86,7 @@ def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]
 
     Raises:
         ConfigError: The run and the checkpoint have other objects; nothing was changed.
-        StateRefusedError: An object, which is named, does not take its state.
+        StoreError: An object, which is named, does not take its state.
     """
     if stateful.keys() != stored.keys():
         raise ConfigError(

@@ -41,7 +41,7 @@ def load_weights(
     Raises:
         CoverageError: Names or shapes do not agree; the message names them, and nothing was changed.
         StoreError: The source is not there or damaged.
-        SparseWindowError: The source is a sparse window (MoEvement).
+        UnsupportedError: The source is a sparse window (MoEvement).
         ConfigError: Process groups are not set up.
     """
     require_groups()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from moe_ckpt.errors import OptimizerChangedError
+from moe_ckpt.errors import optimizer_changed
 
 _TORCH = "torch.optim."
 _ADDED_LATER = frozenset(
@@ -62,18 +62,18 @@ def require_same_class(
         states: Names of the stored state, of all its parameters together.
 
     Raises:
-        OptimizerChangedError: It is of another class.
+        ConfigError: It is of another class.
     """
     here = class_name(optimizer)
     if stored == here:
         return
     if stored is not None and (_TORCH in (stored[: len(_TORCH)], here[: len(_TORCH)]) or _last(stored) != _last(here)):
-        raise OptimizerChangedError(which, stored, here)
+        raise optimizer_changed(which, stored, here)
     groups = list(groups)
     if _differ(optimizer, groups, states):
         keys = sorted({key for group in groups for key in group} - {"params"})
         kept = f"state {sorted(states)} and param groups of {keys}"
-        raise OptimizerChangedError(which, f"{stored or 'an optimizer'} with {kept}", here)
+        raise optimizer_changed(which, f"{stored or 'an optimizer'} with {kept}", here)
 
 
 def _last(name: str) -> str:

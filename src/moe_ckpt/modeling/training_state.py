@@ -205,7 +205,7 @@ class TorchTrainingState:
         """See ``ports.TrainingState``.
 
         Raises:
-            OptimizerChangedError: an optimizer is of another class.
+            ConfigError: an optimizer is of another class.
             ConfigError: buffers, optimizers, groups or their parameters are not the stored ones.
         """
         _, views = self._refresh()

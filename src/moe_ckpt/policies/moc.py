@@ -14,7 +14,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.core.save_budget import largest_k
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.errors import ConfigError, NoMoELayerError
+from moe_ckpt.errors import ConfigError, no_moe_layer
 from moe_ckpt.policies.base import Needs, PolicyContext, interval_passed, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
 from moe_ckpt.policies.expert_shares import stages_of
@@ -80,7 +80,7 @@ class MoC:
 
     def check(self, catalog: Catalog) -> None:
         if not catalog.layers:
-            raise NoMoELayerError("MoC")
+            raise no_moe_layer("MoC")
         for layer in catalog.layers:
             for name, value in (("k", self.k), ("snapshot_k", self.snapshot_k or self.k)):
                 if isinstance(value, int) and value > layer.experts:

@@ -19,7 +19,7 @@ from moe_ckpt.core.interference import BLOCK, is_small
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_logged, save_nothing
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.errors import ConfigError, NoMoELayerError
+from moe_ckpt.errors import ConfigError, no_moe_layer
 from moe_ckpt.policies.base import (
     ALL_SENT,
     Measured,
@@ -176,7 +176,7 @@ class MoEtion:
 
     def check(self, catalog: Catalog) -> None:
         if not catalog.layers:
-            raise NoMoELayerError("MoEtion")
+            raise no_moe_layer("MoEtion")
         there = len(catalog.experts)
         if self.experts is not None and self.experts * len(catalog.layers) > there:
             raise ConfigError(

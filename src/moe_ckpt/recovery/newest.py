@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 
-from moe_ckpt.errors import NoCheckpointError, SparseWindowError, StepRemovedError, StoreError
+from moe_ckpt.errors import NoCheckpointError, StepRemovedError, StoreError, sparse_window
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint, usable
 from moe_ckpt.recovery.step_storage import listed_again
@@ -55,9 +55,9 @@ def newest_step(dirpath: str | os.PathLike[str]) -> int | None:
 
 
 def require_dense(manifest: Manifest) -> None:
-    """Raises ``SparseWindowError`` for a checkpoint that is a sparse window."""
+    """Raises ``UnsupportedError`` for a checkpoint that is a sparse window."""
     if manifest.window:
-        raise SparseWindowError(manifest.directory, manifest.window[0].step, manifest.step)
+        raise sparse_window(manifest.directory, manifest.window[0].step, manifest.step)
 
 
 def dense_checkpoints(
@@ -70,7 +70,7 @@ def dense_checkpoints(
         check: Raises for a dense checkpoint that is to be skipped, as for ``usable``.
 
     Raises:
-        SparseWindowError: There are only sparse windows.
+        UnsupportedError: There are only sparse windows.
         NoCheckpointError: There are no checkpoints, or all dense ones are damaged.
         StepRemovedError: Of ``MOST_LISTINGS`` listings, in each a step was removed while it was read, before a dense
             one was found.

@@ -19,10 +19,10 @@ from moe_ckpt.engine.documents import read_commit, read_header, read_part, read_
 from moe_ckpt.errors import (
     CoverageError,
     DamagedError,
-    ForeignStoreError,
     NoCheckpointError,
     NotFiniteError,
     StepRemovedError,
+    StoreError,
 )
 from moe_ckpt.format.contents import STATE_FILE, state_contents
 from moe_ckpt.format.dtypes import TORCH_DTYPES
@@ -94,7 +94,7 @@ class StoreReader:
         """Returns the run of this store; if ``store.json`` is damaged or lost, from the manifests, with a warning.
 
         Raises:
-            ForeignStoreError: There is neither a ``store.json`` of this package nor a readable manifest.
+            StoreError: There is neither a ``store.json`` of this package nor a readable manifest.
             FormatVersionError: The store has a version that this package does not read.
             DamagedError: ``store.json`` is damaged and the manifests do not agree.
         """
@@ -111,7 +111,7 @@ class StoreReader:
         kind = unseal(raw, STORE_NAME).get("kind")
         if kind != STORE_KIND:
             where = f"{self.storage.root}/{STORE_NAME}"
-            raise ForeignStoreError(f"{where} is of a {shown(kind)}, not of a store of moe_ckpt")
+            raise StoreError(f"{where} is of a {shown(kind)}, not of a store of moe_ckpt")
         return Identity.decode(raw, STORE_NAME)
 
     def _inferred_identity(self, damage: DamagedError) -> Identity:
@@ -126,7 +126,7 @@ class StoreReader:
         if not found:
             if self.storage.exists(STORE_NAME):
                 raise damage
-            raise ForeignStoreError(f"{self.storage.root} is no moe_ckpt store: it has no {STORE_NAME}")
+            raise StoreError(f"{self.storage.root} is no moe_ckpt store: it has no {STORE_NAME}")
         if len(found) > 1:
             others = ", ".join(manifest.directory for manifest in found.values())
             raise DamagedError(STORE_NAME, f"{damage.reason}, and these are of different runs: {others}")

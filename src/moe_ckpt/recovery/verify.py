@@ -97,7 +97,7 @@ def verify_steps(reader: StoreReader, directories: Sequence[str], progress: Prog
         progress: Called with bytes checked and bytes in all.
 
     Raises:
-        ForeignStoreError, FormatVersionError: This is no store that this package reads.
+        StoreError, FormatVersionError: This is no store that this package reads.
         StoreForbiddenError: This user may not read a file.
         OSError: The storage failed.
     """

@@ -112,6 +112,9 @@ class ExpertDiary(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer)
+        record = self.checkpoint.last
+        if record is not None and not record.replayed:  # loggers got the step before its last checkpoint was agreed on
+            self.run_log.log_metrics({"moe_ckpt/oldest_expert_steps": record.oldest_expert_steps}, step=record.step)
 
     def _write(self, trainer: Trainer) -> None:
         record = self.checkpoint.last
@@ -122,7 +125,7 @@ class ExpertDiary(Callback):
         self._written = record.step
         if trainer.is_global_zero:
             metrics = self.checkpoint.metrics
-            ages, unsaved = metrics["expert_ages"].ages, metrics["unsaved_tokens"].unsaved
+            ages, unsaved = metrics["expert_ages"].compute(), metrics["unsaved_tokens"].compute()
             self.run_log.event("experts", step=record.step, ages=ages.tolist(), unsaved=unsaved.tolist())
 
 

@@ -21,8 +21,7 @@ from moe_ckpt.driver import run as driver_run
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.engine.events import StepEnded
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.metrics import checkpoint_metrics
-from moe_ckpt.metrics.collection import CheckpointMetrics, facts
+from moe_ckpt.metrics import CheckpointMetrics, facts_of
 from moe_ckpt.modeling.passes import TrainingPasses
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import Guarded, MoC, MoEvement
@@ -204,7 +203,7 @@ def test_skewness_is_that_of_the_steps_routing(tmp_path):
     )  # fmt: skip
     trainer.fit(Skewed(), loader(32))
     assert checkpoint.metrics["skewness"].compute() == pytest.approx(1 / 3)
-    assert checkpoint.metrics["skewness"].per_layer.tolist() == pytest.approx([1 / 3, 1 / 3])
+    assert normalized_hhi(checkpoint.metrics["skewness"].popularity.numpy()).tolist() == pytest.approx([1 / 3, 1 / 3])
 
 
 def test_a_k_that_rose_is_told_once_by_the_process_that_comes_back(tmp_path, caplog):
@@ -231,7 +230,7 @@ def _ddp(rank: int, world_size: int, root: str) -> dict:
 
         def __init__(self) -> None:
             super().__init__()
-            self.together = checkpoint_metrics()
+            self.together = CheckpointMetrics()
             self.popularity = []
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -241,7 +240,7 @@ def _ddp(rank: int, world_size: int, root: str) -> dict:
             run_ledger = checkpoint._fit.session.run_ledger
             self.records.append(checkpoint.last)
             self.popularity.append(run_ledger.popularity.copy())
-            self.together.update(**facts(checkpoint.last, run_ledger))
+            self.together.update(**facts_of(checkpoint.last, run_ledger))
             if rank == 0:
                 self.computed.append(checkpoint.metrics.compute())
 

@@ -95,7 +95,8 @@ def _train(ckpt: Any, built: Any, plan: Plan, number: int, until: int) -> dict[s
         new += not ckpt.after_step(iteration, consumed_samples=consumed, counters=counters).replayed
     ckpt.session.drain(until)
     found = {"progress": progress, "losses": losses, "drawn": drawn, "consumed": consumed, "digests": digests(built)}
-    return found | {"new": new, "measured": ckpt.metrics["stall"].update_count}
+    ckpt.metrics.catch_up()
+    return found | {"new": new, "measured": int(ckpt.metrics["stall"].steps)}
 
 
 def lives(
@@ -378,7 +379,7 @@ def stalls(rank: int, world_size: int, root: str) -> dict[str, list[tuple[float,
     from moe_ckpt.driver.run import Driver
     from moe_ckpt.gradients.recording import StepRecorder
     from moe_ckpt.megatron.routing import RouterCounter
-    from moe_ckpt.metrics.collection import CheckpointMetrics
+    from moe_ckpt.metrics import CheckpointMetrics
 
     found = {}
     for owner, name in (

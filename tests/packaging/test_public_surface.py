@@ -34,12 +34,7 @@ SURFACE = {
     "moe_ckpt.megatron": (
         "MegatronCheckpoint MegatronLM Progress attach export_torch_dist import_torch_dist install load_weights"
     ),
-    "moe_ckpt.metrics": (
-        "BytesByFidelity CheckpointBytes CheckpointStall ExpertAges ExpertLoadSkewness ExpertsPerLayer "
-        "MomentaryLostTokens OldestExpertAge OwedTokens PortionAtRisk PortionOfLostTokens UnsavedTokens WindowAge "
-        "WindowPlace "
-        "checkpoint_metrics"
-    ),
+    "moe_ckpt.metrics": "CheckpointMetrics",
     "moe_ckpt.policies": (
         "Activity AnyOf Catalog CheckFreq Dense FaultRecord Fidelity Gemini GradientLog Guarded Measured MoC MoELayer "
         "MoEtion MoEvement Needs Operator OperatorKind PlanItem Policy PolicyContext SnapshotPlan Tier Wrapper "

@@ -21,7 +21,7 @@ MODULES = (
     "megatron.core.transformer.dot_product_attention",
     "megatron.core.transformer.moe.moe_layer",
     "moe_ckpt.megatron",
-    "moe_ckpt.metrics.collection",
+    "moe_ckpt.metrics",
     "moe_ckpt.policies",
     "tests.support.megatron_run",
     "torch._dynamo",

@@ -12,16 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from torchmetrics import Metric, MetricCollection
 
-from moe_ckpt import metrics as m
 from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.core.tokens import AtRisk
 from moe_ckpt.engine.events import StepEnded, StepReplayed, TrainingEnded
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import ConfigError, MissingPackageError
-from moe_ckpt.metrics.collection import facts, feeding
+from moe_ckpt.metrics import CheckpointMetrics, facts_of
 from moe_ckpt.policies.base import Measured
 from tests.support import run_ranks
 from tests.unit.builders import catalog
@@ -32,14 +30,15 @@ FIRST = {
     "lost_tokens": 30, "routed_tokens": 1000, "at_risk_tokens": 50,
     "at_risk_mlt": 0.25, "mlt_newest": 0.125, "mlt_worst": 0.5, "owed_tokens": 2**24 + 1,
     "k": 2, "popularity": [[8, 0], [4, 4]],
-    "nbytes": 100, "stall_secs": 0.004, "oldest_expert_steps": 3, "ages": [[0, 3], [-1, 1]],
+    "nbytes": 100, "stall_ns": 4_000_000, "worst_stall_ns": 4_000_000, "steps": 1, "experts": [2, 2],
+    "oldest_expert_steps": 3, "ages": [[0, 3], [-1, 1]],
     "unsaved": [[0, 40], [7, 3]], "frozen_nbytes": 40, "window_age": 2, "window_size": 3, "window_slot": 1,
 }  # fmt: skip
 SECOND = FIRST | {
     "lost_tokens": 60, "routed_tokens": 4000, "at_risk_tokens": 20,
     "at_risk_mlt": 0.0625, "mlt_newest": 0.0, "mlt_worst": 0.75, "owed_tokens": 90,
     "k": 4, "popularity": [[0, 8], [4, 4]],
-    "nbytes": 0, "stall_secs": 0.001, "oldest_expert_steps": 2, "ages": [[1, 2], [0, 2]],
+    "nbytes": 0, "stall_ns": 1_000_000, "worst_stall_ns": 1_000_000, "oldest_expert_steps": 2, "ages": [[1, 2], [0, 2]],
     "unsaved": [[9, 4], [0, 3]], "frozen_nbytes": 0, "window_age": 1, "window_size": 4, "window_slot": 0,
 }  # fmt: skip
 AFTER_BOTH = {
@@ -120,25 +119,8 @@ def test_skewness_refuses_what_makes_no_sense(counts, experts, said):
 # --- numbers ---
 
 
-@pytest.mark.parametrize(
-    "collect", [m.checkpoint_metrics, lambda: MetricCollection([*m.checkpoint_metrics().values()])]
-)
-def test_all_of_them_after_two_steps(collect):
-    """Also in a collection that may take equal metrics for one: the first values of some are equal."""
-    collection = collect()
-    zeros = dict.fromkeys(FIRST, 0) | {name: [[0, 0], [0, 0]] for name in ("popularity", "ages", "unsaved")}
-    collection.update(**zeros)
-    collection.compute()
-    collection.reset()
-    collection.update(**FIRST)
-    collection.update(**SECOND)
-    assert sorted(np.ravel(v).sum() for v in plain(collection.compute()).values()) == pytest.approx(
-        sorted(np.ravel(v).sum() for v in AFTER_BOTH.values())
-    )
-
-
 def test_names_and_values_of_the_collection():
-    collection = m.checkpoint_metrics()
+    collection = CheckpointMetrics()
     collection.update(**FIRST)
     collection.update(**SECOND)
     same(collection.compute(), AFTER_BOTH)
@@ -156,18 +138,17 @@ def two_steps():
 
 
 def test_steps_are_noted_as_numbers_and_become_tensors_when_a_metric_is_asked_for(monkeypatch):
-    noted, updated = m.checkpoint_metrics(), m.checkpoint_metrics()
+    noted, updated = CheckpointMetrics(), CheckpointMetrics()
     kept = noted["stall"]  # a user may keep one, and ask it later
     for record, run_ledger in two_steps():
-        updated.update(**facts(record, run_ledger))
+        updated.update(**facts_of(record, run_ledger))
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "as_tensor", lambda *_, **__: pytest.fail("a tensor was made"))
+            patch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a tensor was made"))
             noted.note(record, run_ledger)
     expected = plain(updated.compute())
     assert plain(kept.compute()) == {"stall_ms_mean": 2.5, "stall_ms_worst": 4.0}
     assert np.array_equal([*plain(noted.compute())], [*expected])
     same({name: value.nan_to_num(-1) for name, value in noted.compute().items()}, no_nan(expected))
-    assert {metric.update_count for metric in noted.values()} == {2}
 
 
 def no_nan(values):
@@ -175,112 +156,76 @@ def no_nan(values):
 
 
 def test_what_was_noted_goes_with_a_copy_and_not_beyond_a_reset():
-    metrics = m.checkpoint_metrics()
+    metrics = CheckpointMetrics()
     (first, run_ledger), (second, _) = two_steps()
     metrics.note(first, run_ledger)
     copied = metrics.clone()
     metrics.reset()
     metrics.note(second, run_ledger)
     assert [each["stall"].compute()["stall_ms_worst"].item() for each in (copied, metrics)] == [4.0, 1.0]
-    assert [each["bytes"].update_count for each in (copied, metrics)] == [1, 1]
+    assert [each["bytes"].compute() for each in (copied, metrics)] == [9, 2]
     metrics.persistent(True)
     metrics.note(second, run_ledger)
-    assert metrics.state_dict()["stall.stall_iterations"] == 2
-
-
-def test_a_users_own_metric_in_the_collection_sees_every_step():
-    class Most(Metric):
-        def __init__(self):
-            super().__init__()
-            self.add_state("most", torch.tensor(0), "max")
-
-        def update(self, nbytes):
-            self.most = self.most.maximum(torch.tensor(nbytes))
-
-        def compute(self):
-            return self.most
-
-    collection = m.checkpoint_metrics()
-    collection.add_metrics({"most": Most()})
-    for record, run_ledger in two_steps():
-        collection.note(record, run_ledger)
-    assert (collection["most"].compute(), collection["most"].update_count) == (9, 2)
+    assert metrics.state_dict()["stall.steps"] == 2
 
 
 def test_forward_gives_the_value_of_the_step_and_goes_on_with_all():
-    collection = m.checkpoint_metrics()
+    collection = CheckpointMetrics()
     collection(**FIRST)
     same(collection(**SECOND), SECOND_ALONE)
     same(collection.compute(), AFTER_BOTH)
 
 
+def after(name, *steps):
+    """A metric after ``steps``, facts of which differ from ``FIRST``."""
+    collection = CheckpointMetrics()
+    for step in steps:
+        collection.update(**FIRST | step)
+    return collection[name]
+
+
 def test_before_anything_was_routed_nothing_is_lost():
-    plt = m.PortionOfLostTokens()
-    plt.update(0, 0)
-    assert plt.compute() == 0
+    assert after("plt", {"lost_tokens": 0, "routed_tokens": 0}).compute() == 0
 
 
 def test_large_counts_are_exact():
-    plt, stall = m.PortionOfLostTokens(), m.CheckpointStall()
-    plt.update(2**53 + 1, 2**54)
-    assert plt.lost_total == 2**53 + 1
-    stall.update(100_000.0)
-    for _ in range(1000):
-        stall.update(1e-6)  # lost in a float that holds 28 hours
-    assert stall.stall_total == 100_000 * 10**9 + 1000 * 1000
+    assert after("plt", {"lost_tokens": 2**53 + 1, "routed_tokens": 2**54}).lost_tokens == 2**53 + 1
+    metrics, run_ledger = CheckpointMetrics(), RunLedger(catalog(layers=2, experts=2))
+    metrics.note(StepRecord(1, stall_secs=100_000.0), run_ledger)
+    for step in range(1000):
+        metrics.note(StepRecord(step + 2, stall_secs=1e-6), run_ledger)  # lost in a float that holds 28 hours
+    metrics.catch_up()
+    assert metrics["stall"].stall_ns == 100_000 * 10**9 + 1000 * 1000
 
 
-def test_a_policy_without_k_is_not_a_k_of_zero():
-    k = m.ExpertsPerLayer()
-    k.update(None)
-    assert k.compute().isnan()
+def test_what_is_not_known_is_nan():
+    run_ledger = RunLedger(catalog(layers=2, experts=2))
+    with pytest.warns(UserWarning, match="before the ``update``"):
+        found = plain(CheckpointMetrics().compute())
+    metrics = CheckpointMetrics()
+    metrics.note(StepRecord(3, window=0, slot=2), run_ledger)
+    for values in (found, plain(metrics.compute())):
+        assert {name for name, value in values.items() if np.isnan(value).any()} == {
+            "k", "owed_tokens", "mlt_newest", "mlt_worst", "window_age", "window_size", "window_slot",
+        }  # fmt: skip
 
 
-def test_before_the_first_window_is_complete_it_has_no_age():
-    age = m.WindowAge()
-    age.update(None)
-    assert age.compute().isnan()
-    age.update(5)
-    assert age.compute() == 5
-
-
-def test_a_step_without_a_window_is_in_no_place_of_one():
-    place = m.WindowPlace()
-    place.update(3, 2)
-    assert plain(place.compute()) == {"window_size": 3, "window_slot": 2}
-    place.update(0, 0)
-    assert all(value.isnan() for value in place.compute().values())
-
-
-def test_skewness_per_layer_and_with_padding():
-    skew = m.ExpertLoadSkewness(experts=(4, 2))
-    skew.update(np.array([[4, 0, 0, 0], [3, 3, 0, 0]]))
-    assert skew.per_layer.tolist() == pytest.approx([1.0, 0.0])
+def test_skewness_goes_by_each_layers_experts():
+    skew = after("skewness", {"popularity": np.array([[4, 0, 0, 0], [3, 3, 0, 0]]), "experts": [4, 2]})
     assert skew.compute() == pytest.approx(0.5)
-    with pytest.raises(ConfigError, match=r"reset\(\)"):
-        skew.update([[1, 2]])
 
 
 def test_tables_are_copies():
-    """The books go on counting in the array that was given."""
-    table = np.array([[1, 2]])
-    ages, skew = m.ExpertAges(), m.ExpertLoadSkewness()
-    ages.update(table)
-    skew.update(table)
+    """The ledger may go on counting in the array that was given."""
+    table = np.array([[1, 2], [0, 0]])
+    ages = after("expert_ages", {"ages": table})
+    skew = after("skewness", {"popularity": table})
     table += 5
-    assert ages.compute().tolist() == [[1, 2]]
-    assert skew.load.tolist() == [[1, 2]]
-
-
-@pytest.mark.parametrize("kind", [m.ExpertAges, m.UnsavedTokens])
-@pytest.mark.parametrize("table", [[1, 2], [[1, 2], [3, 4], [5, 6]]])
-def test_tables_of_another_shape_are_refused(kind, table):
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}.*wanted \[2, experts\]"):
-        kind(experts=(2, 2)).update(table)
+    assert ages.compute().tolist() == skew.popularity.tolist() == [[1, 2], [0, 0]]
 
 
 def test_state_dict_round_trip():
-    collection, other = m.checkpoint_metrics(), m.checkpoint_metrics()
+    collection, other = CheckpointMetrics(), CheckpointMetrics()
     collection.update(**FIRST)
     assert collection.state_dict() == {}  # as with any torchmetrics metric, until asked for
     collection.persistent(True)
@@ -300,11 +245,9 @@ def test_what_the_metrics_ask_for_comes_from_record_and_books():
         oldest_expert_steps=1,
         window=3, slot=2, committed_step=7,
     )  # fmt: skip
-    collection = m.checkpoint_metrics()
-    given = facts(record, run_ledger)
-    asked = {name for metric in collection.values() for name in metric._filter_kwargs(**given)}
-    assert asked == set(given) == set(FIRST)
-    collection.update(**given)
+    assert set(facts_of(record, run_ledger)) == set(FIRST)
+    collection = CheckpointMetrics()
+    collection.note(record, run_ledger)
     found = plain(collection.compute())
     assert found["at_risk"] == pytest.approx(5 / 16)
     assert found["mlt_if_failed_now"] == record.at_risk_mlt == 0.25
@@ -314,19 +257,23 @@ def test_what_the_metrics_ask_for_comes_from_record_and_books():
     assert found["expert_ages"] == [[-1, -1], [-1, -1]]
     assert (found["bytes_full"], found["bytes_compute"], found["bytes"]) == (5, 4, 9)
     assert (found["window_age"], found["window_size"], found["window_slot"]) == (2, 3, 2)
-    assert facts(StepRecord(1), run_ledger)["window_age"] is None
 
 
 # --- ranks ---
 
 
+SECOND_STALL = FIRST | {"nbytes": 0, "frozen_nbytes": 0, "stall_ns": 1_000_000, "worst_stall_ns": 1_000_000}
+
+
 def _on_two_ranks(rank: int, world_size: int) -> tuple[dict, dict, dict]:
-    mine = FIRST | {"nbytes": 100 * (rank + 1), "frozen_nbytes": 40 * (rank + 1), "stall_secs": 0.004 / (rank + 1)}
-    together, alone, local = m.checkpoint_metrics(), m.checkpoint_metrics(sync_on_compute=False), m.ExpertLoadSkewness()
+    stall = {"stall_ns": 4_000_000 // (rank + 1), "worst_stall_ns": 4_000_000 // (rank + 1)}
+    mine = FIRST | {"nbytes": 100 * (rank + 1), "frozen_nbytes": 40 * (rank + 1)} | stall
+    together, alone = CheckpointMetrics(), CheckpointMetrics(sync_on_compute=False)
     together.update(**mine)
-    together.update(**FIRST | {"nbytes": 0, "frozen_nbytes": 0, "stall_secs": 0.001})
+    together.update(**SECOND_STALL)
     alone.update(**mine)
-    local.update([[8, 4]] if rank == 0 else [[0, 4]])  # counts of this rank alone: 8 and 8 together
+    # counts of this rank alone: 8 and 8 together
+    local = after("skewness", {"popularity": [[8, 4]] if rank == 0 else [[0, 4]], "experts": [2]})
     # Only rank 0 computes here: it would wait for ever if that asked rank 1.
     own = plain(alone.compute()) if rank == 0 else {}
     return plain(together.compute()), own, local.compute().item()
@@ -355,54 +302,46 @@ def lines(ax):
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "drawn", "label"),
+    ("name", "values", "drawn", "label"),
     [
-        (m.PortionOfLostTokens, [0.0, 0.03], [0, 3], "lost tokens (%)"),
-        (m.PortionAtRisk, [0.01, 0.02], [1, 2], "tokens at risk (%)"),
-        (m.ExpertsPerLayer, [1, 2], [1, 2], "experts per layer"),
-        (m.ExpertLoadSkewness, [0.25, 0.5], [0.25, 0.5], "skewness of expert load"),
-        (m.CheckpointBytes, [2e6, 1e6], [2, 1], "written per iteration (MB)"),
-        (m.OwedTokens, [7, 3], [7, 3], "tokens to make up"),
-        (m.OldestExpertAge, [3, 4], [3, 4], "age of the oldest expert (steps)"),
-        (m.WindowAge, [1, 2], [1, 2], "age of the newest complete window (steps)"),
+        ("plt", [0.0, 0.03], [0, 3], "lost tokens (%)"),
+        ("at_risk", [0.01, 0.02], [1, 2], "tokens at risk (%)"),
+        ("k", [1, 2], [1, 2], "experts per layer"),
+        ("skewness", [0.25, 0.5], [0.25, 0.5], "skewness of expert load"),
+        ("bytes", [2e6, 1e6], [2, 1], "written per iteration (MB)"),
+        ("owed_tokens", [7, 3], [7, 3], "tokens to make up"),
+        ("oldest_expert_steps", [3, 4], [3, 4], "age of the oldest expert (steps)"),
+        ("window_age", [1, 2], [1, 2], "age of the newest complete window (steps)"),
     ],
 )
-def test_curves_show_the_values_in_the_unit_of_the_axis(kind, values, drawn, label):
-    fig, ax = kind().plot([torch.tensor(value) for value in values])
+def test_curves_show_the_values_in_the_unit_of_the_axis(name, values, drawn, label):
+    metric = CheckpointMetrics()[name]
+    fig, ax = metric.plot([torch.tensor(value) for value in values])
     (line,) = ax.lines
     assert line.get_ydata().tolist() == pytest.approx(drawn)
-    assert line.get_xdata().tolist() == [0, 1]
-    assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_title()) == (label, "Step", kind.__name__)
+    assert list(line.get_xdata()) == [0, 1]
+    assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_title()) == (label, "Step", name)
     assert fig is ax.get_figure()
-    again = kind().plot(torch.tensor(values, dtype=torch.float64))[1]  # as a MetricTracker hands them out
+    again = metric.plot(torch.tensor(values, dtype=torch.float64))[1]  # as a MetricTracker hands them out
     assert again.lines[0].get_ydata().tolist() == pytest.approx(drawn)
 
 
-def test_the_stall_has_a_line_for_the_mean_and_one_for_the_worst():
-    stall, values = m.CheckpointStall(), []
-    for secs in (0.002, 0.004):
-        stall.update(secs)
+def test_a_metric_of_several_values_has_a_line_for_each():
+    stall, values = CheckpointMetrics()["stall"], []
+    for ns in (2_000_000, 4_000_000):
+        stall.update(stall_ns=ns, worst_stall_ns=ns, steps=1)
         values.append(stall.compute())
     assert lines(stall.plot(values)[1]) == {"stall_ms_mean": [2.0, 3.0], "stall_ms_worst": [2.0, 4.0]}
     assert lines(stall.plot()[1]) == {"stall_ms_mean": [3.0], "stall_ms_worst": [4.0]}
-
-
-def test_bytes_and_place_have_a_line_for_each_of_their_values():
-    fidelity, place = m.BytesByFidelity(), m.WindowPlace()
-    fidelity.update(5_000_000, 2_000_000)
+    fidelity = after("fidelity", {"nbytes": 5_000_000, "frozen_nbytes": 2_000_000})
     assert lines(fidelity.plot()[1]) == {"bytes_full": [3.0], "bytes_compute": [2.0]}
-    steps = []
-    for slot in (0, 1):
-        place.update(2, slot)
-        steps.append(place.compute())
-    assert lines(place.plot(steps)[1]) == {"window_size": [2.0, 2.0], "window_slot": [0.0, 1.0]}
 
 
 @pytest.mark.parametrize("prefix", [None, "train_"])
 def test_the_whole_collection_plots_a_picture_of_each(prefix):
     import matplotlib.pyplot as plt
 
-    collection = m.checkpoint_metrics().clone(prefix)
+    collection = CheckpointMetrics().clone(prefix)
     steps = [collection(**FIRST), collection(**SECOND)]
     for several in (False, True):
         pictures = collection.plot(steps if several else None)
@@ -410,7 +349,7 @@ def test_the_whole_collection_plots_a_picture_of_each(prefix):
         ms = {"stall_ms_mean": [4.0, 1.0], "stall_ms_worst": [4.0, 1.0]} if several else AFTER_BOTH
         assert lines(drawn["stall"]) == {f"{prefix or ''}{name}": pytest.approx(ms[name] if several else [ms[name]])
                                          for name in ("stall_ms_mean", "stall_ms_worst")}  # fmt: skip
-        assert drawn["expert_ages"].get_title() == "ExpertAges"
+        assert drawn["expert_ages"].get_title() == "expert_ages"
         sizes = [3.0, 4.0] if several else [4.0]
         assert lines(drawn["window"])[f"{prefix or ''}window_size"] == sizes
         assert drawn["window_age"].lines[0].get_ydata().tolist() == ([2.0, 1.0] if several else [1.0])
@@ -423,18 +362,17 @@ def test_plot_draws_the_newest_value_on_the_axes_given():
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots()
-    plt_metric = m.PortionOfLostTokens()
-    plt_metric.update(1, 10)
+    plt_metric = after("plt", {"lost_tokens": 1, "routed_tokens": 10})
     assert plt_metric.plot(ax=axes) == (figure, axes)
     assert axes.lines[0].get_ydata().tolist() == pytest.approx([10.0])
 
 
 @pytest.mark.parametrize(
-    ("kind", "label"), [(m.ExpertAges, "steps since the expert was saved"), (m.UnsavedTokens, "unsaved tokens")]
+    ("name", "fact", "label"),
+    [("expert_ages", "ages", "steps since the expert was saved"), ("unsaved_tokens", "unsaved", "unsaved tokens")],
 )
-def test_a_heat_map_of_now(kind, label):
-    heat = kind(experts=(3, 2))
-    heat.update([[0, 3, 5], [-1, 1, 0]])
+def test_a_heat_map_of_now(name, fact, label):
+    heat = after(name, {fact: [[0, 3, 5], [-1, 1, 0]], "experts": [3, 2], "popularity": np.zeros((2, 3), int)})
     figure, ax = heat.plot()
     (image,) = ax.images
     shown = image.get_array()
@@ -445,7 +383,7 @@ def test_a_heat_map_of_now(kind, label):
 
 def test_a_heat_map_over_time_has_a_row_per_expert():
     tables = [torch.tensor([[t, t + 1, 0], [10 * t, 0, 0]]) for t in range(4)]
-    _, ax = m.UnsavedTokens(experts=(3, 1)).plot(tables)
+    _, ax = after("unsaved_tokens", {"experts": [3, 1], "popularity": np.zeros((2, 3), int)}).plot(tables)
     (image,) = ax.images
     assert np.asarray(image.get_array()).tolist() == [[0, 1, 2, 3], [1, 2, 3, 4], [0] * 4, [0, 10, 20, 30]]
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["0 / 0", "0 / 1", "0 / 2", "1 / 0"]
@@ -454,11 +392,11 @@ def test_a_heat_map_over_time_has_a_row_per_expert():
 
 def test_a_heat_map_of_nothing_is_refused():
     with pytest.warns(UserWarning, match="before the ``update``"), pytest.raises(ConfigError, match="no table"):
-        m.ExpertAges().plot()
+        CheckpointMetrics()["expert_ages"].plot()
 
 
-@pytest.mark.parametrize("kind", [m.CheckpointBytes, m.ExpertAges])
-def test_without_matplotlib_plot_says_what_to_install(kind, monkeypatch):
+@pytest.mark.parametrize("name", ["bytes", "expert_ages"])
+def test_without_matplotlib_plot_says_what_to_install(name, monkeypatch):
     real = builtins.__import__
 
     def refuse(name, *args, **kwargs):
@@ -466,8 +404,7 @@ def test_without_matplotlib_plot_says_what_to_install(kind, monkeypatch):
             raise ImportError(name)
         return real(name, *args, **kwargs)
 
-    metric = kind()
-    metric.update([[1]] if kind is m.ExpertAges else 1)
+    metric = after(name, {})
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(MissingPackageError, match=r"moe_ckpt\[plot\]"):
         metric.plot()
@@ -482,7 +419,7 @@ def test_step_log_says_when_k_changes(caplog):
 
     caplog.set_level("INFO", "moe_ckpt")
     trainer = types.SimpleNamespace(is_global_zero=True, log_every_n_steps=1, loggers=[])
-    told = StepLog([2, 2], trainer=trainer)
+    told = StepLog(trainer=trainer)
     run_ledger = RunLedger(catalog(layers=2, experts=2))
     for step, k in ((1, 1), (2, 1), (3, 2), (4, None), (5, 2)):
         told(step_ended(StepRecord(step, k=k, plt_budget_left=0.01, plt=0.04), run_ledger))
@@ -499,7 +436,7 @@ def test_step_log_leaves_out_of_the_metrics_what_is_computed_again():
     heard = []
     logger = types.SimpleNamespace(log_metrics=lambda values, step: heard.append((step, values)))
     trainer = types.SimpleNamespace(is_global_zero=True, log_every_n_steps=1, loggers=[logger])
-    told = StepLog([2, 2], trainer=trainer)
+    told = StepLog(trainer=trainer)
     run_ledger = RunLedger(catalog(layers=2, experts=2))
     for record in (
         StepRecord(4, nbytes=9, frozen_nbytes=3, window=3, slot=2, committed_step=2, lost_tokens=1, routed_tokens=10),
@@ -517,9 +454,9 @@ def test_step_log_leaves_out_of_the_metrics_what_is_computed_again():
 
 
 def test_the_end_of_training_completes_what_the_ledger_knows_and_counts_no_step():
-    metrics = m.checkpoint_metrics([2, 2], sync_on_compute=False)
-    feed, run_ledger = feeding(metrics), RunLedger(catalog(layers=2, experts=2))
+    metrics = CheckpointMetrics(sync_on_compute=False)
+    feed, run_ledger = metrics.observe, RunLedger(catalog(layers=2, experts=2))
     feed(step_ended(StepRecord(4, nbytes=9, lost_tokens=1, routed_tokens=10), run_ledger))
     feed(TrainingEnded(StepRecord(4, nbytes=9, lost_tokens=1, routed_tokens=20), run_ledger))
     found = metrics.compute()
-    assert (found["plt"], found["bytes"], metrics["stall"].update_count) == (0.05, 9, 1)
+    assert (found["plt"], found["bytes"], metrics["stall"].steps) == (0.05, 9, 1)

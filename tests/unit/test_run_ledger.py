@@ -13,7 +13,7 @@ from moe_ckpt.core.window import Window
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.engine.session import StepRecord
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
-from moe_ckpt.metrics.collection import facts
+from moe_ckpt.metrics import facts_of
 from moe_ckpt.policies.base import Measured
 from tests.unit.builders import catalog
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_store_lends_its_history_and_no_copy():
 def test_the_metrics_are_told_what_committed_copies_lack():
     run_ledger = saved_at_one()
     begin(run_ledger, 1, 2, ("expert/0/0",))
-    told = facts(StepRecord(3), run_ledger)
+    told = facts_of(StepRecord(3), run_ledger)
     assert told["unsaved"].tolist() == [[5, 3, 2]]
     assert told["ages"].tolist() == [[2, 2, 2]]
 

@@ -88,7 +88,7 @@ class Fit:
         on_device = trainer.strategy.root_device.type == "cuda"
         passes = self.host.passes
         ports = boost_ports(layers, boost_refusal(trainer.strategy), passes)
-        self.step_log = StepLog([layer.experts for layer in catalog.layers], k, trainer)
+        self.step_log = StepLog(k, trainer)
         frozen: Callable[[], Mask | None] = no_experts
         if options.needs.partial:  # looked for at every update, hence only where experts may come back older
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))

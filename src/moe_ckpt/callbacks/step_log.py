@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.engine.events import SessionEvent, StepEnded, StepReplayed
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import RunLedger
-from moe_ckpt.metrics import checkpoint_metrics
-from moe_ckpt.metrics.collection import feeding, window_age
+from moe_ckpt.metrics import CheckpointMetrics
 
 log = logging.getLogger("moe_ckpt")
 
@@ -28,7 +26,6 @@ class StepLog:
     """An observer of the session, on every rank.
 
     Args:
-        experts: Number of experts of each MoE layer.
         k: Experts per layer that the run saved before this process; None if unknown.
         trainer: Its loggers get the values.
 
@@ -36,15 +33,13 @@ class StepLog:
         metrics: Of this rank alone, so that one rank may call ``compute``.
     """
 
-    def __init__(self, experts: Sequence[int] = (), k: int | None = None, trainer: Any = None) -> None:
-        self.experts = tuple(experts)
+    def __init__(self, k: int | None = None, trainer: Any = None) -> None:
         self.k = k
-        self.metrics: Any = checkpoint_metrics(self.experts or None, sync_on_compute=False)
-        self._feed = feeding(self.metrics)
+        self.metrics = CheckpointMetrics(sync_on_compute=False)
         self._trainer = trainer
 
     def __call__(self, event: SessionEvent) -> None:
-        self._feed(event)
+        self.metrics.observe(event)
         if isinstance(event, (StepEnded, StepReplayed)):
             self._log(event.record, event.run_ledger)
 
@@ -65,7 +60,8 @@ class StepLog:
         """Returns the numbers of this step that are known and that the policy keeps."""
         if record.replayed:
             return {"replayed": 1.0}
-        skews = normalized_hhi(run_ledger.popularity, self.experts)
+        layers = run_ledger.ledger.catalog.layers
+        skews = normalized_hhi(run_ledger.popularity, [layer.experts for layer in layers])
         values: dict[str, float | None] = {
             "stall_ms": record.stall_secs * 1e3,
             "agree_ms": record.agree_secs * 1e3,
@@ -75,7 +71,7 @@ class StepLog:
             "skewness": skews.mean() if skews.size else None,
             "plt_if_failed_now": record.at_risk_plt,
             "mlt_if_failed_now": record.at_risk_mlt,
-            "window_age": window_age(record),
+            "window_age": record.window_age,
             "window_size": record.window or None,
             "window_slot": record.slot if record.window else None,
             "replayed": False,

@@ -102,3 +102,8 @@ class StepRecord:
     gradient_factor: float | None = None
     bubble_nbytes: int = 0
     beside_nbytes: int = 0
+
+    @property
+    def window_age(self) -> int | None:
+        """Steps since the newest complete window's last step, or the newest checkpoint; None before the first."""
+        return None if self.committed_step is None else self.step - self.committed_step

@@ -156,7 +156,7 @@ class MegatronCheckpoint:
         ports: dict[int, BoostPort] = {numbers[at.name]: RouterPort(at.name, at.router) for at in inventory.layers}
         self._host.boosting = Boosting(options.needs.boost, ports, grid_of(world.layers), comm, stopwatch)
         self.options, self.policy, self.dirpath = options, options.policy, options.dirpath
-        self.metrics, observers = _metrics_of([layer.experts for layer in world.layers])
+        self.metrics, observers = _metrics()
         self.recovery_plan: RecoveryPlan | None = None
         self._log = run_log(inventory, optimizer, chunks, options, self._driver)
         upstream_bytes = upstream_budget(options, world.stages, chunks)
@@ -496,11 +496,11 @@ def end_iteration(
     return ckpt._host.boosting.step_ends(tokens, applied=updated)
 
 
-def _metrics_of(experts: Sequence[int]) -> tuple[Any, Sequence[Observer]]:
+def _metrics() -> tuple[Any, Sequence[Observer]]:
     """Returns the metrics and the observer that updates them; (None, ()) where torchmetrics is not installed."""
     try:
-        from moe_ckpt.metrics.collection import checkpoint_metrics, feeding
+        from moe_ckpt.metrics import CheckpointMetrics
     except ImportError:
         return None, ()
-    metrics = checkpoint_metrics(experts, sync_on_compute=False)
-    return metrics, (feeding(metrics),)
+    metrics = CheckpointMetrics(sync_on_compute=False)
+    return metrics, (metrics.observe,)

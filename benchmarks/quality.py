@@ -105,7 +105,7 @@ def command(arm: Arm, seed: int, options: Options, run_dir: Path) -> list[str]:
     return [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
         f"--max-restarts={options.kills + 2}", "--monitor-interval=0.1",
-        "-m", "moe_ckpt.cli.train", f"--config-dir={ROOT / 'conf'}", *overrides,
+        "-m", "recipes.gpt_moe_lightning.train", *overrides,
     ]  # fmt: skip
 
 

@@ -83,7 +83,7 @@ class Job:
     def _started(self) -> list[Process]:
         """The recipe."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-        command = [sys.executable, "-W", "ignore", "-m", "moe_ckpt.cli.train"]
+        command = [sys.executable, "-W", "ignore", "-m", "recipes.gpt_moe_lightning.train"]
         with self._output.open("ab") as output:
             return [
                 subprocess.Popen(
@@ -97,9 +97,9 @@ class Job:
             ]
 
     def arguments(self, rank: int) -> list[str]:
-        """Of ``moe-ckpt train``. It is never to end by itself, and to do nothing but train."""
+        """Of the recipe. It is never to end by itself, and to do nothing but train."""
         return [
-            *(f"--config-dir={ROOT / 'conf'}", *self.contestant.overrides, f"run_dir={self.directory}"),
+            *(*self.contestant.overrides, f"run_dir={self.directory}"),
             *(f"seed={self._seed}", f"moe_ckpt.profile={self.directory / 'profile.json'}"),
             *("trainer.max_steps=1000000", "trainer.val_batches=0", "trainer.progress_bar=false"),
             *self._node_override(rank),
@@ -205,7 +205,7 @@ class ForkedJob(Job):
 
     def _told(self, rank: int) -> tuple[str, list[str]]:
         """The program, and its arguments."""
-        return "moe_ckpt.cli.train", self.arguments(rank)
+        return "recipes.gpt_moe_lightning.train", self.arguments(rank)
 
 
 class LoopJob(ForkedJob):

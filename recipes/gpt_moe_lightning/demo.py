@@ -132,7 +132,7 @@ def command(scenario: Scenario, settings: Settings, run_dir: Path) -> list[str]:
     return [
         "--standalone", f"--nproc-per-node={settings.ranks}",
         f"--max-restarts={settings.kills + 2}", "--monitor-interval=0.1",
-        "-m", "moe_ckpt.cli.train", f"--config-dir={ROOT / 'conf'}", *overrides,
+        "-m", "recipes.gpt_moe_lightning.train", *overrides,
     ]  # fmt: skip
 
 

@@ -1,13 +1,16 @@
 """Train a GPT-MoE with a checkpoint at every iteration, on one process or under torchrun.
 
-``train`` is plain Lightning and knows nothing of Hydra; ``main`` turns a composed config into its
-arguments, and is what ``moe-ckpt train`` calls.
+    python -m recipes.gpt_moe_lightning.train [group=choice ...] [key=value ...]
+
+``train`` is plain Lightning and knows nothing of Hydra; ``main`` turns a composed config into its arguments, and
+``command`` composes one from ``conf/`` and the command line, on which everything is Hydra's.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Precision = Literal["32-true", "64-true", "16-mixed", "16-true", "bf16-mixed", "bf16-true"]
+CONF = Path(__file__).resolve().parents[2] / "conf"
 DIARY_TABLES = 200
 """About as many tables of all experts are written in a run: what a picture can show."""
 
@@ -212,3 +216,24 @@ def main(cfg: DictConfig) -> float:
     wanted = "_target_" in (cfg.get("moe_ckpt") or {})  # "~moe_ckpt" on the command line leaves it out
     checkpoint = instantiate(cfg.moe_ckpt) if wanted else None
     return float(train(config, checkpoint, faults)["val_loss"])
+
+
+def command() -> None:
+    """Trains by the command line. Hydra exits with 1 after it has printed what is wrong with that."""
+    import hydra
+
+    from recipes.gpt_moe_lightning.hints import nearest_key
+
+    words = sys.argv[1:]
+    if os.environ.get("RANK", "0") != "0":
+        sys.argv.insert(1, "hydra.output_subdir=null")  # the ranks would write the same files at once
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(main)()
+    except SystemExit as stopped:
+        if stopped.code and (hint := nearest_key(words, CONF)):
+            print(hint, file=sys.stderr)
+        raise
+
+
+if __name__ == "__main__":
+    command()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import runpy
 import signal
 import sys
 import traceback
@@ -26,7 +25,7 @@ from torch.distributed.launcher.api import elastic_launch  # noqa: E402
 from torch.distributed.run import config_from_args, get_args_parser  # noqa: E402
 
 from recipes.demonstrating import stopped_by_sigterm  # noqa: E402
-from recipes.gpt_moe_lightning import train as _imported_for_the_forks  # noqa: E402, F401
+from recipes.gpt_moe_lightning import train  # noqa: E402
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Those that torchrun's agent handles, and that its workers must not handle in its way."""
@@ -39,7 +38,7 @@ def worker(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["train", *arguments]
     try:
-        runpy.run_module("moe_ckpt.cli.train", run_name="__main__")
+        train.command()
     except SystemExit as ended:
         if ended.code:
             raise

@@ -1,4 +1,4 @@
-"""Tables of text: with rich where it is installed, in plain text where it is not."""
+"""Tables of text, in bold and in colours where a terminal shows them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 PIPED_WIDTH = 100
 """Of tables that go to no terminal, whatever the terminal that they come from, unless ``COLUMNS`` is set."""
 GAP = "  "
+BOLD, BOLD_RED = "1", "1;31"
 _BREAKS = re.compile(r"(?<=[ ./])")
 
 
-def rich_console(stderr: bool = False) -> Any | None:
-    """A rich console, or None when rich is not installed."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """Returns ``text`` in a style of ANSI where ``stream`` is a terminal that shows it, and the user wants that."""
+    shows = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
+    return f"\x1b[{style}m{text}\x1b[0m" if shows else text
 
 
 def width() -> int:
@@ -49,17 +47,10 @@ def wrapped(text: str) -> str:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """All columns but the first flush right. What is too wide goes on below, with the first column again."""
-    console = rich_console()
-    for number, block in enumerate(folded(columns, rows, width())):
-        head, rule, *lines = block
+    for number, (head, rule, *lines) in enumerate(folded(columns, rows, width())):
         if number:
             print()
-        if console is None or not console.is_terminal:
-            print("\n".join([*head, rule, *lines]))
-        else:
-            for line in head:
-                console.print(line, style="bold", markup=False)
-            print("\n".join([rule, *lines]))
+        print("\n".join([*(styled(line, BOLD, sys.stdout) for line in head), rule, *lines]))
 
 
 Block = list[Any]

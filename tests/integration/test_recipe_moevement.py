@@ -21,7 +21,7 @@ WINDOW, STEPS, EPOCH = 4, 16, 6
 def life(tmp_path: Path, name: str, *overrides: str) -> int:
     """Run the recipe to its end or death; the exit code."""
     command = [
-        sys.executable, "-m", "moe_ckpt.cli.train", f"--config-dir={ROOT / 'conf'}", "moe_ckpt/policy=moevement",
+        sys.executable, "-m", "recipes.gpt_moe_lightning.train", "moe_ckpt/policy=moevement",
         f"moe_ckpt.policy.window={WINDOW}", f"run_dir={tmp_path / name}", "data=wikitext",
         f"data.path={tmp_path / 'text.txt'}", "data.batch_size=4", f"trainer.max_steps={STEPS}",
         "trainer.progress_bar=false", "trainer.val_batches=1", "model.hidden=32", "model.layers=2", *overrides,

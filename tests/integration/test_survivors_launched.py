@@ -86,7 +86,7 @@ def job(run: Run, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     texts = {
         "scontrol": "#!/bin/sh\necho 127.0.0.1\n",
         "srun": f'#!/bin/sh\nexec {sys.executable} -m tests.support.srun "$@"\n',
-        "python": f"#!{sys.executable}\nimport os, sys\nat = sys.argv.index('moe_ckpt.cli.train')\n"
+        "python": f"#!{sys.executable}\nimport os, sys\nat = sys.argv.index('recipes.gpt_moe_lightning.train')\n"
         f"os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:at], *{program}])\n",
     }
     for name, text in texts.items():

@@ -48,8 +48,8 @@ HOMES = {
     "lightning": ("callbacks", "interop"),
     "pytorch_lightning": (),
     "torchmetrics": ("metrics",),
-    "hydra": ("conf", "cli"),
-    "omegaconf": ("conf", "cli"),
+    "hydra": ("conf",),
+    "omegaconf": ("conf",),
     "megatron": ("megatron", "testing", "interop"),
 }
 """Framework -> the only parts of the package that may import it."""

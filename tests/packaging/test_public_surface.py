@@ -160,7 +160,7 @@ CONFIG_GROUPS = {
     ),
 }
 
-EXTRAS = "lightning hydra cli plot remote megatron inprocess recipes docs dev"
+EXTRAS = "lightning hydra plot remote megatron inprocess recipes docs dev"
 
 
 def names(module):

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TESTED = ("dependencies", "lightning", "hydra", "cli", "plot", "megatron")
+TESTED = ("dependencies", "lightning", "hydra", "recipes", "plot", "megatron")
 
 
 def lower_bounds(table: str) -> dict[str, str]:

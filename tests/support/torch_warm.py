@@ -24,7 +24,6 @@ MODULES = (
     "torchdata.stateful_dataloader",
     "torchmetrics",
     "moe_ckpt.callbacks",
-    "moe_ckpt.cli.train",
     "moe_ckpt.data",
     "moe_ckpt.policies",
     "tests.support.store_builder",

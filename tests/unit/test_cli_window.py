@@ -140,10 +140,7 @@ def test_the_window_is_sized_by_bandwidth_time_and_ranks(run, capsys, monkeypatc
     assert half["window"] > 1
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_the_table_says_what_json_does(run, capsys, monkeypatch, plain):
-    if plain:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
+def test_the_table_says_what_json_does(run, capsys):
     code, out, _ = call(
         capsys, run.root / STEP, "--window", 2, "--explain", "--iteration-secs", 2, "--bandwidth", "1kB/s"
     )

@@ -1,4 +1,4 @@
-"""Config groups and `moe-ckpt train`: everything composes, everything unknown is refused with the choices."""
+"""Config groups and the recipe's command: everything composes, everything unknown is refused with the choices."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 from moe_ckpt import conf
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.report import describe
-from moe_ckpt.cli.train import config_directory, entry_point, moved_key
-from moe_ckpt.cli.train import main as train_main
 from moe_ckpt.conf import schema
 from moe_ckpt.conf.schema import SCHEMAS, StoreConfig
 from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.engine.options import Options, OptionValues
 from moe_ckpt.engine.settings import Settings
-from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, GradientLog, Guarded, MoC, MoEtion, MoEvement
 from tests.support import warm
@@ -325,12 +321,34 @@ def test_an_app_laid_out_as_the_template_takes_the_settings_of_every_other_app(t
         ("modle.experts=4", "model.experts=4"),
     ],
 )
-def test_train_says_where_a_key_is(override, meant):
-    assert moved_key([override, "moe_ckpt/policy=checkfreq"], ROOT / "conf").endswith(f"did you mean {meant}?")
-    of_another = moved_key(["moe_ckpt.k=2", "moe_ckpt/policy=moc"], ROOT / "conf")
+def test_the_recipe_says_where_a_key_is(override, meant):
+    from recipes.gpt_moe_lightning.hints import nearest_key
+
+    hint = nearest_key([override, "moe_ckpt/policy=checkfreq"], ROOT / "conf")
+    assert hint == f"{override.partition('=')[0]}: no such setting; did you mean {meant}?"
+    of_another = nearest_key(["moe_ckpt.k=2", "moe_ckpt/policy=moc"], ROOT / "conf")
     assert of_another.endswith("did you mean moe_ckpt.policy.k=2?")
-    assert override.partition("=")[0] in moved_key([override], ROOT / "conf")
-    assert moved_key([meant], ROOT / "conf") == ""
+    for nothing in (meant, "moe_ckpt.zzz=2", "moe_ckpt.policy.max_overhead.x=1"):
+        assert nearest_key([nothing, "moe_ckpt/policy=checkfreq"], ROOT / "conf") == ""
+
+
+def test_the_recipes_command_trains_every_job_of_a_multirun_and_hints_at_keys(tmp_path, monkeypatch, capsys):
+    from recipes.gpt_moe_lightning import train
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "main", lambda cfg: print("GO", cfg.moe_ckpt.policy._target_, cfg.run_dir))
+    monkeypatch.setattr(sys, "argv", ["train", "-m", "moe_ckpt/policy=dense,moc", "run_dir=here"])
+    try:
+        train.command()
+        monkeypatch.setattr(sys, "argv", ["train", "moe_ckpt.k=2", "moe_ckpt/policy=moc"])
+        with pytest.raises(SystemExit):
+            train.command()
+    finally:
+        GlobalHydra.instance().clear()
+    out, err = capsys.readouterr()
+    lines = [line for line in out.splitlines() if line.startswith("GO")]
+    assert lines == ["GO moe_ckpt.policies.Dense here", "GO moe_ckpt.policies.MoC here"]
+    assert err.endswith("moe_ckpt.k: no such setting; did you mean moe_ckpt.policy.k=2?\n")
 
 
 def test_adoption_without_editing_a_config(user_app, tmp_path):
@@ -419,48 +437,6 @@ def test_bytes_are_said_as_in_python(run_conf, nbytes):
     assert Settings(host_memory_bytes=cfg.moe_ckpt.host_memory_bytes).host_memory_bytes == 8 * 10**9
 
 
-def test_train_runs_an_entry_of_the_users_own_for_every_job_of_a_multirun(tmp_path, monkeypatch, capsys):
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "users_recipe_of_test_conf.py").write_text("def go(cfg): print('GO', cfg.moe_ckpt.policy._target_)\n")
-    (tmp_path / "conf" / "train.yaml").write_text(
-        "defaults: [{moe_ckpt: default}, _self_]\n"
-        "hydra: {searchpath: ['pkg://moe_ckpt.conf'], output_subdir: null, sweep: {dir: sweep}}\n"
-        "entry: users_recipe_of_test_conf.go\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    command = list(sys.argv)
-    try:
-        assert train_main(["-m", "moe_ckpt/policy=dense,moc"]) == 0
-    finally:
-        GlobalHydra.instance().clear()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("GO")]
-    assert lines == ["GO moe_ckpt.policies.Dense", "GO moe_ckpt.policies.MoC"]
-    assert sys.argv == command
-
-
-def test_a_missing_config_directory_is_explained(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="clone of the repository"):
-        config_directory(None)
-    with pytest.raises(ConfigError, match="--config-dir nowhere: no such directory"):
-        config_directory("nowhere")
-    (tmp_path / "store").mkdir()
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for argv in (["--config-dir", "store"], ["--config-dir", "store", "--cfg", "job"]):
-        with pytest.raises(ConfigError, match=r"^--config-dir store: there is no train.yaml in it; give .* 'entry' is"):
-            train_main(argv)
-    with pytest.raises(ConfigError, match=r"^--config-dir store: there is no other.yaml in it"):
-        train_main(["--config-dir", "store", "--config-name=other"])
-    assert not any((tmp_path / "store").iterdir())
-
-
-def test_an_entry_that_is_missing_or_wrong_is_explained(tmp_path):
-    with pytest.raises(ConfigError, match="no 'entry'"):
-        entry_point(OmegaConf.create({}), tmp_path)
-    with pytest.raises(ConfigError, match=r"no_such_package\.train"):
-        entry_point(OmegaConf.create({"entry": "no_such_package.train"}), tmp_path)
-
-
 def test_the_package_of_configs_imports_without_hydra():
     code = (
         "import sys; sys.modules['hydra'] = None; sys.modules['hydra.core.config_store'] = None\n"
@@ -468,16 +444,3 @@ def test_the_package_of_configs_imports_without_hydra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_train_without_hydra_names_the_extra():
-    code = (
-        "import sys; sys.modules['hydra'] = None\n"
-        "from moe_ckpt.cli.train import main\n"
-        "from moe_ckpt.errors import MissingPackageError\n"
-        "try: main([])\n"
-        "except MissingPackageError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=False)
-    assert "hydra-core" in done.stdout
-    assert "moe_ckpt[recipes]" in done.stdout

@@ -14,7 +14,7 @@ EXAMPLES = [
     errors.StoreForbiddenError("a/b", "[Errno 13] Permission denied", step=3, rank=1),
     errors.StepRemovedError("/store", ("step_00000003",), "a/b"),
     errors.CoverageError("checkpoint", ("x is missing", "y is missing")),
-    errors.MissingPackageError("rich", "tables", "cli"),
+    errors.MissingPackageError("matplotlib", "plot()", "plot"),
     errors.FormatVersionError("store.json", 9, 1),
     errors.StoreInUseError("/store", "pid 7"),
     errors.SaveFailedError(3, ("disk full",)),

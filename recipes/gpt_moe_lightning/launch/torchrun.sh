@@ -10,4 +10,4 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node="${NPROC:-2}" \
-  --max-restarts="${MAX_RESTARTS:-20}" -m moe_ckpt.cli.train "$@"
+  --max-restarts="${MAX_RESTARTS:-20}" -m recipes.gpt_moe_lightning.train "$@"

@@ -1,8 +1,8 @@
 """``moe-ckpt``: one console command, each subcommand in a module of its own.
 
 A module offers ``add_parser(subparsers)``, which is called for every command line and so imports nothing
-heavy, and ``run(args, rest) -> int``, the exit code. ``rest`` holds arguments that the parser does not know;
-only ``train`` takes any.
+heavy, and ``run(args, rest) -> int``, the exit code. ``rest`` holds arguments that the parser does not know: settings,
+which only commands of the simulator take.
 
 Exit codes: 0 done, 1 damage was found, 2 wrong usage or nothing usable there, 130 Ctrl-C, 141 nobody read on.
 """
@@ -15,19 +15,17 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_ckpt import __version__
-from moe_ckpt.cli.arguments import Parser, commands_of
 from moe_ckpt.errors import CoverageError, DamagedError, MoECheckpointError
 
-_HERE = ("inspect", "verify", "window", "export", "memory", "densify", "train")
+_HERE = ("inspect", "verify", "window", "export", "memory", "densify")
 _SIMULATOR = ("simulate", "plan")
 COMMANDS = {name: f"moe_ckpt.cli.{name}" for name in _HERE} | {
     name: f"moe_ckpt_sim.commands.{name}" for name in _SIMULATOR
 }
 """The commands in the order of ``--help``, and their modules. Nothing else in this package knows ``moe_ckpt_sim``."""
-_PASS_ON = ("train", *_SIMULATOR)
 _BROKEN_PIPE = 141
 """As of a program that SIGPIPE ended: 128 + 13. Not 0, for what was not printed may have been a damage."""
 
@@ -41,16 +39,25 @@ examples:
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """Leaves out the usage lines before an error; those are in ``--help``."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2 after one line on stderr."""
+        print(f"{self.prog}: {message.removeprefix('argument ')}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+
 def build_parser() -> Parser:
     """The parser of the whole command line."""
     parser = Parser(
         prog="moe-ckpt",
-        description="Look into, check and convert checkpoints of moe_ckpt; train its recipes.",
+        description="Look into, check and convert checkpoints of moe_ckpt; simulate training under failures.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moe-ckpt {__version__}")
-    subparsers = commands_of(parser)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for module in COMMANDS.values():
         importlib.import_module(module).add_parser(subparsers)
     return parser
@@ -118,8 +125,9 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     try:
         args, rest = parser.parse_known_args(argv)
-        if rest and args.command not in _PASS_ON:
-            parser.refuse(args.command, rest)
+        unknown = [word for word in rest if word.startswith("-") or args.command not in _SIMULATOR]
+        if unknown:
+            Parser(prog=f"moe-ckpt {args.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit:
         sys.stdout.flush()  # of --help: here, where a reader that has gone does no harm
         raise
@@ -132,7 +140,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"moe-ckpt {args.command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, (DamagedError, CoverageError)) else 2
     except OSError as error:
-        if args.command in _PASS_ON:
+        if args.command in _SIMULATOR:
             raise
         print(f"moe-ckpt {args.command}: {error}", file=sys.stderr)
         return 2

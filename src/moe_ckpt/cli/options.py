@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from moe_ckpt.cli.arguments import Parser, commands_of, unknown, with_help
 from moe_ckpt.errors import ConfigError
 
 PICTURES = (".png", ".svg", ".pdf")
-
-
-def require_known(command: str, rest: Sequence[str]) -> None:
-    """Refuse arguments that the parser left over and that are no settings. Raises ``ConfigError``."""
-    words = [word for word in rest if word.startswith("-")]
-    if words:
-        from moe_ckpt.cli.main import COMMANDS
-
-        parser = import_module(COMMANDS[command]).add_parser(commands_of(Parser()))
-        raise ConfigError(with_help(unknown(words, parser), f"moe-ckpt {command}"))
 
 
 def require_filled(args: argparse.Namespace, *names: str) -> None:

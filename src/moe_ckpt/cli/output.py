@@ -1,28 +1,26 @@
-"""Bars and colours: with rich where it is installed, in plain text where it is not."""
+"""Cells of a heat table, and progress on a terminal."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from moe_ckpt.tables import rich_console
+from moe_ckpt.core.quantities import human_bytes
+from moe_ckpt.tables import styled
+
+_HEAT = (28, 64, 100, 136, 130, 124)
+"""From green to red, of the 256 colours of terminals."""
+_SHOW_EVERY_SECS = 0.1
 
 
 def print_cells(label: str, cells: Sequence[tuple[str, float]]) -> None:
-    """One line of a heat table. Each cell has a heat from 0 (fresh, green) to 1 (stale, red)."""
-    console = rich_console()
-    if console is None:
-        print(label + "".join(text for text, _ in cells))
-        return
-    from rich.text import Text
-
-    line = Text(label)
-    for text, heat in cells:
-        red, green = int(40 + 170 * heat), int(150 - 110 * heat)
-        line.append(text, style=f"white on rgb({red},{green},50)")
-    console.print(line)
+    """Prints one line of a heat table. Each cell has a heat from 0 (fresh, green) to 1 (stale, red)."""
+    colours = (f"97;48;5;{_HEAT[round(heat * (len(_HEAT) - 1))]}" for _, heat in cells)
+    print(label + "".join(styled(text, colour, sys.stdout) for (text, _), colour in zip(cells, colours, strict=True)))
 
 
 class Tell(Protocol):
@@ -32,41 +30,33 @@ class Tell(Protocol):
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, unit: str | None = None, lines: bool = False) -> Iterator[Tell]:
-    """A bar on stderr, where that is a terminal and rich is installed.
+def progress_bar(what: str, unit: str | None = None, *, lines: bool = False, silent: bool = False) -> Iterator[Tell]:
+    """Shows on stderr, where that is a terminal, how much is done, in a line that goes away at the end.
 
     Args:
         unit: Of both figures; None: bytes.
         lines: Elsewhere, a line for each thing that is being done; otherwise nothing.
+        silent: Show nothing anywhere.
     """
-    console = rich_console(stderr=True) if sys.stderr.isatty() else None
-    if console is None:
-        yield _line_by_line(what) if lines else lambda done, total, what=None, /: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    current, terminal, shown_at = what, sys.stderr.isatty() and not silent, 0.0
 
-    counted = (
-        TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {unit}") if unit else DownloadColumn(binary_units=True)
-    )
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), counted, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task, said = progress.add_task(what, total=None, visible=False), what
-
-        def tell(done: float, total: float, what: str | None = None, /) -> None:
-            nonlocal said
-            if what is not None and what != said:
-                said = what
-                progress.reset(task, description=what)
-            progress.update(task, completed=done, total=total, visible=True)
-
-        yield tell
-
-
-def _line_by_line(said: str) -> Tell:
     def tell(done: float, total: float, what: str | None = None, /) -> None:
-        nonlocal said
-        if what is not None and what != said:
-            said = what
-            print(what, file=sys.stderr, flush=True)
+        nonlocal current, shown_at
+        if what is not None and what != current:
+            current = what
+            if lines and not terminal and not silent:
+                print(what, file=sys.stderr, flush=True)
+        if not terminal or time.monotonic() < shown_at + _SHOW_EVERY_SECS:
+            return
+        shown_at = time.monotonic()
+        figures = (
+            f"{done:.3g} of {total:.3g} {unit}" if unit else f"{human_bytes(int(done))} of {human_bytes(int(total))}"
+        )
+        line = f"{figures} ({done / (total or 1):.0%}) {current}"[: shutil.get_terminal_size().columns - 1]
+        print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
 
-    return tell
+    try:
+        yield tell
+    finally:
+        if shown_at:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -78,10 +78,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         MissingPackageError: Hydra is not installed.
         ConfigError: settings that make no sense.
     """
-    from moe_ckpt.cli.options import require_filled, require_known
+    from moe_ckpt.cli.options import require_filled
     from moe_ckpt_sim.planner.planner import recommend, trainer_systems
 
-    require_known("plan", rest)
     require_filled(args, "profile", "measure", "plot", "config-dir")
     if not 0 <= args.max_plt <= 1:
         raise ConfigError(f"--max-plt {args.max_plt:g}: must be a portion of all tokens, from 0 to 1")

@@ -6,15 +6,16 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moe_ckpt.cli.options import not_written, require_directory, require_file, require_filled, require_known
+from moe_ckpt.cli.options import not_written, require_directory, require_file, require_filled
+from moe_ckpt.cli.output import progress_bar
 from moe_ckpt.errors import ConfigError, MissingPackageError
-from moe_ckpt.tables import PIPED_WIDTH, width, wrapped
+from moe_ckpt.tables import BOLD_RED, PIPED_WIDTH, styled, width, wrapped
 
 if TYPE_CHECKING:
     from moe_ckpt_sim.commands.sim_runs import Result
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         require_directory("--plot", Path(args.plot))
     if args.json is not None and args.json != "-":
         require_file("--json", Path(args.json))
-    with _importable(directory), _progress(silent=args.quiet) as progress:
+    with _importable(directory), progress_bar("simulating", "runs", silent=args.quiet) as progress:
         results = results_of(overrides, directory, args.seeds, args.workers, progress)
     if args.json is not None and args.json != "-":
         _write(Path(args.json), _json(results))
@@ -110,7 +111,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def settings(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """The overrides among the arguments. A word after ``--json`` with a ``=`` in it is one, not a file's name."""
-    require_known("simulate", rest)
     after = None if args.json is None or "=" not in args.json else args.json
     if after is not None:
         args.json = "-"
@@ -172,33 +172,10 @@ def _show(results: Sequence[Result]) -> None:
 
 def _warn(results: Sequence[Result]) -> None:
     """Verdicts, in red where colours go."""
-    from moe_ckpt.tables import rich_console
     from moe_ckpt_sim.commands.sim_table import verdicts
 
-    console = rich_console(stderr=True)
     for verdict in verdicts(results):
-        if console is None:
-            print(verdict, file=sys.stderr)
-        else:
-            console.print(verdict, style="bold red", markup=False)
-
-
-@contextmanager
-def _progress(silent: bool) -> Iterator[Callable[[float, int], None]]:
-    """A bar on stderr over all runs and within them; silent when stderr is no terminal."""
-    from moe_ckpt.tables import rich_console
-
-    console = rich_console(stderr=True) if sys.stderr.isatty() and not silent else None
-    if console is None:
-        yield lambda done, total: None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    runs = TextColumn("{task.completed:.1f} of {task.total:.0f} runs")
-    columns: Any = (BarColumn(), runs, TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+        print(styled(verdict, BOLD_RED, sys.stderr), file=sys.stderr)
 
 
 def _list(group: str, directory: Path | None) -> None:

@@ -26,8 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_ckpt.conf import register
-from moe_ckpt.conf.overrides import Tree, no_such_key, require_choice, require_known_places, without_null
 from moe_ckpt.errors import ConfigError
+from moe_ckpt_sim.conf.overrides import Tree, no_such_key, require_choice, require_known_places, without_null
 from moe_ckpt_sim.conf.scenarios import CONFIG_DIR
 
 PRIMARY = "simulate"

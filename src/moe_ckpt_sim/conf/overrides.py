@@ -90,28 +90,6 @@ def no_such_key(overrides: Sequence[str], tree: Tree, groups: Mapping[str, objec
     return None
 
 
-def nearest_key(overrides: Sequence[str], tree: Tree) -> str:
-    """Of the first of ``overrides`` whose key is not in ``tree``, what was perhaps meant; empty where nothing is near.
-
-    A key of the same name anywhere else comes first: it may have moved.
-    """
-    for text in overrides:
-        key, _, value = text.lstrip("+~").partition("=")
-        node: object = tree
-        for at, part in enumerate(parts := key.split(".")):
-            if isinstance(node, dict) and part in node:
-                node = node[part]
-                continue
-            if "/" in key or key.startswith("hydra."):
-                break
-            known = [name for name in node if not name.startswith("_")] if isinstance(node, dict) else []
-            meant = _named(parts[-1], tree) or _spelled(parts, at, known)
-            if meant:
-                return f"{key}: no such setting; did you mean {' or '.join(f'{one}={value}' for one in meant)}?"
-            break
-    return ""
-
-
 def there_are(groups: Mapping[str, object]) -> str:
     """What can be said at all."""
     return f"there are the groups {', '.join(sorted(groups))} and the settings {', '.join(VALUES)}"

@@ -40,7 +40,7 @@ from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.settings import Settings
-from moe_ckpt.memory.slot import Slot
+from moe_ckpt.memory.arena import Arena
 from moe_ckpt.policies import Dense
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
@@ -51,47 +51,54 @@ _GIVEN_BACK = 5 / 7
 _STEPS, _LAYERS, _EXPERTS = 3, 6, 8
 
 
+def room(path: Path, nbytes: int) -> torch.Tensor:
+    """Memory of an arena that is made for it."""
+    arena = Arena(nbytes, path=path)
+    arena.grow(nbytes)
+    [buffer] = arena.take([nbytes]) or []
+    return buffer.memory
+
+
 def copies(mib: int, rounds: int, directory: Path) -> dict[str, list[float]]:
     """Name -> seconds of each round, in turns."""
     nbytes = mib << 20
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
-    warm = Slot.create(directory / "warm", nbytes)
+    warm = room(directory / "warm", nbytes)
     found: dict[str, list[float]] = {}
 
     def move(into: torch.Tensor) -> None:
         ctypes.memmove(into.data_ptr(), source.data_ptr(), nbytes)
 
     def cold() -> None:
-        slot = Slot.create(directory / "cold", nbytes)
-        move(slot.memory)
-        slot.remove()
+        move(room(directory / "cold", nbytes))
+        (directory / "cold").unlink()
 
     # What would be left of a gradient log's slot if gradients that no operator needs any more were given back.
-    sparse = Slot.create(directory / "sparse", nbytes)
+    sparse = room(directory / "sparse", nbytes)
     hole = int(nbytes * _GIVEN_BACK) // mmap.PAGESIZE * mmap.PAGESIZE
 
     def give_back() -> None:
-        address, libc = sparse.memory.data_ptr(), ctypes.CDLL(None, use_errno=True)
+        address, libc = sparse.data_ptr(), ctypes.CDLL(None, use_errno=True)
         if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(hole), mmap.MADV_REMOVE):
             raise OSError(ctypes.get_errno(), "pages cannot be given back")
 
-    move(warm.memory)
-    move(sparse.memory)
+    move(warm)
+    move(sparse)
     contestants: dict[str, Callable[[], object]] = {
         "memcpy, warm": lambda: move(target),
-        "into a warm slot": lambda: move(warm.memory),
+        "into a warm slot": lambda: move(warm),
         "reserve a slot and copy into it": cold,
         "give back 5/7 of a slot's pages": give_back,
-        "into what is left of it": lambda: move(sparse.memory),
-        "XXH3-64 of it": lambda: xxhash.xxh3_64_digest(warm.memory.numpy().data),
+        "into what is left of it": lambda: move(sparse),
+        "XXH3-64 of it": lambda: xxhash.xxh3_64_digest(warm.numpy().data),
     }
     for _ in range(rounds):
         for name, run in contestants.items():
             began = time.perf_counter()
             run()
             found.setdefault(name, []).append(time.perf_counter() - began)
-    warm.remove()
-    sparse.remove()
+    for name in ("warm", "sparse"):
+        (directory / name).unlink()
     return found
 
 

@@ -10,11 +10,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from moe_ckpt.memory.arena import Buffer
 
 # Times say nothing on a shared machine with two cores; a failure prints how to repeat it.
 settings.register_profile("moe_ckpt", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
@@ -33,6 +37,7 @@ if MEMORY_BACKED.is_dir() and os.access(MEMORY_BACKED, os.W_OK) and shutil.disk_
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_BACKED))
 
 THREAD_PREFIXES = ("moe_ckpt", "moe-ckpt")
+RUBBISH_NBYTES = 1 << 20
 SETTLE_SECS = 60.0
 """A thread or file that is just ending gets this long."""
 
@@ -121,6 +126,22 @@ def warm_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support import warm
 
     monkeypatch.setattr(sys, "executable", warm.python())
+
+
+@pytest.fixture(autouse=True)
+def rubbish_in_what_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is lent again has rubbish in it, so that whoever still reads what it had before is seen."""
+    from moe_ckpt.engine.buffers import BufferPool
+
+    take = BufferPool.take
+
+    def taken(pool: BufferPool, sizes: Sequence[int]) -> list[Buffer] | None:
+        buffers = take(pool, sizes)
+        for buffer in buffers or ():
+            buffer.memory[:RUBBISH_NBYTES].fill_(0xA5)
+        return buffers
+
+    monkeypatch.setattr(BufferPool, "take", taken)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from moe_ckpt.comm.communicator import GlooCommunicator
 from tests.dist.test_host_tier import FATAL_STEP, Life, check_survivor, come_back
 from tests.support.deleting import delete_tree
 from tests.support.processes import run_ranks, start_ranks
-from tests.support.spoiled import slots_of, spoil_experts
+from tests.support.spoiled import bytes_of, slots_of, spoil_experts
 
 
 def first_life(rank: int, _: int, root: str, fsdp: bool, memory: dict) -> None:
@@ -144,9 +144,7 @@ def test_only_nodes_that_lost_their_memory_receive_bytes(tmp_path: Path, ranks: 
     settings = {"replicas": replicas, "storage_every": 1000}
     killed(tmp_path, True, ranks, **settings)
     slots = {rank: slots_of(tmp_path / f"node_{rank}", rank)[0] for rank in lost}
-    nbytes = {
-        rank: [path.with_suffix(each).stat().st_size for each in (".data", ".head")] for rank, path in slots.items()
-    }
+    nbytes = {rank: [bytes_of(path)[2], path.with_suffix(".head").stat().st_size] for rank, path in slots.items()}
     lose(tmp_path, *lost)
     given = run_ranks(counted_life, ranks, str(tmp_path), True, settings)
     assert [given[rank] for rank in lost] == [{}] * len(lost), "who lost all has nothing to give"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from moe_ckpt.gradients.replayed_share import RankShare
-from moe_ckpt.memory import removing
+from moe_ckpt.memory import slot as slot_module
 from moe_ckpt.memory.directory import RankDirectory
 from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.memory.slot import HEADER_SUFFIX, Slot
 from moe_ckpt.replicas.store import ReplicaStore
 from moe_ckpt.replicas.wire import Wire
@@ -50,7 +50,7 @@ def _half_removed(real: Callable[..., Any], path: Path) -> None:
 
 
 def _half_cleared(real: Callable[..., Any], directory: RankDirectory) -> None:
-    _half_removed(real, min(directory.path.glob("*.data")))
+    _half_removed(real, min(directory.slots))
 
 
 def _half_sent(real: Callable[..., Any], wire: Wire, data: Any) -> None:
@@ -58,11 +58,11 @@ def _half_sent(real: Callable[..., Any], wire: Wire, data: Any) -> None:
 
 
 PHASES: dict[str, tuple[Any, str, Callable[..., None]]] = {
-    "reserve": (os, "posix_fallocate", _after),
+    "reserve": (Pages, "_touch", _after),
     "seal": (Slot, "seal", _half_sealed),
     "sealed": (Slot, "seal", _after),
     "unseal": (Slot, "unseal", _after),
-    "remove": (removing, "remove_files", _half_removed),
+    "remove": (slot_module, "remove_files", _half_removed),
     "send": (Wire, "send", _half_sent),
     "verified": (ReplicaStore, "keep", _before),
     "acknowledge": (ReplicaStore, "keep", _after),

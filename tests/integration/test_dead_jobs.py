@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.memory.directory import make_rank_directory
-from moe_ckpt.memory.slot import Slot
 from tests.integration.lives import (
     KILLED,
     assert_same_run,
@@ -19,6 +18,7 @@ from tests.integration.lives import (
 )
 from tests.integration.test_memory_kills import DENSE, in_memory, left
 from tests.integration.test_memory_rarely_stored import RARELY, restored, stored
+from tests.support.slots import create_slot
 
 RANKS, SLOTS = 2, 2
 
@@ -28,7 +28,7 @@ def dead_job(root: Path) -> Path:
     for rank in range(RANKS):
         held = make_rank_directory(str(root), "d" * 32, 0, rank, "/another/store")
         for number in range(SLOTS):
-            Slot.create(held.path / f"slot_{number:03d}", 4096).seal(b"a header of another format")
+            create_slot(held.path / f"slot_{number:03d}", 4096).seal(b"a header of another format")
         owner = json.loads((held.path / "owner.json").read_text())
         (held.path / "owner.json").write_text(json.dumps({**owner, "boot_id": "of another boot"}))
         held.release()
@@ -36,7 +36,7 @@ def dead_job(root: Path) -> Path:
 
 
 def files_in(run: Path) -> list[str]:
-    return sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.suffix in (".data", ".head"))
+    return sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.suffix == ".head")
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -45,9 +45,9 @@ def test_killed_while_the_files_of_a_dead_job_are_removed(n, place):  # noqa: F8
     run = in_memory(replace(DENSE, to_storage=RARELY), place)
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
     theirs = dead_job(Path(run.memory))
-    assert len(files_in(theirs)) == 2 * SLOTS * RANKS
+    assert len(files_in(theirs)) == SLOTS * RANKS
     assert live(replace(run, crash=("clear", n))) == KILLED, output(run)
-    assert 0 < len(files_in(theirs)) < 2 * SLOTS * RANKS, "it was half removed"
+    assert 0 < len(files_in(theirs)) < SLOTS * RANKS, "it was half removed"
     before = stored(run)
     assert live(run) == 0, output(run)
     assert not theirs.exists()

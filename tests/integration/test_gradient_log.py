@@ -34,6 +34,7 @@ from tests.integration.lives import (
 )
 from tests.support.deleting import delete_tree
 from tests.support.processes import run_ranks
+from tests.support.spoiled import bytes_of
 
 LOG = Run(None, policy=("log", 3), to_storage=1000, callback={"when_busy": "wait"})
 
@@ -362,7 +363,7 @@ def test_without_memory_the_policy_is_refused():
 
 def sealed(run: Run) -> list[Path]:
     """Bytes of the slots that may be read."""
-    return [path.with_suffix(".data") for path in Path(run.memory).rglob("*.head")]
+    return list(Path(run.memory).rglob("*.head"))
 
 
 def header_of(data: Path) -> SlotHeader:
@@ -373,11 +374,12 @@ def spoil(data: Path, kind: str) -> None:
     """Flips a bit in every slice of a part of a slot."""
     header = header_of(data)
     [part] = [part for part in header.parts if part.kind == kind]
-    with data.open("r+b") as file:
+    path, first, _ = bytes_of(data)
+    with path.open("r+b") as file:
         for entry in header.slices(part, str(data)):
-            file.seek(part.begin + entry.begin)
+            file.seek(first + part.begin + entry.begin)
             byte = file.read(1)[0]
-            file.seek(part.begin + entry.begin)
+            file.seek(-1, 1)
             file.write(bytes([byte ^ 1]))
 
 
@@ -463,7 +465,7 @@ def test_gradients_rounded_for_everybody_take_two_bytes(place):  # noqa: F811
     """And training is another than without: the option says so."""
     run = logged(VARIATIONS["rounded"], place)
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
-    found = [header_of(path.with_suffix(".data")) for path in Path(run.memory).rglob("*.head")]
+    found = [header_of(path) for path in Path(run.memory).rglob("*.head")]
     slices = [
         entry
         for header in found

@@ -37,6 +37,7 @@ from tests.integration.lives import (
 from tests.integration.test_memory_kills import DENSE, in_memory, kill_often, left
 from tests.integration.test_moevement_kills import WINDOWS, W
 from tests.support.deleting import delete_tree
+from tests.support.spoiled import flip
 
 RARELY = 1000
 POLICIES = {
@@ -154,10 +155,8 @@ def test_a_flipped_byte_costs_steps_and_no_bit(policy, place):  # noqa: F811
     run = in_memory(POLICIES[policy], place)
     assert live(replace(run, crash=("compute", 14))) == KILLED, output(run)
     for path in left(run):
-        if path.suffix == ".data":
-            raw = bytearray(path.read_bytes())
-            raw[len(raw) // 4] ^= 32
-            path.write_bytes(raw)
+        if path.suffix == ".head":
+            flip(path)
     assert live(run) == 0, output(run)
     assert restored(run) <= stored(run)
     if policy != "moc":  # which then lacks tokens

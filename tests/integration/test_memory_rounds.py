@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.engine.settings import Settings
+from moe_ckpt.memory.arena import ARENA, COPIES
 from moe_ckpt.memory.directory import RankDirectory, boot_id, make_rank_directory
-from moe_ckpt.memory.slot import Slot
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
@@ -33,6 +33,7 @@ from tests.integration.lives import (
 from tests.integration.test_memory_kills import DENSE, in_memory
 from tests.integration.test_memory_layouts import DDP, FSDP2
 from tests.integration.test_memory_rarely_stored import RARELY
+from tests.support.slots import create_slot
 
 STEPS_OF_EPOCH, STEPS_OF_LIFE = 10, 3
 """A life of three steps leaves one more than the one before, however busy the machine: before training begins a
@@ -44,7 +45,8 @@ SLACK = 4
 """Of descriptors and threads: what is under way at the moment when they are counted."""
 HEADER_NBYTES, FAULT_NBYTES = 1 << 10, 64
 """The most by which two headers differ but for the recoveries of the run, which they list; and for each of those."""
-SLOT, STATE_SLOT = "slot", "slot of plain state"
+STATES_NBYTES = 1 << 20
+"""Of plain states, at most."""
 BUDGET = 1 << 30
 """Without it each life takes half of what is free when it begins, and how large slots are depends on that a little."""
 SLACK_BYTES = 48 << 20
@@ -58,7 +60,7 @@ def others(root: Path, mine: str) -> Callable[[], dict[str, tuple[int, int, byte
     kept: list[RankDirectory] = []
     for run_id, lives in (("a" * 32, True), ("b" * 32, False)):
         held = make_rank_directory(str(root), run_id, 0, 0, "/another/store")
-        slot = Slot.create(held.path / "slot_000", 4096)
+        slot = create_slot(held.path / "slot_000", 4096)
         slot.seal(b"a header of another format")
         if lives:
             kept.append(held)
@@ -68,7 +70,7 @@ def others(root: Path, mine: str) -> Callable[[], dict[str, tuple[int, int, byte
             held.release()
     stranger = root / f"moe_ckpt-{STRANGER}" / mine / "000000" / "rank_00000"
     stranger.mkdir(parents=True)
-    (stranger / "slot_000.data").write_bytes(b"theirs")
+    (stranger / "copies").write_bytes(b"theirs")
     if os.geteuid() == 0:
         for path in (root / f"moe_ckpt-{STRANGER}", *root.glob(f"moe_ckpt-{STRANGER}/**/*")):
             os.chown(path, STRANGER, STRANGER)
@@ -110,15 +112,14 @@ def most_left(run: Run) -> Counter[str]:
     slots, states = made + STEPS_OF_LIFE * kept + kept, 4 * (run.ranks > 1 and not run.sharded)
     lives = 3  # this one, the one before it, and one that was gone on from twice, since the one before sealed nothing
     being_sealed = kept + states // 4
-    most = {SLOT: slots, STATE_SLOT: states, ".head": slots + states, ".tmp": being_sealed, ".starts": kept}
-    return Counter({kind: number * run.ranks for kind, number in (most | {"lock": lives, "owner.json": lives}).items()})
+    of_lives = {"lock": lives, "owner.json": lives, ARENA: lives, COPIES: lives}
+    most = {".head": slots + states, ".tmp": being_sealed, ".starts": kept}
+    return Counter({kind: number * run.ranks for kind, number in (most | of_lives).items()})
 
 
-def kinds_of(sizes: dict[Path, int], slot_nbytes: int) -> Counter[str]:
+def kinds_of(sizes: dict[Path, int]) -> Counter[str]:
     """How many files there are, as ``most_left`` names them."""
-    slots = Counter(STATE_SLOT if 2 * sizes[path] < slot_nbytes else SLOT for path in sizes if path.suffix == ".data")
-    others = (path for path in sizes if path.suffix != ".data")
-    return slots + Counter(path.name if path.suffix in ("", ".json") else path.suffix for path in others)
+    return Counter(path.name if path.suffix in ("", ".json") else path.suffix for path in sizes)
 
 
 def assert_no_more_is_left(run: Run, found: list[dict[Path, int]]) -> None:
@@ -127,14 +128,15 @@ def assert_no_more_is_left(run: Run, found: list[dict[Path, int]]) -> None:
     Args:
         found: Of each round, the size of each file.
     """
-    slot_nbytes, most = max(found[0].values()), most_left(run)
+    arena_nbytes, most = max(nbytes for path, nbytes in found[0].items() if path.name == ARENA), most_left(run)
     headers = [max((sizes[path] for path in sizes if path.suffix == ".head"), default=0) for sizes in found]
     header_nbytes = next(filter(None, headers)) + HEADER_NBYTES + FAULT_NBYTES * len(found)
-    most_nbytes = most[SLOT] * slot_nbytes + most[STATE_SLOT] * slot_nbytes // 2 + most[".head"] * header_nbytes
+    most_nbytes = (most[ARENA] + most[COPIES] * run.replicas) * 2 * arena_nbytes + most[".head"] * header_nbytes
+    most_nbytes += most[COPIES] * STATES_NBYTES
     for number, sizes in enumerate(found):
-        assert kinds_of(sizes, slot_nbytes) <= most, f"files that round {number} left"
+        assert kinds_of(sizes) <= most, f"files that round {number} left"
         assert headers[number] <= header_nbytes, f"a header that round {number} left"
-        assert max(sizes.values()) <= slot_nbytes, f"a slot that round {number} left"
+        assert max(sizes.values()) <= 2 * arena_nbytes, f"memory that round {number} left"
         assert sum(sizes.values()) <= most_nbytes, f"bytes that round {number} left"
 
 

@@ -12,6 +12,7 @@ from tests.megatron.exactness import finish, kill, require_exact
 from tests.megatron.test_gradient_log import CASES, COPIES
 from tests.support import counted_return
 from tests.support.deleting import delete_tree
+from tests.support.spoiled import bytes_of
 
 RANKS = {0, 1, 2, 3}
 REMAKING = {
@@ -119,7 +120,7 @@ def test_a_damaged_seal_costs_its_rank_the_updates(tmp_path, capfd):
 
 def sealed(directory):
     """(path, header) of what survivors sealed."""
-    found = ((path.with_suffix(".data")) for path in (directory / "memory").rglob("*.head"))
+    found = (directory / "memory").rglob("*.head")
     headers = [(path, Slot.open(path)[1]) for path in found]
     return [(path, header) for path, header in headers if is_survivors(header.sequence)]
 
@@ -131,10 +132,11 @@ def own_of(directory):
 def spoil(data) -> None:
     """Flips a bit in each part of a slot."""
     header = Slot.open(data)[1]
-    with data.open("r+b") as file:
+    path, first, _ = bytes_of(data)
+    with path.open("r+b") as file:
         for part in header.parts:
             entry = header.slices(part, str(data))[0]
-            file.seek(part.begin + entry.begin)
+            file.seek(first + part.begin + entry.begin)
             byte = file.read(1)[0]
-            file.seek(part.begin + entry.begin)
+            file.seek(-1, 1)
             file.write(bytes([byte ^ 1]))

@@ -138,7 +138,7 @@ def is_on_both_nodes(directory: Path) -> bool:
 
     After the loss of a node the other one alone has the run, until then: nobody could stand its loss, too.
     """
-    found = [(path, Slot.open(path.with_suffix(".data"))[1]) for path in (directory / "memory").rglob("*.head")]
+    found = [(path, Slot.open(path)[1]) for path in (directory / "memory").rglob("*.head")]
     newest = max((header.generation for _, header in found), default=0)
     shares: dict[tuple[str, int], set[int]] = {}
     for path, header in found:
@@ -168,7 +168,7 @@ def again(directory: Path) -> list[int]:
 
 def kept_by(directory: Path) -> dict[int, int]:
     """Rank -> step that it sealed of the newest life, when it heard of the death of another one."""
-    headers = [Slot.open(path.with_suffix(".data"))[1] for path in (directory / "memory").rglob("*.head")]
+    headers = [Slot.open(path)[1] for path in (directory / "memory").rglob("*.head")]
     newest = max((header.generation for header in headers), default=0)
     own = [h for h in headers if is_survivors(h.sequence) and not (is_lent(h.sequence) or h.only)]
     return {header.rank: header.step for header in own if header.generation == newest}

@@ -14,7 +14,6 @@ from moe_ckpt.engine.agreement import StepConsensus
 from moe_ckpt.engine.flushing import PeerCopies
 from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.settings import Settings
-from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoEvement
 from moe_ckpt.replicas.messages import SealedSlot
 from moe_ckpt.replicas.replication import Replicator, Roster
@@ -23,6 +22,7 @@ from moe_ckpt_sim.failures.failures import FailureEvent
 from moe_ckpt_sim.failures.traces import Trace
 from moe_ckpt_sim.run.run import simulate
 from tests.sim.builders import MODEL, scenario
+from tests.support.slots import create_slot
 
 STEPS = 6
 NEVER = {"nic_bytes_per_sec": 1e-3}
@@ -41,9 +41,9 @@ def decided(max_in_flight, when_busy, tmp_path):
         placement = ReplicaPlacement(((1,), (0,)), ((1,), (0,)))
         addresses = (listener.address, ("127.0.0.1", silent.getsockname()[1]))
         roster = Roster(0, "a-run", 1, placement, addresses, b"s" * 16)
-        replicator = Replicator(roster, listener, lambda nbytes: Slot.create(tmp_path / "copy", nbytes), 60.0)
+        replicator = Replicator(roster, listener, lambda nbytes: create_slot(tmp_path / "copy", nbytes), 60.0)
         try:
-            slot = Slot.create(tmp_path / "own", 4096)
+            slot = create_slot(tmp_path / "own", 4096)
             room = Room(None, SimpleNamespace(replicator=replicator), None, settings, 0, 1)
             copies = PeerCopies(settings, rank=1)
             for step in range(STEPS):

@@ -272,11 +272,18 @@ class ActedGPU(TorchFunctionMode):
             self.note("copy_")
             return func(into, source)
         _check_error(self.last_error())
+        self._require_one_piece(into)
         self.departures += 1
         transfer = Transfer(into, source.detach().to(into.dtype, copy=True))
         into.view(torch.uint8).fill_(RUBBISH) if into.dim() else into.view(1).view(torch.uint8).fill_(RUBBISH)
         self.stream.work.append(transfer)
         return into
+
+    def _require_one_piece(self, into: torch.Tensor) -> None:
+        """Fails if a copy begins in memory that is locked, and does not end in the same piece."""
+        begin, nbytes = into.data_ptr(), into.numel() * into.element_size()
+        piece = next(((at, size) for at, size in self.locked.items() if at <= begin < at + size), None)
+        assert piece is None or begin + nbytes <= sum(piece), f"a copy of {nbytes} bytes leaves its locked piece"
 
     def _pinning(self, empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.memory.arena import ARENA, COPIES
+from moe_ckpt.memory.slot import data_of
 
 
 def spoil_experts(step: Path) -> None:
@@ -16,12 +19,48 @@ def spoil_experts(step: Path) -> None:
             path.write_bytes(data)
 
 
+def bytes_of(slot: Path) -> tuple[Path, int, int]:
+    """The file that has a sealed slot's bytes, the first of them, and how many. slot: With any suffix."""
+    file, begin = data_of(slot.with_suffix(""))
+    nbytes = decode_slot(slot.with_suffix(".head").read_bytes(), str(slot)).nbytes
+    return file, begin, nbytes
+
+
+def flip(slot: Path, bit: int = 4) -> None:
+    """Flip a bit, a third into a sealed slot."""
+    file, begin, nbytes = bytes_of(slot)
+    with file.open("r+b") as opened:
+        opened.seek(begin + nbytes // 3)
+        byte = opened.read(1)[0]
+        opened.seek(-1, 1)
+        opened.write(bytes([byte ^ bit]))
+
+
+def blank(slot: Path) -> None:
+    """Write zeros over a sealed slot."""
+    file, begin, nbytes = bytes_of(slot)
+    with file.open("r+b") as opened:
+        opened.seek(begin)
+        opened.write(bytes(nbytes))
+
+
+def files_of_slots(root: Path) -> list[Path]:
+    """The files that have slots' bytes, below a directory."""
+    return sorted(path for path in root.rglob("*") if path.name in (ARENA, COPIES))
+
+
 def spoil_slot(path: Path, how: str) -> None:
     """Damage a sealed slot. path: Of its bytes. how: "flip", "truncate", "header" or "header cut"."""
-    if how.startswith("header"):
-        path = path.with_suffix(".head")
+    if how == "flip":
+        flip(path, 16)
+        return
+    if how == "truncate":
+        file, begin, nbytes = bytes_of(path)
+        os.truncate(file, begin + nbytes // 2)
+        return
+    path = path.with_suffix(".head")
     raw = bytearray(path.read_bytes())
-    if how in ("truncate", "header cut"):
+    if how == "header cut":
         del raw[len(raw) // 2 :]
     else:
         raw[len(raw) // 3] ^= 16
@@ -29,6 +68,6 @@ def spoil_slot(path: Path, how: str) -> None:
 
 
 def slots_of(node: Path, rank: int) -> list[Path]:
-    """The bytes of sealed slots on a node that hold what a rank saved, its own or copies."""
+    """Sealed slots on a node that hold what a rank saved, its own or copies."""
     heads = [(path, decode_slot(path.read_bytes(), str(path))) for path in node.rglob("*.head")]
-    return [path.with_suffix(".data") for path, header in heads if header.rank == rank]
+    return [path for path, header in heads if header.rank == rank]

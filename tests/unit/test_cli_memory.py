@@ -11,6 +11,7 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.engine import host_tier
 from moe_ckpt.memory.directory import RankDirectory, holder_of
 from moe_ckpt.memory.slot import STARTS_SUFFIX
+from tests.support.spoiled import flip
 from tests.unit.test_engine_memory import files, life, slots, train_and_fail, where  # noqa: F401 - a fixture
 from tests.unit.test_engine_memory_only import make_nodes, replicated
 
@@ -82,10 +83,7 @@ def test_of_a_run_that_a_process_uses_no_start_is_forgotten(where, capsys):  # n
 def test_damage_is_found_and_named(where, capsys):  # noqa: F811
     train_and_fail(where)
     for slot in slots(where[1]):
-        path = slot.with_suffix(".data")
-        data = bytearray(path.read_bytes())
-        data[0] ^= 1
-        path.write_bytes(data)
+        flip(slot)
     assert main(["memory", "--directory", str(where[1])]) == 0, "list reads no slice"
     capsys.readouterr()
     assert main(["memory", "explain", "--directory", str(where[1])]) == 1

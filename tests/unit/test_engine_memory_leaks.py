@@ -12,6 +12,7 @@ from moe_ckpt import Memory
 from moe_ckpt.engine import host_tier
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage
+from tests.support.spoiled import files_of_slots
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads
 from tests.unit.test_engine_host_tier import come_back
 
@@ -46,7 +47,7 @@ def test_crashes_leave_nothing_behind(tmp_path, caplog, rounds, replicas):
     def state():
         caplog.clear()  # records keep errors, those their frames, and those the bytes that were sent
         gc.collect()
-        data = [path for node in nodes for path in node.rglob("*.data")]
+        data = [path for node in nodes for path in files_of_slots(node)]
         return len(data), open_files(), threading.active_count()
 
     found = []
@@ -60,4 +61,4 @@ def test_crashes_leave_nothing_behind(tmp_path, caplog, rounds, replicas):
         assert max(now[len(now) // 2 :]) <= max(now[: len(now) // 2]) + 4, f"{what} grow: {now}"
     assert resident_kib() < resident + 20_000
     host_tier.release_host_memory()
-    assert not [path for node in nodes for path in node.rglob("*.data")]
+    assert not [path for node in nodes for path in files_of_slots(node)]

@@ -31,6 +31,7 @@ from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage, Storage
 from tests.support.bad_disks import SmallDisk
 from tests.support.deleting import delete_tree
+from tests.support.spoiled import blank, flip
 from tests.unit.engine_parts import (
     ALL,
     PATIENCE_SECS,
@@ -223,10 +224,8 @@ def test_what_memory_had_and_storage_has_not_is_unsaved_still(where):
 
 def test_a_damaged_slot_costs_the_steps_that_storage_does_not_have(where, caplog):
     train_and_fail(where, every=4)
-    for path in where[1].rglob("*.data"):
-        raw = bytearray(path.read_bytes())
-        raw[len(raw) // 3] ^= 4
-        path.write_bytes(raw)
+    for path in where[1].rglob("*.head"):
+        flip(path)
     with life(where) as second:
         come_back(second)
         assert_state(second, at(4))
@@ -238,8 +237,7 @@ def test_the_newest_of_two_good_steps_is_taken_when_the_newer_one_is_damaged(whe
     """What is released stays readable until its slot is used again."""
     train_and_fail(where)
     newest = max(where[1].rglob("*.head"), key=lambda path: path.stat().st_mtime_ns)
-    data = newest.with_suffix(".data")
-    data.write_bytes(bytes(data.stat().st_size))
+    blank(newest)
     with life(where) as second:
         restored, _ = come_back(second)
         assert restored.manifest.step == 5
@@ -441,7 +439,7 @@ def test_no_budget_that_holds_a_checkpoint_ends_training(name, when_busy, where)
             each.go(24, settle=True)
             newest = max(each.records[-1].memory_step or 0, each.records[-1].committed_step or 0)
             assert newest >= 24 - 14, (tenths, [record.begun for record in each.records])
-            assert each.session._resources.pipeline._pool.held_bytes <= budget
+            assert each.session._resources.pipeline._pool.lent_bytes <= budget
             each.finish()
 
 
@@ -751,10 +749,7 @@ def test_a_damaged_slot_is_replaced_by_its_copy(where, tmp_path, caplog):
     replicated(where, nodes)
     for path in nodes[0].rglob("rank_00000/*.head"):
         if decode_slot(path.read_bytes(), "").rank == 0:
-            data = path.with_suffix(".data")
-            raw = bytearray(data.read_bytes())
-            raw[len(raw) // 3] ^= 4
-            data.write_bytes(raw)
+            flip(path)
     again = replicated(where, nodes, again=True, steps=1)
     assert again == dict.fromkeys(range(2), (6, "memory", 0))
     assert "is damaged: it is set aside, and not used\n" in caplog.text
@@ -763,7 +758,7 @@ def test_a_damaged_slot_is_replaced_by_its_copy(where, tmp_path, caplog):
 def test_copies_do_not_pile_up(where, tmp_path):
     nodes = make_nodes(tmp_path, 2)
     replicated(where, nodes, steps=20)
-    assert len(list(nodes[0].rglob("*.data"))) <= 8
+    assert len(list(nodes[0].rglob("*.head"))) <= 8
 
 
 # --- what stays ---

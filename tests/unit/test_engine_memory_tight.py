@@ -58,7 +58,7 @@ def least_nbytes(root: Path, name: str, replicas: int, monkeypatch: pytest.Monke
     found, find = list[tuple[int, int]](), Room.find
 
     def finding(room: Room, request: SnapshotRequest, needs: Any, *more: Any, **how: Any) -> Any:
-        found.append((request.window.size if request.window else 1, sum(nbytes for _, nbytes in needs)))
+        found.append((request.window.size if request.window else 1, sum(needs)))
         return find(room, request, needs, *more, **how)
 
     with monkeypatch.context() as patched:

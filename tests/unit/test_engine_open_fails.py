@@ -115,7 +115,7 @@ def test_what_comes_after_the_lock_may_fail_as_well(tmp_path, monkeypatch, what)
         elif what == "observer":
             settings = {"observers": [lambda event: broken() if isinstance(event, Opened) else None]}
         else:
-            patch.setattr("moe_ckpt.engine.host_memory.HostBufferPool", broken)
+            patch.setattr("moe_ckpt.engine.host_memory.BufferPool", broken)
         life = Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings)
         with pytest.raises(Bug):
             life.session.open()

@@ -12,7 +12,7 @@ import torch
 
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.engine.host_tier import as_values
 from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import parse_step_dir
@@ -61,14 +61,14 @@ class SlowStorage(LocalStorage):
 def poisoned(monkeypatch):
     """Each buffer is filled with poison when it is given back; the list holds how often that was."""
     times = []
-    give_back = HostBufferPool.give_back
+    give_back = BufferPool.give_back
 
     def poison(self, buffer):
         buffer.memory.fill_(POISON)
         times.append(buffer)
         give_back(self, buffer)
 
-    monkeypatch.setattr(HostBufferPool, "give_back", poison)
+    monkeypatch.setattr(BufferPool, "give_back", poison)
     return times
 
 
@@ -114,7 +114,7 @@ def test_no_buffer_is_written_to_while_it_is_in_use(tmp_path, poisoned, when_bus
             seen.add(assert_recovery_buffer_is_of_one_step(life))
         life.settle()
         seen.add(assert_recovery_buffer_is_of_one_step(life))
-        assert life.session._resources.pipeline._pool.held_bytes < 4 * life.session.tier.nbytes
+        assert life.session._resources.pipeline._pool.lent_bytes < 4 * life.session.tier.nbytes
     found = manifests(tmp_path)
     assert storage.failures == 4
     assert len(found) == 40 - 4

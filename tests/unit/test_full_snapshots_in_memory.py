@@ -12,8 +12,9 @@ import torch
 
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.engine import host_memory, host_tier
-from moe_ckpt.engine.buffers import HostBufferPool
 from moe_ckpt.errors import HostMemoryError
+from moe_ckpt.memory import mapping
+from moe_ckpt.memory.arena import Arena
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.recovery import memory_source
 from moe_ckpt.recovery.reader import StoreReader
@@ -184,7 +185,7 @@ def test_it_costs_no_checkpoint_and_no_wait(tmp_path, policy, room, when_busy, c
             life.go(4)
             storage.gate.set()
             life.settle()
-            assert life.session._resources.pipeline._pool.held_bytes <= budget
+            assert life.session._resources.pipeline._pool.lent_bytes <= budget
             life.go(1, settle=True)
             seen[kept] = [(r.begun, r.waited and when_busy == "skip") for r in life.records]
             assert [held.step for held in life.session.tier._kept] == ([life.step] if kept else [])
@@ -194,17 +195,16 @@ def test_it_costs_no_checkpoint_and_no_wait(tmp_path, policy, room, when_busy, c
 
 def test_it_goes_first_when_the_machine_has_less_memory_than_the_budget(tmp_path, monkeypatch):
     """A data loader has taken it meanwhile: page-locked memory, for instance, cannot be had then."""
-    make, made = HostBufferPool._make, []
+    grow, made = Arena.grow, []
 
-    def one_only(self, size, *more):
+    def once_only(self, end, **how):
         if made:
-            with self._lock:
-                self._making_bytes -= size
-            raise RuntimeError("cannot allocate memory")
-        made.append(size)
-        return make(self, size, *more)
+            raise OSError("cannot allocate memory")
+        made.append(end)
+        return grow(self, end, **how)
 
-    monkeypatch.setattr(HostBufferPool, "_make", one_only)
+    monkeypatch.setattr(mapping, "PAGE_NBYTES", 64)
+    monkeypatch.setattr(Arena, "grow", once_only)
     with Life(LocalStorage(tmp_path), policy=Dense(), when_busy="wait") as life:
         life.go(3, settle=True)
         assert [held.step for held in life.session.tier._kept] == [3]
@@ -212,12 +212,10 @@ def test_it_goes_first_when_the_machine_has_less_memory_than_the_budget(tmp_path
 
 
 def test_without_anything_to_give_up_that_is_an_error(tmp_path, monkeypatch):
-    def none(self, size, *more):
-        with self._lock:
-            self._making_bytes -= size
-        raise RuntimeError("cannot allocate memory")
+    def none(self, end, **how):
+        raise OSError("cannot allocate memory")
 
-    monkeypatch.setattr(HostBufferPool, "_make", none)
+    monkeypatch.setattr(Arena, "grow", none)
     with Life(LocalStorage(tmp_path), policy=Dense()) as life, pytest.raises(RuntimeError, match="cannot allocate"):
         life.go(1)
 

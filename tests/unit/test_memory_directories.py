@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moe_ckpt.cli.main import main
 from moe_ckpt.engine import buffers, host_tier
-from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory import directory as directories
+from moe_ckpt.memory.arena import ARENA
 from moe_ckpt.memory.directory import (
     ELSEWHERE,
     LOCK,
@@ -39,10 +39,10 @@ from moe_ckpt.memory.directory import (
     make_rank_directory,
     owner_of,
     rank_directories,
+    slots_in,
     user_directory,
 )
 from moe_ckpt.memory.files import MemoryFiles, newest_generation, remove_run, sweep
-from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.memory.survey import survey
 from tests.support.deleting import delete_tree
@@ -82,8 +82,8 @@ def life_of(root: str, generation: int, rank: int = 0, store: str = STORE) -> Me
 def left_by(root: str, generation: int, rank: int = 0, store: str = STORE, run: str = RUN) -> Path:
     """A directory of a dead process, with a slot that has a header, which says nothing."""
     made = make_rank_directory(root, run, generation, rank, store)
-    for suffix in (".data", ".head"):
-        (made.path / f"slot_000{suffix}").write_bytes(b"x")
+    for name in (ARENA, "slot_000@0.head"):
+        (made.path / name).write_bytes(b"x")
     made.release()
     return made.path
 
@@ -125,9 +125,12 @@ def test_a_life_that_begins_while_others_remove_keeps_its_directory(root):
                 left_by(root, generation, rank)
             begun = life_of(root, generation + 1)
             slot = begun.make(4096)
+            begun.open_arena(1 << 20)
+            begun.grow(4096)
             begun.take_left(own=True)
             begun.take_left(own=False)
-            assert slot.path.with_suffix(".data").exists(), generation
+            assert slot.is_there, generation
+            assert not begun.arena.is_gone, generation
             begun.close(keep=False)
             if time.monotonic() > until and generation > 20:
                 break
@@ -308,7 +311,7 @@ def test_an_odd_entry_of_another_run_stops_none(root, caplog):
     (locked / LOCK).unlink()
     (locked / LOCK).mkdir()
     assert sweep(root, RUN) > 0
-    assert not (path / "slot_000.data").exists()
+    assert not (path / ARENA).exists()
     assert f"{path / 'directory'} cannot be removed" in caplog.text
     assert f"{user_directory(root) / 'third'} is not touched" in caplog.text
 
@@ -323,7 +326,7 @@ def test_a_slot_with_a_damaged_header_is_set_aside_and_freed(where):  # noqa: F8
         second.go(1, settle=True)
         assert all(slot.with_suffix(".damaged").exists() for slot in damaged)
     assert slots(where[1])
-    assert not any(slot.with_suffix(".data").exists() for slot in damaged)
+    assert not set(slots_in(damaged[0].parent)) & set(damaged), "their bytes are lent again"
 
 
 def test_a_kept_directory_has_the_sealed_slots_and_nothing_else(where):  # noqa: F811
@@ -332,14 +335,13 @@ def test_a_kept_directory_has_the_sealed_slots_and_nothing_else(where):  # noqa:
         first.go(4, settle=True)
         path = first.session.tier.files.path
         (path / "slot_800.head").write_bytes(b"without bytes")
-        (path / "slot_801.data").write_bytes(b"without header")
-        (path / "slot_802.data").write_bytes(b"set aside")
-        (path / "slot_802.damaged").write_bytes(b"")
+        (path / "slot_801.data").write_bytes(b"of nobody")
+        (path / "slot_802@0.damaged").write_bytes(b"")
         (path / "slot_803.tmp").write_bytes(b"half a header")
     sealed = {slot.name for slot in slots(where[1])}
     assert len(sealed) >= 1
     names = {path.name for path in files(where[1])}
-    assert names == {LOCK, OWNER} | {name + suffix for name in sealed for suffix in (".data", ".head")}
+    assert names == {LOCK, OWNER, ARENA} | {f"{name}.head" for name in sealed}
     for slot in slots(where[1]):
         Slot.open(slot)
 
@@ -382,7 +384,7 @@ def test_a_clean_end_removes_what_ranks_left_that_are_no_more(where):  # noqa: F
         [run] = user_directory(str(where[1])).iterdir()
         # Of a process that still lived when this life began, and of one that was killed before it said whose it is.
         made = make_rank_directory(str(where[1]), run.name, 0, 5, str(where[0]))
-        (made.path / "slot_000.data").write_bytes(b"x")
+        (made.path / ARENA).write_bytes(b"x")
         made.release()
         (run / "000000" / "rank_00006").mkdir()
         second.finish()
@@ -418,8 +420,9 @@ def in_trouble(root: str, how: str, sender: Any) -> None:
     gc.collect()  # what the parent left holds descriptors, which a collection would give back in the middle
     gc.disable()
     begun = life_of(root, 0)
-    pool = HostBufferPool(1 << 20, make_slot=begun.make)
-    first = pool.acquire(5000)
+    begun.open_arena(1 << 20)
+    pool = BufferPool(1 << 20, files=begun)
+    [first] = pool.acquire([5000]) or [None]
     assert first is not None
     assert first.slot is not None
     if how == "removed":
@@ -433,37 +436,25 @@ def in_trouble(root: str, how: str, sender: Any) -> None:
             pass
     else:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    found = [pool.acquire(5000) for _ in range(3)]
-    sender.send(([each is not None and each.slot is None for each in found], said))
+    found = [pool.acquire([5000]) for _ in range(3)]
+    sender.send(([each is not None and each[0].slot is None for each in found], said))
 
 
-def test_slots_in_a_directory_that_is_none_any_more_are_let_go_of(root, caplog):
-    begun = life_of(root, 0)
-    pool = HostBufferPool(1 << 20, make_slot=begun.make)
-    first, second = pool.acquire(5000), pool.acquire(5000)
-    assert first is not None
-    assert second is not None
-    pool.give_back(first)
-    delete_tree(begun.path)
-    begun.path.touch()
-    third = pool.acquire(5000)
-    assert third is not None
-    assert third.slot is None, "a slot whose header may still be there is not used again"
-    pool.retire()
-    assert second.slot is not None
-    second.slot.remove()
-    assert caplog.text.count("cannot be removed") == 2
-
-
-@pytest.mark.parametrize("how", ["removed", "descriptors", "size"])
+@pytest.mark.parametrize("how", ["removed", "size"])
 def test_private_memory_serves_whatever_the_file_system_has(root, how):
     receiver, sender = FORK.Pipe(duplex=False)
     private, said = told_by(FORK.Process(target=in_trouble, args=(root, how, sender)), receiver)
     assert private == [True, True, True]
     [warning] = said
-    reason = {"removed": "no such directory", "descriptors": "Too many open files", "size": "File too large"}[how]
+    reason = {"removed": "no such directory", "size": "File too large"}[how]
     assert "is kept in private memory" in warning
     assert reason in warning
+
+
+def test_snapshots_take_no_descriptors(root):
+    receiver, sender = FORK.Pipe(duplex=False)
+    private, said = told_by(FORK.Process(target=in_trouble, args=(root, "descriptors", sender)), receiver)
+    assert (private, said) == ([False, False, False], [])
 
 
 def test_training_goes_on_without_its_directory(where, caplog):  # noqa: F811
@@ -479,32 +470,6 @@ def test_training_goes_on_without_its_directory(where, caplog):  # noqa: F811
     assert "memory does not hold the checkpoint" in caplog.text
 
 
-def test_memory_that_cuda_does_not_lock_is_removed(root, monkeypatch, caplog):
-    """CUDA is not here: what it does is put in its place."""
-    begun = life_of(root, 0)
-    pool = HostBufferPool(1 << 20, pinned=True, make_slot=begun.make)
-
-    def refused(pages: Pages, nbytes: int) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    real, pinned = torch.empty, []
-
-    def empty(*sizes: Any, pin_memory: bool = False, **how: Any) -> torch.Tensor:
-        pinned.append(pin_memory)
-        return real(*sizes, **how)
-
-    monkeypatch.setattr(Pages, "lock", refused)
-    monkeypatch.setattr(buffers.torch, "empty", empty)
-    for _ in range(2):
-        buffer = pool.acquire(5000)
-        assert buffer is not None
-        assert (buffer.slot, buffer.registered) == (None, False)
-    assert pinned == [True, True]
-    assert [path.name for path in files(Path(root))] == [LOCK, OWNER]
-    assert caplog.text.count("kept in private memory") == 1
-    assert "CUDA error: out of memory" in caplog.text
-
-
 # --- the budget ---
 
 
@@ -512,8 +477,8 @@ def test_what_the_dead_life_left_counts_as_free(where, monkeypatch):  # noqa: F8
     """Memory that a tmpfs takes is not free: a machine of so much memory that a snapshot takes 2/5 of it."""
     with life(where) as first:
         first.go(1, settle=True)
-        nbytes = max(path.stat().st_size for path in files(where[1]) if path.suffix == ".data")
-    machine = int(2.5 * nbytes)
+        nbytes = first.session.tier.nbytes // 1
+    machine = int(2.5 * nbytes) + 4096
 
     def available() -> int:
         return max(0, machine - sum(path.stat().st_size for path in files(where[1])))

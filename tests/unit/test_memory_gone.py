@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.engine.buffers import HostBufferPool
-from moe_ckpt.errors import MemoryFullError, MemoryGoneError
+from moe_ckpt.engine.buffers import BufferPool
+from moe_ckpt.errors import MemoryGoneError
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.memory.files import MemoryFiles, newest_generation
-from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.storage import LocalStorage
 from tests.support.deleting import delete_tree
+from tests.support.slots import create_slot
+from tests.support.spoiled import files_of_slots
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads
 from tests.unit.test_engine_host_tier import come_back
 
@@ -23,7 +24,7 @@ BEFORE, AFTER = 6, 9
 POLICIES = [Dense(), MoC(k=1), MoEvement(window=2)]
 GONE = {
     "slots": lambda node: [path.unlink() for path in node.rglob("slot_*")],
-    "bytes": lambda node: [path.unlink() for path in node.rglob("slot_*.data")],
+    "bytes": lambda node: [path.unlink() for path in files_of_slots(node)],
     "directory": lambda node: [delete_tree(path) for path in node.rglob("rank_*")],
     "all of this user": lambda node: [delete_tree(path) for path in node.iterdir()],
     "all": delete_tree,
@@ -115,12 +116,12 @@ def test_peers_take_copies_again(root):
 
 
 def test_a_slot_without_its_bytes_is_not_sealed(root):
-    slot = Slot.create(root / "slot_000", 100)
-    (root / "slot_000.data").unlink()
-    with pytest.raises(MemoryGoneError, match="slot_000 is gone"):
+    slot = create_slot(root / "slot_000", 100)
+    (root / "copies").unlink()
+    with pytest.raises(MemoryGoneError, match="slot_000@0 is gone"):
         slot.seal(b"header")
-    Slot.create(root / "slot_000", 100)
-    with pytest.raises(MemoryGoneError, match="slot_000 is gone"):
+    create_slot(root / "slot_000", 100)
+    with pytest.raises(MemoryGoneError, match="slot_000@0 is gone"):
         slot.seal(b"header")
     assert not slot.is_sealed
 
@@ -130,39 +131,30 @@ def test_a_slot_without_its_bytes_is_not_sealed(root):
 
 def test_slots_are_taken_again_when_there_is_room_again(root, monkeypatch, caplog):
     """As after a DataLoader's workers have ended."""
-    full = [True]
-    create, free = Slot.create, [0]
-
-    def made(path, nbytes):
-        if full[0]:
-            raise MemoryFullError(str(path.parent), nbytes, 0)
-        return create(path, nbytes)
-
-    monkeypatch.setattr(Slot, "create", staticmethod(made))
-    monkeypatch.setattr("moe_ckpt.memory.files.free_bytes", lambda path: free[0])
+    free = [0]
+    monkeypatch.setattr("moe_ckpt.memory.arena.free_bytes", lambda place: free[0])
+    monkeypatch.setattr("moe_ckpt.memory.files.free_bytes", lambda place: free[0])
     with caplog.at_level(logging.INFO, "moe_ckpt"), life(root) as one:
         one.go(BEFORE, settle=True)
         assert one.records[-1].memory_step is None
-        full[0], free[0] = False, 1 << 30
+        free[0] = 1 << 30
         one.go(AFTER, settle=True)
         assert one.records[-1].memory_step >= BEFORE + AFTER - 2
     assert caplog.text.count("kept in private memory") == 1
     assert caplog.text.count("there is room again") == 1
 
 
-def test_private_memory_serves_on_as_long_as_there_is_none():
-    def refused(nbytes: int) -> Slot:
-        raise MemoryFullError("/here", nbytes, 0)
-
-    fits = [False]
-    pool = HostBufferPool(1 << 20, make_slot=refused, fits=lambda nbytes: fits[0])
-    first = pool.acquire(5000)
-    assert first is not None
+def test_private_memory_serves_on_as_long_as_there_is_none(root, monkeypatch):
+    files, free = MemoryFiles(str(root), "a" * 32, 0, "life", 0, "/a/store"), [0]
+    monkeypatch.setattr("moe_ckpt.memory.arena.free_bytes", lambda place: 0)
+    monkeypatch.setattr("moe_ckpt.memory.files.free_bytes", lambda place: free[0])
+    files.open_arena(1 << 20)
+    pool = BufferPool(1 << 20, files=files)
+    [first] = pool.acquire([5000])
     pool.give_back(first)
-    assert pool.acquire(5000) is first, "warm"
-    pool.give_back(first)
-    fits[0] = True  # somebody else takes it meanwhile
-    second = pool.acquire(5000)
-    assert second is not None
-    assert second is not first
+    assert [buffer.begin for buffer in pool.take([5000])] == [first.begin], "warm"
+    free[0] = 1 << 20  # somebody else takes it meanwhile
+    assert pool.take([5000]) is None
+    [second] = pool.acquire([5000])
     assert second.slot is None
+    files.close(keep=False)

@@ -18,7 +18,7 @@ from tests.unit.test_engine_memory_only import (
 def test_training_goes_on_whatever_is_given_up(where, slots):  # noqa: F811
     with life(where) as first:
         first.go(1, settle=True)
-        nbytes = max(path.stat().st_size for path in where[1].rglob("*.data"))
+        nbytes = first.session.tier.nbytes
     with life(where, Dense(), every=1, host_memory_bytes=int(slots * nbytes), when_busy="wait") as second:
         come_back(second)
         for _ in range(40):

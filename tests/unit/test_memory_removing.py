@@ -9,17 +9,21 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_ckpt.errors import MemoryFullError
-from moe_ckpt.memory import removing
+from moe_ckpt.memory import mapping
+from moe_ckpt.memory import slot as slot_module
+from moe_ckpt.memory.arena import COPIES, Arena
 from moe_ckpt.memory.files import FoundSlot, MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.storage.local import free_bytes
 from tests.support.limits import small_file_systems
 from tests.support.mapped import deleted_slots
 from tests.support.replicas import header_of
+from tests.support.slots import create_slot
 
 NBYTES = 4096
 
@@ -34,13 +38,13 @@ def files(tmp_path: Path):
 @pytest.fixture
 def let_go(monkeypatch) -> threading.Event:
     """Until it is set, the kernel is busy with the pages of what is deleted."""
-    event, remove = threading.Event(), removing.remove_files
+    event, remove = threading.Event(), slot_module.remove_files
 
-    def slow(path: Path) -> None:
+    def slow(path: Path) -> bool:
         event.wait()
-        remove(path)
+        return remove(path)
 
-    monkeypatch.setattr(removing, "remove_files", slow)
+    monkeypatch.setattr(slot_module, "remove_files", slow)
     yield event
     event.set()
 
@@ -67,10 +71,11 @@ def test_a_forked_child_keeps_no_slot_that_its_parent_deletes(files):
         files.remove([found])
         held.remove()
         files._remover.wait()
+        (files.path / COPIES).unlink()
         assert deleted_slots(files.path), "this process holds it"
         assert not deleted_slots(files.path, child.pid)
         descriptors = [os.readlink(each) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
-        assert not [path for path in descriptors if path.startswith(str(files.path)) and "slot_" in path]
+        assert not [path for path in descriptors if path.startswith(str(files.path)) and COPIES in path]
     finally:
         child.kill()
         child.join()
@@ -81,34 +86,34 @@ def test_nobody_comes_back_to_what_is_let_go_of_and_nobody_waits_for_it(files, l
     files.remove(found)
     assert found == []
     assert not list(files.path.glob("*.head"))
-    assert len(list(files.path.glob("*.data"))) == 2
     let_go.set()
     files._remover.wait()
-    assert not list(files.path.glob("*.data"))
+    assert not list(files.path.glob("copy_*"))
 
 
 def test_who_finds_no_room_waits_for_what_is_being_deleted(files, let_go, monkeypatch):
     found = [sealed(files)]
-    old, create, tries = found[0].slot.path.with_suffix(".data"), Slot.create, []
+    old, grow, tries = found[0].slot.path.with_suffix(".starts"), Arena.grow, []
+    old.touch()
 
-    def full(path: Path, nbytes: int) -> Slot:
-        tries.append(path)
+    def full(arena: Arena, end: int, **how: Any) -> bool:
+        tries.append(end)
         let_go.set()
         if len(tries) == 1 or old.exists():
-            raise MemoryFullError(str(path.parent), nbytes, 0)
-        return create(path, nbytes)
+            raise MemoryFullError(str(arena.path), end, 0)
+        return grow(arena, end, **how)
 
     files.remove(found)
-    monkeypatch.setattr(Slot, "create", full)
-    assert files.make(NBYTES).memory.numel() == NBYTES
+    monkeypatch.setattr(Arena, "grow", full)
+    assert files.make(2 * NBYTES).memory.numel() == 2 * NBYTES
     assert len(tries) == 2
 
 
 def test_no_room_is_an_error_where_nothing_is_being_deleted(files, monkeypatch):
-    def full(path: Path, nbytes: int) -> Slot:
-        raise MemoryFullError(str(path.parent), nbytes, 0)
+    def full(arena: Arena, end: int, **how: Any) -> bool:
+        raise MemoryFullError(str(arena.path), end, 0)
 
-    monkeypatch.setattr(Slot, "create", full)
+    monkeypatch.setattr(Arena, "grow", full)
     with pytest.raises(MemoryFullError):
         files.make(NBYTES)
 
@@ -120,25 +125,26 @@ def test_nothing_to_delete_takes_no_thread(files, monkeypatch):
 
 def test_a_slot_that_is_too_large_takes_nothing_from_others(files, monkeypatch):
     """The kernel would take all that is free first, and give it back."""
-    monkeypatch.setattr("os.posix_fallocate", lambda *_: pytest.fail("pages were taken"))
+    monkeypatch.setattr(mapping.Pages, "_touch", lambda *_: pytest.fail("pages were taken"))
     free = shutil.disk_usage(files.path).free
     with pytest.raises(MemoryFullError):
         files.make(2 * free)
-    assert not list(files.path.glob("*.data"))
+    assert (files.path / COPIES).stat().st_size == 0
 
 
 def test_a_slot_is_reserved_piece_by_piece_so_that_signals_cost_little_of_it(files, monkeypatch):
     """Some kernels give back what a call has reserved when a signal comes, and Python begins it again."""
-    reserve, asked = os.posix_fallocate, []
-    monkeypatch.setattr("os.posix_fallocate", lambda *args: (asked.append(args[1:]), reserve(*args)))
+    touch, asked = mapping.Pages._touch, []
+    monkeypatch.setattr(mapping.Pages, "_touch", lambda *args: (asked.append(args[1:]), touch(*args)))
     nbytes = (128 << 20) + 1000
     made = files.make(nbytes)
-    assert asked == [(0, 64 << 20), (64 << 20, 64 << 20), (128 << 20, 1000)]
-    assert os.stat(made.path.with_suffix(".data")).st_blocks * 512 >= nbytes
+    assert [end - begin for begin, end in asked[:-1]] == [64 << 20] * 2
+    assert 0 < asked[-1][1] - asked[-1][0] < 64 << 20
+    assert os.stat(files.path / COPIES).st_blocks * 512 >= made.memory.numel() == nbytes
 
 
 def test_a_tmpfs_without_a_limit_is_not_full(tmp_path):
     with small_file_systems(0, tmp_path):
         assert os.statvfs(tmp_path).f_blocks == 0
         assert free_bytes(str(tmp_path)) == sys.maxsize
-        assert Slot.create(tmp_path / "slot_000", 4096).memory.numel() == 4096
+        assert create_slot(tmp_path / "slot_000", 4096).memory.numel() == 4096

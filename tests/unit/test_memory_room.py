@@ -14,7 +14,7 @@ import torch
 from moe_ckpt import Memory
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.engine import cgroups, host_tier, limited_slots
-from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.engine.limited_slots import LimitedSlots, requires_room
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory import preflight
@@ -207,8 +207,9 @@ def test_copies_take_what_memory_leaves_beside_budgets(tmp_path, caplog, monkeyp
     monkeypatch.setattr(cgroups, "available_bytes", lambda: limit if whose == "machine" else 10**9)
     monkeypatch.setattr(limited_slots, "_once_more_bytes", lambda: 50)
     files = MemoryFiles(str(tmp_path), "a" * 32, 0, "life", 0, "/a/store")
-    pool = HostBufferPool(300)
-    pool.acquire(100)
+    pool = BufferPool(300)
+    pool.acquire([100])
+    monkeypatch.setattr(BufferPool, "held_bytes", 100)
     limited = LimitedSlots(files, pool, 2)
     try:
         if fits:
@@ -222,7 +223,7 @@ def test_copies_take_what_memory_leaves_beside_budgets(tmp_path, caplog, monkeyp
         assert f"{whose} leaves 4,499 bytes, and each rank of this node (2) may still take 200 bytes of its " in said
         assert "budget (300) for its own snapshots" in said
         assert "and 50 bytes as at its largest" in said
-        assert list(files.path.glob("*.data")) == []
+        assert (files.path / "copies").stat().st_size == 0
     finally:
         files.close(keep=False)
 
@@ -236,41 +237,44 @@ def test_what_the_machine_has_left(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "limit", "fits"),
-    [("tmpfs", 2050 + (16 << 20), True), ("tmpfs", 2049 + (16 << 20), False), ("ext4", 0, True), ("tmpfs", None, True)],
+    [("tmpfs", 2098 + (16 << 20), True), ("tmpfs", 2097 + (16 << 20), False), ("ext4", 0, True), ("tmpfs", None, True)],
 )
 def test_what_survivors_seal_takes_what_a_memory_limit_leaves(tmp_path, monkeypatch, kind, limit, fits):
-    """Two ranks make 1,000 bytes each, and the other one may take 50 as at its largest. Private memory is of no use."""
+    """Two ranks make 1,024 bytes each, and the other one may take 50 as at its largest. Private memory is of no use."""
     monkeypatch.setattr(preflight, "file_system", lambda path: kind)
     monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: limit)
     monkeypatch.setattr(cgroups, "available_bytes", lambda: 10**9)
     monkeypatch.setattr(limited_slots, "_once_more_bytes", lambda: 50)
     files = MemoryFiles(str(tmp_path), "a" * 32, 0, "life", 0, "/a/store")
-    pool = HostBufferPool(4000, make_slot=files.make)
+    files.open_arena(4000)
+    pool = BufferPool(4000, files=files)
     require = requires_room(files.path, 2)
     try:
         if fits:
-            buffer = pool.acquire(1000, require=require)
+            [buffer] = pool.acquire([1000], require=require)
             pool.give_back(buffer)
             monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: 0)
-            assert pool.acquire(1000, require=require) is buffer, "which is there already"
+            assert pool.acquire([1000], require=require)[0].begin == buffer.begin, "which is there already"
             return
         with pytest.raises(MemoryFullError, match="memory limit of this job's cgroup leaves beside 1 other"):
-            pool.acquire(1000, require=require)
+            pool.acquire([1000], require=require)
         assert pool.held_bytes == 0
-        assert list(files.path.glob("*.data")) == []
+        assert (files.path / "arena").stat().st_size == 0
     finally:
         files.close(keep=False)
 
 
-def test_survivors_get_no_private_memory_where_their_file_system_is_full():
-    def full(nbytes):
-        raise MemoryFullError("/dev/shm", nbytes, 0)
-
-    pool = HostBufferPool(4000, make_slot=full)
+def test_survivors_get_no_private_memory_where_their_file_system_is_full(tmp_path, monkeypatch):
+    files = MemoryFiles(str(tmp_path), "a" * 32, 0, "life", 0, "/a/store")
+    monkeypatch.setattr("moe_ckpt.memory.arena.free_bytes", lambda place: 0)
+    files.open_arena(4000)
+    pool = BufferPool(4000, files=files)
     with pytest.raises(MemoryFullError):
-        pool.acquire(1000, require=lambda nbytes: None)
+        pool.acquire([1000], require=lambda nbytes: None)
     assert pool.held_bytes == 0
-    assert pool.acquire(1000).slot is None, "as any other snapshot does"
+    [buffer] = pool.acquire([1000])
+    assert buffer.slot is None, "as any other snapshot does"
+    files.close(keep=False)
 
 
 def test_what_a_process_once_took_more_than_now_is_known():

@@ -24,6 +24,7 @@ from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
 from tests.support.deleting import delete_tree
 from tests.support.mapped import deleted_slots
+from tests.support.spoiled import blank
 from tests.unit.engine_parts import MODEL, Life, ThreadRanks, failing, run_threads
 from tests.unit.test_engine_host_tier import come_back
 
@@ -145,13 +146,12 @@ def test_memory_that_was_all_there_was_is_not_lost_in_silence(root, lost, caplog
             one.go(STEPS, settle=True)
 
     run_threads(ThreadRanks(2), first)
-    for data in (root / "B").rglob("*.data"):
-        if lost == "damaged":
-            data.write_bytes(bytes(data.stat().st_size))
-        else:
-            delete_tree(root / "B")
-            (root / "B").mkdir()
-            break
+    if lost == "damaged":
+        for path in (root / "B").rglob("*.head"):
+            blank(path)
+    else:
+        delete_tree(root / "B")
+        (root / "B").mkdir()
 
     def second(comm):
         with life(root, "AB"[comm.rank], comm=comm) as two:

@@ -16,6 +16,7 @@ from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.recovery import slices as reading
 from tests.support.replicas import bytes_of, header_of, slot_header
+from tests.support.slots import create_slot
 from tests.support.spoiled import slots_of, spoil_slot
 from tests.support.waiting import retry_until
 from tests.unit.test_engine_memory_only import (
@@ -30,7 +31,7 @@ _NBYTES = 1 << 20
 
 def found(directory: Path, step: int) -> FoundSlot:
     """A slot of that step."""
-    slot = Slot.create(directory / f"slot_{step:03d}", _NBYTES)
+    slot = create_slot(directory / f"slot_{step:03d}", _NBYTES)
     slot.memory[:] = bytes_of(0, step, _NBYTES)
     slot.seal(header_of(slot, _NBYTES, step=step, generation=1, rank=0))
     return FoundSlot(*Slot.open(slot.path))

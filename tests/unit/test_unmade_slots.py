@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -10,7 +11,8 @@ import pytest
 from moe_ckpt import Memory
 from moe_ckpt.engine import room
 from moe_ckpt.engine.record import StepRecord
-from moe_ckpt.memory.slot import Slot
+from moe_ckpt.memory import mapping
+from moe_ckpt.memory.arena import Arena
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.storage import LocalStorage
 from tests.support.acted_gpu import ActedGPU
@@ -29,7 +31,9 @@ def _all_sizes_take_long(monkeypatch):
 
 
 @pytest.fixture
-def gpu():
+def gpu(monkeypatch):
+    monkeypatch.setattr(mapping, "LOCK_NBYTES", mapping.PAGE_NBYTES)
+    gc.collect()  # what tests before have locked is not unlocked in the middle of this one
     with ActedGPU() as acted:
         yield acted
 
@@ -48,7 +52,7 @@ def stepped(each: Life) -> list[float]:
 @pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "private"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_step_waits_for_page_locking(name, in_memory, where, gpu, caplog):  # noqa: F811
-    gpu.locking_secs_per_byte = MAKING_SECS / 1280
+    gpu.locking_secs_per_byte = MAKING_SECS / mapping.PAGE_NBYTES
     memory = Memory(directory=where[1]) if in_memory else None
     with Life(LocalStorage(where[0]), policy=POLICIES[name], memory=memory, pinned=True) as each:
         each.session.training_begins()
@@ -69,14 +73,14 @@ def test_no_step_waits_for_page_locking(name, in_memory, where, gpu, caplog):  #
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_rank_leaves_a_step_out_alone(name, tmp_path, monkeypatch):
-    create = Slot.create.__func__
+    grow = Arena.grow
 
-    def created(cls, path, nbytes):
-        if "node_1" in str(path):
+    def slowly(arena, end, **how):
+        if "node_1" in str(arena.path) and end > arena.ready:
             time.sleep(MAKING_SECS)
-        return create(cls, path, nbytes)
+        return grow(arena, end, **how)
 
-    monkeypatch.setattr(Slot, "create", classmethod(created))
+    monkeypatch.setattr(Arena, "grow", slowly)
 
     def body(comm) -> Life:
         comm.agrees_late = True
@@ -101,7 +105,7 @@ def test_no_rank_leaves_a_step_out_alone(name, tmp_path, monkeypatch):
 
 
 def test_whoever_asked_to_wait_waits_and_makes_nothing_on_the_training_thread(where, gpu):  # noqa: F811
-    gpu.locking_secs_per_byte = MAKING_SECS / 1280
+    gpu.locking_secs_per_byte = MAKING_SECS / mapping.PAGE_NBYTES
     settings = {"memory": Memory(directory=where[1]), "pinned": True, "when_busy": "wait"}
     with Life(LocalStorage(where[0]), policy=Dense(), **settings) as each:
         each.session.training_begins()

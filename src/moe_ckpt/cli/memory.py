@@ -79,7 +79,7 @@ def _nothing(args: argparse.Namespace, everything: Sequence[RankFacts]) -> str:
 
 
 def _as_json(facts: RankFacts) -> dict[str, object]:
-    return {**asdict(facts), "nbytes": facts.nbytes}
+    return asdict(facts)
 
 
 def _list(found: Sequence[RankFacts]) -> None:
@@ -116,7 +116,6 @@ def _explain(found: Sequence[RankFacts]) -> None:
             what = alone.get(slot.only, "")
             said = {
                 "sealed": f"{what}step {slot.step}{copy}, {slot.slices} slices, all bytes intact",
-                "open": "being written, or its process died while writing: not read",
                 "set aside": "damaged: not read any more",
                 "damaged": slot.problem,
             }[slot.state]

@@ -1,384 +1,289 @@
-"""Host memory for snapshots: reused buffers under a budget in bytes.
+"""Lends the host memory of one rank for snapshots, within a budget in bytes.
 
-Buffers are reused because fresh memory costs more than the copy itself (page faults made a clone 3.5
-times as slow as a warm copy where it was measured), and bounded because a growing queue of snapshots
-would take the host down.
-
-Steady state is three buffers of one size (MoC, "triple buffering"): one is copied into, one is written
-from, and one, the recovery buffer, holds the newest committed checkpoint (``engine.host_tier``). The pool
-knows only which are lent out; the roles are the pipeline's.
+A growing queue of snapshots would take the host down, so no more is lent than the budget. What is lent are rooms of an
+arena (``memory.arena``): in a file that outlives the process, or anonymous. Where the file system is full, anonymous
+memory beside it serves until there is room again, since storage must get its checkpoints all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from moe_ckpt.core.free_space import ALIGNMENT, rounded
 from moe_ckpt.engine.cgroups import available_bytes
 from moe_ckpt.engine.cgroups import free_bytes as _cgroup_free_bytes
-from moe_ckpt.engine.early_buffers import EarlyBuffers
-from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer, let_go, serves
 from moe_ckpt.errors import HostMemoryError
-from moe_ckpt.memory.slot import Slot
+from moe_ckpt.memory.arena import Arena, Buffer
+from moe_ckpt.memory.files import MemoryFiles
 
 log = logging.getLogger("moe_ckpt")
 
 _SHARE_OF_FREE_MEMORY = 0.5
-_PAGE_NBYTES = 4096
-_FEW = 8
-"""Of a budget that holds no more buffers than this, none may be larger than it must."""
+_WARMED_NBYTES = 256 << 20
+"""In one go: what is due comes between."""
+_GAPS = 3
+"""Rooms of different sizes leave gaps that hold none of them. Where those are in the way of a snapshot that the budget
+has room for, an arena may become larger than the budget by one part in so many."""
+_ROUNDING_NBYTES = 64 * ALIGNMENT
+"""What rooms of a small budget may take beyond it, because they are rounded up."""
 
 
-class HostBufferPool(EarlyBuffers):
-    """Lends byte buffers; never makes more than ``budget_bytes`` of them. Safe to use from several threads.
+class BufferPool:
+    """Lends rooms of never more than ``budget_bytes`` in all. Safe to use from several threads.
+
+    ``take`` and ``give_back`` are arithmetic, and for the training thread; ``acquire`` and ``make_ahead`` make memory.
 
     Args:
         budget_bytes: Of all buffers together.
         pinned: Page-locked, for copies from a GPU.
-        make_slot: Makes memory that outlives the process; None for private memory. Where it cannot (no room, no
-            descriptor left, a directory that is gone), private memory serves.
-        make_early: As ``make_slot``, for memory made ahead of time, which takes no room from anything else.
-        fits: Whether a slot of so many bytes could be made now. If so, private memory that was used for lack of room is
-            given up for a slot. None: it is kept.
+        files: Has the arena in a file, which is open; None for anonymous memory alone.
 
     Attributes:
-        dispose: Frees a buffer's memory, which may take long; on another thread where the calling one must not wait.
+        give_up: Makes room on the file system at the expense of what only a failure would need; False if there is none
+            such.
     """
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        *,
-        pinned: bool = False,
-        make_slot: Callable[[int], Slot] | None = None,
-        make_early: Callable[[int], Slot] | None = None,
-        fits: Callable[[int], bool] | None = None,
-    ) -> None:
-        super().__init__(budget_bytes, pinned=pinned)
-        self._make_slot, self._make_slot_early, self._fits = make_slot, make_early or make_slot, fits
-        self.dispose: Callable[[HostBuffer], None] = let_go
-        self._said_private = False
-        self._sizes: dict[str, tuple[int, ...]] = {}
+    def __init__(self, budget_bytes: int, *, pinned: bool = False, files: MemoryFiles | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self.give_up: Callable[[], bool] = lambda: False
+        self._pinned, self._files = pinned, files
+        self._private = Arena(arena_limit(budget_bytes), locks=pinned)
+        self._lent: dict[Buffer, bool] = {}
+        self._released: list[Buffer] = []
+        self._making = 0
+        self._retired = self._said_private = False
+        self._lock = threading.Lock()
 
-    def take(self, needs: Sequence[tuple[str, int]]) -> list[HostBuffer] | None:
-        """Buffers of at least these (kind, bytes) that need nothing but to be lent; None if there are not all of them.
+    @property
+    def _arenas(self) -> tuple[Arena, ...]:
+        return (self._private,) if self._files is None else (self._files.arena, self._private)
+
+    def take(self, sizes: Sequence[int]) -> list[Buffer] | None:
+        """Buffers of these sizes in bytes, of memory that is ready; None if there are not all of them.
 
         For the training thread: no memory is made, touched, page-locked or freed.
         """
-        found: list[HostBuffer] = []
-        with self._lock:
-            self._note_sizes(needs)
-            for kind, nbytes in needs:
-                best = self._fitting(kind, max(1, nbytes), found)
-                if best is None or not self._is_ready(best, max(1, nbytes)) or not _unseal(best):
-                    return None
-                found.append(best)
-            for each in found:
-                each.foreseen = False
-                self._free.remove(each)
-                self._lent.add(each)
-        return found
-
-    def has_ready(self, nbytes: int) -> bool:
-        """True if ``take`` finds a buffer for a whole snapshot of so many bytes."""
-        with self._lock:
-            best = self._fitting(WHOLE, nbytes)
-            return best is not None and self._is_ready(best, nbytes)
-
-    def _is_ready(self, buffer: HostBuffer, nbytes: int) -> bool:
-        if self._replaces(buffer) or buffer.is_cold:
-            return False
-        return not self._is_to_be_cut(buffer, nbytes)
-
-    def _replaces(self, buffer: HostBuffer) -> bool:
-        """It is private memory, and there is room again for what outlives the process."""
-        return buffer.slot is None and self._fits is not None and self._fits(buffer.nbytes)
-
-    def acquire_all(
-        self, needs: Sequence[tuple[str, int]], require: Callable[[int], None] | None = None
-    ) -> list[HostBuffer] | None:
-        """Buffers of at least these (kind, bytes), or None if the budget has no room for all of them. Slow where they
-        must be made: not for the training thread.
-
-        A buffer of another kind than ``WHOLE`` is kept when it is given back, if it fits one of these sizes.
-
-        Args:
-            needs: See above.
-            require: As of ``acquire``.
-
-        Raises:
-            HostMemoryError: They can never fit into the budget.
-            OSError: As ``acquire``; then none is lent.
-        """
-        self._note_sizes(needs)
-        if not self.fits(sum(nbytes for _, nbytes in needs)):
+        sizes, files = [max(1, nbytes) for nbytes in sizes], self._files
+        if files is None:
+            return self._lend(self._private, sizes)
+        if files.arena.is_gone:
             return None
-        found: list[HostBuffer] = []
+        buffers = self._lend(files.arena, sizes)
+        if buffers is None and self._private.ready and not files.fits(sum(sizes)):
+            return self._lend(self._private, sizes)
+        if buffers is None or not self._unseal(buffers):
+            return None
+        for buffer in buffers:
+            buffer.slot = files.slot(buffer)
+        return buffers
+
+    def _lend(self, arena: Arena, sizes: Sequence[int]) -> list[Buffer] | None:
+        with self._lock:
+            if self._lent_nbytes + sum(sizes) > self.budget_bytes:
+                return None
+            buffers = arena.take(sizes)
+            self._lent |= {buffer: not at for at, buffer in enumerate(buffers or ())}
+            return buffers
+
+    def _unseal(self, buffers: Sequence[Buffer]) -> bool:
+        """Have no later process take for a checkpoint what was released in these rooms; False, and they stay lent, if
+        that fails."""
+        with self._lock:
+            over = [old for old in self._released if any(old.overlaps(buffer) for buffer in buffers)]
+            self._released = [old for old in self._released if old not in over]
         try:
-            for kind, nbytes in needs:
-                buffer = self.acquire(max(1, nbytes), kind, require)
-                if buffer is None:
-                    break
-                found.append(buffer)
-        finally:
-            if len(found) < len(needs):
-                for each in found:
-                    self.give_back(each)
-        return found if len(found) == len(needs) else None
+            for old in over:
+                if old.slot is not None:
+                    old.slot.unseal()
+            return True
+        except OSError as error:  # the bytes stay what the header says
+            log.warning("a memory slot cannot be used again: %s", error)
+            return False
 
-    def _note_sizes(self, needs: Sequence[tuple[str, int]]) -> None:
-        for kind in (PIECES, MIRRORED):
-            if sizes := tuple(nbytes for each, nbytes in needs if each == kind):
-                self._sizes[kind] = sizes
-
-    def acquire(
-        self, nbytes: int, kind: str = WHOLE, require: Callable[[int], None] | None = None
-    ) -> HostBuffer | None:
-        """A buffer of at least ``nbytes``, or None if the budget is used up by buffers still lent out.
+    def acquire(self, sizes: Sequence[int], require: Callable[[int], None] | None = None) -> list[Buffer] | None:
+        """As ``take``, of memory that is made if need be; None if the budget has no room for all of them. Not for the
+        training thread.
 
         Args:
-            nbytes: See above.
-            kind: What it is for.
+            sizes: See ``take``.
             require: Called before memory for so many bytes is made, which outlives the process or is of no use.
 
         Raises:
-            HostMemoryError: ``nbytes`` can never fit into the budget.
+            HostMemoryError: They can never fit into the budget.
             OSError: ``require`` raised it, or memory of that kind cannot be made.
+            RuntimeError: The machine has no memory.
         """
-        if nbytes > self.budget_bytes:
+        nbytes = sum(sizes)
+        if nbytes > self.budget_bytes and not self._retired:
             raise HostMemoryError(nbytes, self.budget_bytes)
-        with self._lock:
-            best = self._fitting(kind, nbytes)
-            if best is not None:
-                self._free.remove(best)
-                self._lent.add(best)
-        if best is not None:
-            if not self._replaces(best) and _unseal(best) and self._trim(best, nbytes) and self._warm(best):
-                return best
-            self.discard(best)
-        with self._lock:
-            # What was foreseen is something else, and free buffers of the wrong size go before the budget is called
-            # exhausted.
-            gone = [b for b in self._free if b.foreseen and kind == WHOLE]
-            self._free = [b for b in self._free if b not in gone]
-            while self._free and self._held() + nbytes > self.budget_bytes:
-                gone.append(self._free.pop(0))
-            left = self.budget_bytes - self._held()
-            size = 0 if nbytes > left else min(self._size(nbytes), left)
-            self._making_bytes += size
-        for each in gone:
-            self.dispose(each)
-        if not size:
+        sizes = [max(1, size) for size in sizes]
+        with self._being_made():
+            while self.fits(nbytes):
+                if (buffers := self.take(sizes)) is not None:
+                    return buffers
+                if self._files is None:
+                    return self._take_private(sizes)
+                try:
+                    if not self._grow(self._files, sizes, require=require):
+                        return None
+                    self._say_private("")
+                except (OSError, RuntimeError) as error:
+                    if require is not None:
+                        raise
+                    if not self.give_up():
+                        self._say_private(str(error))
+                        return self._take_private(sizes)
+        return None
+
+    def _say_private(self, trouble: str) -> None:
+        """Tell, once, that snapshots are in private memory, or are so no longer."""
+        if trouble and not self._said_private and not self._retired:
+            log.warning("a snapshot is kept in private memory, which does not outlive this process: %s", trouble)
+        elif self._said_private and not trouble:
+            log.info("there is room again for snapshots in memory that outlives this process")
+        self._said_private = bool(trouble)
+
+    def _take_private(self, sizes: Sequence[int]) -> list[Buffer] | None:
+        """As ``acquire``, of anonymous memory."""
+        end = self._private.end_for(sizes)
+        if end > self._private.limit:
             return None
-        buffer = self._make(size, require)
-        buffer.kind = kind
-        with self._lock:
-            self._making_bytes -= size
-            self._lent.add(buffer)
-        return buffer
-
-    def _fitting(self, kind: str, nbytes: int, but: Sequence[HostBuffer] = ()) -> HostBuffer | None:
-        """The free buffer that serves best. The caller has locked the pool."""
-        # Where snapshots differ in size, as with ranks that own an expert of only some, all use the largest's.
-        usual, free = self._least_bytes if kind == WHOLE else 0, [b for b in self._free if b.kind == kind]
-        free = [b for b in free if b not in but]
-        fitting = [b for b in free if b.nbytes >= nbytes and serves(b, max(nbytes, usual))]
-        fitting = fitting or [b for b in free if serves(b, nbytes)]
-        fitting = fitting or [b for b in free if b.foreseen and nbytes <= b.nbytes]
-        return min(fitting, key=lambda b: b.nbytes, default=None)
-
-    def _is_to_be_cut(self, buffer: HostBuffer, nbytes: int) -> bool:
-        """It is larger than what ``nbytes`` need, and was made ahead of time, or the budget holds few of them. Where
-        CUDA has page-locked it, it would have to do so again: there a little more is no reason."""
-        if buffer.slot is None or buffer.nbytes <= max(self._size(nbytes), self._usual_bytes if buffer.foreseen else 0):
-            return False
-        is_tight = self.budget_bytes < _FEW * buffer.nbytes
-        return is_tight or (buffer.foreseen and not (buffer.registered and serves(buffer, nbytes)))
-
-    def _trim(self, buffer: HostBuffer, nbytes: int) -> bool:
-        """Shrinks a buffer to the size that ``nbytes`` need, where it should be; False if that fails."""
-        size = max(self._size(nbytes), self._usual_bytes if buffer.foreseen else 0)
-        is_to_be_cut = self._is_to_be_cut(buffer, nbytes)
-        buffer.foreseen = False
-        if buffer.slot is None or not is_to_be_cut:
-            return True
         try:
-            buffer.is_cold = buffer.registered
-            buffer.memory = buffer.memory[:0]
-            buffer.slot.shrink(size)
-            buffer.memory = buffer.slot.memory
-        except (OSError, RuntimeError) as error:
-            log.warning("a memory slot cannot be made smaller: %s", error)
-            return False
-        return True
+            self._private.grow(end, touches=self._pinned)
+        except OSError as error:
+            raise RuntimeError(f"the machine has no memory for {sum(sizes):,} bytes: {error}") from error
+        return self._lend(self._private, sizes)
 
-    def _warm(self, buffer: HostBuffer) -> bool:
-        """Touches the pages of a slot of an earlier life, and page-locks them for CUDA; False if that fails."""
-        cold, buffer.is_cold = buffer.is_cold, False
-        try:
-            if cold and self._pinned and buffer.slot is not None:
-                buffer.slot.pages.lock(buffer.nbytes)
-            elif cold:
-                buffer.memory[::_PAGE_NBYTES].max()  # to read a page of a file on a tmpfs maps it, and its neighbours
-        except RuntimeError as error:
-            log.warning("a memory slot of an earlier start cannot be used again: %s", error)
-            return False
-        return True
+    def _grow(
+        self, files: MemoryFiles, sizes: Sequence[int], *, spare: int = 0, require: Callable[[int], None] | None = None
+    ) -> bool:
+        """Make memory in the file; False if neither the budget nor what earlier lives left has room for it."""
+        end = files.arena.end_for(sizes)
+        return end <= self._most(files.arena) and files.grow(end, spare=spare, require=require)
 
-    def _make(self, size: int, require: Callable[[int], None] | None = None) -> HostBuffer:
-        """New memory for bytes that are already counted as being made; the caller counts the buffer instead."""
-        return self._made(size, self._make_slot, require, or_private=require is None)
+    def _most(self, arena: Arena) -> int:
+        """Bytes that the arena may have: what earlier lives left counts beside the budget while it is needed."""
+        return arena_limit(self.budget_bytes) + arena.adopted_nbytes
 
-    def _make_early(self, size: int) -> HostBuffer:
-        return self._made(size, self._make_slot_early, None, or_private=False)
+    def make_ahead(self, nbytes: int, count: int, *, early: bool = False) -> bool:
+        """Make memory for one more snapshot of so many bytes. Meant for a background thread.
 
-    def _made(
-        self,
-        size: int,
-        make: Callable[[int], Slot] | None,
-        require: Callable[[int], None] | None,
-        *,
-        or_private: bool,
-    ) -> HostBuffer:
-        try:
-            if require is not None:
-                require(size)
-            slot = None if make is None else self._slot(size, make, or_none=or_private)
-            if slot is not None:
-                return HostBuffer(slot.memory, slot)
-            return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
-        except (OSError, RuntimeError):
-            with self._lock:
-                self._making_bytes -= size
-            raise
+        Args:
+            nbytes: Of one.
+            count: Snapshots.
+            early: Only where as much again is free on the file system.
 
-    def _slot(self, size: int, make: Callable[[int], Slot], *, or_none: bool) -> Slot | None:
-        """Returns None if private memory must be used: training continues whatever is wrong with the file system."""
-        slot = None
-        try:
-            slot = make(size)
-            if self._pinned:
-                slot.pages.lock(size)
-            if self._said_private:
-                log.info("there is room again for snapshots in memory that outlives this process")
-                self._said_private = False
-            return slot
-        except (OSError, RuntimeError) as error:
-            if slot is not None:
-                slot.remove()
-            if not or_none:
-                raise
-            if not self._said_private and not self._retired:
-                log.warning("a snapshot is kept in private memory, which does not outlive this process: %s", error)
-                self._said_private = True
-            return None
-
-    def adopt(self, buffer: HostBuffer) -> None:
-        """Count a buffer as lent out by this pool although another one made it, even beyond the budget."""
-        with self._lock:
-            self._lent.add(buffer)
-
-    def add(self, slot: Slot, kind: str) -> None:
-        """Makes a free buffer of a slot of an earlier life, whose bytes are no longer needed."""
-        with self._lock:
-            if not self._retired:
-                self._free.append(HostBuffer(slot.memory, slot, kind=kind, is_cold=True))
-
-    def lend_nothing(self) -> HostBuffer:
-        """Returns an empty buffer, which needs no room, for an empty snapshot."""
-        buffer = HostBuffer(torch.empty(0, dtype=torch.uint8))
-        self.adopt(buffer)
-        return buffer
-
-    def give_back(self, buffer: HostBuffer) -> None:
-        """The lender no longer reads or writes ``buffer``. One of an unusual size, or beyond the budget, is not kept.
+        Returns:
+            False if that of ``count`` is there, lent out or not, or the budget is spent.
 
         Raises:
-            ValueError: it is not lent out. Lending it on would give two snapshots the same memory.
+            OSError: It cannot be made.
+            RuntimeError: Likewise.
+        """
+        arena, files = self._arenas[0], self._files
+        with self._lock:
+            lent, free = sum(self._lent.values()), self.budget_bytes - self._lent_nbytes
+        lacking = min(count - lent, free // max(1, nbytes))
+        sizes = next(
+            (sizes for more in range(1, lacking + 1) if arena.end_for(sizes := [nbytes] * more) > arena.ready), None
+        )
+        if sizes is None or self._retired:
+            return False
+        with self._being_made():
+            if files is not None:
+                return self._grow(files, sizes, spare=nbytes if early else 0)
+            return arena.grow(arena.end_for(sizes))
+
+    def warm_up(self) -> bool:
+        """Touch, and page-lock, some of what an earlier life left; False if that is done. On a background thread."""
+        arena = self._arenas[0]
+        with self._being_made():
+            return arena.grow(min(arena.nbytes, self._most(arena), arena.ready + _WARMED_NBYTES))
+
+    def has_ready(self, nbytes: int) -> bool:
+        """True if ``take`` finds a buffer of so many bytes, as far as memory is ready."""
+        return any(arena.fits(nbytes) for arena in self._arenas)
+
+    @contextlib.contextmanager
+    def _being_made(self) -> Iterator[None]:
+        with self._lock:
+            self._making += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._making -= 1
+
+    @property
+    def is_making(self) -> bool:
+        """Memory is being made by another thread."""
+        return self._making > 0
+
+    def adopt(self, buffer: Buffer) -> None:
+        """Count a buffer as lent out by this pool although another one made it, even beyond the budget."""
+        with self._lock:
+            self._lent[buffer] = True
+
+    def lend_nothing(self) -> Buffer:
+        """Returns an empty buffer, which needs no room, for an empty snapshot."""
+        buffer = Buffer(0, torch.empty(0, dtype=torch.uint8))
+        with self._lock:
+            self._lent[buffer] = False
+        return buffer
+
+    def give_back(self, buffer: Buffer) -> None:
+        """The lender no longer reads or writes ``buffer``. What is sealed in it stays readable until it is lent again.
+
+        Raises:
+            ValueError: It is not lent out. Lending it on would give two snapshots the same memory.
         """
         with self._lock:
             if self._retired:
                 return
-            if buffer not in self._lent:
+            if self._lent.pop(buffer, None) is None:
                 raise ValueError("a host buffer was returned twice, or to a pool that it does not belong to")
-            self._lent.remove(buffer)
-            usual = self._is_usual(buffer)
-            usual = usual and (buffer.slot is None or buffer.registered or not self._pinned)
-            if buffer.nbytes and usual and self._held() + buffer.nbytes <= self.budget_bytes:
-                self._free.append(buffer)
-                return
-        self.dispose(buffer)
-
-    def _is_usual(self, buffer: HostBuffer) -> bool:
-        if buffer.kind == WHOLE:
-            return not self._least_bytes or serves(buffer, self._least_bytes)
-        return any(serves(buffer, nbytes) for nbytes in self._sizes.get(buffer.kind, ()))
-
-    def discard(self, buffer: HostBuffer) -> None:
-        """The lender no longer reads or writes ``buffer``, whose room is needed for something else."""
-        with self._lock:
-            is_lent = buffer in self._lent
-            self._lent.discard(buffer)
-        if is_lent:
-            self.dispose(buffer)
+            if buffer.slot is not None:
+                self._released.append(buffer)
+        if buffer.arena is not None:
+            buffer.arena.free(buffer)
 
     def retire(self) -> None:
-        """Lends and keeps no more buffers. A lent buffer lives as long as its user."""
+        """Lends no more buffers. A lent buffer lives as long as its user."""
         with self._lock:
             self._retired, self.budget_bytes = True, 0
-            free, self._free = self._free, []
             self._lent.clear()
-        for buffer in free:
-            let_go(buffer)
-
-    def expect(self, nbytes: int) -> bool:
-        """Sets the usual size of a snapshot to ``nbytes``; True if others are to be made for it.
-
-        Free buffers that cannot serve such a snapshot (that of the dense first one) are freed.
-        """
-        with self._lock:
-            if nbytes <= self._least_bytes:
-                return False
-            self._least_bytes, more = nbytes, nbytes > self._usual_bytes
-            self._usual_bytes = self._size(nbytes) if more else self._usual_bytes
-            wrong = [b for b in self._free if b.kind == WHOLE and not serves(b, nbytes)]
-            self._free = [b for b in self._free if b not in wrong]
-        for buffer in wrong:
-            self.dispose(buffer)
-        return more or bool(wrong)
-
-    def clear(self) -> bool:
-        """Frees the free buffers, whose room a snapshot needs; False if there are none, or if the room is for another
-        buffer that is made ahead of time."""
-        with self._lock:
-            if self._ahead:
-                return False
-            found, self._free = self._free, []
-        for buffer in found:
-            self.dispose(buffer)
-        return bool(found)
+            self._released.clear()
+        self._private.retire()
 
     def fits(self, nbytes: int, spare: int = 0) -> bool:
-        """True if a buffer of ``nbytes`` could be lent out now, or as soon as what is made ahead of time is there, once
-        ``spare`` bytes lent out are returned."""
+        """True if the budget has room for so many bytes more, once ``spare`` bytes lent out are returned."""
+        return self.lent_bytes - spare + nbytes <= self.budget_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes lent out."""
         with self._lock:
-            lent = self._held() - sum(buffer.nbytes for buffer in self._free) - sum(self._ahead)
-            return lent - spare + nbytes <= self.budget_bytes
+            return self._lent_nbytes
+
+    @property
+    def _lent_nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._lent)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory held now, lent out or free."""
+        return sum(arena.ready for arena in self._arenas)
 
 
-def _unseal(buffer: HostBuffer) -> bool:
-    """Marks a slot as not sealed, so that no later process uses the old snapshot in it; False if that fails."""
-    try:
-        if buffer.slot is not None:
-            buffer.slot.unseal()
-            return buffer.slot.is_there
-    except OSError as error:
-        log.warning("a memory slot cannot be used again: %s", error)
-        return False
-    return True
+def arena_limit(budget_bytes: int) -> int:
+    """Returns the most bytes of an arena for so many of buffers: rooms are rounded up, and leave gaps between them."""
+    return rounded(budget_bytes + budget_bytes // _GAPS) + _ROUNDING_NBYTES
 
 
 def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:

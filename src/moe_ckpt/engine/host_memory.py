@@ -15,9 +15,8 @@ from typing import NamedTuple, TypeVar
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.engine import cgroups, host_tier
-from moe_ckpt.engine.buffers import HostBufferPool, default_budget_bytes
+from moe_ckpt.engine.buffers import BufferPool, arena_limit, default_budget_bytes
 from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.early_slots import EarlySlots
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.limited_slots import LimitedSlots
@@ -46,7 +45,7 @@ _Free = tuple[int, Mapping[str, int | None]]
 class HostMemory(NamedTuple):
     """This rank's pool and tier, and the life of the run that they are of: newer than all that memory holds."""
 
-    pool: HostBufferPool
+    pool: BufferPool
     tier: HostTier | MemoryTier
     generation: int
 
@@ -70,25 +69,17 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         left_here = host_tier.claimable_bytes(run.storage.root, run_id, run.comm.rank)
         ranks = settings.local_ranks
         budget = settings.host_memory_bytes or default_budget_bytes(ranks, left_here * ranks)  # each has left as much
-        pool = HostBufferPool(budget, pinned=settings.pinned)
+        pool = BufferPool(budget, pinned=settings.pinned)
         return HostMemory(pool, host_tier.claim(run.storage.root, run_id, run.comm.rank, pool), generation)
     generation = max(generation, agreed.newest + 1)
-    files, slots = _take_over_on_all_ranks(run, memory, run_id, generation, agreed.life)
+    files, slots = _take_over_on_all_ranks(run, memory, run_id, generation, agreed)
     generation, replicator = files.generation, None
     try:
         # Each rank has taken over its own slots; now those that no rank has. ``open_replication`` shares the error.
         found, trouble = _attempt(memory, lambda: (node_of(memory.root), files.take_left(own=False)))
         node, others = found or ("", [])
         slots.add(others)
-        pool = HostBufferPool(
-            agreed.budget,
-            pinned=settings.pinned,
-            make_slot=lambda nbytes: tier.make(nbytes),
-            make_early=lambda nbytes: early.make(nbytes),
-            fits=files.fits,
-        )
-        early = EarlySlots(run.comm.rank, files, pool)
-        slots.take_over = early.take_over
+        pool = BufferPool(agreed.budget, pinned=settings.pinned, files=files)
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
         limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
         replicator = open_replication(
@@ -96,6 +87,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         )
         _say_room(run, memory, agreed, replicator)
         tier = MemoryTier(run.comm.rank, node, run.model, pool, files, slots, replicator=replicator)
+        pool.give_up = tier.give_up
     except BaseException:
         if replicator is not None:
             replicator.close()
@@ -218,12 +210,14 @@ def _disagreement(rank: int, settings: Sequence[Sequence[str]]) -> str:
 
 
 def _take_over(
-    run: RunContext, memory: Memory, run_id: str, generation: int, life: str
+    run: RunContext, memory: Memory, run_id: str, generation: int, agreed: _Agreed
 ) -> tuple[MemoryFiles, LeftSlots]:
     """Makes this life's directory, and takes over what this rank left; a thread verifies that from here on."""
-    files = MemoryFiles(memory.root, run_id, generation, life, run.comm.rank, run.storage.root)
+    files = MemoryFiles(memory.root, run_id, generation, agreed.life, run.comm.rank, run.storage.root)
     try:
         left = files.take_left(own=True)
+        files.open_arena(arena_limit(agreed.budget), locks=run.settings.pinned)
+        left = files.adopt(left)
         return files, LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
     except BaseException:
         files.close(keep=True)
@@ -231,7 +225,7 @@ def _take_over(
 
 
 def _take_over_on_all_ranks(
-    run: RunContext, memory: Memory, run_id: str, generation: int, life: str
+    run: RunContext, memory: Memory, run_id: str, generation: int, agreed: _Agreed
 ) -> tuple[MemoryFiles, LeftSlots]:
     """``_take_over`` on every rank, for the same generation; if it fails on one rank, all raise. A collective.
 
@@ -241,7 +235,7 @@ def _take_over_on_all_ranks(
     tries = 0
     while True:
         tries += 1
-        found, trouble = _attempt(memory, partial(_take_over, run, memory, run_id, generation, life))
+        found, trouble = _attempt(memory, partial(_take_over, run, memory, run_id, generation, agreed))
         ahead = trouble.ahead if isinstance(trouble, HeldByCopyError) and tries < _TRIES else 0
         try:
             failed, ahead = largest(run.comm, [0 if trouble is None or ahead else run.comm.rank + 1, ahead])

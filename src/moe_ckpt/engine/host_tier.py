@@ -27,8 +27,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from moe_ckpt.engine.buffers import HostBufferPool
-from moe_ckpt.engine.host_buffer import HostBuffer
+from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.tiers import BufferTier
@@ -37,6 +36,7 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import Checksums, SliceEntry, in_a_row, with_checksums
+from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.directory import RankDirectory
 from moe_ckpt.memory.slot import HEADER_SUFFIX
 from moe_ckpt.replicas.replication import Replicator
@@ -86,7 +86,7 @@ class KeptCheckpoint:
     step: int
     generation: int
     parts: tuple[KeptPart, ...]
-    buffer: HostBuffer
+    buffer: Buffer
     state_digest: str = ""
 
     @property
@@ -151,7 +151,7 @@ class HostTier:
     kept = 0
     paths: Sequence[Path] = ()
 
-    def __init__(self, rank: int, run_id: str, pool: HostBufferPool, left: tuple[KeptCheckpoint, ...] = ()) -> None:
+    def __init__(self, rank: int, run_id: str, pool: BufferPool, left: tuple[KeptCheckpoint, ...] = ()) -> None:
         self.rank = rank
         self._run_id = run_id
         self._pool = pool
@@ -188,7 +188,7 @@ class HostTier:
         """The outcome of a snapshot was announced."""
         self.resolve(snapshot.buffer, committed=committed)
 
-    def resolve(self, buffer: HostBuffer, *, committed: bool) -> None:
+    def resolve(self, buffer: Buffer, *, committed: bool) -> None:
         """The outcome was announced. ``buffer`` is that of the snapshot, offered or not.
 
         Committed and offered, it becomes the recovery buffer and the former one is free. Committed, but not
@@ -262,7 +262,7 @@ _registry: list[_Registered] = []
 _registry_lock = threading.Lock()
 
 
-def claim(root: str, run_id: str, rank: int, pool: HostBufferPool) -> HostTier:
+def claim(root: str, run_id: str, rank: int, pool: BufferPool) -> HostTier:
     """The tier for a new session on the store at ``root``: what an earlier one left here, or an empty one.
 
     What is left of another run that once used the same directory can never be used again, and is freed. What is

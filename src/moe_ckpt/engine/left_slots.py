@@ -24,8 +24,6 @@ class LeftSlots:
 
     Attributes:
         checker: Verifies them.
-        take_over: Given those that nobody goes on from, returns the ones that are to be deleted: the others have
-            become this life's. None: all are.
     """
 
     def __init__(
@@ -35,7 +33,6 @@ class LeftSlots:
         likely: Sequence[FoundSlot] = (),
     ) -> None:
         self.checker = SlotChecker(likely)
-        self.take_over: Callable[[list[FoundSlot]], list[FoundSlot]] | None = None
         self._found = list(found)
         self._delete = delete
         self._noted: list[FoundSlot] = []
@@ -60,15 +57,13 @@ class LeftSlots:
         return sum(found.slot.memory.numel() for found in self.found)
 
     def keep(self, used: Collection[FoundSlot]) -> None:
-        """The run resumes from these slots, or from none: the others are taken over, or deleted."""
+        """The run resumes from these slots, or from none: the others are deleted."""
         self._is_chosen = True
         self._noted.clear()
         self.checker.only(())
         with self._lock:
             over = [found for found in self._found if found not in used]
             self._found = [found for found in self._found if found in used]
-        if self.take_over is not None:
-            over = self.take_over(over)
         self._delete(over)  # the only one to know them now: who is last frees their memory, which takes long
 
     def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:

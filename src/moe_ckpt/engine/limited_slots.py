@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moe_ckpt.engine import cgroups
-from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.preflight import CGROUP, MACHINE, RAISE_LIMIT, lies_in_memory
@@ -36,7 +36,7 @@ class LimitedSlots:
         local_ranks: Of the node.
     """
 
-    def __init__(self, files: MemoryFiles, pool: HostBufferPool, local_ranks: int) -> None:
+    def __init__(self, files: MemoryFiles, pool: BufferPool, local_ranks: int) -> None:
         self._files, self._pool, self._ranks = files, pool, local_ranks
         self._counts = lies_in_memory(str(files.path))
         self._said = False
@@ -48,15 +48,19 @@ class LimitedSlots:
             MemoryFullError: There is no room for it, on the file system or under the limit.
             OSError: It cannot be made.
         """
-        free, limit = _least_free() if self._counts else (None, "")
-        if free is not None:
-            own = max(0, self._pool.budget_bytes - self._pool.held_bytes)
-            again = _once_more_bytes()
-            left = free - self._ranks * (own + again) - (_COPIES * self._ranks - 1) * nbytes
-            if left < nbytes:
-                self._say(nbytes, limit, free, own, again)
-                raise MemoryFullError(str(self._files.path), nbytes, max(0, left))
-        return self._files.make(nbytes)
+
+        def require(_: int) -> None:
+            """Of what the arena lacks, as if it were all."""
+            free, limit = _least_free() if self._counts else (None, "")
+            if free is not None:
+                own = max(0, self._pool.budget_bytes - self._pool.held_bytes)
+                again = _once_more_bytes()
+                left = free - self._ranks * (own + again) - (_COPIES * self._ranks - 1) * nbytes
+                if left < nbytes:
+                    self._say(nbytes, limit, free, own, again)
+                    raise MemoryFullError(str(self._files.path), nbytes, max(0, left))
+
+        return self._files.make(nbytes, require)
 
     def _say(self, nbytes: int, limit: str, free: int, own: int, again: int) -> None:
         if self._said:

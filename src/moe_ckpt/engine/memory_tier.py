@@ -7,7 +7,6 @@ checkpoint is complete (``core.memory_retention``). Where it goes to storage, to
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import Counter
@@ -26,16 +25,15 @@ from moe_ckpt.core.memory_retention import (
     newest_checkpoint,
     with_newest_experts,
 )
-from moe_ckpt.engine.buffers import HostBufferPool
-from moe_ckpt.engine.host_buffer import HostBuffer
+from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.unsettled import Unsettled
 from moe_ckpt.engine.writing import SealedShare
-from moe_ckpt.errors import MemoryFullError, MemoryGoneError
+from moe_ckpt.errors import MemoryGoneError
 from moe_ckpt.format.manifest import ModelRecord
+from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.files import MemoryFiles
-from moe_ckpt.memory.slot import Slot
 from moe_ckpt.replicas.messages import SealedSlot
 from moe_ckpt.replicas.replication import Replicator
 
@@ -87,14 +85,14 @@ class _Entry:
 
     step: MemoryStep
     training_step: int
-    buffer: HostBuffer | None
+    buffer: Buffer | None
     readers: int
     state: int = NOT_YET
     freshness: int = UNKNOWN
     reported: bool = False
     groups: Sequence[Sequence[int]] = ()
-    pieces: dict[int, HostBuffer] = field(default_factory=dict)
-    mirrored: HostBuffer | None = None
+    pieces: dict[int, Buffer] = field(default_factory=dict)
+    mirrored: Buffer | None = None
 
     @property
     def nbytes(self) -> int:
@@ -104,17 +102,18 @@ class _Entry:
 
     @property
     def gone(self) -> str:
-        """One of its slots that somebody has deleted; empty if all are there."""
+        """One of its slots that was sealed and that somebody has deleted; empty if all are there."""
         slots = (None if buffer is None else buffer.slot for buffer in (self.buffer, *self.pieces.values()))
-        return next((str(slot.path) for slot in slots if slot is not None and not slot.is_there), "")
+        sealed = (slot for slot in slots if slot is not None)
+        return next((str(slot.path) for slot in sealed if not (slot.is_there and slot.is_sealed)), "")
 
-    def let_go(self, places: Collection[int]) -> list[HostBuffer]:
+    def let_go(self, places: Collection[int]) -> list[Buffer]:
         """Returns what is not needed once the ranks know what became of the snapshot: duplicates, and gradients."""
         mirrored, self.mirrored = self.mirrored, None
         found = [self.pieces.pop(place) for place in places]
         return found if mirrored is None else [mirrored, *found]
 
-    def let_go_of_all(self) -> list[HostBuffer]:
+    def let_go_of_all(self) -> list[Buffer]:
         """Returns all that it has."""
         buffer, self.buffer = self.buffer, None
         found = self.let_go(tuple(self.pieces))
@@ -148,7 +147,7 @@ class MemoryTier:
         rank: int,
         node: str,
         model: ModelRecord,
-        pool: HostBufferPool,
+        pool: BufferPool,
         files: MemoryFiles,
         left: LeftSlots,
         *,
@@ -180,35 +179,18 @@ class MemoryTier:
                         each.step = replace(each.step, on_storage=True)
             self._release_unneeded()
 
-    def make(self, nbytes: int) -> Slot:
-        """A new slot, at the expense of free ones that are of no use for it, of what earlier lives left, or of older
-        experts, if there is no other room.
+    def give_up(self) -> bool:
+        """Free room at the expense of what earlier lives left, or of older experts; False without any.
 
-        Raises:
-            MemoryFullError: There is none at all.
-            OSError: It cannot be made.
+        On any thread.
         """
-        try:
-            return self.files.make(nbytes)
-        except MemoryFullError:
-            if self._pool.clear():
-                with contextlib.suppress(MemoryFullError):
-                    return self.files.make(nbytes)
-            if self.left.remove():
-                self.complete_step = None  # those of this life are still to come
-        while True:
-            try:
-                return self.files.make(nbytes)
-            except MemoryFullError:
-                if not self._discard_oldest():
-                    raise
-
-    def _discard_oldest(self) -> bool:
-        """Remove the oldest slot that only holds older experts; False if there is none."""
+        if self.left.remove():
+            self.complete_step = None  # those of this life are still to come
+            self.files.wait_removed()
+            return True
         with self._lock:
             for entry in _superseded(self._entries.values())[:1]:
-                for buffer in entry.let_go_of_all():
-                    self._pool.discard(buffer)
+                _give_up(entry, self._pool)
                 return True
             return False
 
@@ -455,7 +437,7 @@ class MemoryTier:
             self.files.close(keep=keep)
 
 
-def _give_up(entry: _Entry, pool: HostBufferPool) -> None:
+def _give_up(entry: _Entry, pool: BufferPool) -> None:
     for buffer in entry.let_go_of_all():
         pool.give_back(buffer)
 

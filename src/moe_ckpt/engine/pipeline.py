@@ -180,14 +180,14 @@ class Pipeline:
         consumed = gradients.tensors if gradients is not None and request.gradients else ()
         writer, number = request.share_of(self._rank, self.next_memory_sequence)
         plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
-        needs, began = buffer_sizes(plan), time.monotonic()
+        sizes, began = buffer_sizes(plan), time.monotonic()
         buffers, waited = None, False
         if refused is None:
-            buffers, waited = self.room.find(request, needs, patience_secs, last=last, waits=waits, starts=starts)
+            buffers, waited = self.room.find(request, sizes, patience_secs, last=last, waits=waits, starts=starts)
         if agree is not None and not agree(refused is not None or not self.room.trouble):
             for buffer in buffers or ():
                 self._pool.give_back(buffer)
-            self._note_use(request, needs)
+            self._note_use(request, sizes)
             return None
         if buffers is None:
             refused = (
@@ -222,11 +222,11 @@ class Pipeline:
         self._sequence += request.stored
         self.next_memory_sequence += self.memory is not None and request.survivors_of is None
         self.stages.submit(snapshot)
-        self._note_use(request, needs)
+        self._note_use(request, sizes)
         return snapshot
 
-    def _note_use(self, request: SnapshotRequest, needs: Sequence[tuple[str, int]]) -> None:
-        if self.room.note_use(request, needs):
+    def _note_use(self, request: SnapshotRequest, sizes: Sequence[int]) -> None:
+        if self.room.note_use(request, sizes):
             self._preallocator.top_up()
 
     def step_begins(self) -> None:

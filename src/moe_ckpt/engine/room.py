@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,13 +11,13 @@ from concurrent.futures import TimeoutError as NotInTimeError
 from functools import partial
 
 from moe_ckpt.core.peer_copies import are_behind
-from moe_ckpt.engine.buffers import HostBufferPool
-from moe_ckpt.engine.host_buffer import WHOLE, HostBuffer, let_go
+from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.stages import Stages
 from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.work_thread import WorkThread
 from moe_ckpt.errors import HostMemoryError
+from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.slices.request import SnapshotRequest
 
 log = logging.getLogger("moe_ckpt")
@@ -41,7 +40,7 @@ class Room:
         settings: The user's.
         rank: For messages.
         operators: Of the model: how many.
-        require: Called before memory is made for what survivors of a failure seal; see ``HostBufferPool.acquire``.
+        require: Called before memory is made for what survivors of a failure seal; see ``BufferPool.acquire``.
         always_whole: Each snapshot of the policy holds everything.
         maker: Makes and frees memory, which the training thread never does. None: there is no training thread.
 
@@ -52,7 +51,7 @@ class Room:
 
     def __init__(
         self,
-        pool: HostBufferPool,
+        pool: BufferPool,
         tier: BufferTier,
         stages: Stages,
         settings: Settings,
@@ -65,14 +64,12 @@ class Room:
     ) -> None:
         self._pool, self._tier, self._stages, self._settings = pool, tier, stages, settings
         self._always_whole = always_whole
-        self._maker, self._training = maker or WorkThread(), threading.current_thread()
-        self._asked: Future[list[HostBuffer] | None] | None = None
-        if pool is not None:
-            pool.dispose = self._dispose
+        self._maker = maker or WorkThread()
+        self._asked: Future[list[Buffer] | None] | None = None
         self._rank, self._operators, self._require = rank, operators, require
         self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
         self._window_size = 1
-        self._snapshots = self._next_nbytes = self._two_nbytes = 0
+        self._snapshots = self._next_nbytes = self._usual_nbytes = self._two_nbytes = 0
         self._gave_up = self.is_topping_up = self._said = False
         self.trouble = ""
 
@@ -100,10 +97,10 @@ class Room:
     def ask(self) -> None:
         """Have memory made, if that is what the next snapshot lacks."""
         if self.is_unmade and (self._asked is None or self._asked.done()):
-            self._asked = self._maker.submit(partial(self._pool.acquire_all, [(WHOLE, self._next_nbytes)]))
+            self._asked = self._maker.submit(partial(self._pool.acquire, [self._next_nbytes]))
             self._asked.add_done_callback(self._give_back)
 
-    def _give_back(self, made: Future[list[HostBuffer] | None]) -> None:
+    def _give_back(self, made: Future[list[Buffer] | None]) -> None:
         """Nobody has waited for these: they are there for the next snapshot. On any thread."""
         if made.exception() is not None:
             log.info("no memory is made for snapshots: %s", made.exception())
@@ -111,15 +108,6 @@ class Room:
         for buffer in made.result() or ():
             with contextlib.suppress(ValueError):  # the pool has retired
                 self._pool.give_back(buffer)
-
-    def _dispose(self, buffer: HostBuffer) -> None:
-        def free() -> bool:
-            let_go(buffer)
-            return False
-
-        is_training = threading.current_thread() is self._training
-        if not is_training or not self._maker.start(free, to_the_end=True):
-            free()
 
     @property
     def is_used_up(self) -> bool:
@@ -141,20 +129,20 @@ class Room:
     def find(
         self,
         request: SnapshotRequest,
-        needs: Sequence[tuple[str, int]],
+        sizes: Sequence[int],
         patience_secs: float,
         *,
         last: bool = False,
         waits: bool = True,
         starts: bool = False,
-    ) -> tuple[list[HostBuffer] | None, bool]:
+    ) -> tuple[list[Buffer] | None, bool]:
         """(buffers, or None if they did not become free in time; True if snapshots under way had to be waited for).
 
         It waits where it must even if others are configured to be skipped: peers may have begun already.
 
         Args:
             request: Of the snapshot.
-            needs: As of ``HostBufferPool.acquire_all``.
+            sizes: As of ``BufferPool.take``.
             patience_secs: Longest wait.
             last: See ``BufferTier.drop``.
             waits: Also for memory that is made, however long that takes.
@@ -165,7 +153,7 @@ class Room:
             RuntimeError: Likewise: the machine has no memory.
             OSError: There is none for what survivors seal.
         """
-        nbytes, self.trouble = sum(each for _, each in needs), ""
+        nbytes, self.trouble = sum(sizes), ""
         if nbytes > self._pool.budget_bytes:
             error = self._too_small(request.step, nbytes, whole=len(request.operators) == self._operators)
             if starts:
@@ -183,11 +171,11 @@ class Room:
             waited = waited or self._stages.in_flight > left
             if not self._stages.wait(left, max(0.0, until - time.monotonic())):
                 return None, waited
-            buffers = self._acquire(request, needs, until, waits=waits, starts=starts)
+            buffers = self._acquire(request, sizes, until, waits=waits, starts=starts)
             while buffers is None and not self.trouble:
                 if not self._give_up_recovery(nbytes, chain=not request.gradients, last=last):
                     break
-                buffers = self._acquire(request, needs, until, waits=waits, starts=starts)
+                buffers = self._acquire(request, sizes, until, waits=waits, starts=starts)
             if buffers is not None or self.trouble:
                 return buffers, waited
             if self._tier.outlives_process and not self._stages.in_flight:
@@ -199,19 +187,19 @@ class Room:
     def _acquire(
         self,
         request: SnapshotRequest,
-        needs: Sequence[tuple[str, int]],
+        sizes: Sequence[int],
         until: float,
         *,
         waits: bool,
         starts: bool,
-    ) -> list[HostBuffer] | None:
+    ) -> list[Buffer] | None:
         """Buffers of the pool; None if something must be given up first, or for ``trouble``."""
-        nbytes = sum(each for _, each in needs)
-        buffers = self._pool.take(needs)
+        nbytes = sum(sizes)
+        buffers = self._pool.take(sizes)
         if buffers is not None or not self._pool.fits(nbytes):
             return buffers
         require = self._require if request.survivors_of is not None else None
-        made = self._maker.submit(partial(self._pool.acquire_all, needs, require))
+        made = self._maker.submit(partial(self._pool.acquire, sizes, require))
         secs = max(0.0, until - time.monotonic())
         if not waits and self._takes_long:
             secs = min(secs, _QUICK_SECS if nbytes <= _QUICK_NBYTES else 0.0)
@@ -251,9 +239,9 @@ class Room:
                 return False
         return not self.is_unmade
 
-    def note_use(self, request: SnapshotRequest, needs: Sequence[tuple[str, int]]) -> bool:
+    def note_use(self, request: SnapshotRequest, sizes: Sequence[int]) -> bool:
         """A snapshot began with these buffers. Returns True if more should be made ahead of time (``top_up``)."""
-        (_, nbytes), total = needs[0], sum(each for _, each in needs)
+        nbytes, total = sizes[0], sum(sizes)
         partial = len(request.operators) < self._operators and request.window is None
         self._last_nbytes, self._most_nbytes = total, max(self._most_nbytes, total)
         self._partial_nbytes = max(self._partial_nbytes, total if partial else 0)
@@ -264,12 +252,14 @@ class Room:
         self._snapshots += 1
         if partial or again or self._always_whole or self._window_size > 1:
             self._next_nbytes = max(nbytes, self._next_nbytes if partial else 0)
-        more = self._pool.expect(nbytes) if partial or again else False
-        more = more or (again and self._snapshots == 2)  # what has found little room before
+        more = again and self._snapshots == 2  # what has found little room before
+        if partial or again:
+            more |= nbytes > self._usual_nbytes
+            self._usual_nbytes = max(nbytes, self._usual_nbytes)
         return more or (partial and self._tier.kept > 0)
 
     def make_ready(self, share: Callable[[], int] | None) -> bool:
-        """Prepare one of the buffers that the first snapshots of this life will need; False if there are enough.
+        """Make memory for one of the first snapshots of this life; False if there is enough.
 
         On another thread, which does not have to hurry.
 
@@ -277,31 +267,31 @@ class Room:
             share: Bytes of the first snapshot, roughly; None where nobody knows.
         """
         try:
-            return self._pool.warm_up() or self._make_foreseen(share)
+            return self._make_foreseen(share) or self._pool.warm_up()
         except (OSError, RuntimeError) as error:
             log.info("no memory is made before the first snapshot: %s", error)
             return False
 
     def _make_foreseen(self, share: Callable[[], int] | None) -> bool:
         count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
-        if share is None or self._pool.free_count() >= count or not share():
+        if share is None or self._snapshots or not share():
             return False  # a rank that saves nothing needs no room, either
         beside = share() // _SLACK + min(_PLAIN_NBYTES, share() // 2)
-        return self._pool.foresee(share(), share() + beside, count)
+        return self._pool.make_ahead(share() + beside, count, early=True)
 
     def top_up(self) -> bool:
-        """Make one of the buffers that the next snapshots will need; False if there are enough. On another thread."""
+        """Make memory for one of the next snapshots; False if there is enough. On another thread."""
         self.is_topping_up = self._make_one_more()
         return self.is_topping_up
 
     def _make_one_more(self) -> bool:
         try:
             early = self._tier.outlives_process and self._snapshots == 1  # from the second one on it is due
-            return self._pool.top_up(self._buffers + self._tier.kept, early=early)
+            return self._pool.make_ahead(self._usual_nbytes, self._buffers + self._tier.kept, early=early)
         except OSError as error:  # a snapshot makes it, at the expense of something, or says why it cannot
             log.info("no memory is made before it is needed: %s", error)
         except RuntimeError as error:
-            log.warning("no further host buffer could be allocated in advance, snapshots will retry: %s", error)
+            log.warning("no further host memory could be made in advance, snapshots will retry: %s", error)
         return False
 
     @property

@@ -16,7 +16,6 @@ from moe_ckpt.core.survivors import GRADIENTS, TENSORS
 from moe_ckpt.engine.commit import SavedOperators
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
-from moe_ckpt.engine.host_buffer import roomy
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
@@ -111,7 +110,7 @@ class MemorySealer:
 
     def _seal_own(self, snapshot: Snapshot, share: SealedShare, slot: Slot) -> bytes:
         request = snapshot.request
-        nbytes = min(slot.memory.numel(), roomy(max(1, snapshot.plan.own_nbytes())))
+        nbytes = max(1, snapshot.plan.own_nbytes())
         parts = tuple(SlotPart(each.part.kind, each.begin, b"".join(each.header)) for each in share.parts)
         header = self._header(
             snapshot,
@@ -128,7 +127,7 @@ class MemorySealer:
         kept = tuple(part for part in header.parts if part.kind != HOST_ONLY)
         if not request.copied or request.sends_host_only or len(kept) == len(header.parts):
             return raw
-        sent_nbytes = min(nbytes, roomy(max(1, snapshot.plan.own_nbytes(host_only=False))))
+        sent_nbytes = max(1, snapshot.plan.own_nbytes(host_only=False))
         return encode_slot(replace(header, parts=kept, nbytes=sent_nbytes, sent=True))
 
     def _header(

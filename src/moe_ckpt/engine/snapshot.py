@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_ckpt.engine.host_buffer import MIRRORED, PIECES, WHOLE, HostBuffer
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.format.tree import encode_tree
+from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart, CompiledPlan
 from moe_ckpt.slices.copier import Copy
 from moe_ckpt.slices.copying import copy_here
@@ -52,7 +52,7 @@ class Snapshot:
     sequence: int
     request: SnapshotRequest
     plan: CompiledPlan
-    buffers: Sequence[HostBuffer]
+    buffers: Sequence[Buffer]
     copy: Copy
     state: Any
     began_at: float
@@ -64,17 +64,17 @@ class Snapshot:
     share: SealedShare | None = None
 
     @property
-    def buffer(self) -> HostBuffer:
+    def buffer(self) -> Buffer:
         """Memory that ``plan.parts`` lie in."""
         return self.buffers[0]
 
     @property
-    def pieces(self) -> Sequence[HostBuffer]:
+    def pieces(self) -> Sequence[Buffer]:
         """The buffers of ``plan.pieces``, one each."""
         return self.buffers[1 : 1 + len(self.plan.pieces)]
 
     @property
-    def mirrored(self) -> HostBuffer | None:
+    def mirrored(self) -> Buffer | None:
         """The buffer of ``plan.mirrored``; None if it has none."""
         return self.buffers[-1] if self.plan.mirrored else None
 
@@ -115,13 +115,13 @@ class Snapshot:
         return next(memory for each, memory in placed(self.plan, self.buffers) if each is part)
 
 
-def buffer_sizes(plan: CompiledPlan) -> list[tuple[str, int]]:
-    """Returns (kind, bytes) of a plan's buffers, for ``HostBufferPool.acquire_all``; that of its parts comes first."""
-    found = [(WHOLE, plan.nbytes), *((PIECES, part.nbytes) for _, part in plan.pieces)]
-    return [*found, (MIRRORED, plan.mirrored_nbytes)] if plan.mirrored else found
+def buffer_sizes(plan: CompiledPlan) -> list[int]:
+    """Returns the bytes of a plan's buffers, for ``BufferPool``; that of its parts comes first."""
+    sizes = [plan.nbytes, *(part.nbytes for _, part in plan.pieces)]
+    return [*sizes, plan.mirrored_nbytes] if plan.mirrored else sizes
 
 
-def placed(plan: CompiledPlan, buffers: Sequence[HostBuffer]) -> Iterator[tuple[CompiledPart, torch.Tensor]]:
+def placed(plan: CompiledPlan, buffers: Sequence[Buffer]) -> Iterator[tuple[CompiledPart, torch.Tensor]]:
     """Yields every part with its bytes (uint8, a view), of the buffers that ``buffer_sizes`` lists."""
     first, *others = (buffer.memory for buffer in buffers)
     for base, part in plan.parts:

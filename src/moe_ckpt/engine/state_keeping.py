@@ -19,7 +19,6 @@ from moe_ckpt.core.freshness import UNKNOWN
 from moe_ckpt.core.survivors import STATE, survivor_sequence
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
-from moe_ckpt.engine.host_buffer import roomy
 from moe_ckpt.engine.snapshot import Plain
 from moe_ckpt.engine.writing import checksums_of, state_file
 from moe_ckpt.format.shard import Checksums
@@ -109,7 +108,7 @@ class StateKeeper:
     def _seal(self, step: _Step) -> Slot:
         encoded, side = step.plain
         part = self._compiled(side)
-        slot = self._files.make(roomy(max(1, part.nbytes)))
+        slot = self._files.make(max(1, part.nbytes))
         try:
             for entry, (_, tensor) in zip(part.side_entries(), side, strict=True):
                 target(entry, slot.memory).copy_(tensor)

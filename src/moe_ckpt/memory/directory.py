@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.memory.arena import ARENA, COPIES, FULL
 from moe_ckpt.memory.identity import Identity, identity, identity_at
 from moe_ckpt.memory.logs import is_log
 from moe_ckpt.memory.options import DEFAULT_ROOT
-from moe_ckpt.memory.slot import DATA_SUFFIX, HEADER_SUFFIX, STARTS_SUFFIX
+from moe_ckpt.memory.slot import AT, HEADER_SUFFIX, STARTS_SUFFIX, data_of
 from moe_ckpt.storage.access import PRIVATE
 from moe_ckpt.storage.local import make_directories
 
@@ -38,7 +39,6 @@ _NAMED = re.compile(r"names_(\d{6,})")
 DIVERGED = "diverged"
 """An empty file in a rank's directory: what its life computed again from upstream logs was not what it was the first
 time, and no life has ended a step since."""
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
 _MOST_OWNER_NBYTES = 4096
 _TRIES = 64
@@ -135,8 +135,8 @@ class RankDirectory:
 
     @property
     def slots(self) -> list[Path]:
-        """Those that have bytes, sealed or not; without suffix."""
-        return sorted(path.with_suffix("") for path in self.path.glob(f"*{DATA_SUFFIX}"))
+        """Those that are sealed; without suffix."""
+        return slots_in(self.path)
 
     @property
     def is_empty(self) -> bool:
@@ -170,12 +170,19 @@ class RankDirectory:
     def clear_unsealed(self) -> None:
         """Delete what nobody can read: bytes without a header, and what was set aside as damaged."""
         there = {path.name: path for path in entries(self.path)} if self._is_held else {}
+        sealed = [path for path in slots_in(self.path) if data_of(path)[0].name in there]
+        stays = {f"{path.name}{suffix}" for path in sealed for suffix in (HEADER_SUFFIX, STARTS_SUFFIX)}
+        stays |= {LOCK, OWNER, DIVERGED, *(data_of(path)[0].name for path in sealed)}
         for name, path in there.items():
-            pair = {path.stem + DATA_SUFFIX, path.stem + HEADER_SUFFIX}
-            is_of_slot = name in (*pair, path.stem + STARTS_SUFFIX) and pair <= there.keys()
-            is_kept = name in (LOCK, OWNER, DIVERGED) or _NAMED.fullmatch(name)
-            if not is_of_slot and not is_kept and not is_log(name, there.keys()):
+            if name not in stays and not _NAMED.fullmatch(name) and not is_log(name, there.keys()):
                 _delete(path)
+
+    def drop_arenas(self) -> None:
+        """Delete the arenas that no slot is sealed in."""
+        used = {data_of(path)[0].name for path in self.slots}
+        for name in (ARENA, COPIES) if self._is_held else ():
+            if name not in used:
+                _delete(self.path / name)
 
     def clear(self) -> None:
         """Delete all it holds but the lock."""
@@ -212,6 +219,11 @@ class RankDirectory:
             if descriptor >= 0:
                 os.close(descriptor)
                 _owned.discard(self._identity)
+
+
+def slots_in(directory: Path) -> list[Path]:
+    """Returns the sealed slots of a rank's directory; without suffix."""
+    return sorted(path.with_suffix("") for path in directory.glob(f"*{AT}*{HEADER_SUFFIX}"))
 
 
 def _is_owned(path: Path) -> bool:

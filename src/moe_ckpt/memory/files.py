@@ -8,14 +8,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_ckpt.errors import ConfigError, DamagedError, MemoryFullError
 from moe_ckpt.format.slot import SlotHeader
+from moe_ckpt.memory.arena import ARENA, COPIES, FULL, Arena, Buffer
 from moe_ckpt.memory.directory import (
-    FULL,
     RankDirectory,
     boot_id,
     entries,
@@ -28,8 +29,9 @@ from moe_ckpt.memory.directory import (
     said_holder,
     user_directory,
 )
+from moe_ckpt.memory.identity import Identity, identity
 from moe_ckpt.memory.removing import SlotRemover
-from moe_ckpt.memory.slot import HEADER_SUFFIX, Slot, forget_starts, set_aside
+from moe_ckpt.memory.slot import COPY, HEADER_SUFFIX, OWN, Slot, forget_starts, set_aside
 from moe_ckpt.storage.local import free_bytes
 
 log = logging.getLogger("moe_ckpt")
@@ -70,11 +72,14 @@ class MemoryFiles:
         self.boot_id = boot_id()
         self._root, self._store = root, store
         self._noted: set[int] = set()
-        self._making = threading.Lock()
+        self._making, self._copying = threading.Lock(), threading.Lock()
         self._own = make_rank_directory(root, run_id, generation, rank, store)
         self._left: list[RankDirectory] = []
         self._numbers = itertools.count()
-        self._remover = SlotRemover()
+        self._limit, self._locks = 0, False
+        self._arena: Arena | None = None
+        self._copies: Arena | None = None
+        self._remover = SlotRemover(self._tidy)
 
     @property
     def path(self) -> Path:
@@ -86,28 +91,120 @@ class MemoryFiles:
         """Of all rank directories that are owned."""
         return tuple(directory.path for directory in (self._own, *self._left))
 
-    def take_over(self, slot: Slot) -> None:
-        """A slot that an earlier life left becomes one of this life's, with its memory, unsealed.
+    def open_arena(self, limit: int, *, locks: bool = False) -> None:
+        """Make this life's arenas, of those that this rank's earlier life left.
+
+        To be called when its slots were taken over, which ``adopt`` must be given then.
+
+        Args:
+            limit: Bytes that it may grow to, besides those rooms.
+            locks: See ``Arena``.
 
         Raises:
-            OSError: It stays where it is.
+            OSError: It cannot be made.
         """
-        if not self._own.is_described:
-            self._own.describe(self._store)
-        slot.move(self._next_path())
+        self._limit, self._locks = limit, locks
+        self._arena = self._made_arena(ARENA, limit, locks=locks)
+        self._copies = self._made_arena(COPIES, _most_nbytes(str(self.path)))
 
-    def _next_path(self) -> Path:
-        return self.path / f"slot_{next(self._numbers):03d}"
+    def _made_arena(self, name: str, limit: int, *, locks: bool = False) -> Arena:
+        """Links what the newest life left that had one; makes it otherwise, which takes longer to grow."""
+        for directory in self._left:
+            with contextlib.suppress(OSError):
+                os.link(directory.path / name, self.path / name, follow_symlinks=False)
+                break
+        return Arena(limit, path=self.path / name, locks=locks)
 
-    def make(self, nbytes: int) -> Slot:
-        """A new slot. Raises ``MemoryFullError``, ``OSError``. On any thread, one at a time."""
-        path = self._next_path()
+    @property
+    def arena(self) -> Arena:
+        """This life's own. Raises ``RuntimeError`` before ``open_arena``."""
+        if self._arena is None:
+            raise RuntimeError("the memory of this life has no arena yet")
+        return self._arena
+
+    def adopt(self, found: Sequence[FoundSlot]) -> list[FoundSlot]:
+        """Keep slots of the arena from being overwritten.
+
+        Returns:
+            Those that can be used: all, unless a fault of this library gave two of them the same bytes.
+        """
+        sound = []
+        for each in newest_first(found):
+            try:
+                for arena in filter(None, (self._arena, self._copies)):
+                    each.slot.adopt(arena)
+                sound.append(each)
+            except ValueError as error:
+                log.error("the memory slot %s is set aside, and not used: %s", each.slot.path, error)
+                each.slot.quarantine()
+        return sound
+
+    def slot(self, buffer: Buffer) -> Slot:
+        """Returns the slot whose bytes a room of the arena holds."""
+        return Slot.of(self._next_path(OWN), buffer)
+
+    def grow(self, end: int, **how: Any) -> bool:
+        """As ``Arena.grow``, once what is being deleted is gone, and in a directory of this life."""
+        with self._making:
+            if self._own.is_gone or self.arena.is_gone:
+                self._make_again()
+                self._arena = self._made_arena(ARENA, self._limit, locks=self._locks)
+        self._describe(end)
+        return self._grow(self.arena, end, **how)
+
+    def _grow(self, arena: Arena, end: int, **how: Any) -> bool:
         try:
-            return self._make(path, nbytes)
+            return arena.grow(end, **how)
         except MemoryFullError:
             if not self._remover.wait():
                 raise
-            return self._make(path, nbytes)
+            return arena.grow(end, **how)
+
+    def _describe(self, nbytes: int) -> None:
+        if not self._own.is_described:
+            try:
+                self._own.describe(self._store)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                raise MemoryFullError(str(self.path), nbytes, 0) from error
+
+    def _tidy(self) -> None:
+        """Give back what only slots of earlier lives took."""
+        for directory in tuple(self._left):
+            directory.drop_arenas()
+        arena = self._arena
+        if arena is not None and not arena.adopted_nbytes and arena.nbytes > self._limit:
+            arena.shrink(self._limit)
+
+    def wait_removed(self) -> None:
+        """Return when the rooms of what ``remove`` was given are free."""
+        self._remover.wait()
+
+    def _next_path(self, kind: str) -> Path:
+        return self.path / f"{kind}_{next(self._numbers):03d}"
+
+    def make(self, nbytes: int, require: Callable[[int], None] = lambda nbytes: None) -> Slot:
+        """A new slot for what is no snapshot of this rank. ``Slot.remove`` gives its room back. On any thread.
+
+        Args:
+            nbytes: Of the slot.
+            require: See ``Arena.grow``.
+
+        Raises:
+            MemoryFullError: There is no room.
+            OSError: It cannot be made.
+        """
+        with self._copying:
+            with self._making:
+                if self._copies is None or self._own.is_gone or self._copies.is_gone:
+                    self._make_again()
+                    self._copies = self._made_arena(COPIES, _most_nbytes(str(self.path)))
+                arena = self._copies
+            while (rooms := arena.take([nbytes])) is None:
+                self._describe(nbytes)
+                self._grow(arena, arena.end_for([nbytes]), require=require)
+        return Slot.of(self._next_path(COPY), rooms[0], frees=True)
 
     def fits(self, nbytes: int) -> bool:
         """Whether a slot may be had. At once, and no promise."""
@@ -118,22 +215,11 @@ class MemoryFiles:
         except OSError:
             return False
 
-    def _make(self, path: Path, nbytes: int) -> Slot:
-        with self._making:
-            if self._own.is_gone:
-                self._make_again()
-        if not self._own.is_described:
-            try:
-                self._own.describe(self._store)
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                raise MemoryFullError(str(self.path), nbytes, 0) from error
-        return Slot.create(path, nbytes)
-
     def _make_again(self) -> None:
         """Somebody has deleted the directory. Raises ``OSError``: it cannot be had any more."""
         gone = self._own
+        if not gone.is_gone:
+            return
         try:
             self._own = make_rank_directory(self._root, self.run_id, self.generation, self.rank, self._store)
         except ConfigError as error:
@@ -229,6 +315,7 @@ class MemoryFiles:
                 earlier lives on this node but what living processes hold.
         """
         self._remover.wait()
+        self._arena = self._copies = None  # their memory lives as long as its users
         left, self._left = self._left, []
         for directory in (self._own, *left):
             if keep:
@@ -256,6 +343,12 @@ class MemoryFiles:
     @property
     def _run(self) -> Path:
         return self.path.parent.parent
+
+
+def _most_nbytes(path: str) -> int:
+    """Returns the bytes that copies of others may take here at most: more than they ever will."""
+    machine, found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), os.statvfs(path)
+    return min(machine, found.f_blocks * found.f_frsize or machine)
 
 
 def _has_sealed(path: Path) -> bool:
@@ -291,7 +384,7 @@ def left_bytes(root: str, run_id: str, store: str) -> int:
         ConfigError: As ``user_directory``.
     """
     paths = [path for _, _, path in rank_directories(user_directory(root) / run_id)]
-    return sum(used_bytes(path) for path in paths if owner_of(path).store == store and not holder_of(path))
+    return used_bytes(*(path for path in paths if owner_of(path).store == store and not holder_of(path)))
 
 
 def sweep(root: str, run_id: str) -> int:
@@ -329,14 +422,15 @@ def _swept(run: Path) -> int:
     return 0
 
 
-def used_bytes(path: Path) -> int:
-    """Of all files below, as far as they are still there."""
-    total = 0
-    for directory, _, names in os.walk(path):
+def used_bytes(*paths: Path) -> int:
+    """Of all files below, as far as they are still there; of one that lives have in common, once."""
+    sizes: dict[Identity, int] = {}
+    for directory, _, names in itertools.chain.from_iterable(map(os.walk, paths)):
         for name in names:
             with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(directory, name)).st_size
-    return total
+                found = os.lstat(os.path.join(directory, name))
+                sizes[identity(found)] = found.st_size
+    return sum(sizes.values())
 
 
 def _is_over(run: Path) -> bool:

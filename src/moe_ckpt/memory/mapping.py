@@ -1,6 +1,6 @@
-"""Maps files for this process alone.
+"""Maps memory for this process alone, and page-locks it for CUDA.
 
-A forked child, such as a data loader's worker, would keep the memory of a slot that its parent has deleted for as long
+A forked child, such as a data loader's worker, would keep the memory of a file that its parent has deleted for as long
 as it lives. So it gets no descriptor, and private zeros in place of the bytes.
 """
 
@@ -8,99 +8,223 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
-import re
 from typing import Any
 
 import numpy as np
 import torch
 
-_SLOT = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-s .*/moe_ckpt-\d+/.+/rank_\d{5,}/slot_\d+\.data(?: \(deleted\))?\n")
-"""A line of ``/proc/self/maps``."""
-_FIXED = 0x10
-"""``MAP_FIXED`` of Linux."""
+LOCK_NBYTES = 64 << 20
+"""CUDA locks memory in pieces that end where an address is a multiple of this: a copy from a GPU must not cross such an
+end (``slices.copying``)."""
+PAGE_NBYTES = mmap.PAGESIZE
+_FIXED, _NORESERVE, _POPULATE_WRITE = 0x10, 0x4000, 23
+"""``MAP_FIXED``, ``MAP_NORESERVE`` and ``MADV_POPULATE_WRITE`` of Linux."""
+_HUGE_NBYTES = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
 """``MAP_FAILED``."""
-_mapping = [False]
-"""Whether this process has ever mapped one."""
+_mapped: dict[int, tuple[int, int]] = {}
+"""Address of each mapping of this process -> (bytes, descriptor)."""
 
 
 class Pages:
-    """Owns the mapping of an open file. CUDA may page-lock it, and has to let go of it before it is unmapped.
+    """Owns a range of addresses, and the file behind it, which grows into it.
 
-    That is so whoever used the bytes last, and on whichever thread: the tensor of ``bytes`` and each view of it keep
-    this object alive, which unlocks the pages, and unmaps them then, when nobody uses them any more.
+    Memory that CUDA has locked must be unlocked before it is unmapped, whoever used it last, on whichever thread. So
+    the tensors of ``bytes``, and their views, keep this object alive, which does both when nobody uses them any more.
 
     Args:
-        descriptor: Of the file. It may be closed.
-        nbytes: Of the file.
+        limit: How many bytes of addresses. Only the first ``ready`` of them may be touched.
+        descriptor: Of the file, which this object closes; -1 for anonymous memory.
+
+    Attributes:
+        ready: Bytes that exist, have been touched and, where asked for, page-locked.
 
     Raises:
         OSError: They cannot be mapped.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        self._locked: tuple[int, int | None] | None = None  # process and device
-        self._address = 0
-        _mapping[0] = True
-        self._nbytes = max(1, nbytes)
-        self._address = _map(0, self._nbytes, mmap.MAP_SHARED, descriptor)
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (self._address, False)}
+    def __init__(self, limit: int, descriptor: int = -1) -> None:
+        self._descriptor, self._address, self._nbytes = descriptor, 0, _up(max(1, limit), PAGE_NBYTES)
+        self._locked: dict[int, tuple[int, int | None]] = {}  # offset -> process and device
+        self.ready = 0
+        self._address = _aligned(self._nbytes)
+        _mapped[self._address] = self._nbytes, descriptor
+        if descriptor >= 0:
+            _map(self._address, self._nbytes, mmap.MAP_SHARED | _FIXED, descriptor)
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (self._nbytes,),
+            "data": (self._address, False),
+        }
 
-    def bytes(self) -> torch.Tensor:
-        """Returns ``[nbytes]`` uint8."""
-        return torch.from_numpy(np.asarray(self))
+    @property
+    def limit(self) -> int:
+        """Bytes of addresses."""
+        return self._nbytes
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file; -1 without one."""
+        return self._descriptor
+
+    @property
+    def file_nbytes(self) -> int:
+        """Of the file; 0 without one."""
+        return os.fstat(self._descriptor).st_size if self._descriptor >= 0 else 0
+
+    def bytes(self, begin: int, nbytes: int) -> torch.Tensor:
+        """Returns ``[nbytes]`` uint8, a view."""
+        return torch.from_numpy(np.asarray(self)[begin : begin + nbytes])
+
+    def grow(self, end: int, *, locks: bool = False, touches: bool = True) -> None:
+        """Make the bytes from ``ready`` to ``end`` exist. Slow; not for the training thread.
+
+        Args:
+            end: Rounded up to whole pages, and, where they are locked, to where CUDA's next piece begins.
+            locks: Page-lock them, for copies from a GPU.
+            touches: Have the kernel make the pages now, not when they are first used.
+
+        Raises:
+            OSError: There is no room; ``ready`` stays.
+            RuntimeError: CUDA refuses to lock them; ``ready`` stays, and no later call of CUDA meets the error.
+        """
+        begin, end = self.ready, min(self._nbytes, _up(end, LOCK_NBYTES if locks else PAGE_NBYTES))
+        if end <= begin:
+            return
+        before = self.file_nbytes
+        try:
+            if self._descriptor < 0:
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE
+                _map(self._address + begin, end - begin, flags, -1)
+            elif before < end:
+                os.ftruncate(self._descriptor, end)
+            if touches or locks:
+                self._touch(begin, end)
+            if locks:
+                self._lock(begin, end)
+        except (OSError, RuntimeError):
+            if self._descriptor >= 0 and before < end:
+                os.ftruncate(self._descriptor, max(before, begin))
+            raise
+        self.ready = end
+
+    def _touch(self, begin: int, end: int) -> None:
+        if self._descriptor >= 0 and end - begin >= _HUGE_NBYTES:  # if the tmpfs has huge pages: a tenth of the time
+            _LIBRARY.madvise(self._address + begin, end - begin, mmap.MADV_HUGEPAGE)
+        if not _LIBRARY.madvise(self._address + begin, end - begin, _POPULATE_WRITE):
+            return
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:  # EFAULT: the file system is full
+            raise OSError(errno.ENOSPC if code == errno.EFAULT else code, os.strerror(errno.ENOSPC))
+        if self._descriptor >= 0:  # a kernel before Linux 5.14
+            os.posix_fallocate(self._descriptor, begin, end - begin)
+        pages = np.asarray(self)[begin:end:PAGE_NBYTES]
+        pages |= np.uint8(0)
+
+    def shrink(self, end: int) -> None:
+        """Give back what lies behind ``end``, rounded up to whole pages. Nobody may use that any more.
+
+        Raises:
+            OSError: The file stays as large as it is.
+        """
+        end = _up(end, PAGE_NBYTES)
+        for begin in [begin for begin in self._locked if begin + LOCK_NBYTES > end]:
+            end = max(end, min(self._nbytes, begin + LOCK_NBYTES)) if begin < end else end
+        if end >= max(self.ready, self.file_nbytes):
+            return
+        for begin in [begin for begin in self._locked if begin >= end]:
+            self._unlock(begin)
+        self.ready = min(self.ready, end)
+        if self._descriptor >= 0:
+            os.ftruncate(self._descriptor, end)
+        else:
+            self.drop(end, self._nbytes)
+
+    def drop(self, begin: int, end: int) -> None:
+        """Give the pages of anonymous memory back, which nobody uses any more; the addresses stay."""
+        begin, end = _up(begin, PAGE_NBYTES), end // PAGE_NBYTES * PAGE_NBYTES
+        if self._descriptor < 0 and begin < end:
+            _LIBRARY.madvise(self._address + begin, end - begin, mmap.MADV_DONTNEED)
 
     @property
     def is_locked(self) -> bool:
-        """Whether CUDA was told to page-lock them."""
-        return self._locked is not None
+        """Whether CUDA was told to page-lock any of them."""
+        return bool(self._locked)
 
-    def lock(self, nbytes: int) -> None:
-        """Page-lock the first ``nbytes``, for copies from a GPU. Takes as long as making them.
-
-        Raises:
-            RuntimeError: CUDA refuses it. They are not locked then, and no later call of CUDA meets the error.
-        """
-        self.unlock()
-        code = int(_cuda().cudaHostRegister(self._address, nbytes, 0))
-        if code:
-            _clear_error()
-            torch.cuda.check_error(code)
+    def _lock(self, begin: int, end: int) -> None:
         is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._locked = os.getpid(), torch.cuda.current_device() if is_used else None
+        owner = os.getpid(), torch.cuda.current_device() if is_used else None
+        done: list[int] = []
+        try:
+            while begin < end:
+                to = min(end, (begin // LOCK_NBYTES + 1) * LOCK_NBYTES)
+                code = int(_cuda().cudaHostRegister(self._address + begin, to - begin, 0))
+                if code:
+                    _clear_error()
+                    torch.cuda.check_error(code)
+                self._locked[begin] = owner
+                done.append(begin)
+                begin = to
+        except BaseException:
+            for offset in done:
+                self._unlock(offset)
+            raise
 
-    def unlock(self) -> None:
-        """They are page-locked no longer. Must come before anything that takes pages away."""
-        locked, self._locked = self._locked, None
-        if locked is None or locked[0] != os.getpid():  # a forked child has neither these pages nor CUDA
+    def _unlock(self, begin: int) -> None:
+        process, device = self._locked.pop(begin)
+        if process != os.getpid():  # a forked child has neither these pages nor CUDA
             return
-        device = locked[1]
         # Any thread may be the last user, and one that has not chosen a device would make a context on the first one.
         with contextlib.nullcontext() if device is None else torch.cuda.device(device):
-            if int(_cuda().cudaHostUnregister(self._address)):
+            if int(_cuda().cudaHostUnregister(self._address + begin)):
                 _clear_error()
+
+    def unlock(self) -> None:
+        """They are page-locked no longer. What copies from a GPU into them takes longer, and is still right."""
+        for begin in tuple(self._locked):
+            self._unlock(begin)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter ends, or CUDA has ended
             self.unlock()
-        if self._address:
+        if self._address and _mapped.pop(self._address, None) is not None:
             _LIBRARY.munmap(ctypes.c_void_p(self._address), ctypes.c_size_t(self._nbytes))  # other threads go on
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
 
 
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 _LIBRARY.mmap.restype = ctypes.c_void_p
 _LIBRARY.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBRARY.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def _map(address: int, nbytes: int, flags: int, descriptor: int) -> int:
+def _map(address: int, nbytes: int, flags: int, descriptor: int, rights: int = mmap.PROT_READ | mmap.PROT_WRITE) -> int:
     """Returns where they are. Raises ``OSError``."""
-    at: int | None = _LIBRARY.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    at: int | None = _LIBRARY.mmap(address, nbytes, rights, flags, descriptor, 0)
     if at is None or at == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return at
+
+
+def _aligned(nbytes: int) -> int:
+    """Reserves so many bytes of addresses from a multiple of ``LOCK_NBYTES`` on."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    at = _map(0, nbytes + LOCK_NBYTES, flags, -1, rights=0)
+    address = _up(at, LOCK_NBYTES)
+    for begin, end in ((at, address), (address + nbytes, at + nbytes + LOCK_NBYTES)):
+        if begin < end:
+            _LIBRARY.munmap(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin))
+    return address
+
+
+def _up(nbytes: int, grain: int) -> int:
+    return -(-nbytes // grain) * grain
 
 
 def _cuda() -> Any:
@@ -116,15 +240,15 @@ def _clear_error() -> None:
             return
 
 
-def _let_go_in_child() -> None:
-    """Whatever the child does with what it has inherited, it finds memory there, and the slots are its parent's."""
-    if not _mapping[0]:
-        return
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
-    with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
-        for found in filter(None, map(_SLOT.fullmatch, lines.readlines())):
-            begin, end = int(found[1], 16), int(found[2], 16)
-            _map(begin, end - begin, flags, -1)
+def _forget_in_child() -> None:
+    """Whatever the child does with what it has inherited, it finds memory there, and the files are its parent's."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE
+    for address, (nbytes, descriptor) in list(_mapped.items()):
+        with contextlib.suppress(OSError):
+            _map(address, nbytes, flags, -1)
+            if descriptor >= 0:
+                os.close(descriptor)
+    _mapped.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)

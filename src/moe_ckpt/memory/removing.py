@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 
-from moe_ckpt.memory.slot import Slot, remove_files
+from moe_ckpt.memory.slot import Slot
 from moe_ckpt.threads import ThreadName, named_thread
 
 
 class SlotRemover:
-    """On threads of its own, one for each call that has something to delete. Any thread may call it."""
+    """On threads of its own, one for each call that has something to delete. Any thread may call it.
 
-    def __init__(self) -> None:
+    Args:
+        afterwards: Called on such a thread when the slots of a call are deleted.
+    """
+
+    def __init__(self, afterwards: Callable[[], None] = lambda: None) -> None:
+        self._afterwards = afterwards
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
@@ -25,13 +31,18 @@ class SlotRemover:
         if not slots:
             return
         _unseal(slots)
-        thread = named_thread(ThreadName.REMOVE, _remove, slots)
+        thread = named_thread(ThreadName.REMOVE, self._remove, slots)
         try:
             with self._lock:
                 thread.start()
                 self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         except RuntimeError:  # no thread to be had
-            _remove(slots)
+            self._remove(slots)
+
+    def _remove(self, slots: list[Slot]) -> None:
+        while slots:
+            slots.pop().remove()
+        self._afterwards()
 
     def wait(self) -> bool:
         """Until all is deleted; False if nothing was under way."""
@@ -46,10 +57,3 @@ def _unseal(slots: list[Slot]) -> None:
     for slot in slots:
         with contextlib.suppress(OSError):  # said when the rest cannot be removed either
             slot.unseal()
-
-
-def _remove(slots: list[Slot]) -> None:
-    """Unmapped first: so the kernel takes the pages back when the file goes, for which Python lets others run."""
-    while slots:
-        path = slots.pop().path
-        remove_files(path)

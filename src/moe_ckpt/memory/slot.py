@@ -1,74 +1,71 @@
-"""One slot: bytes in a mapped file, and the header beside them that says what they are."""
+"""One slot: a room of an arena, which outlives the process, and the header beside it that says what its bytes are."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import shutil
+import weakref
 from pathlib import Path
+
+import torch
 
 from moe_ckpt.errors import DamagedError, MemoryFullError, MemoryGoneError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader, decode_slot
-from moe_ckpt.memory.identity import identity, identity_at
+from moe_ckpt.memory.arena import ARENA, COPIES, FULL, Arena, Buffer
+from moe_ckpt.memory.identity import Identity, identity, identity_at
 from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.storage.access import PRIVATE
-from moe_ckpt.storage.local import free_bytes, read_up_to
+from moe_ckpt.storage.local import read_up_to
 
 log = logging.getLogger("moe_ckpt")
 
-DATA_SUFFIX, HEADER_SUFFIX, QUARANTINE_SUFFIX = ".data", ".head", ".damaged"
+HEADER_SUFFIX, QUARANTINE_SUFFIX = ".head", ".damaged"
 STARTS_SUFFIX = ".starts"
 """One byte for each start of the run that went on from the slot and got nowhere."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-_PIECE_NBYTES = 64 << 20
-"""Reserved by one call: signals, as a profiler sends a hundred in a second, may make the kernel begin a call again."""
+OWN, COPY = "slot", "copy"
+"""How the names of slots begin that are in ``ARENA`` and in ``COPIES``. After ``AT`` comes the first byte there."""
+AT = "@"
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 
 
 class Slot:
-    """Bytes of a file, mapped, until ``remove``; the last user of ``memory`` unmaps them.
+    """Bytes of a file, mapped, until ``remove``.
 
     Not safe for use from several threads at once, nor in a forked child, which finds zeros there.
 
-    Attributes:
+    Args:
         path: Of its files, without a suffix.
         memory: ``[nbytes]`` uint8, the mapped bytes.
-        pages: Of these bytes.
+        file: They are of.
+        room: Given back by ``remove``; None if somebody else does that.
+        pages: That map the bytes for this slot alone; None for a room of this life's arenas.
     """
 
-    def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
-        self.path = path
-        self._identity = identity(os.fstat(descriptor))
-        self.pages = Pages(descriptor, nbytes)
-        self.memory = self.pages.bytes()
+    def __init__(
+        self,
+        path: Path,
+        memory: torch.Tensor,
+        file: Identity | None,
+        room: Buffer | None = None,
+        pages: Pages | None = None,
+    ) -> None:
+        self.path, self.memory, self.file = path, memory, file
+        self._room, self._pages = room, pages
 
     @classmethod
-    def create(cls, path: Path, nbytes: int) -> Slot:
-        """Reserve ``nbytes`` in a new file, so that a full tmpfs is an error here and no SIGBUS later.
+    def of(cls, path: Path, room: Buffer, *, frees: bool = False) -> Slot:
+        """A slot of this life.
 
-        Raises:
-            MemoryFullError: There is no room. Nothing is left behind.
-            OSError: The file cannot be made.
+        Args:
+            path: Without suffix, and without the place in the arena.
+            room: Of the arena in the same directory that the name belongs to.
+            frees: ``remove`` gives the room back.
         """
-        data = path.with_suffix(DATA_SUFFIX)
-        descriptor = PRIVATE.create(str(data), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            # posix_fallocate would take all that there is first, so that others, as a DataLoader's workers, found none.
-            if free_bytes(descriptor) < nbytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            for begin in range(0, nbytes, _PIECE_NBYTES):
-                os.posix_fallocate(descriptor, begin, min(_PIECE_NBYTES, nbytes - begin))
-            return cls(path, descriptor, nbytes)
-        except OSError as error:
-            data.unlink(missing_ok=True)
-            if error.errno in _FULL:
-                raise MemoryFullError(str(path.parent), nbytes, shutil.disk_usage(path.parent).free) from error
-            raise
-        finally:
-            os.close(descriptor)
+        file = None if room.arena is None else room.arena.identity
+        return cls(path.with_name(f"{path.name}{AT}{room.begin}"), room.memory, file, room if frees else None)
 
     @classmethod
     def open(cls, path: Path) -> tuple[Slot, SlotHeader]:
@@ -80,19 +77,27 @@ class Slot:
         """
         header_path = path.with_suffix(HEADER_SUFFIX)
         header = decode_slot(_read(header_path), str(header_path))
-        descriptor = os.open(path.with_suffix(DATA_SUFFIX), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            nbytes = os.fstat(descriptor).st_size
-            if nbytes < header.nbytes:
-                raise DamagedError(
-                    str(path.with_suffix(DATA_SUFFIX)),
-                    f"it has {nbytes:,} bytes, but its header says {header.nbytes:,}",
-                    step=header.step,
-                    rank=header.rank,
-                )
-            return cls(path, descriptor, nbytes), header
-        finally:
-            os.close(descriptor)
+        data, begin = data_of(path)
+        descriptor = os.open(data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        found = os.fstat(descriptor)
+        pages = Pages(found.st_size, descriptor)
+        if found.st_size < begin + header.nbytes:
+            raise DamagedError(
+                str(data),
+                f"it has {max(0, found.st_size - begin):,} bytes there, but its header says {header.nbytes:,}",
+                step=header.step,
+                rank=header.rank,
+            )
+        return cls(path, pages.bytes(begin, header.nbytes), identity(found), pages=pages), header
+
+    def adopt(self, arena: Arena) -> None:
+        """Keep its room from being lent, if it is one of this arena, until it was removed and nobody uses ``memory``.
+
+        Raises:
+            ValueError: Another room has some of its bytes.
+        """
+        if self.file == arena.identity:
+            self._room = arena.adopt(data_of(self.path)[1], self.memory.numel())
 
     def seal(self, header: bytes) -> None:
         """From here on the slot may be read by whoever comes after this process. Its bytes must not change any more.
@@ -111,7 +116,7 @@ class Slot:
                 file.write(header)
         except OSError as error:
             unfinished.unlink(missing_ok=True)
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 free = shutil.disk_usage(self.path.parent).free
                 raise MemoryFullError(str(self.path.parent), len(header), free) from error
             raise
@@ -120,7 +125,7 @@ class Slot:
     @property
     def is_there(self) -> bool:
         """Whether its bytes are those of the file that has its name; not once somebody has deleted that."""
-        return identity_at(self.path.with_suffix(DATA_SUFFIX)) == self._identity
+        return identity_at(data_of(self.path)[0]) == self.file
 
     @property
     def is_sealed(self) -> bool:
@@ -131,30 +136,15 @@ class Slot:
         """The bytes are about to change."""
         self.path.with_suffix(HEADER_SUFFIX).unlink(missing_ok=True)
 
-    def move(self, path: Path) -> None:
-        """Give it another name on the same file system, unsealed. Its memory stays where it is.
-
-        Raises:
-            OSError: It has the old name still, sealed or not.
-        """
-        self.unseal()
-        self.forget_starts()
-        self.path.with_suffix(DATA_SUFFIX).rename(path.with_suffix(DATA_SUFFIX))
-        self.path = path
-
-    def shrink(self, nbytes: int) -> None:
-        """Give back what lies behind the first ``nbytes``. Nobody may know ``memory`` then, which becomes another.
-
-        Raises:
-            OSError: It stays as large as it is.
-        """
-        self.pages.unlock()
-        self.memory = self.memory[:nbytes]  # first: what is cut off must not be touched any more
-        os.truncate(self.path.with_suffix(DATA_SUFFIX), nbytes)
-
     def remove(self) -> None:
-        """Delete the files; a warning tells of trouble. Whoever still uses ``memory`` keeps it."""
-        remove_files(self.path)
+        """Delete the files; a warning tells of trouble. Whoever still uses ``memory`` of an earlier life keeps it."""
+        room, self._room = self._room, None
+        if not remove_files(self.path) or room is None or room.arena is None:
+            return
+        if self._pages is None:
+            room.arena.free(room)
+        else:
+            weakref.finalize(self._pages, room.arena.free, room)
 
     def quarantine(self) -> None:
         """A slice is damaged."""
@@ -187,13 +177,26 @@ class Slot:
         forget_starts(self.path)
 
 
-def remove_files(path: Path) -> None:
-    """Delete a slot's files; a warning tells of trouble."""
+def data_of(path: Path) -> tuple[Path, int]:
+    """Returns the file that a slot's bytes are in, and the first of them.
+
+    Args:
+        path: Of any of the slot's files.
+    """
+    name, _, begin = path.with_suffix("").name.partition(AT)
+    data = path.with_name(COPIES if name.startswith(COPY) else ARENA)
+    return data, int(begin) if begin.isdecimal() else 0
+
+
+def remove_files(path: Path) -> bool:
+    """Delete a slot's files; a warning tells of trouble. Returns whether nobody takes its bytes for a checkpoint."""
     try:
-        for suffix in (HEADER_SUFFIX, STARTS_SUFFIX, DATA_SUFFIX, ".tmp"):
+        for suffix in (HEADER_SUFFIX, STARTS_SUFFIX, ".tmp"):
             path.with_suffix(suffix).unlink(missing_ok=True)
+        return True
     except OSError as error:
         log.warning("the memory slot %s cannot be removed: %s", path, error)
+        return False
 
 
 def forget_starts(path: Path) -> None:

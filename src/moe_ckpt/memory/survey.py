@@ -9,8 +9,9 @@ from pathlib import Path
 import xxhash
 
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.memory.directory import Owner, holder_of, owner_of, rank_directories, user_directory
-from moe_ckpt.memory.slot import DATA_SUFFIX, QUARANTINE_SUFFIX, Slot, read_header
+from moe_ckpt.memory.directory import Owner, holder_of, owner_of, rank_directories, slots_in, user_directory
+from moe_ckpt.memory.files import used_bytes
+from moe_ckpt.memory.slot import QUARANTINE_SUFFIX, Slot, read_header
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,9 @@ class SlotFacts:
 
     Attributes:
         path: Of its files, without suffix.
-        state: "sealed": it can be read; "open": it is being written, or was when its process died; "set aside": damage
-            was found in it; "damaged".
+        state: "sealed": it can be read; "set aside": damage was found in it; "damaged".
         nbytes: That it takes.
-        step: Of what it holds; None if it is not sealed.
+        step: Of what it holds; None if that is not known.
         slices: How many it holds.
         writer: Rank whose share of the step it is: another than its holder's for a copy; None if it is not sealed.
         problem: What is damaged; empty if nothing is.
@@ -45,6 +45,7 @@ class RankFacts:
 
     Attributes:
         pid: As ``holder_of``.
+        nbytes: That its files take.
     """
 
     run_id: str
@@ -53,11 +54,7 @@ class RankFacts:
     pid: int
     owner: Owner
     slots: tuple[SlotFacts, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all slots."""
-        return sum(slot.nbytes for slot in self.slots)
+    nbytes: int
 
 
 def survey(root: str, *, verify: bool = False) -> list[RankFacts]:
@@ -73,31 +70,29 @@ def survey(root: str, *, verify: bool = False) -> list[RankFacts]:
     for run in sorted(user_directory(root).iterdir()):
         for generation, rank, path in rank_directories(run):
             slots = tuple(_slots(path, verify=verify))
-            found.append(RankFacts(run.name, generation, rank, holder_of(path), owner_of(path), slots))
+            facts = holder_of(path), owner_of(path), slots, used_bytes(path)
+            found.append(RankFacts(run.name, generation, rank, *facts))
     return found
 
 
 def _slots(directory: Path, *, verify: bool) -> Iterator[SlotFacts]:
-    for data in sorted(directory.glob(f"*{DATA_SUFFIX}")):
-        path = data.with_suffix("")
-        try:
-            nbytes = data.stat().st_size
-            aside = path.with_suffix(QUARANTINE_SUFFIX).exists()
-            yield _sealed(path, nbytes, verify=verify) or SlotFacts(str(path), "set aside" if aside else "open", nbytes)
-        except FileNotFoundError:  # its owner is at work
-            continue
+    for path in slots_in(directory):
+        if (facts := _sealed(path, verify=verify)) is not None:
+            yield facts
+    for path in sorted(directory.glob(f"*{QUARANTINE_SUFFIX}")):
+        yield SlotFacts(str(path.with_suffix("")), "set aside", 0)
 
 
-def _sealed(path: Path, nbytes: int, *, verify: bool) -> SlotFacts | None:
-    """Facts of a sealed slot; None for another, or if its owner began to use it anew while it was read."""
-    step, slices, writer, only = None, 0, None, ""
+def _sealed(path: Path, *, verify: bool) -> SlotFacts | None:
+    """Facts of a sealed slot; None if its owner began to use it anew while it was read."""
+    nbytes, step, slices, writer, only = 0, None, 0, None, ""
     raw = b""
     try:
         raw = read_header(path)
         if not raw:
             return None
         slot, header = Slot.open(path)
-        step, writer, only = header.step, header.rank, header.only
+        nbytes, step, writer, only = header.nbytes, header.step, header.rank, header.only
         for part in header.parts:
             entries = header.slices(part, str(path))
             slices += len(entries)
@@ -105,6 +100,8 @@ def _sealed(path: Path, nbytes: int, *, verify: bool) -> SlotFacts | None:
                 data = slot.memory[part.begin + entry.begin : part.begin + entry.end].numpy().data
                 if xxhash.xxh3_64_hexdigest(data) != entry.checksum:
                     raise DamagedError(str(path), f"slice {entry.name} of {entry.operator}: checksum mismatch")
+    except FileNotFoundError:
+        return None
     except DamagedError as error:
         if raw and read_header(path) != raw:
             return None

@@ -217,7 +217,7 @@ class Replicator:
         self._open = 0
         self._lock = threading.Lock()
         sources = roster.placement.sources_of[roster.rank]
-        self.store = ReplicaStore(make, len(sources))
+        self.store = ReplicaStore(make)
         self._receivers: list[threading.Thread] = []
         self._accepting = named_thread(ThreadName.REPLICATE, self._accept, listener, sources)
         self._accepting.start()

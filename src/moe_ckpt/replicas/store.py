@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 import xxhash
@@ -25,9 +25,6 @@ Run = tuple[int, int]
 """First byte and end."""
 _MOST_MIRRORS = 8
 """Snapshots whose copies may still come."""
-_OVERSIZE = 2
-_SMALL_BYTES = 1 << 20
-"""As of ``engine.buffers``: which slot serves which size."""
 
 
 class Incoming:
@@ -113,23 +110,17 @@ def _joined(runs: list[Run]) -> list[Run]:
 class ReplicaStore:
     """Slots in this rank's memory directory that hold copies of others. Safe to use from several threads.
 
-    A released slot is used again, because a warm one is several times as fast as a new one.
-
     Args:
         make: Makes a slot. Raises ``MemoryFullError``.
-        sources: How many ranks' copies lie here.
 
     Attributes:
         expects_mirrors: ``mirrored`` will be called for every snapshot of which copies come.
     """
 
-    def __init__(self, make: Callable[[int], Slot], sources: int) -> None:
+    def __init__(self, make: Callable[[int], Slot]) -> None:
         self.expects_mirrors = False
         self._make = make
-        self._most_free = sources
-        self._places = 0
         self._kept: dict[Key, Slot] = {}
-        self._free: tuple[list[Slot], list[Slot]] = ([], [])  # of gradients, and of snapshots
         self._lock = threading.Lock()
         self._spare: frozenset[int] = frozenset()
         self._mirrors: dict[int, dict[int, Mirror]] = {}
@@ -187,35 +178,15 @@ class ReplicaStore:
                 f"{nbytes:,} bytes were announced, but its header says {extents.nbytes:,}",
             )
         place = header.place if header.only == GRADIENTS else OWN
-        return Incoming(self._slot(header.nbytes, place), raw, extents, place)
+        return Incoming(self._slot(header.nbytes), raw, extents, place)
 
-    def _slot(self, nbytes: int, place: int) -> Slot:
-        with self._lock:
-            free = self._free[place == OWN]
-            while fitting := [each for each in free if _serves(each, nbytes)]:
-                best = min(fitting, key=lambda each: each.memory.numel())
-                free.remove(best)
-                if best.is_there:
-                    return best
-        try:
-            return self._make(nbytes)
-        except MemoryFullError:
-            self._let_go_of_free()
+    def _slot(self, nbytes: int) -> Slot:
         while True:
             try:
                 return self._make(nbytes)
             except MemoryFullError:
                 if not self._let_go_of_spare():
                     raise
-
-    def _let_go_of_free(self) -> int:
-        """Free slots of the wrong size go before the memory is called full."""
-        with self._lock:
-            free = [*self._free[0], *self._free[1]]
-            self._free = [], []
-        for slot in free:
-            slot.remove()
-        return len(free)
 
     def _let_go_of_spare(self) -> bool:
         """Copies that only hold older versions go before the newest is refused, the oldest first; False without any."""
@@ -238,12 +209,11 @@ class ReplicaStore:
                 raise ConnectionAbortedError("this start of the run has ended")
             incoming.slot.seal(incoming.header)
             self._kept[source, sequence, incoming.place] = incoming.slot
-            self._places = max(self._places, incoming.place + 1)
 
     def discard(self, incoming: Incoming) -> None:
         """Discards a copy that did not arrive complete."""
         incoming.memory.release()
-        self._give_back({(-1, -1, incoming.place): incoming.slot})
+        self._give_back([incoming.slot])
 
     def release_except(
         self, sequences: Collection[int], spare: Collection[int] = (), over: Collection[tuple[int, int]] = ()
@@ -258,7 +228,7 @@ class ReplicaStore:
         with self._lock:
             self._spare = frozenset(spare)
             gone = [key for key in self._kept if key[1] not in sequences or key[1:] in over]
-            slots = {key: self._kept.pop(key) for key in gone}
+            slots = [self._kept.pop(key) for key in gone]
         self._give_back(slots)
 
     def release(self, sequence: int) -> None:
@@ -267,19 +237,10 @@ class ReplicaStore:
             stays = {each for _, each, _ in self._kept if each >= sequence}
         self.release_except(stays)
 
-    def _give_back(self, slots: Mapping[Key, Slot]) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            for (_, _, place), slot in slots.items():
-                slot.unseal()
-                self._free[place == OWN].append(slot)
-            surplus: list[Slot] = []
-            for free, most in zip(self._free, (self._most_free * self._places, self._most_free), strict=True):
-                while len(free) > most:
-                    surplus.append(free.pop(0))
-        for slot in surplus:
-            slot.remove()
+    def _give_back(self, slots: Iterable[Slot]) -> None:
+        if not self._is_closed:
+            for slot in slots:
+                slot.remove()
 
     def held(self) -> dict[tuple[int, int], Slot]:
         """(source, sequence) -> slot of the copies that lie here, whole and verified, without gradients beside it."""
@@ -288,9 +249,9 @@ class ReplicaStore:
 
     @property
     def nbytes(self) -> int:
-        """Memory that copies take here, and what is kept free for the next ones."""
+        """Memory that copies take here."""
         with self._lock:
-            return sum(slot.memory.numel() for slot in (*self._kept.values(), *self._free[0], *self._free[1]))
+            return sum(slot.memory.numel() for slot in self._kept.values())
 
     def close(self) -> None:
         """Touch no file any more. What is sealed stays, and belongs to the owner of the directory."""
@@ -299,7 +260,6 @@ class ReplicaStore:
             self._mirrors.clear()
             self._mirrored.notify_all()
             self._kept.clear()
-            self._free = [], []
 
 
 def decoded(raw: bytes, run_id: str, generation: int, source: int, step: int) -> SlotHeader:
@@ -318,7 +278,3 @@ def decoded(raw: bytes, run_id: str, generation: int, source: int, step: int) ->
             f"expected: run {run_id}, generation {generation} or later, rank {source}, step {step}",
         )
     return header
-
-
-def _serves(slot: Slot, nbytes: int) -> bool:
-    return nbytes <= slot.memory.numel() <= max(_OVERSIZE * nbytes, _SMALL_BYTES)

@@ -19,6 +19,7 @@ from moe_ckpt.core.bubbles import sizes
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.gathering import Numbers, ascending
 from moe_ckpt.format.shard import SliceEntry, moved
+from moe_ckpt.memory.mapping import LOCK_NBYTES
 from moe_ckpt.slices.cuts import (
     ADDRESS,
     BLOCK,
@@ -164,11 +165,9 @@ class CopyStep:
         """Copy into ``memory``, which is host memory: from the CPU at once, from a device on the current stream."""
         into = memory[self.begin : self.end]
         first = self.sources[0]
-        if self.shape is not None:
-            into.view(self.dtype).view(self.shape).copy_(first, non_blocking=True)
-        elif not first.is_cpu:
-            gathered = first if len(self.sources) == 1 else torch.cat(self.sources)
-            into.view(self.dtype).copy_(gathered, non_blocking=True)
+        if self.shape is not None or not first.is_cpu:
+            source = first if len(self.sources) == 1 else torch.cat(self.sources)
+            transfer(source, into, self.dtype, self.shape or (-1,))
         elif len(self.sources) == 1:
             np.copyto(into.numpy(), first.view(torch.uint8).numpy())  # copy_ would take all cores
         else:
@@ -207,8 +206,32 @@ def copy_here(sources: Sequence[tuple[SliceEntry, torch.Tensor]], memory: torch.
         Whether anything is copied from a device: then the bytes are there when the next ``Copier.start`` is done.
     """
     for entry, source in sources:
-        target(entry, memory).copy_(source, non_blocking=True)
+        transfer(source, memory[entry.begin : entry.end], TORCH_DTYPES[entry.dtype], entry.shape)
     return any(source.is_cuda for _, source in sources)
+
+
+def transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """Copy a tensor into host memory: from the CPU at once, from a device on its current stream.
+
+    Args:
+        source: What to copy.
+        memory: ``[nbytes]`` uint8, all of which is written.
+        dtype: Of the elements there.
+        shape: Of ``source``, where that is not flat.
+    """
+    ends = _lock_ends(memory) if source.is_cuda else []
+    if not ends:
+        memory.view(dtype).view(tuple(shape)).copy_(source, non_blocking=True)
+        return
+    flat, width = source.to(dtype).contiguous().view(-1), dtype.itemsize  # CUDA refuses a copy across such an end
+    for begin, end in zip([0, *ends], [*ends, memory.numel()], strict=True):
+        memory[begin:end].view(dtype).copy_(flat[begin // width : end // width], non_blocking=True)
+
+
+def _lock_ends(memory: torch.Tensor) -> list[int]:
+    """Where inside of ``memory`` pieces end that CUDA has locked (``memory.mapping``)."""
+    before = -memory.data_ptr() % LOCK_NBYTES or LOCK_NBYTES
+    return list(range(before, memory.numel(), LOCK_NBYTES))
 
 
 def target(entry: SliceEntry, memory: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.engine.buffers import HostBufferPool
+from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.errors import ConfigError, StoreError, StoreUnwritableError
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.slices.copier import Copier
@@ -189,8 +189,9 @@ def _copy(nbytes: int, repeats: int, tell: Progress, group: dist.ProcessGroup | 
     """By the trainer's own copier: its thread, and its stream where there is a GPU."""
     cuda = torch.cuda.is_available()
     source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda" if cuda else "cpu").fill_(1)
-    buffer = HostBufferPool(2 * nbytes, pinned=cuda).acquire(nbytes)
-    if buffer is None:
+    pool = BufferPool(2 * nbytes, pinned=cuda)
+    buffers = pool.acquire([nbytes])
+    if buffers is None:
         raise ConfigError(f"measure(copy_bytes={nbytes}): no buffer of that size")
     entry = SliceEntry("model/rate", "", "U8", (0,), (nbytes,), (nbytes,), 0, nbytes)
     shelf, first = Shelf(), np.zeros(1, dtype=np.int64)
@@ -202,7 +203,7 @@ def _copy(nbytes: int, repeats: int, tell: Progress, group: dist.ProcessGroup | 
         for repeat in range(repeats + 1):
             tell("copy", repeat, repeats + 1)
             _together(group)
-            copy = copier.start([(program, buffer.memory)])
+            copy = copier.start([(program, buffers[0].memory)])
             copy.join()
             copy.wait_on_host()
             secs.append(copy.secs)

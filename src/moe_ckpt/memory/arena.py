@@ -1,0 +1,258 @@
+"""The host memory of one rank: made once, in the background, and lent in rooms of any size.
+
+Fresh memory costs more than the copy into it: the kernel clears its pages, and CUDA page-locks them, at 0.4 s for each
+GB. So memory that was made is kept for the life of the process, and the file behind it for the next start. It lies in a
+file on a tmpfs, which outlives the process, or is anonymous; nothing else differs.
+
+An arena grows on a background thread, in pieces, and only at its end. The training thread takes rooms of what is ready,
+by arithmetic alone. Bytes are written only while no slot names them: a slot is unsealed before its room is given back.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_ckpt.core.free_space import FreeSpace
+from moe_ckpt.errors import MemoryFullError
+from moe_ckpt.memory.identity import Identity, identity, identity_at
+from moe_ckpt.memory.mapping import LOCK_NBYTES, Pages
+from moe_ckpt.storage.access import PRIVATE
+from moe_ckpt.storage.local import free_bytes
+
+if TYPE_CHECKING:
+    from moe_ckpt.memory.slot import Slot
+
+log = logging.getLogger("moe_ckpt")
+
+ARENA, COPIES = "arena", "copies"
+"""Names of a rank's files: of its own snapshots, and of copies of others' and plain states."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+"""Errors of a file system without room."""
+_PIECE_NBYTES = LOCK_NBYTES
+"""Made by one call: signals, as a profiler sends a hundred in a second, may make the kernel begin a call again."""
+_RECORDS_NBYTES = 16 << 20
+"""Of the file system, that headers of slots and plain states may take."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A room that is lent out, until ``Arena.free``.
+
+    Attributes:
+        begin: First byte in the arena.
+        memory: ``[nbytes]`` uint8. The room may be lent again once the buffer was given back.
+        arena: That it is a room of; None for an empty buffer, which needs none.
+        slot: The same bytes with the files that make them outlive the process; None for private memory.
+        is_adopted: An earlier process has filled it.
+    """
+
+    begin: int
+    memory: torch.Tensor
+    arena: Arena | None = None
+    slot: Slot | None = None
+    is_adopted: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
+
+    def overlaps(self, other: Buffer) -> bool:
+        """Whether both have bytes of the same arena in common."""
+        apart = self.begin + self.nbytes <= other.begin or other.begin + other.nbytes <= self.begin
+        return self.arena is other.arena and not apart
+
+
+class Arena:
+    """See the module's docstring. Safe to use from several threads; ``grow`` and ``shrink`` are slow.
+
+    Args:
+        limit: Bytes that it may grow to.
+        path: Of the file that it lies in, which is made if there is none, and whose bytes stay what they are; None for
+            anonymous memory.
+        locks: Page-lock it for copies from a GPU. Where CUDA refuses, it stays unlocked.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+
+    def __init__(self, limit: int, *, path: Path | None = None, locks: bool = False) -> None:
+        self.path = path
+        self._locks = locks
+        descriptor, self._identity = -1, None
+        if path is not None:
+            descriptor = PRIVATE.create(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._identity = identity(os.fstat(descriptor))
+            limit = max(limit, os.fstat(descriptor).st_size)
+        self._pages = Pages(limit, descriptor)
+        self._space = FreeSpace()
+        self._adopted = 0
+        self._lock, self._growing = threading.Lock(), threading.Lock()
+
+    @property
+    def limit(self) -> int:
+        """Bytes that it may grow to."""
+        return self._pages.limit
+
+    @property
+    def ready(self) -> int:
+        """Bytes that were made."""
+        return self._space.end
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds: of its file, or what was made."""
+        return max(self.ready, self._pages.file_nbytes)
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of rooms."""
+        with self._lock:
+            return self._space.used_bytes
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether CUDA was told to page-lock it."""
+        return self._pages.is_locked
+
+    @property
+    def identity(self) -> Identity | None:
+        """Of its file; None without one."""
+        return self._identity
+
+    @property
+    def is_gone(self) -> bool:
+        """Somebody has deleted its file."""
+        return self.path is not None and identity_at(self.path) != self._identity
+
+    @property
+    def adopted_nbytes(self) -> int:
+        """Bytes of the rooms that earlier processes have filled and nobody has given back."""
+        return self._adopted
+
+    def take(self, sizes: Sequence[int]) -> list[Buffer] | None:
+        """Lend rooms of so many bytes of what is ready; None if there are not all of them. No call of the system."""
+        with self._lock:
+            begins = self._space.take(sizes)
+        if begins is None:
+            return None
+        return [self._buffer(begin, nbytes) for begin, nbytes in zip(begins, sizes, strict=True)]
+
+    def adopt(self, begin: int, nbytes: int) -> Buffer:
+        """Lend the room that an earlier process has filled.
+
+        Raises:
+            ValueError: Another room has some of its bytes, or it lies outside.
+        """
+        if begin + nbytes > self._pages.file_nbytes:
+            raise ValueError(f"{nbytes} bytes at {begin} are not in a file of {self._pages.file_nbytes}")
+        with self._lock:
+            self._space.adopt(begin, nbytes)
+            self._adopted += nbytes
+        return replace(self._buffer(begin, nbytes), is_adopted=True)
+
+    def _buffer(self, begin: int, nbytes: int) -> Buffer:
+        return Buffer(begin, self._pages.bytes(begin, nbytes), self)
+
+    def free(self, buffer: Buffer) -> None:
+        """Nobody reads or writes the buffer any more.
+
+        Raises:
+            ValueError: It is not lent out. Lending it on would give two snapshots the same memory.
+        """
+        with self._lock:
+            self._space.free(buffer.begin, buffer.nbytes)
+            self._adopted -= buffer.nbytes * buffer.is_adopted
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether ``take`` finds a room of so many bytes."""
+        with self._lock:
+            return self._space.fits(nbytes)
+
+    def grow(
+        self, end: int, *, spare: int = 0, touches: bool = True, require: Callable[[int], None] | None = None
+    ) -> bool:
+        """Make it so large, as far as its limit allows. On a background thread.
+
+        Args:
+            end: Bytes in all.
+            spare: Bytes that the file system must still have free then.
+            touches: See ``Pages.grow``.
+            require: Called before anything is made, with the bytes that come.
+
+        Returns:
+            Whether it is larger than before.
+
+        Raises:
+            MemoryFullError: The file system has no room; what was made stays.
+            OSError: ``require`` raised it, or it cannot be made.
+        """
+        with self._growing:
+            before, end = self.ready, min(end, self.limit)
+            if end <= before:
+                return False
+            more = end - max(before, self._pages.file_nbytes)
+            if require is not None and more > 0:
+                require(more)
+            if self.path is not None and more > 0:
+                self._require_free(more + max(spare, min(_RECORDS_NBYTES, more // 64)), more)
+            while self._space.end < end:
+                self._grow(min(end, (self._space.end // _PIECE_NBYTES + 1) * _PIECE_NBYTES), touches=touches)
+            return True
+
+    def _require_free(self, nbytes: int, more: int) -> None:
+        free = free_bytes(self._pages.descriptor)
+        if free < nbytes:
+            raise MemoryFullError(str(self.path), more, free)
+
+    def _grow(self, end: int, *, touches: bool) -> None:
+        before = self._space.end
+        try:
+            self._pages.grow(end, locks=self._locks, touches=touches)
+        except RuntimeError as error:
+            self._locks = False
+            log.warning("host memory is not page-locked, so that copies from the GPU take longer: %s", error)
+            self._pages.grow(end, touches=touches)
+        except OSError as error:
+            if self.path is None or error.errno not in FULL:
+                raise
+            raise MemoryFullError(str(self.path), end - before, free_bytes(self._pages.descriptor)) from error
+        with self._lock:
+            self._space.end = self._pages.ready
+
+    def shrink(self, end: int) -> None:
+        """Give back what lies behind ``end`` and behind the last room. On a background thread."""
+        with self._growing:
+            with self._lock:
+                end = max(end, self._space.used_end)
+                if end >= max(self._space.end, self._pages.file_nbytes):
+                    return
+                before, self._space.end = self._space.end, min(self._space.end, end)
+            try:
+                self._pages.shrink(end)
+            except OSError as error:
+                log.info("%s stays larger than it need be: %s", self.path, error)
+            with self._lock:
+                self._space.end = min(before, self._pages.ready)
+
+    def retire(self) -> None:
+        """No room is lent any more. What is lent lives as long as its user; of anonymous memory the rest is freed."""
+        with self._growing, self._lock:
+            gaps, self._space.end = list(self._space.gaps()), 0
+            if self.path is None:
+                self._pages.unlock()
+                for begin, end in gaps:
+                    self._pages.drop(begin, end)
+
+    def end_for(self, sizes: Sequence[int]) -> int:
+        """Returns how large it must be so that ``take`` finds rooms of these sizes."""
+        with self._lock:
+            return self._space.end_for(sizes)

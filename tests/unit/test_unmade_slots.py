@@ -19,7 +19,7 @@ from tests.support.acted_gpu import ActedGPU
 from tests.unit.engine_parts import Life, ThreadRanks, manifests, run_threads
 from tests.unit.test_engine_memory import no_memory_of_other_tests, where  # noqa: F401 - fixtures
 
-MAKING_SECS = 1.0
+MAKING_SECS = 2.0
 """For a complete checkpoint."""
 POLICIES = {"dense": Dense(), "moc": MoC(k=1), "windows": MoEvement(window=2)}
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,9 +86,26 @@ LONGEST = frozenset(
 """These files take from ten seconds to a minute each."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # pytest deselects by -m after this
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first: where files are dealt out to processes, none of these is to work alone at the end."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    selected = any("::" in argument for argument in config.args)
+    for problem in mark_slow(item for item in items if isinstance(item, pytest.Function)):
+        if not selected:
+            raise pytest.UsageError(problem)
+
+
+def mark_slow(items: Iterable[pytest.Function]) -> list[str]:
+    """Mark the cases slow that ``quick`` does not name; return a sentence on each name without a case."""
+    unseen: dict[str, set[str]] = {}
+    for item in items:
+        if mark := item.get_closest_marker("quick"):
+            case = item.callspec.id
+            unseen.setdefault(item.nodeid.partition("[")[0], set(mark.args)).discard(case)
+            if case not in mark.args:
+                item.add_marker(pytest.mark.slow)
+    return [f"{test}: quick names {sorted(names)}, which are no cases of it" for test, names in unseen.items() if names]
 
 
 def pytest_collectstart() -> None:

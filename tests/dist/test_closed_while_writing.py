@@ -80,6 +80,7 @@ def _slow(rank: int, world: int, root: str, slow: tuple[int, ...]) -> tuple:
 
 
 @pytest.mark.parametrize("slow", [(0, 1), (0,), (1,)])
+@pytest.mark.quick("slow0", "slow2")
 def test_threads_end_and_the_next_session_in_the_processes_finds_the_store_free(tmp_path, slow):
     for outcome in start_ranks(_slow, 2, str(tmp_path), slow):
         assert outcome.ok, outcome.error

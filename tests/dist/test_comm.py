@@ -181,6 +181,7 @@ WAITED_FOR = {
 
 
 @pytest.mark.parametrize(("rank", "call"), list(WAITED_FOR))
+@pytest.mark.quick("0-combine", "1-agree", "0-start")
 def test_a_dead_peer_raises_instead_of_hanging(outcomes, rank, call):
     """At once where it was the dead one's turn to speak, else when a neighbour has been silent for the timeout."""
     error, secs = outcomes[rank].value[call]

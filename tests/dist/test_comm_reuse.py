@@ -129,6 +129,7 @@ def outcomes(tmp_path_factory):
         ("another world", [1, 0]),
     ],
 )
+@pytest.mark.quick("rows-expected0", "beside-1", "timeouts differ-1", "aborted-1", "another world-expected7")
 def test_a_group_is_made_only_where_there_is_none_that_every_rank_can_use(outcomes, case, expected):
     assert [each[case] for each in outcomes] == [expected] * RANKS
 

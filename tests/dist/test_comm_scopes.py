@@ -147,6 +147,7 @@ def given_up():
 
 
 @pytest.mark.parametrize("way", ["agree", "combine", "later"])
+@pytest.mark.quick("agree", "later")
 def test_whoever_waits_for_peers_is_free_when_the_communicator_is_given_up(given_up, way):
     [(kind, said, secs)] = given_up[way]
     assert kind == "PeerLostError"

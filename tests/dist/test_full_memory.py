@@ -47,6 +47,7 @@ def body(rank: int, world: int, root: str, fsdp: bool, policy: str):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.quick("ddp-dense", "ddp-moc-all", "fsdp2-two-level")
 def test_ranks_that_live_on_read_no_tensor_from_storage(tmp_path: Path, fsdp: bool, policy: str):
     first, second = run_ranks(body, 2, str(tmp_path), fsdp, policy)
     for read, step, lost, sources, _ in (first, second):

@@ -183,6 +183,7 @@ def test_a_profile_tells_whether_one_rank_can_give_back_what_another_had(tmp_pat
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.quick("fsdp2")
 def test_a_sparse_window_comes_back_exactly(tmp_path, strategy):
     """Also where the rows of a stack of experts are spread over the ranks, whose windows anchor them one by one."""
     whole = run_ranks(_fit, 2, str(tmp_path / "whole"), strategy, None, "auto", 14, 3)

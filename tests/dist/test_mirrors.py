@@ -73,6 +73,7 @@ def test_a_peer_with_other_bits_is_named_and_gets_those_of_the_source(tmp_path: 
 
 
 @pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.quick("1")
 def test_a_lost_node_comes_back_from_what_its_peer_had_anyway(tmp_path: Path, lost: int):
     killed(tmp_path, False, replicas=1, storage_every=1000)
     lose(tmp_path, lost)

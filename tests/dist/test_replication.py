@@ -151,6 +151,7 @@ def test_peers_hold_equal_copies(well):
 
 
 @pytest.mark.parametrize("sequence", FLAWED)
+@pytest.mark.quick("2", "4", "7")
 def test_what_is_not_as_its_header_says_is_refused_and_the_rest_goes_on(well, sequence):
     """A flipped byte, nothing, an old generation, another rank's or step's header, fewer bytes than announced."""
     for at, rank in enumerate(well):

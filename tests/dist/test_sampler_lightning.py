@@ -246,35 +246,42 @@ noisy = functools.partial(stream, noise=1.0)
 stream_workers = functools.partial(stream, num_workers=2)
 ragged = functools.partial(plain, 30)
 
+
+def slow(cases):
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 CASES = [
     (plain, Recorded, 11, {}),
     (plain, Recorded, 8, {}),  # right at an epoch's end
     (workers, Recorded, 3, {}),
-    (persistent, Planned, 11, {}),
-    (in_order, Recorded, 13, {}),
     (ragged, Recorded, 12, {"accumulate_grad_batches": 1, "val_check_interval": 0.25}),
     (plain, Planned, 4, {"accumulate_grad_batches": 3}),
-    (plain, Recorded, 5, {"limit_train_batches": 5}),
     (plain, Recorded, 5, {"limit_train_batches": 5, "limit_val_batches": 0}),
     (batched, Recorded, 10, {}),
-    (two, Recorded, 10, {}),
     (two, Recorded, 9, {}),  # the shorter one is in its second round
     (both_keep_a_position, Recorded, 10, {}),
-    (counted, Recorded, 11, {}),
     (stream, Recorded, 11, {}),
     (stream, Recorded, 8, {}),  # right at an epoch's end
-    (stream, Recorded, 7, {}),  # its last batch is fetched
     (functools.partial(stream, samples=30), Recorded, 9, {"val_check_interval": 3}),
-    (stream, Recorded, 5, {"limit_train_batches": 5}),
     (stream, Recorded, 3, {"accumulate_grad_batches": 3}),
-    (noisy, Recorded, 11, {}),
-    (stream_workers, Recorded, 11, {}),
     (stream_workers, Recorded, 8, {}),
+    (persistent, Planned, 11, {}),
+    (counted, Recorded, 11, {}),
+    (noisy, Recorded, 11, {}),
     (stream_beside_a_sampler, Recorded, 10, {}),
+]
+REPEATED = [
+    (in_order, Recorded, 13, {}),
+    (plain, Recorded, 5, {"limit_train_batches": 5}),
+    (two, Recorded, 10, {}),
+    (stream, Recorded, 7, {}),  # its last batch is fetched
+    (stream, Recorded, 5, {"limit_train_batches": 5}),
+    (stream_workers, Recorded, 11, {}),
 ]
 
 
-@pytest.mark.parametrize(("make", "model", "step", "options"), CASES)
+@pytest.mark.parametrize(("make", "model", "step", "options"), [*CASES, *slow(REPEATED)])
 def test_a_resume_is_exact(tmp_path, make, model, step, options):
     lives = [fit(tmp_path, make, model, stop, **options) for stop in (step, None)]
     assert lives[1][2].restored_step == step
@@ -321,24 +328,28 @@ class Paced(Recorded):
 HALF, THREE, SIX, TWO = ({"val_check_interval": interval} for interval in (0.5, 3, 6, 2))
 ELSEWHERE = [  # samples, ranks, steps, ranks then, options -> batches of the epoch then, validations then
     (64, 2, 3, 1, {}, range(6, 16), [(0, 16), (1, 16)]),
-    (64, 1, 6, 2, {}, range(3, 8), [(0, 8), (1, 8)]),
     (64, 1, 5, 2, {}, range(2, 8), [(0, 8), (1, 8)]),  # the rest, 44 samples, is no multiple of 8
-    (64, 3, 2, 2, {}, range(3, 8), [(0, 8), (1, 8)]),
     (64, 1, 1, 8, {}, range(2), [(0, 2), (1, 2)]),  # less than one batch of all ranks was done
     (64, 2, 8, 1, {}, [], [(0, 16), (1, 16)]),  # the epoch is done, its validation not
     (64, 2, 4, 1, HALF, range(8, 16), [(0, 8), (0, 16), (1, 8), (1, 16)]),  # due then and now
-    (64, 2, 3, 1, THREE, range(6, 16), [(0, 6), (0, 9), (0, 12), (0, 15), (1, 3), (1, 6), (1, 9), (1, 12), (1, 15)]),
-    (64, 1, 6, 2, SIX, range(3, 8), [(0, 6), (1, 6)]),  # due then, not now
     (64, 2, 3, 1, SIX, range(6, 16), [(0, 12), (1, 6), (1, 12)]),  # due now, not then
     (40, 2, 5, 1, TWO, [], [(1, 2), (1, 4), (1, 6), (1, 8), (1, 10)]),  # likewise, at the end of the epoch
-    (64, 2, 3, 1, {"limit_train_batches": 0.5}, range(6, 8), [(0, 8), (1, 8)]),
-    (64, 2, 3, 1, {"limit_train_batches": 5}, [], [(0, 5), (1, 5)]),  # more than five of the batches now
     (64, 2, 3, 1, {"limit_train_batches": 5, "limit_val_batches": 0}, [], []),
     (30, 1, 6, 2, {"drop_last": True}, [], [(0, 3), (1, 3)]),  # of the 6 samples left no rank gets a batch
 ]
+ELSEWHERE_TOO = [
+    (64, 1, 6, 2, {}, range(3, 8), [(0, 8), (1, 8)]),
+    (64, 3, 2, 2, {}, range(3, 8), [(0, 8), (1, 8)]),
+    (64, 2, 3, 1, THREE, range(6, 16), [(0, 6), (0, 9), (0, 12), (0, 15), (1, 3), (1, 6), (1, 9), (1, 12), (1, 15)]),
+    (64, 1, 6, 2, SIX, range(3, 8), [(0, 6), (1, 6)]),  # due then, not now
+    (64, 2, 3, 1, {"limit_train_batches": 0.5}, range(6, 8), [(0, 8), (1, 8)]),
+    (64, 2, 3, 1, {"limit_train_batches": 5}, [], [(0, 5), (1, 5)]),  # more than five of the batches now
+]
 
 
-@pytest.mark.parametrize(("samples", "ranks", "steps", "then", "options", "batches", "validations"), ELSEWHERE)
+@pytest.mark.parametrize(
+    ("samples", "ranks", "steps", "then", "options", "batches", "validations"), [*ELSEWHERE, *slow(ELSEWHERE_TOO)]
+)
 def test_the_loops_go_on_as_those_of_another_number_of_ranks(
     tmp_path, samples, ranks, steps, then, options, batches, validations
 ):

@@ -359,6 +359,7 @@ def named(
 
 
 @pytest.mark.parametrize("what", ["whole", "step", "weights"])
+@pytest.mark.quick("whole", "weights")
 def test_a_step_that_is_named_is_read_once(store, what):
     root, last, alone = store
     results = run_ranks(named, 2, str(root), what)
@@ -375,6 +376,7 @@ def test_a_step_that_is_named_is_read_once(store, what):
 
 
 @pytest.mark.parametrize("what", ["whole", "step", "weights"])
+@pytest.mark.quick("step")
 def test_a_rank_that_cannot_read_its_part_of_a_named_step_fails_all(store, what):
     (_, _, one), (_, _, other) = run_ranks(named, 2, str(store[0]), what, "unreadable")
     assert "Input/output error" in other
@@ -382,6 +384,7 @@ def test_a_rank_that_cannot_read_its_part_of_a_named_step_fails_all(store, what)
 
 
 @pytest.mark.parametrize("what", ["whole", "weights"])
+@pytest.mark.quick("whole")
 def test_kill_9_of_a_rank_that_reads_a_named_step_ends_the_others(store, what):
     one, other = start_ranks(named, 2, str(store[0]), what, "killed", grace=60.0)
     assert other.exitcode == -signal.SIGKILL

@@ -114,6 +114,7 @@ def verified(root: str | Path) -> list[int]:
 
 
 @every_policy
+@pytest.mark.quick("moc")
 def test_a_disk_that_is_full_for_a_moment(policy, place, monkeypatch):  # noqa: F811
     disk = SmallDisk(place / "store", float("inf"))
 
@@ -134,6 +135,7 @@ def test_a_disk_that_is_full_for_a_moment(policy, place, monkeypatch):  # noqa: 
 
 
 @every_policy
+@pytest.mark.quick("moevement")
 def test_a_disk_that_hangs_for_a_while(policy, place, monkeypatch, caplog):  # noqa: F811
     disk = HangingDisk(place / "store")
     events = {8: disk.answers.clear, 30: disk.answers.set}
@@ -158,6 +160,7 @@ def test_a_disk_that_sets_the_pace_of_training_is_named_once(policy, place, monk
 
 
 @every_policy
+@pytest.mark.quick("moc")
 def test_a_disk_that_never_answers_again(policy, place, monkeypatch):  # noqa: F811
     """Training reaches its last step, waits for as long as it may, and says what it could not save."""
     disk, last = HangingDisk(place / "store"), []
@@ -176,6 +179,7 @@ def test_a_disk_that_never_answers_again(policy, place, monkeypatch):  # noqa: F
 
 
 @every_policy
+@pytest.mark.quick("moevement")
 def test_a_store_that_is_deleted_during_training(policy, place, monkeypatch, caplog):  # noqa: F811
     """And a fault a few steps later: what is in the directory by then opens, and training goes on from it."""
     disk = LocalStorage(place / "store")

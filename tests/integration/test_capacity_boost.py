@@ -122,6 +122,7 @@ def test_stale_experts_get_their_portion_more_until_they_have_made_up_for_what_t
     ],
     ids=["manifest", "copy", "write", "overflowing", "accumulating"],
 )
+@pytest.mark.quick("manifest", "copy", "overflowing")
 def test_a_kill_in_the_middle_of_a_boost_changes_nothing(place, failed, crash, changed):  # noqa: F811
     if changed:
         run, untouched = _with_truth(_failed_once(placed(replace(STALE, **changed), place)))

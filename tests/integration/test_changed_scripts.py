@@ -30,6 +30,9 @@ def test_another_accumulation_is_named_where_a_window_cannot_be_repeated(tmp_pat
         ({"precision": "bf16-mixed"}, "trainer precision '32-true' -> 'bf16-mixed'"),
     ],
 )
+@pytest.mark.quick(
+    "setting0-trainer accumulate_grad_batches 1 -> 2", "setting3-trainer precision '32-true' -> 'bf16-mixed'"
+)
 def test_another_setting_of_the_trainer_is_said_at_the_start(tmp_path, caplog, setting, said):
     fit(tmp_path, seeded(), Dense(1), stop=5)
     caplog.clear()
@@ -84,6 +87,7 @@ class SetsOwnRate(TinyMoE):
 
 @pytest.mark.parametrize("kind", [TinyMoE, SetsOwnRate])
 @pytest.mark.parametrize("order", ["round_robin", "hard_count"])
+@pytest.mark.quick("round_robin-TinyMoE", "hard_count-SetsOwnRate")
 def test_a_rate_set_at_the_start_holds_once_a_window_is_computed_again(kind, order, tmp_path, caplog):
     """The state is then that of a run that was continued from the window's last step with that rate."""
     callbacks = [SetsRate()] if kind is TinyMoE else []

@@ -80,6 +80,7 @@ def anew():
 
 @pytest.mark.parametrize("kind", [InPlace, Wrapped, Functions])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.quick("32-true-InPlace", "32-true-Wrapped", "bf16-mixed-Functions")
 def test_a_windows_replay_of_a_compiled_model_is_exact(tmp_path, kind, precision):
     options = {"precision": precision, "max_steps": 12}
     whole, resumed = seeded(kind, stacked=False), seeded(kind, stacked=False)

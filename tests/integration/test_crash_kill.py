@@ -60,6 +60,7 @@ def _run_chain(run: Run, chain: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense-1-early", "dense-1-later", "dense-3-later"])
+@pytest.mark.quick("dense-1-early", "dense-3-later")
 def test_killed_in_every_phase(name, place):  # noqa: F811
     run, chain = CHAINS[name]
     _run_chain(placed(run, place), chain)

@@ -97,6 +97,7 @@ def _versions(begin):
 
 
 @pytest.mark.parametrize("run", [MOC_1, MOC_2], ids=["k-1", "k-2-listed-accumulated"])
+@pytest.mark.quick("k-2-listed-accumulated")
 def test_killed_at_random_times(run, place):  # noqa: F811
     _killed_at_random(placed(run, place), random.SystemRandom().randrange(1 << 32), kills=3)
 
@@ -162,6 +163,7 @@ def _check_nodes(run: Run, *, every_step_saved: bool) -> Recount:
 
 
 @pytest.mark.parametrize("length", [{}, {"max_steps": 20}])
+@pytest.mark.quick("length0")
 def test_killed_at_the_end_stale_experts_get_to_storage_with_the_tokens_that_they_lost(length, place, capsys):  # noqa: F811
     """Of the last step there is a partial checkpoint only, and the next life has nothing left to train."""
     run = placed(replace(MOC_1, epochs=2, trainer=length), place)

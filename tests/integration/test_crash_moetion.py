@@ -67,6 +67,7 @@ def _experts_saved(run: Run) -> list[int]:
 @pytest.mark.parametrize(
     ("run", "each"), [(BY_BUDGET, 2), (FIXED, 6), (IN_TURN, 2)], ids=["by-budget", "fixed", "round-robin"]
 )
+@pytest.mark.quick("by-budget", "fixed")
 def test_killed_in_several_phases(run, each, place):  # noqa: F811
     """The store names no expert twice in one manifest, so ``each`` counts what a checkpoint wrote."""
     run = placed(run, place)

@@ -130,6 +130,24 @@ def _stopped_and_resumed(name: str, directory: Path, stops: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", VARIATIONS)
+@pytest.mark.quick(
+    "adamw",
+    "sgd",
+    "adafactor",
+    "listed-experts",
+    "accumulate-3",
+    "bf16-mixed",
+    "bf16-true",
+    "clipping",
+    "scaler-with-overflows",
+    "epoch-scheduled",
+    "manual",
+    "validation",
+    "ema",
+    "swa",
+    "workers",
+    "slow-copy",
+)
 def test_stopped_and_resumed(name, place):  # noqa: F811
     _stopped_at_random(name, place, seed=random.SystemRandom().randrange(1 << 32), stops=2)
 
@@ -143,6 +161,7 @@ def test_stopped_and_resumed_elsewhere(name, seed, place):  # noqa: F811
 
 @pytest.mark.parametrize("name", ["adamw", "epoch-scheduled", "validation"])
 @pytest.mark.parametrize("batch", [9, 10, 11])
+@pytest.mark.quick("9-adamw", "10-validation", "11-epoch-scheduled")
 def test_stopped_around_the_end_of_an_epoch(name, batch, place):  # noqa: F811
     """Epochs have ten batches. Stopped in batch 10, the run comes back to the last step of the epoch before."""
     _stopped_and_resumed(name, place, [batch])

@@ -58,6 +58,7 @@ def _assert_held(lives: list[list[dict[str, Any]]], budget: float) -> None:
 
 
 @pytest.mark.parametrize("selector", ["sequential", "load_aware"])
+@pytest.mark.quick("load_aware")
 def test_the_budget_holds_across_restarts(place, selector):  # noqa: F811
     run = placed(replace(BASE, options={"plt_budget": 0.05, "selector": selector}), place)
     lives = _killed(run, random.SystemRandom().randrange(1 << 32), kills=3)

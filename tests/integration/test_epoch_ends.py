@@ -26,6 +26,7 @@ class Skips(Validated):
 
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("step", [4, 6, 9, 12])
+@pytest.mark.quick("4-1", "9-4", "12-1")
 def test_after_epochs_that_the_module_ended_batches_are_counted_on(tmp_path, step, every):
     options = {"kind": Skips, "policy": Dense(every), "limit_val_batches": 0, "max_epochs": 4}
     reference = train(tmp_path / "whole", **options)
@@ -59,6 +60,7 @@ STREAMS = {"goes on": GoesOn, "begins anew": lambda: Stream(Tokens(200))}
 @pytest.mark.parametrize("validations", [None, 0])
 @pytest.mark.parametrize("step", [4, 5, 7, 10])
 @pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.quick("goes on-4-None", "goes on-7-0", "begins anew-5-None", "begins anew-10-0")
 def test_no_sample_of_an_endless_stream_is_left_out_between_epochs(tmp_path, stream, step, validations):
     def life(store, stop=None):
         training = StatefulDataLoader(STREAMS[stream](), batch_size=4)
@@ -73,6 +75,7 @@ def test_no_sample_of_an_endless_stream_is_left_out_between_epochs(tmp_path, str
 
 @pytest.mark.parametrize("by_path", [False, True])
 @pytest.mark.parametrize("step", [4, 8, 11, 16, 18, 27])
+@pytest.mark.quick("4-False", "11-True", "16-False", "18-True")
 def test_a_loader_of_several_epochs_is_made_when_it_would_have_been(tmp_path, step, by_path):
     class Data(LightningDataModule):
         def train_dataloader(self):

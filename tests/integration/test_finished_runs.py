@@ -119,6 +119,9 @@ def test_a_finished_run_trains_nothing_and_nobody_saves_once_more(tmp_path, capl
 
 @pytest.mark.parametrize("longer", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 22}], ids=str)
 @pytest.mark.parametrize("length", [LENGTHS[0], LENGTHS[2]], ids=str)
+@pytest.mark.quick(
+    "{'max_epochs': 2}-{'max_epochs': 3}", "{'max_epochs': -1, 'max_steps': 13}-{'max_epochs': -1, 'max_steps': 22}"
+)
 def test_a_longer_run_goes_on_as_if_it_had_been_so_long_from_the_start(tmp_path, caplog, length, longer):
     straight = Life(tmp_path / "straight", **longer)
     Life(tmp_path / "parts", **length)

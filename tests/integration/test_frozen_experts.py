@@ -45,6 +45,7 @@ class Freezing(pl.Callback):
 
 @pytest.mark.parametrize("thaws", [True, False])
 @pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.quick("True-False", "False-True")
 def test_tokens_count_of_what_is_trained(stacked, thaws, tmp_path):
     pl.seed_everything(3, verbose=False)
     freezing, ours = Freezing(thaws), MoECheckpoint(MoC(k=1), tmp_path / "store", when_busy="wait")

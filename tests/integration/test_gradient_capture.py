@@ -149,6 +149,7 @@ def train(rank, world_size, case, unclipped=False):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick("fused-clipped-accumulated", "bf16-mixed", "fp16", "by-hand", "ddp", "fsdp2")
 def test_every_step_comes_out_again_in_another_process(case):
     for log, states, releases in run_ranks(train, 2 if case in ("ddp", "fsdp2") else 1, case):
         # A fused optimizer unscales in place, so nothing of it may be left for later.

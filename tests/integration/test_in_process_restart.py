@@ -89,6 +89,7 @@ def fault_and_return(run: Run, *, keep: bool) -> tuple[dict[tuple[int, int], int
 @pytest.mark.parametrize(
     ("snapshot_k", "model"), [(4, {}), (2, {}), (4, {"stacked": False})], ids=["all-held", "two-held", "listed"]
 )
+@pytest.mark.quick("two-held", "listed")
 def test_experts_held_in_memory_come_back_newer_than_storage_has_them(snapshot_k, model, place):  # noqa: F811
     run = replace(RUN, options={"snapshot_k": snapshot_k}, model=model)
     with_memory, recount, _ = fault_and_return(placed(run, place), keep=True)

@@ -67,6 +67,7 @@ def left(run: Run) -> list[Path]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.quick("copy", "write", "manifest", "compute")
 def test_killed_in_a_phase_the_run_goes_on_from_memory(phase, place):  # noqa: F811
     run = in_memory(DENSE, place)
     assert live(replace(run, crash=(phase, 9))) == KILLED, output(run)
@@ -132,6 +133,7 @@ def test_moc_loses_no_token_while_memory_holds_what_storage_does_not(place):  # 
 
 
 @pytest.mark.parametrize("policy", [("moc", 1), ("moetion", 1)])
+@pytest.mark.quick("policy0")
 def test_what_is_known_to_be_damaged_is_not_built_upon(policy, place):  # noqa: F811
     """Memory has the experts of the damaged shard, whose round is longer than the life that begins from there.
 
@@ -183,6 +185,7 @@ def small(request, tmp_path):
 @pytest.mark.parametrize(
     ("small", "for_weights_too"), [(40_960, True), (262_144, True), (393_216, False)], indirect=["small"]
 )
+@pytest.mark.quick("40960-True", "393216-False")
 def test_a_tmpfs_that_is_too_small_costs_memory_and_not_the_run(small, for_weights_too, place):  # noqa: F811
     """No SIGBUS: what does not fit lies in private memory, and storage has it all the same.
 

@@ -27,6 +27,7 @@ RUN = replace(DENSE, to_storage=RARELY)
 @pytest.mark.parametrize(
     ("phase", "n"), [("reserve", 3), ("seal", 9), ("sealed", 9), ("unseal", 5), ("remove", 1), ("sweep", 1)]
 )
+@pytest.mark.quick("reserve-3", "seal-9", "unseal-5", "remove-1")
 def test_killed_with_a_slot_in_hand(phase, n, place):  # noqa: F811
     run = in_memory(RUN, place)
     first = None if phase in ("remove", "sweep") else (phase, n)
@@ -44,6 +45,7 @@ def test_killed_with_a_slot_in_hand(phase, n, place):  # noqa: F811
 
 @pytest.mark.parametrize(("phase", "n"), [("send", 20), ("verified", 6), ("acknowledge", 6)])
 @pytest.mark.parametrize("lost", [None, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 1))])
+@pytest.mark.quick("None-send-20", "None-verified-6")
 def test_killed_with_a_copy_in_hand(phase, n, lost, place):  # noqa: F811
     """Two ranks under DDP, each a node; one may be lost besides."""
     run = in_memory(replace(RUN, ranks=2, replicas=1), place)

@@ -68,6 +68,9 @@ def restored(run: Run) -> int:
 
 @every_policy
 @pytest.mark.parametrize("phase", ["copy", "compute"])
+@pytest.mark.quick(
+    "copy-dense", "compute-dense", "compute-moc", "compute-moevement", "compute-checkfreq", "compute-gradient-log"
+)
 def test_the_run_goes_on_from_memory(policy, phase, place):  # noqa: F811
     run = in_memory(POLICIES[policy], place)
     for n in (14, 5):
@@ -85,6 +88,7 @@ def test_the_run_goes_on_from_memory(policy, phase, place):  # noqa: F811
 
 
 @every_policy
+@pytest.mark.quick("dense", "moevement")
 def test_memory_is_used_although_storage_lost_what_it_follows(policy, place):  # noqa: F811
     run = in_memory(POLICIES[policy], place)
     assert live(replace(run, crash=("compute", 14))) == KILLED, output(run)
@@ -117,6 +121,7 @@ def ends(policy: str) -> list[Run]:
         ),
     ],
 )
+@pytest.mark.quick("dense {'max_steps': 20}")
 def test_killed_at_the_end_the_last_step_gets_to_storage(run, place):  # noqa: F811
     """The next life has nothing left to train, and lets go of memory only when storage has the step."""
     run, last = in_memory(run, place), run.epochs * 10
@@ -135,6 +140,7 @@ def test_killed_at_the_end_the_last_step_gets_to_storage(run, place):  # noqa: F
 
 
 @pytest.mark.parametrize("policy", ["dense", "moc"])
+@pytest.mark.quick("moc")
 def test_killed_at_the_end_of_an_average_the_weights_that_were_trained_get_to_storage(policy, place):  # noqa: F811
     """The averaged ones take their place when training ends, and before checkpoints of that end are made."""
     run = in_memory(replace(POLICIES[policy], beside=("ema",), validate=True), place)
@@ -151,6 +157,7 @@ def test_killed_at_the_end_of_an_average_the_weights_that_were_trained_get_to_st
 
 
 @every_policy
+@pytest.mark.quick("dense", "moc", "gradient-log")
 def test_a_flipped_byte_costs_steps_and_no_bit(policy, place):  # noqa: F811
     run = in_memory(POLICIES[policy], place)
     assert live(replace(run, crash=("compute", 14))) == KILLED, output(run)
@@ -164,6 +171,7 @@ def test_a_flipped_byte_costs_steps_and_no_bit(policy, place):  # noqa: F811
 
 
 @every_policy
+@pytest.mark.quick("dense", "moc")
 def test_a_lost_node_goes_back_to_storage(policy, place):  # noqa: F811
     run = in_memory(replace(POLICIES[policy], to_storage=4), place)
     assert live(replace(run, crash=("compute", 14))) == KILLED, output(run)
@@ -201,6 +209,7 @@ def test_two_ranks_killed_together(policy, place):  # noqa: F811
 
 
 @every_policy
+@pytest.mark.quick("dense", "moevement")
 def test_what_is_on_storage_too_comes_from_memory(policy, place):  # noqa: F811
     run = in_memory(replace(POLICIES[policy], to_storage=1), place)
     assert live(replace(run, crash=("compute", 14))) == KILLED, output(run)
@@ -228,6 +237,7 @@ def test_a_start_with_a_wrong_number_of_ranks_costs_no_step(place):  # noqa: F81
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("policy", ["dense", pytest.param("moevement", marks=pytest.mark.slow)])
+@pytest.mark.quick("dense-1")
 def test_a_lost_node_comes_back_from_its_peer(policy, lost, place):  # noqa: F811
     """Two ranks under DDP, each a node. One is lost with its memory: every bit comes from the other."""
     run = in_memory(replace(POLICIES[policy], ranks=2, replicas=1), place)

@@ -355,6 +355,7 @@ class Halts:
 
 @pytest.mark.parametrize("step", [3, 8])  # 8: the last batch of an epoch
 @pytest.mark.parametrize("val", [False, True])
+@pytest.mark.quick("False-8", "True-3")
 def test_a_halt_leaves_a_complete_checkpoint_of_the_step(tmp_path, caplog, step, val):
     options = {"val": loader(8, shuffle=False), "val_check_interval": 2} if val else {}
     trainer, _ = fit(tmp_path, Halts(step), **options)

@@ -28,6 +28,7 @@ BASE = Run(None, policy=("moevement", 3), epochs=3, callback={"when_busy": "wait
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 9, 14])
+@pytest.mark.quick("2", "9")
 def test_killed_while_computing(place, step):  # noqa: F811
     run = placed(BASE, place)
     assert live(replace(run, crash=("compute", step))) == KILLED

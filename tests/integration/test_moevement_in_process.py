@@ -91,6 +91,7 @@ def test_what_a_replay_has_read_is_let_go_of(place):  # noqa: F811
 
 @pytest.mark.parametrize("in_memory_too", [False, True])
 @pytest.mark.parametrize("repeats", [True, False])
+@pytest.mark.quick("True-False", "False-True")
 def test_steps_computed_again_on_other_data_are_told(repeats, in_memory_too, place, caplog, monkeypatch):  # noqa: F811
     """The position in the data is the same, and nobody records what lies there."""
     run = replace(RUN, store=str(place / "store"))

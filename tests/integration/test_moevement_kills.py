@@ -105,6 +105,7 @@ def test_killed_while_coming_back(place):  # noqa: F811
 
 
 @pytest.mark.parametrize("phase", ["write", "copy"])
+@pytest.mark.quick("copy")
 def test_killed_in_the_very_first_window(phase, place):  # noqa: F811
     """Only step 0 is committed, which is whole."""
     run = placed(WINDOWS, place)
@@ -115,6 +116,7 @@ def test_killed_in_the_very_first_window(phase, place):  # noqa: F811
 
 
 @pytest.mark.parametrize("moment", ["gc 3", "compute 8"])
+@pytest.mark.quick("gc 3")
 def test_killed_between_two_windows(moment, place):  # noqa: F811
     """Right after the commit of steps 4 to 6, or in the first step of the window after it."""
     run = placed(WINDOWS, place)

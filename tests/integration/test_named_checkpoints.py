@@ -57,6 +57,7 @@ def scores(made, model, **options):
 
 @pytest.mark.parametrize("kind", ["store", "step"])
 @pytest.mark.parametrize("how", ["callback", "plugin"])
+@pytest.mark.quick("callback-store", "plugin-step")
 def test_evaluation_takes_a_step_or_a_store(run, tmp_path, kind, how):
     expected = scores(trainer(), run[1])
     if how == "callback":

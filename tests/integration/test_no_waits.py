@@ -160,6 +160,7 @@ def logged(place: Path, scaled: bool = False, **more: Any) -> dict[str, Any]:
     ],
     ids=["fused", "rounded", "loss scale"],
 )
+@pytest.mark.quick("fused", "loss scale")
 def test_no_step_of_a_gradient_log_waits_and_it_brings_the_run_back(tmp_path, setup):
     """Not even where gradients are zeroed: the training stream waits for the copy there, not its thread."""
     undisturbed = fit(tmp_path / "cpu", **logged(tmp_path / "cpu", **setup))
@@ -260,6 +261,7 @@ def norms_read(windows: Windows) -> dict[str, Any]:
     ],
     ids=["counts", "buffers", "norms", "loss scale", "agreement"],
 )
+@pytest.mark.quick("counts", "agreement")
 def test_whoever_waits_is_named(tmp_path, monkeypatch, owner, name, broken, what, led):
     monkeypatch.setattr(owner, name, broken)
     gpu, _ = on_gpu(tmp_path, MoEvement(window=2), **(scaler() if name == "_scaler_state" else {}))
@@ -296,6 +298,7 @@ COUNTS, JOIN = StepRecorder._counts, Copy.join
     ],
     ids=["step counts", "rounding", "join"],
 )
+@pytest.mark.quick("rounding")
 def test_whoever_waits_in_a_gradient_log_is_named(tmp_path, monkeypatch, owner, name, broken, what, led):
     monkeypatch.setattr(owner, name, broken)
     gpu, _ = on_gpu(tmp_path, **logged(tmp_path, policy=GradientLog(window=3, grad_dtype="bf16")))

@@ -61,6 +61,7 @@ def starts(run):
     ("policy", "memory"),
     [*((policy, False) for policy in ("dense", "moc", "moevement")), *((policy, True) for policy in POLICIES)],
 )
+@pytest.mark.quick("dense-False", "moc-True", "moevement-True", "gradient-log-True")
 def test_the_next_start_goes_on_from_finite_values(policy, memory, place):  # noqa: F811
     run = run_of(policy, place, memory)
     few = {} if policy == "moevement" else FEW  # which needs the steps of two windows

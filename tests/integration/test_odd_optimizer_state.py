@@ -107,6 +107,7 @@ def test_names_of_state_that_no_checkpoint_can_hold_are_refused_before_the_first
 
 
 @pytest.mark.parametrize("policy", [Dense(), MoC(k=1), MoEvement(window=3)], ids=["dense", "moc", "window"])
+@pytest.mark.quick("moc", "window")
 def test_a_run_whose_optimizer_keeps_tensors_without_elements_is_resumed_exactly(tmp_path, policy):
     whole, cut, resumed = (seeded(WithPlaceholders) for _ in range(3))
     fit(tmp_path / "whole", whole, 12, policy)

@@ -151,6 +151,7 @@ class WithASlash(TinyMoE):
 
 @pytest.mark.parametrize("policy", [Dense(), MoEvement(window=3)], ids=["dense", "moevement"])
 @pytest.mark.parametrize("module", [WithoutElements, WithASlash])
+@pytest.mark.quick("WithoutElements-dense", "WithASlash-moevement")
 def test_odd_parameters(tmp_path, module, policy):
     require_exact(tmp_path, policy, module)
 
@@ -261,6 +262,7 @@ SEARCHES = {
 
 @pytest.mark.parametrize("policy", [Dense(), MoEvement(window=3)], ids=["dense", "moevement"])
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
+@pytest.mark.quick("rate-moevement", "size-dense")
 def test_after_a_search_before_the_first_step_the_run_is_resumed(search, policy, tmp_path, monkeypatch, caplog):
     """Which every start makes, on the state that it begins with, before the checkpoint is loaded."""
     monkeypatch.chdir(tmp_path)

@@ -152,6 +152,14 @@ CASES += [
 
 
 @pytest.mark.parametrize(("options", "step", "where"), CASES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.quick(
+    "{}-8-batch",
+    "{}-8-validation",
+    "{'val_check_interval':4}-12-validation",
+    "{'accumulate_grad_batches':3}-3-validation",
+    "{'num_sanity_val_steps':0}-17-batch",
+    "{'limit_train_batches':5,'limit_val_batches':0,'max_epochs':-1,'max_steps':14}-10-batch",
+)
 def test_automatic_resume_is_exact(tmp_path, options, step, where):
     reference = train(tmp_path / "whole", **options)
     before = train(tmp_path / "broken", StopAt(step, where), **options)
@@ -161,6 +169,7 @@ def test_automatic_resume_is_exact(tmp_path, options, step, where):
 
 
 @pytest.mark.parametrize(("options", "step"), [({"limit_val_batches": 0}, 8), (UNVALIDATED, 5), (UNVALIDATED, 7)])
+@pytest.mark.quick("options0-8", "options2-7")
 def test_a_sampler_that_keeps_its_position_begins_the_next_epoch_anew(tmp_path, options, step):
     """It takes up its position when it is first asked, also where the epoch has no batch left."""
 
@@ -179,6 +188,7 @@ def test_a_sampler_that_keeps_its_position_begins_the_next_epoch_anew(tmp_path, 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("step", [3, 8, 11])
+@pytest.mark.quick("3-0", "8-1", "11-0")
 def test_a_loader_that_was_given_a_generator_draws_the_orders_that_it_would_have(tmp_path, workers, step):
     def training():
         drawing = {"shuffle": True, "generator": torch.Generator().manual_seed(3), "num_workers": workers}
@@ -202,6 +212,7 @@ def test_a_loader_that_was_given_a_generator_draws_the_orders_that_it_would_have
     ],
 )
 @pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.quick("False-<lambda>0", "True-<lambda>1", "False-<lambda>2", "True-<lambda>3")
 def test_a_sampler_that_draws_a_new_order_after_a_resume_is_named_before(tmp_path, caplog, sampler, batched):
     """A stateful loader counts the samples of such a sampler, and nobody knows which these were."""
     data = Tokens(32)
@@ -222,6 +233,7 @@ def test_orders_that_a_stateful_loader_brings_back_are_not_warned_of(tmp_path, c
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
 @pytest.mark.parametrize(("lengths", "options", "step"), [((8, 8), {}, 8), ((8, 4), {}, 8), ((8, 8), UNVALIDATED, 5)])
+@pytest.mark.quick("lengths0-options0-8-max_size_cycle", "lengths1-options1-8-min_size", "lengths2-options2-5-max_size")
 def test_of_several_loaders_none_begins_the_next_epoch_twice(tmp_path, mode, lengths, options, step):
     """Each keeps a generator of its own, which draws an order whenever its loader is begun."""
     if mode == "min_size" and lengths[0] != lengths[1]:
@@ -244,6 +256,7 @@ def test_of_several_loaders_none_begins_the_next_epoch_twice(tmp_path, mode, len
 
 
 @pytest.mark.parametrize(("step", "where"), [(8, "batch"), (10, "batch"), (11, "batch")])
+@pytest.mark.quick("8-batch", "11-batch")
 def test_as_many_batches_are_accumulated_as_in_any_other_epoch(tmp_path, step, where):
     """Lightning's callback says how many at the start of an epoch, which a run that resumes in its middle has not."""
     reference = train(tmp_path / "whole", beside=[Accumulates()])
@@ -254,6 +267,7 @@ def test_as_many_batches_are_accumulated_as_in_any_other_epoch(tmp_path, step, w
 
 
 @pytest.mark.parametrize(("step", "where"), [(8, "batch"), (8, "validation"), (11, "batch"), (16, "validation")])
+@pytest.mark.quick("8-validation", "11-batch")
 def test_a_learning_rate_that_goes_by_validations_falls_as_if_nothing_had_happened(tmp_path, step, where):
     """Lightning leaves plateau schedulers as they are at the end of an epoch that was resumed in its middle."""
     reference = train(tmp_path / "whole", kind=Plateau)
@@ -314,6 +328,7 @@ def test_a_learning_rate_that_no_restart_can_go_on_with_is_refused_at_the_start(
 
 @pytest.mark.parametrize("step", [8, 11])
 @pytest.mark.parametrize("other_store", [False, True])
+@pytest.mark.quick("False-11", "True-8")
 def test_resume_by_ckpt_path_is_exact(tmp_path, step, other_store):
     reference = train(tmp_path / "whole")
     before = train(tmp_path / "broken", StopAt(step, "batch"))

@@ -32,6 +32,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("options", "step", "where"), CASES, ids=lambda value: str(value).replace(" ", ""))
+@pytest.mark.quick("{}-8-validation", "{'val_check_interval':4}-4-validation")
 def test_after_a_failure_the_same_trainer_goes_on_exactly(tmp_path, options, step, where):
     reference = train(tmp_path / "whole", kind=Keeps, **options)
     stop = StopAt(step, where)

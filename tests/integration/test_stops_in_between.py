@@ -39,6 +39,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("batch", "where"), [(4, "batch"), (9, "batch"), (13, "validation")])
+@pytest.mark.quick("4-batch-each step", "4-batch-seldom", "9-batch-moc", "13-validation-windows")
 def test_a_stop_while_gradients_are_accumulated_costs_no_step(tmp_path, policy, batch, where):
     options = {"accumulate_grad_batches": 4, "val_check_interval": 6, "max_epochs": 3}
     reference = train(tmp_path / "whole", policy=POLICIES[policy](), **options)
@@ -51,6 +52,7 @@ def test_a_stop_while_gradients_are_accumulated_costs_no_step(tmp_path, policy, 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.quick("each step", "windows")
 def test_a_run_of_one_epoch_goes_on_after_such_a_stop(tmp_path, policy):
     def life(store, *beside):
         training = loader(80, generator=torch.Generator().manual_seed(3))

@@ -64,6 +64,14 @@ def said(run: Run) -> str:
 
 @every_policy
 @pytest.mark.parametrize("how", ["raise", "sigterm"])
+@pytest.mark.quick(
+    "raise-dense every step",
+    "raise-dense rarely",
+    "raise-moc",
+    "raise-moc stored",
+    "raise-moevement",
+    "sigterm-dense every step",
+)
 def test_the_run_goes_on_from_the_newest_step(policy, how, place):  # noqa: F811
     run = in_memory(POLICIES[policy], place)
     for n in (9, 4):
@@ -117,6 +125,7 @@ def lose(
 
 @pytest.mark.parametrize("n", [9, pytest.param(4, marks=pytest.mark.slow)])
 @every_policy
+@pytest.mark.quick("dense rarely-9", "moc-9", "moevement-9")
 def test_nothing_is_lost_that_a_data_parallel_rank_has(policy, n, place):  # noqa: F811
     """MoC saves one expert of four at each step, the rare dense policy nothing: the rank that lives on seals what both
     write, and the other one has sealed its plain state."""
@@ -131,6 +140,7 @@ def test_nothing_is_lost_that_a_data_parallel_rank_has(policy, n, place):  # noq
 
 
 @every_policy
+@pytest.mark.quick("dense rarely", "moc stored")
 def test_tokens_that_the_ranks_had_not_agreed_on_are_summed_at_the_return(policy, place, tmp_path):  # noqa: F811
     """The dead rank had ended its step, and told nobody its tokens: each rank's own lie beside its state."""
     run = in_memory(replace(POLICIES[policy], ranks=2), place)
@@ -211,6 +221,7 @@ def test_two_of_four_ranks_that_die_between_two_updates_cost_nothing(place):  # 
 
 
 @pytest.mark.parametrize("policy", SAVED_AT_EACH_STEP)
+@pytest.mark.quick("dense every step", "moc stored")
 def test_a_rank_of_fsdp_that_dies_in_an_update_that_the_others_end_costs_one_step(policy, place):  # noqa: F811
     """They stand one step apart, and meet at the newest that both have."""
     run = in_memory(replace(POLICIES[policy], ranks=2, sharded=True), place)
@@ -309,6 +320,9 @@ ALL_BEHIND = ("dense rarely", "moevement")
 
 @pytest.mark.parametrize("how", ["callback raises", "module raises", "schedule raises"])
 @every_policy
+@pytest.mark.quick(
+    "dense every step-callback raises", "moc-callback raises", "dense rarely-module raises", "moevement-schedule raises"
+)
 def test_an_error_behind_an_update_costs_no_step(policy, how, place):  # noqa: F811
     """Before Lightning comes to the end of the batch: the update is made, so the step is counted and sealed."""
     if how != "callback raises" and policy not in ALL_BEHIND:
@@ -360,6 +374,7 @@ def test_a_rank_of_ddp_of_which_a_hook_fails_costs_nothing(place):  # noqa: F811
 
 @pytest.mark.parametrize("how", ["validating", "epoch end"])
 @every_policy
+@pytest.mark.quick("dense every step-validating", "moc-epoch end", "dense rarely-epoch end", "moevement-validating")
 def test_an_error_between_two_batches_costs_no_step(policy, how, place):  # noqa: F811
     """After an epoch's last step: hooks may change weights there, and nobody has."""
     run = in_memory(replace(POLICIES[policy], validate=True), place)

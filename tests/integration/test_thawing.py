@@ -106,6 +106,7 @@ def norms(module):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.quick("dense-callback", "dense-hook at the fit's start", "windows-backbone", "windows-hook adds a group")
 def test_a_run_comes_back_as_it_was_thawed(tmp_path, kind, policy):
     whole, _ = run(tmp_path / "a", kind, POLICIES[policy])
     for stop in (3, 7, 10):

@@ -321,6 +321,7 @@ def lives_of(root: Path, rank: int) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("of", list(CASES))
+@pytest.mark.quick("capacity")
 def test_four_ranks_make_up_what_was_lost_and_repeat_it_after_a_kill(tmp_path: Path, of: str):
     """The first kill leaves experts stale, the second comes in the middle of the boost; then the same, undisturbed."""
     boost = {"capacity_boost": 0.2}

@@ -66,6 +66,7 @@ def leave_and_come_back(rank: int, world_size: int, root: str, name: str) -> dic
 
 
 @pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.quick("ep2")
 def test_ranks_that_live_on_read_no_tensor_from_storage(tmp_path: Path, name: str):
     for found in run_ranks(leave_and_come_back, 2, str(tmp_path), name, preload=WARM):
         assert found["read"] == []

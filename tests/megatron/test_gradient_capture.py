@@ -50,6 +50,7 @@ def train(rank, world_size, setup, steps=STEPS):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick("fp32-sharded", "bf16-grouped", "fp16-skips", "sgd-tensor-parallel")
 def test_every_step_comes_out_again_in_another_process(case):
     setup = CASES[case]
     for log, states, made, weights, optimizers, releases in run_ranks(

@@ -208,6 +208,7 @@ def test_killed_and_started_again_in_other_setups(name: str, tmp_path: Path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("logs", ["", LOGS])
 @pytest.mark.parametrize("where", ["fails", pytest.param("log", marks=pytest.mark.slow)])
+@pytest.mark.quick("fails-, upstream_bytes='16MB'")
 def test_an_error_after_the_update_costs_no_iteration(where: str, logs: str, tmp_path: Path):
     """No rank has come to the iteration's end: its weights are there, and the rest is counted as the loop would. Nor
     does an upstream log of that iteration matter, which is not whole: nobody goes back."""

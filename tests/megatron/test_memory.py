@@ -76,6 +76,7 @@ REPLICATED = {
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "pp2-ep2")) for n in REPLICATED])
+@pytest.mark.quick("pp2-ep2-1")
 def test_a_node_that_is_lost_with_its_memory_comes_back_from_its_peer(name, lost, tmp_path):
     case = REPLICATED[name]
     kill(case, tmp_path)

@@ -96,6 +96,7 @@ def copies(rank: int, world_size: int, root: str, setup: Setup) -> dict[str, Any
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+@pytest.mark.quick("divided, bf16")
 def test_what_peers_hold_alike_is_not_sent(name: str, tmp_path: Path):
     setup, portion = CASES[name]
     ranks = run_ranks(copies, RANKS, str(tmp_path), setup, preload=WARM)

@@ -129,6 +129,7 @@ SMALL = Setup(layers=2, num_microbatches=1)
     ],
     ids=["dropping", "fp16", "windows", "log", "log-fp16-sharded", "log-bf16"],
 )
+@pytest.mark.quick("log", "windows", "fp16")
 def test_no_iteration_waits_for_the_device(tmp_path, case):
     [found] = run_ranks(both, 1, case, str(tmp_path), preload=WARM)
     assert found["waits"] == []
@@ -148,6 +149,7 @@ def test_no_iteration_waits_for_the_device(tmp_path, case):
     ],
     ids=["counts", "gradients", "join"],
 )
+@pytest.mark.quick("gradients")
 def test_whoever_waits_is_named(tmp_path, case, what, led):
     [found] = run_ranks(both, 1, case, str(tmp_path), preload=WARM)
     assert {wait for wait, _ in found["waits"]} - {"_local_scalar_dense"} == {what}

@@ -205,6 +205,7 @@ def sent_bytes(setup: Setup, stage: int) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick("pp4-tied-clipped", "pp2-ep2-sharded", "pp2-interleaved-overlapped")
 def test_stages_that_go_back_alone_come_to_the_same_bits(case, tmp_path):
     setup, ranks, alone_in_turn = CASES[case]
     found = run_ranks(train, ranks, setup, alone_in_turn, str(tmp_path), preload="tests.support.megatron_warm")

@@ -52,3 +52,20 @@ def test_a_process_group_is_seen_and_put_right(before, tmp_path):
 def test_an_open_file_is_seen(before, tmp_path):
     with open(tmp_path / "shard.tmp", "wb"):
         assert conftest.leftovers(*before) == [f"{tmp_path}/shard.tmp is still open"]
+
+
+@pytest.mark.parametrize("case", ["one", "two", "three"])
+@pytest.mark.quick("one", "three")
+def test_cases_that_quick_does_not_name_are_slow(case, request):
+    assert case != "two" or request.node.get_closest_marker("slow")
+    assert case == "two" or not request.node.get_closest_marker("slow")
+
+
+@pytest.mark.parametrize("case", ["one"])
+def test_a_name_without_a_case_is_a_problem(case, request):
+    request.node.add_marker(pytest.mark.quick("one", "won"))
+    assert conftest.mark_slow([request.node]) == [
+        "tests/support/test_conftest.py::test_a_name_without_a_case_is_a_problem: quick names ['won'], "
+        "which are no cases of it"
+    ]
+    assert not request.node.get_closest_marker("slow")

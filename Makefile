@@ -2,6 +2,7 @@
 #
 #   make demo        train a small GPT-MoE, kill it, watch it come back
 #   make test        the tests, without the slow ones
+#   make check       style, types and the tests that take seconds
 #   make help        all targets
 #
 # PYTHON=python3.12  another interpreter      VENV=/some/dir  another place for the environment
@@ -31,7 +32,7 @@ TESTS_NEW := $(patsubst %,tests/megatron/test_%.py,bad_input dense_models exact 
   localized megatron_cpu megatron_lm moc optimizer_changed param_groups parameters reshard routing sparing topology \
   torch_dist weights_from)
 
-.PHONY: help demo demo-megatron test test-slow test-oldest test-newest lint types docs bench bench-papers bench-reality setup belongs clean
+.PHONY: help demo demo-megatron check unit test test-slow test-oldest test-newest lint types docs bench bench-papers bench-reality setup belongs clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -43,6 +44,15 @@ demo-megatron: $(STAMP) ## The real Megatron-Core on 4 CPU processes (PP2 x EP2)
 	@$(PY) recipes/gpt_moe_megatron/demo.py $(DEMO)
 
 IN_PARALLEL := -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Without processes and training; test_policies_faults* play thousands of failures.
+UNIT := $(filter-out %_faults.py %_faults_memory.py,$(wildcard $(patsubst %,tests/unit/test_%.py,cadence coverage format_* \
+  ledger lock operators options placement policies_* reader recovery_plan restore retention run_ledger storage_* tokens \
+  tree verify window)))
+
+check: lint types unit ## Style, types, and the tests of `make unit`
+
+unit: $(STAMP) ## Run the tests of policies, ledger, files and storage; less than a minute
+	@$(PY) -m pytest -q -n 2 --dist loadfile $(UNIT) $(PYTEST)
 
 test: $(STAMP) $(STAMP_NEW) ## Run the tests; those of what differs between releases of Megatron-Core with two
 	@$(PY) -m pytest $(IN_PARALLEL) $(PYTEST)
@@ -51,7 +61,7 @@ test: $(STAMP) $(STAMP_NEW) ## Run the tests; those of what differs between rele
 test-newest: $(STAMP_NEW) ## Run all tests of the Megatron adapter with the newest Megatron-Core
 	@$(PY_NEW) -m pytest $(IN_PARALLEL) tests/megatron $(PYTEST)
 
-test-slow: $(STAMP) ## Run the tests that take minutes
+test-slow: $(STAMP) ## Run the tests that take minutes, and the cases that the others leave out
 	@$(PY) -m pytest -q -m slow $(PYTEST)
 
 test-oldest: ## Run the tests with the oldest releases that pyproject.toml accepts (its own environment; gigabytes)

@@ -126,6 +126,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_read(device, w
 @pytest.mark.parametrize(
     "argv", [("inspect", "{run}"), ("verify", "{run}", "--json"), ("simulate", "setup=tiny", "-q", "--json")]
 )
+@pytest.mark.quick("argv1")
 def test_output_that_nobody_takes_is_one_line(run, argv):
     if argv[0] == "simulate":
         pytest.importorskip("hydra")

@@ -48,6 +48,7 @@ def varied(*overrides):
     return [dict(one.varied) for one in combinations(overrides)]
 
 
+@pytest.mark.slow
 def test_what_memory_is_worth_on_the_papers_cluster():
     """MoEvement on storage alone writes more than storage takes; in the memory of peers nearly no time is lost."""
     given = ("setup=moevement_deepseek", "failures.mtbf_secs=1800", "policy=moevement")
@@ -215,6 +216,7 @@ def test_progress_reaches_every_run_and_never_goes_back():
     assert any(one % 1 for one in done)
 
 
+@pytest.mark.slow
 def test_multirun_changes_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sweep = [*SMALL, "policy=dense,moc", "policy.durable=storage"]

@@ -365,6 +365,7 @@ def test_the_unedited_store_is_read_by_all(store):
     assert verify_store(LocalStorage(store.root)) == []
 
 
+@pytest.mark.quick("lightning")
 def test_hundreds_of_edits_give_no_error_but_ours(store):
     chosen = random.Random(11).sample(all_edits(store), 260)
     assert sweep(store, chosen, everywhere=False) > 100

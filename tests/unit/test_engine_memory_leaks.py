@@ -28,6 +28,7 @@ def resident_kib() -> int:
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.quick("1-20")
 def test_crashes_leave_nothing_behind(tmp_path, caplog, rounds, replicas):
     """Two ranks, each a node. Each life takes a few checkpoints and fails."""
     nodes = [tmp_path / "node_0", tmp_path / "node_1"]

@@ -85,6 +85,7 @@ def test_the_docs_sentences_have_the_numbers_of_the_results():
 
 
 @pytest.mark.parametrize("system", ["windows, the failed stage alone", "windows", "log, gradients of 4 bytes"])
+@pytest.mark.quick("log, gradients of 4 bytes")
 def test_rows_of_the_results_are_what_is_simulated(system):
     assert list(gradient_log_sim.row("moevement_deepseek", "nominal", system).cells) == DEEPSEEK["nominal", system]
 

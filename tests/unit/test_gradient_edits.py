@@ -39,7 +39,7 @@ class Training:
 
     def step(self):
         self.update()
-        found = self.watch.found()
+        found = self.watch.edited()
         self.watch.forget()
         return found
 
@@ -88,7 +88,7 @@ EDITS = [_count, _silent, _replaced, _moment, _count_of_steps, _other_moment, _r
 def test_edits_behind_an_update_and_before_one_belong_to_their_step(training, edit):
     training.update()
     edit(training)
-    assert training.watch.found() == ("w1",)
+    assert training.watch.edited() == ("w1",)
     training.watch.forget()
     assert training.step() == (), "the step before was taken in as it was then"
     if edit is not _removed:  # the state that comes next is new
@@ -102,7 +102,7 @@ def test_edits_between_two_optimizers_updates(training, edit):
     training.update([0])
     edit(training)
     training.update([1])
-    assert training.watch.found() == ("w1",)
+    assert training.watch.edited() == ("w1",)
 
 
 def test_what_a_hook_of_the_optimizer_writes_is_no_part_of_its_update():
@@ -112,9 +112,9 @@ def test_what_a_hook_of_the_optimizer_writes_is_no_part_of_its_update():
 
 def test_a_step_without_an_update_may_be_edited_too(training):
     _count(training)
-    assert training.watch.found() == ("w1",)
+    assert training.watch.edited() == ("w1",)
     training.watch.forget()
-    assert training.watch.found() == ()
+    assert training.watch.edited() == ()
 
 
 def test_of_many_weights_values_are_compared_in_turn(monkeypatch):
@@ -124,7 +124,7 @@ def test_of_many_weights_values_are_compared_in_turn(monkeypatch):
         training.update()
         for weight in training.weights:
             weight.data.mul_(0.5)
-        seen.update(training.watch.found())
+        seen.update(training.watch.edited())
         training.watch.forget()
     assert seen == {f"w{at}" for at in range(6)}
 

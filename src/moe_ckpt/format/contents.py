@@ -29,7 +29,7 @@ from moe_ckpt.format.schema import (
 )
 from moe_ckpt.format.unsliced import UNSLICED
 
-_object = value(lambda found: isinstance(found, dict), "an object")
+_object = value(lambda datum: isinstance(datum, dict), "an object")
 
 STATE_FILE = record(
     {
@@ -44,19 +44,19 @@ STATE_FILE = record(
 """The body of a state file, its state not yet decoded."""
 
 
-def _is_number(found: Any) -> bool:
-    return isinstance(found, (int, float)) and not isinstance(found, bool)
+def _is_number(datum: Any) -> bool:
+    return isinstance(datum, (int, float)) and not isinstance(datum, bool)
 
 
-_tensor = value(lambda found: isinstance(found, torch.Tensor), "a tensor")
-_integer = value(lambda found: type(found) is int and abs(found) < 1 << 63, "a whole number")
-_amount = value(lambda found: _is_number(found) or isinstance(found, torch.Tensor), "a number")
+_tensor = value(lambda datum: isinstance(datum, torch.Tensor), "a tensor")
+_integer = value(lambda datum: type(datum) is int and abs(datum) < 1 << 63, "a whole number")
+_amount = value(lambda datum: _is_number(datum) or isinstance(datum, torch.Tensor), "a number")
 _amounts = value(
-    lambda found: isinstance(found, (list, tuple)) and all(each is None or not _amount(each) for each in found),
+    lambda datum: isinstance(datum, (list, tuple)) and all(amount is None or not _amount(amount) for amount in datum),
     "numbers",
 )
 _generator_state = value(
-    lambda found: isinstance(found, torch.Tensor) and found.dtype == torch.uint8 and found.dim() == 1,
+    lambda datum: isinstance(datum, torch.Tensor) and datum.dtype == torch.uint8 and datum.dim() == 1,
     "the state of a generator",
 )
 
@@ -66,9 +66,9 @@ _generator_state = value(
 def _accepted_by(load: Callable[[Any], Any]) -> Check:
     """Whether a generator of its own, of the same kind, takes the state."""
 
-    def check(found: Any) -> str:
+    def check(state: Any) -> str:
         try:
-            load(found)
+            load(state)
         except Exception as error:  # whatever such a generator raises
             return f" is no state of a generator ({type(error).__name__}: {error})"
         return ""
@@ -76,10 +76,10 @@ def _accepted_by(load: Callable[[Any], Any]) -> Check:
     return check
 
 
-def _numpy(found: Any) -> str:
-    if isinstance(found, dict) and found.get("bit_generator") not in (None, "MT19937"):
+def _numpy(datum: Any) -> str:
+    if isinstance(datum, dict) and datum.get("bit_generator") not in (None, "MT19937"):
         return ""  # numpy's global generator was replaced; only one of that kind can tell
-    return _accepted_by(lambda state: np.random.RandomState().set_state(state))(found)
+    return _accepted_by(lambda state: np.random.RandomState().set_state(state))(datum)
 
 
 _RNG = record(
@@ -129,7 +129,7 @@ _PLAIN = record(
 # --- gradient logs ---
 
 _names = value(
-    lambda found: isinstance(found, (list, tuple)) and all(isinstance(each, str) for each in found), "a list of names"
+    lambda datum: isinstance(datum, (list, tuple)) and all(isinstance(name, str) for name in datum), "a list of names"
 )
 
 
@@ -138,10 +138,10 @@ def _as_many(count: Any) -> str:
     return "" if of_each else f".values are not one for each of {len(count['units'])} units"
 
 
-def _many(each: Check) -> Check:
+def _many(item_check: Check) -> Check:
     """A list or tuple."""
-    several = listing(each)
-    return lambda found: several(list(found) if isinstance(found, tuple) else found)
+    several = listing(item_check)
+    return lambda datum: several(list(datum) if isinstance(datum, tuple) else datum)
 
 
 _GRADIENT_LOG = record(
@@ -211,6 +211,6 @@ _ANY = record({}, {"framework": text, "gradient_log": _GRADIENT_LOG})
 _FRAMEWORKS = {"lightning": _LIGHTNING, "megatron": _MEGATRON}
 
 
-def state_contents(found: Any) -> str:
+def state_contents(datum: Any) -> str:
     """A ``Check`` of a decoded state: by the trainer that wrote it, where that is one of ours."""
-    return _ANY(found) or _FRAMEWORKS.get(found.get("framework"), anything)(found)
+    return _ANY(datum) or _FRAMEWORKS.get(datum.get("framework"), anything)(datum)

@@ -54,14 +54,14 @@ def _rows_of_counts(table: npt.NDArray[np.int64]) -> bytes:
     width = len(str(int(table.max())))
     symbols = np.empty((*table.shape, width + 1), dtype=np.uint8)
     shown = np.ones(symbols.shape, dtype=bool)
-    left: npt.NDArray[np.unsignedinteger] = table.astype(np.uint32 if width < _DIGITS_OF_UINT32 else np.uint64)
-    ten = left.dtype.type(10)
-    for place in reversed(range(width)):
-        if place < width - 1:
-            shown[..., place] = left > 0  # no leading zeros, but one digit always
-        rest = left // ten
-        symbols[..., place] = left - rest * ten
-        left = rest
+    remaining: npt.NDArray[np.unsignedinteger] = table.astype(np.uint32 if width < _DIGITS_OF_UINT32 else np.uint64)
+    ten = remaining.dtype.type(10)
+    for digit in reversed(range(width)):
+        if digit < width - 1:
+            shown[..., digit] = remaining > 0  # no leading zeros, but one digit always
+        rest = remaining // ten
+        symbols[..., digit] = remaining - rest * ten
+        remaining = rest
     symbols += ord("0")
     symbols[..., width] = ord(",")
     rows = (symbols[row][shown[row]][:-1].tobytes() for row in range(len(table)))
@@ -94,11 +94,11 @@ def nesting(document: Any, most: int | None = None) -> int:
     level, depth, deepest = _containers([document]), 0, 0
     while level:
         depth += 1
-        fragments = [each.depth for each in level if type(each) is Fragment]
+        fragments = [container.depth for container in level if type(container) is Fragment]
         deepest = max(deepest, depth, *(depth - 1 + inner for inner in fragments))
         if most is not None and deepest > most:
             return most + 1
-        rest = [each for each in level if type(each) is not Fragment] if fragments else level
+        rest = [container for container in level if type(container) is not Fragment] if fragments else level
         level = _containers(list(chain.from_iterable(e.values() if isinstance(e, dict) else e for e in rest)))
     return deepest
 
@@ -117,26 +117,26 @@ def encode_json(document: Any) -> bytes:
     """
     mark = _MARK
     while True:
-        found: list[Fragment] = []
-        text = _dumps(document, found, mark)
-        if not found:
+        fragments: list[Fragment] = []
+        text = _dumps(document, fragments, mark)
+        if not fragments:
             return text.encode()
         between = text.split(f'"{mark}"')
-        if len(between) == len(found) + 1:  # else a string of the document is the mark itself
+        if len(between) == len(fragments) + 1:  # else a string of the document is the mark itself
             parts = [between[0].encode()]
-            for fragment, following in zip(found, between[1:], strict=True):
+            for fragment, following in zip(fragments, between[1:], strict=True):
                 parts += fragment.raw, following.encode()
             return b"".join(parts)
         mark += "'"
 
 
-def _dumps(document: Any, found: list[Fragment] | None = None, mark: str = _MARK) -> str:
+def _dumps(document: Any, fragments: list[Fragment] | None = None, mark: str = _MARK) -> str:
     """found: gets the fragments in their order; ``mark`` stands for each."""
 
     def default(value: Any) -> str:
-        if not isinstance(value, Fragment) or found is None:
+        if not isinstance(value, Fragment) or fragments is None:
             raise TypeError(f"{type(value).__name__} is no JSON")
-        found.append(value)
+        fragments.append(value)
         return mark
 
     return json.dumps(document, separators=(",", ":"), allow_nan=False, default=default)

@@ -12,7 +12,7 @@ from moe_ckpt.format.gathering import Bytes, Column, Numbers, gather, pieces_of
 from moe_ckpt.format.shard import METADATA_KEY, Checksums, SliceEntry
 
 _NO_CHECKSUM = "0" * 16
-_METADATA_AT, _METADATA, _DIGITS_AT, _PLACE_AT, _PLACE = range(5)
+_METADATA_AT, _METADATA, _DIGITS_AT, _PLACE_AT, _PLACE_TEXT = range(5)
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -87,7 +87,7 @@ class HeaderTemplate:
         gather(metadata, begins[:-1], texts.metadata, rows[:, _METADATA_AT], sizes)
         self._metadata = metadata[1:]  # without what would part the first from a slice before
         self._digits_at = begins[:-1] + rows[:, _DIGITS_AT] - 1
-        self._places = _places(texts.places, rows[:, _PLACE_AT], rows[:, _PLACE], ends)
+        self._places = _places(texts.places, rows[:, _PLACE_AT], rows[:, _PLACE_TEXT], ends)
 
     def render(self, step: int, generation: int, checksums: Checksums) -> tuple[bytes, memoryview, memoryview, bytes]:
         """The same bytes as ``encode_header`` of these slices with these checksums, in pieces; valid until the next
@@ -114,17 +114,17 @@ def _places(texts: Bytes, offsets: Numbers, sizes: Numbers, ends: Numbers) -> By
     ranges = parted[2:] - parted[:-2] - 1
     # The first text begins with a bracket that has nothing to close; the opening takes its place.
     begins = _begins(sizes + ranges) + len(_OPENING) - 1
-    found = np.empty(begins[-1] + len(_CLOSING), dtype=np.uint8)
-    gather(found, begins[:-1], texts, offsets, sizes)
-    gather(found, begins[:-1] + sizes, listed, parted[:-2] + 1, ranges)
-    found[: len(_OPENING)], found[begins[-1] :] = _OPENING, _CLOSING
-    return found
+    text = np.empty(begins[-1] + len(_CLOSING), dtype=np.uint8)
+    gather(text, begins[:-1], texts, offsets, sizes)
+    gather(text, begins[:-1] + sizes, listed, parted[:-2] + 1, ranges)
+    text[: len(_OPENING)], text[begins[-1] :] = _OPENING, _CLOSING
+    return text
 
 
 def _begins(sizes: Numbers) -> Numbers:
     """Where each begins, and where the last ends."""
-    found: Numbers = np.cumsum(np.concatenate([[0], sizes]), dtype=np.int64)
-    return found
+    begins: Numbers = np.cumsum(np.concatenate([[0], sizes]), dtype=np.int64)
+    return begins
 
 
 def _escaped(text: str) -> str:

@@ -166,8 +166,8 @@ class ModelRecord:
 
     def lacks(self, operator: str) -> bool:
         """Whether an operator of this id (``OPERATOR_ID``) cannot be one of the model."""
-        kind, _, place = operator.partition("/")
-        layer, _, expert = place.partition("/")
+        kind, _, position = operator.partition("/")
+        layer, _, expert = position.partition("/")
         if kind == "non_expert":
             return False
         return int(layer) >= len(self.layers) or int(expert or 0) >= self.layers[int(layer)].experts
@@ -254,7 +254,7 @@ class Manifest:
 
     def _slot(self, step: int, states: tuple[StateRecord, ...]) -> Manifest:
         inside = f"{step_dir(step, self.generation)}/"
-        places = {i: place for place, i in enumerate(i for i, f in enumerate(self.files) if f.path.startswith(inside))}
+        places = {i: at for at, i in enumerate(i for i, f in enumerate(self.files) if f.path.startswith(inside))}
         records = {
             id(record): OperatorRecord(step, tuple(places[i] for i in record.files))
             for record in self.distinct_records
@@ -358,7 +358,7 @@ _OPERATOR = re.compile(rf"{_EXPERT.pattern}|{_GATE.pattern}|non_expert/.+", re.A
 OPERATOR_ID = matching(_OPERATOR, "the id of an operator")
 LAYER = record({"name": text, "experts": whole(1, MOST_EXPERTS)}, {"top_k": maybe(whole(1, MOST_EXPERTS))})
 _STEP_NAME = value(
-    lambda found: isinstance(found, str) and parse_step_dir(found) is not None, "the name of a step directory"
+    lambda datum: isinstance(datum, str) and parse_step_dir(datum) is not None, "the name of a step directory"
 )
 _COUNTS = listing(listing(whole()))
 _FAULT = row({"restored_step": whole(), "lost_tokens": whole(), "stale_experts": whole(), "routed": whole()})
@@ -385,7 +385,7 @@ _FIELDS = record(
         "parent": maybe(_STEP_NAME),
         "policy": mapping(anything),
         "measured": mapping(number()),
-        "tokens": lambda found: "" if found == {} else _TOKENS(found),
+        "tokens": lambda datum: "" if datum == {} else _TOKENS(datum),
         "parts": listing(row({"directory": _STEP_NAME, "nbytes": whole(), "digest": text}), least=1),
     },
     {"passed_over": listing(_STEP_NAME), "not_finite": text, "window": listing(whole(), least=1)},
@@ -404,7 +404,7 @@ def _wrong_model(layers: list[dict[str, Any]]) -> str:
 
 def _wrong_parts(body: Mapping[str, Any]) -> str:
     names = [directory for directory, *_ in body["parts"]]
-    places = [place for name in names if (place := parse_step_dir(name)) is not None]
+    places = [parsed for name in names if (parsed := parse_step_dir(name)) is not None]
     orders = [(generation, step) for step, generation in places]
     if names[0] != step_dir(body["step"], body["generation"]) or orders != sorted(set(orders), reverse=True):
         return f".parts are not the checkpoint's own and older ones, newest first: {shown(names)}"
@@ -421,12 +421,12 @@ def _wrong_tokens(body: Mapping[str, Any]) -> str:
     if not tokens:
         return ""
     experts = [layer["experts"] for layer in body["model"]["layers"]]
-    wanted = [max(experts)] * len(experts) if experts else []
+    lengths = [max(experts)] * len(experts) if experts else []
     if len(tokens["mlt"]) != len(tokens["faults"]):
         return f".tokens.mlt has {len(tokens['mlt'])} numbers for {len(tokens['faults'])} recoveries"
     for counts in (tokens["applied"], *tokens["saved"].values()):
-        if [len(line) for line in counts] != wanted:
-            return f".tokens do not have {len(wanted)} layers of {max(experts, default=0)} experts"
+        if [len(line) for line in counts] != lengths:
+            return f".tokens do not have {len(lengths)} layers of {max(experts, default=0)} experts"
     return ""
 
 

@@ -130,21 +130,21 @@ def composed(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
     files, operators = list[FileRecord](), dict[str, OperatorRecord]()
     for part in reversed(parts):
         by_kind: dict[str, list[int]] = {kind: [] for kind in KINDS}
-        for number, each in enumerate(part.files, start=len(files)):
-            by_kind[each.kind].append(number)
+        for number, file in enumerate(part.files, start=len(files)):
+            by_kind[file.kind].append(number)
         files += part.files
         records = {kind: OperatorRecord(part.step, tuple(numbers)) for kind, numbers in by_kind.items()}
         operators |= {op: records[kind_of(op)] for op in part.operators}
     slots = {part.step: part.states for part in parts[: 1 + len(manifest.window)]}
     # Side tensors lie in the slots' own shards, and what only replay needs, even where no operator does.
-    own = {part.directory for part in parts[: len(slots)]}
+    written = {part.directory for part in parts[: len(slots)]}
     whole_view = replace(
         manifest,
         operators=operators,
         states=parts[0].states,
         window=tuple(SlotRecord(slot.step, slots[slot.step]) for slot in manifest.window),
     )
-    return pruned(whole_view, files, own)
+    return pruned(whole_view, files, written)
 
 
 def _require_fitting(manifest: Manifest, part: Part, named: PartRecord) -> None:
@@ -162,11 +162,11 @@ def _require_fitting(manifest: Manifest, part: Part, named: PartRecord) -> None:
         raise DamagedError(named.path, fault, step=part.step)
 
 
-def pruned(view: Manifest, files: Sequence[FileRecord], own: Collection[str]) -> Manifest:
-    """With those of ``files`` that hold an operator's newest version, or lie in a directory of ``own``."""
+def pruned(view: Manifest, files: Sequence[FileRecord], directories: Collection[str]) -> Manifest:
+    """With those of ``files`` that hold an operator's newest version, or lie in a directory of ``directories``."""
     needed = {number for record in view.distinct_records for number in record.files}
-    needed.update(number for number, each in enumerate(files) if each.path.partition("/")[0] in own)
-    places = {number: place for place, number in enumerate(sorted(needed))}
+    needed.update(number for number, file in enumerate(files) if file.path.partition("/")[0] in directories)
+    places = {number: position for position, number in enumerate(sorted(needed))}
     records = {
         id(record): OperatorRecord(record.step, tuple(places[number] for number in record.files))
         for record in view.distinct_records

@@ -262,13 +262,13 @@ def _check_operators(path: str, model: ProfiledModel) -> None:
             raise DamagedError(path, f"model.operators[{at}] goes beyond the experts of its layer")
     if sum(layer.experts for layer in model.layers) > MOST_EXPERTS:
         raise DamagedError(path, f"model.layers have more than {MOST_EXPERTS:,} experts")
-    found = [op for row in model.operators for op in row.ids]
-    wanted = {gate_id(at) for at in range(len(model.layers))}
-    wanted |= {expert_id(at, expert) for at, layer in enumerate(model.layers) for expert in range(layer.experts)}
-    missing = sorted(wanted.difference(found))
+    listed = [op for row in model.operators for op in row.ids]
+    expected = {gate_id(at) for at in range(len(model.layers))}
+    expected |= {expert_id(at, expert) for at, layer in enumerate(model.layers) for expert in range(layer.experts)}
+    missing = sorted(expected.difference(listed))
     if missing:
         raise DamagedError(path, f"model.operators: {', '.join(missing[:4])} missing ({len(missing)} in all)")
-    if len(set(found)) != len(found):
+    if len(set(listed)) != len(listed):
         raise DamagedError(path, "model.operators: an operator is listed twice")
 
 
@@ -276,7 +276,7 @@ def _check_operators(path: str, model: ProfiledModel) -> None:
 
 _amount = number()
 _above_zero = number(above=True)
-_portion = number(most=1, wanted="a number from 0 to 1")
+_portion = number(most=1, requirement="a number from 0 to 1")
 _from_one = whole(1)
 
 _LIFE: Mapping[str, Check] = {

@@ -37,8 +37,8 @@ def require(check: Check, value: Any, path: str, what: str = "", **where: int | 
     """
     fault = check(value)
     if fault:
-        place = f"field {fault.removeprefix('.')}" if fault.startswith((".", "[")) else f"the document{fault}"
-        raise DamagedError(path, f"{what}{place}", **where)
+        field = f"field {fault.removeprefix('.')}" if fault.startswith((".", "[")) else f"the document{fault}"
+        raise DamagedError(path, f"{what}{field}", **where)
 
 
 def shown(value: Any) -> str:
@@ -52,64 +52,64 @@ def shown(value: Any) -> str:
 # --- single values ---
 
 
-def value(test: Callable[[Any], bool], wanted: str) -> Check:
+def value(test: Callable[[Any], bool], requirement: str) -> Check:
     """A check by ``test``.
 
     Args:
-        wanted: What the value must be, in words.
+        requirement: What the value must be, in words.
     """
 
-    def check(found: Any) -> str:
-        return "" if test(found) else f" is {shown(found)}, but must be {wanted}"
+    def check(datum: Any) -> str:
+        return "" if test(datum) else f" is {shown(datum)}, but must be {requirement}"
 
     return check
 
 
-def anything(found: Any) -> str:
+def anything(datum: Any) -> str:
     return ""
 
 
 def whole(least: int = 0, most: int = MOST_WHOLE) -> Check:
     """An integer, which true and false are not."""
     bound = f" and at most {most:,}" if most < MOST_WHOLE else ""
-    wanted = f"a whole number of at least {least}{bound}"
-    return value(lambda found: type(found) is int and least <= found <= most, wanted)
+    requirement = f"a whole number of at least {least}{bound}"
+    return value(lambda datum: type(datum) is int and least <= datum <= most, requirement)
 
 
-def number(least: float = 0.0, *, above: bool = False, most: float = _HUGE, wanted: str = "") -> Check:
+def number(least: float = 0.0, *, above: bool = False, most: float = _HUGE, requirement: str = "") -> Check:
     """A finite integer or float from ``least``, or ``above`` it, to ``most``."""
 
-    def test(found: Any) -> bool:
-        if isinstance(found, bool) or not isinstance(found, (int, float)):
+    def test(datum: Any) -> bool:
+        if isinstance(datum, bool) or not isinstance(datum, (int, float)):
             return False
-        return found <= most and (found > least if above else found >= least)  # NaN is neither
+        return datum <= most and (datum > least if above else datum >= least)  # NaN is neither
 
-    return value(test, wanted or f"a finite number {'above' if above else 'of at least'} {least:g}")
+    return value(test, requirement or f"a finite number {'above' if above else 'of at least'} {least:g}")
 
 
 def one_of(*choices: Any) -> Check:
-    known = " or ".join(map(repr, choices))
-    return value(lambda found: any(type(found) is type(each) and found == each for each in choices), known)
+    names = " or ".join(map(repr, choices))
+    return value(lambda datum: any(type(datum) is type(choice) and datum == choice for choice in choices), names)
 
 
-def _is_text(found: Any) -> bool:
+def _is_text(datum: Any) -> bool:
     """Text that every file and terminal takes: JSON can spell halves of characters."""
-    if not isinstance(found, str):
+    if not isinstance(datum, str):
         return False
     try:
-        found.encode()
+        datum.encode()
     except UnicodeEncodeError:
         return False
     return True
 
 
 text = value(_is_text, "text")
-flag = value(lambda found: isinstance(found, bool), "true or false")
+flag = value(lambda datum: isinstance(datum, bool), "true or false")
 
 
-def matching(pattern: re.Pattern[str], wanted: str) -> Check:
+def matching(pattern: re.Pattern[str], requirement: str) -> Check:
     """Text that ``pattern`` matches from beginning to end."""
-    return value(lambda found: _is_text(found) and pattern.fullmatch(found) is not None, wanted)
+    return value(lambda datum: _is_text(datum) and pattern.fullmatch(datum) is not None, requirement)
 
 
 # --- put together ---
@@ -118,23 +118,23 @@ def matching(pattern: re.Pattern[str], wanted: str) -> Check:
 def maybe(check: Check) -> Check:
     """Null, or what ``check`` wants."""
 
-    def checked(found: Any) -> str:
-        fault = "" if found is None else check(found)
+    def checked(datum: Any) -> str:
+        fault = "" if datum is None else check(datum)
         return f"{fault}, or null" if fault else ""
 
     return checked
 
 
-def listing(each: Check, *, least: int = 0, most: int | None = None) -> Check:
+def listing(item_check: Check, *, least: int = 0, most: int | None = None) -> Check:
     """A list of things of one kind."""
 
-    def check(found: Any) -> str:
-        if not isinstance(found, list):
-            return f" is {shown(found)}, but must be a list"
-        if len(found) < least or (most is not None and len(found) > most):
-            return f" has {len(found)} items, but must have at least {least}" + (f" and at most {most}" if most else "")
-        for at, item in enumerate(found):
-            fault = each(item)
+    def check(datum: Any) -> str:
+        if not isinstance(datum, list):
+            return f" is {shown(datum)}, but must be a list"
+        if len(datum) < least or (most is not None and len(datum) > most):
+            return f" has {len(datum)} items, but must have at least {least}" + (f" and at most {most}" if most else "")
+        for at, item in enumerate(datum):
+            fault = item_check(item)
             if fault:
                 return f"[{at}]{fault}"
         return ""
@@ -147,11 +147,11 @@ def row(columns: Mapping[str, Check], *, optional: Mapping[str, Check] | None = 
     checks = [*columns.items(), *(optional or {}).items()]
     least, most = len(columns), len(checks)
 
-    def check(found: Any) -> str:
-        if not isinstance(found, list) or not least <= len(found) <= most:
-            return f" is {shown(found)}, but must be a list of {', '.join(name for name, _ in checks)}"
-        for (name, each), item in zip(checks, found, strict=False):
-            fault = each(item)
+    def check(datum: Any) -> str:
+        if not isinstance(datum, list) or not least <= len(datum) <= most:
+            return f" is {shown(datum)}, but must be a list of {', '.join(name for name, _ in checks)}"
+        for (name, column_check), item in zip(checks, datum, strict=False):
+            fault = column_check(item)
             if fault:
                 return f".{name}{fault}"
         return ""
@@ -164,44 +164,44 @@ def table(columns: Mapping[str, Check]) -> Check:
     that finds a fault is it looked for row by row."""
     slowly, checks = listing(row(columns)), list(columns.values())
 
-    def check(found: Any) -> str:
-        if not isinstance(found, list) or set(map(type, found)) != {list} or set(map(len, found)) != {len(checks)}:
-            return slowly(found)
-        return "" if all(map(_is_sound, checks, zip(*found, strict=True))) else slowly(found)
+    def check(datum: Any) -> str:
+        if not isinstance(datum, list) or set(map(type, datum)) != {list} or set(map(len, datum)) != {len(checks)}:
+            return slowly(datum)
+        return "" if all(map(_is_sound, checks, zip(*datum, strict=True))) else slowly(datum)
 
     return check
 
 
-def _is_sound(each: Check, column: Sequence[Any]) -> bool:
+def _is_sound(check: Check, column: Sequence[Any]) -> bool:
     """Whether nothing is wrong in a column, by as few of its values as stand for all; False, too, if that cannot tell.
 
     Whole numbers have bounds, so that the smallest and the largest stand for all.
     """
     kinds = set(map(type, column))
     if kinds == {str}:
-        return _is_text("".join(column)) if each is text else not any(map(each, set(column)))
+        return _is_text("".join(column)) if check is text else not any(map(check, set(column)))
     few: Iterable[Any] = column
     if kinds == {int}:
         few = min(column), max(column)
     elif kinds == {list}:
         numbers = list(chain.from_iterable(column))
         if set(map(type, numbers)) != {int}:
-            return not any(map(each, column))
+            return not any(map(check, column))
         ends = min(numbers), max(numbers)
         few = [[end] * length for length in set(map(len, column)) for end in ends]
-    return not any(map(each, few))
+    return not any(map(check, few))
 
 
 def named_rows(columns: Mapping[str, Check], *, optional: Mapping[str, Check] | None = None) -> Check:
     """``mapping(row(...))`` for many, checked as ``table`` does; row by row where some have optional columns."""
     slowly, checks = mapping(row(columns, optional=optional)), list(columns.values())
 
-    def check(found: Any) -> str:
-        if not isinstance(found, dict) or set(map(type, found.values())) != {list}:
-            return slowly(found)
-        if set(map(len, found.values())) != {len(checks)} or not _is_sound(text, list(found)):
-            return slowly(found)
-        return "" if all(map(_is_sound, checks, zip(*found.values(), strict=True))) else slowly(found)
+    def check(datum: Any) -> str:
+        if not isinstance(datum, dict) or set(map(type, datum.values())) != {list}:
+            return slowly(datum)
+        if set(map(len, datum.values())) != {len(checks)} or not _is_sound(text, list(datum)):
+            return slowly(datum)
+        return "" if all(map(_is_sound, checks, zip(*datum.values(), strict=True))) else slowly(datum)
 
     return check
 
@@ -210,14 +210,14 @@ def named_records(required: Mapping[str, Check]) -> Check:
     """``mapping(record(...))`` for many of them, checked as ``table`` does."""
     slowly = mapping(record(required))
 
-    def check(found: Any) -> str:
-        if not isinstance(found, dict) or set(map(type, found.values())) != {dict} or not _is_sound(text, list(found)):
-            return slowly(found)
+    def check(datum: Any) -> str:
+        if not isinstance(datum, dict) or set(map(type, datum.values())) != {dict} or not _is_sound(text, list(datum)):
+            return slowly(datum)
         try:
-            columns = [[each[name] for each in found.values()] for name in required]
+            columns = [[fields[name] for fields in datum.values()] for name in required]
         except KeyError:
-            return slowly(found)
-        return "" if all(map(_is_sound, required.values(), columns)) else slowly(found)
+            return slowly(datum)
+        return "" if all(map(_is_sound, required.values(), columns)) else slowly(datum)
 
     return check
 
@@ -225,10 +225,10 @@ def named_records(required: Mapping[str, Check]) -> Check:
 def mapping(values: Check, keys: Check = text) -> Check:
     """An object whose keys, and whose values, are of one kind."""
 
-    def check(found: Any) -> str:
-        if not isinstance(found, dict):
-            return f" is {shown(found)}, but must be an object"
-        for name, item in found.items():
+    def check(datum: Any) -> str:
+        if not isinstance(datum, dict):
+            return f" is {shown(datum)}, but must be an object"
+        for name, item in datum.items():
             fault = keys(name)
             if fault:
                 return f" has a key that{fault}"
@@ -248,20 +248,20 @@ def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
     """
     rest = optional or {}
 
-    def check(found: Any) -> str:
-        if not isinstance(found, dict):
-            return f" is {shown(found)}, but must be an object"
-        missing = [name for name in required if name not in found]
+    def check(datum: Any) -> str:
+        if not isinstance(datum, dict):
+            return f" is {shown(datum)}, but must be an object"
+        missing = [name for name in required if name not in datum]
         if missing:
             return f".{missing[0]} is missing"
         if exact:
-            odd = [name for name in found if name not in required and name not in rest]
+            odd = [name for name in datum if name not in required and name not in rest]
             if odd:
                 return f".{odd[0]} is not known"
         for fields in (required, rest):
-            for name, each in fields.items():
-                if name in found:
-                    fault = each(found[name])
+            for name, field_check in fields.items():
+                if name in datum:
+                    fault = field_check(datum[name])
                     if fault:
                         return f".{name}{fault}"
         return ""
@@ -271,11 +271,11 @@ def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
 
 def both(first: Check, then: Check) -> Check:
     """``then`` may rely on what ``first`` found right."""
-    return lambda found: first(found) or then(found)
+    return lambda datum: first(datum) or then(datum)
 
 
-def _is_countable(found: Any) -> bool:
-    return type(found) is float or (type(found) is int and abs(found) <= MOST_WHOLE)
+def _is_countable(datum: Any) -> bool:
+    return type(datum) is float or (type(datum) is int and abs(datum) <= MOST_WHOLE)
 
 
 def like(template: Any) -> Check:
@@ -284,13 +284,13 @@ def like(template: Any) -> Check:
     Only fields that both have are compared, so that versions of a trainer may differ in the others.
     """
     if isinstance(template, dict):
-        fields = {name: like(each) for name, each in template.items()}
+        fields = {name: like(entry) for name, entry in template.items()}
 
-        def check(found: Any) -> str:
-            if not isinstance(found, dict):
-                return f" is {shown(found)}, but must be an object"
-            for name, each in fields.items():
-                fault = each(found[name]) if name in found else ""
+        def check(datum: Any) -> str:
+            if not isinstance(datum, dict):
+                return f" is {shown(datum)}, but must be an object"
+            for name, field_check in fields.items():
+                fault = field_check(datum[name]) if name in datum else ""
                 if fault:
                     return f"[{name!r}]{fault}"
             return ""
@@ -299,7 +299,7 @@ def like(template: Any) -> Check:
     if type(template) in (int, float):
         return value(_is_countable, "a number")
     if isinstance(template, (list, tuple)):
-        return value(lambda found: isinstance(found, (list, tuple)), "a list")
+        return value(lambda datum: isinstance(datum, (list, tuple)), "a list")
     return anything
 
 

@@ -133,8 +133,8 @@ def _with_checksum(entry: SliceEntry, checksum: str) -> SliceEntry:
 
 def with_checksums(entries: Sequence[SliceEntry], checksums: Checksums) -> tuple[SliceEntry, ...]:
     """The entries, each with its checksum."""
-    found = zip(entries, checksums.tolist(), strict=True)
-    return tuple(_with_checksum(entry, f"{number:016x}") for entry, number in found)
+    pairs = zip(entries, checksums.tolist(), strict=True)
+    return tuple(_with_checksum(entry, f"{number:016x}") for entry, number in pairs)
 
 
 def encode_header(header: ShardHeader) -> bytes:

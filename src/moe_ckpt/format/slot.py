@@ -120,10 +120,10 @@ class SlotPart:
         Raises:
             DamagedError: It is no header of a shard.
         """
-        known: ShardHeader | None = self.__dict__.get("_header")
-        if known is None:
-            known = self.__dict__["_header"] = decode_header(self.raw, path)
-        return known
+        header: ShardHeader | None = self.__dict__.get("_header")
+        if header is None:
+            header = self.__dict__["_header"] = decode_header(self.raw, path)
+        return header
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class StepFacts:
             "measured": dict(self.measured),
             "since": self.since,
             **({"gradients": list(self.gradients)} if self.gradients else {}),
-            **({"groups": [list(each) for each in self.groups]} if self.groups else {}),
+            **({"groups": [list(group) for group in self.groups]} if self.groups else {}),
             **({} if self.lost is None else {"lost": Fragment.of_counts(self.lost)}),
             **({} if self.own is None else {"own": Fragment.of_counts(self.own)}),
         }
@@ -262,9 +262,9 @@ class SlotHeader:
             DamagedError: The part's header is of another run, life, step or rank.
         """
         header = part.header(path)
-        found = header.run_id, header.step, header.generation, header.rank
-        if found != (self.run_id, self.step, self.generation, self.rank):
-            raise DamagedError(path, f"{_NOT_OURS}a part is of {found}", step=self.step, rank=self.rank)
+        identity = header.run_id, header.step, header.generation, header.rank
+        if identity != (self.run_id, self.step, self.generation, self.rank):
+            raise DamagedError(path, f"{_NOT_OURS}a part is of {identity}", step=self.step, rank=self.rank)
         if part.begin + header.data_nbytes > self.nbytes:
             raise DamagedError(path, f"{_NOT_OURS}a part ends beyond the slot", step=self.step, rank=self.rank)
         return header.slices

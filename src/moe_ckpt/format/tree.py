@@ -201,7 +201,7 @@ def _typed(value: Any, kind: type) -> Any:
 
 def _as_array(tensor: torch.Tensor, name: str) -> np.ndarray:
     """The numpy array that was stored as ``tensor``. Unsigned integers lie there as signed ones of the same width."""
-    found, dtype = tensor.numpy(), _ARRAYS.get(name)
-    if dtype is None or dtype.itemsize != found.dtype.itemsize:
+    array, dtype = tensor.numpy(), _ARRAYS.get(name)
+    if dtype is None or dtype.itemsize != array.dtype.itemsize:
         raise TypeError(f"a tensor of {tensor.dtype} is no numpy array of {shown(name)}")
-    return found.view(dtype)
+    return array.view(dtype)

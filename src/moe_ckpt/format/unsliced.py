@@ -26,37 +26,37 @@ def described(tensor: torch.Tensor, of: str, *, on_param_device: bool = True) ->
     Raises:
         UnsupportedError: It is of a type that cannot be stored.
     """
-    found: dict[str, Any] = {"dtype": dtype_name(tensor.dtype, of), "shape": list(tensor.shape)}
+    description: dict[str, Any] = {"dtype": dtype_name(tensor.dtype, of), "shape": list(tensor.shape)}
     if tensor.numel():
-        found["value"] = tensor
-    return found if on_param_device else found | {"cpu": True}
+        description["value"] = tensor
+    return description if on_param_device else description | {"cpu": True}
 
 
 def made(entry: Mapping[str, Any]) -> torch.Tensor:
     """Returns the tensor that ``described`` told of, on the CPU."""
     if "value" in entry:
-        found: torch.Tensor = entry["value"]
-        return found
+        values: torch.Tensor = entry["value"]
+        return values
     return torch.empty(entry["shape"], dtype=TORCH_DTYPES[entry["dtype"]])
 
 
-def _agrees(found: Any) -> str:
+def _agrees(description: Any) -> str:
     """A ``Check`` that a value is there where there are elements, and no memory is asked for otherwise."""
-    shape = tuple(found["shape"])
-    there = found.get("value")
-    if there is None:
+    shape = tuple(description["shape"])
+    values = description.get("value")
+    if values is None:
         return f".shape is {list(shape)} without a value" if prod(shape) else ""
-    same = tuple(there.shape) == shape and there.dtype == TORCH_DTYPES[found["dtype"]]
+    same = tuple(values.shape) == shape and values.dtype == TORCH_DTYPES[description["dtype"]]
     return "" if same else ".value is of another type or shape"
 
 
 UNSLICED = both(
     record(
         {
-            "dtype": value(lambda found: isinstance(found, str) and found in TORCH_DTYPES, "an element type"),
+            "dtype": value(lambda datum: isinstance(datum, str) and datum in TORCH_DTYPES, "an element type"),
             "shape": listing(whole(), most=32),
         },
-        {"cpu": flag, "value": value(lambda found: isinstance(found, torch.Tensor), "a tensor")},
+        {"cpu": flag, "value": value(lambda datum: isinstance(datum, torch.Tensor), "a tensor")},
     ),
     _agrees,
 )

@@ -135,24 +135,26 @@ _SCALARS = ("run_id", "life", "generation", "history", "rank", "world_size", "la
 def encode_log(header: LogHeader) -> bytes:
     """Returns the bytes of the header's file."""
     channels = list(dict.fromkeys(message.channel for message in header.messages))
-    place = {channel: number for number, channel in enumerate(channels)}
+    number_of = {channel: number for number, channel in enumerate(channels)}
     messages = [
         {
-            "channel": place[each.channel],
-            "number": each.number,
-            "dtype": each.dtype,
-            "shape": list(each.shape),
-            "begin": each.begin,
-            "nbytes": each.nbytes,
-            "xxh3_64": each.checksum,
+            "channel": number_of[sent.channel],
+            "number": sent.number,
+            "dtype": sent.dtype,
+            "shape": list(sent.shape),
+            "begin": sent.begin,
+            "nbytes": sent.nbytes,
+            "xxh3_64": sent.checksum,
         }
-        for each in header.messages
+        for sent in header.messages
     ]
     body: dict[str, Any] = {"kind": KIND, "format_version": FORMAT_VERSION}
     body |= {name: getattr(header, name) for name in _SCALARS}
     counts = header.counts
-    told = [{"kind": each.kind, "ranks": list(each.ranks), "messages": counts[each]} for each in channels]
-    return seal(body | {"channels": told, "messages": messages})
+    counted = [
+        {"kind": channel.kind, "ranks": list(channel.ranks), "messages": counts[channel]} for channel in channels
+    ]
+    return seal(body | {"channels": counted, "messages": messages})
 
 
 def decode_log(raw: bytes, path: str) -> LogHeader:
@@ -177,8 +179,8 @@ def decode_log(raw: bytes, path: str) -> LogHeader:
             raise DamagedError(path, f"{_NOT_OURS}message {len(messages)} does not fit")
         end += entry["nbytes"]
         channel = channels[entry["channel"]]
-        found = entry["dtype"], shape, entry["begin"], entry["nbytes"], entry["xxh3_64"]
-        messages.append(Message(channel, *found, entry["number"]))
+        columns = entry["dtype"], shape, entry["begin"], entry["nbytes"], entry["xxh3_64"]
+        messages.append(Message(channel, *columns, entry["number"]))
     if end != body["nbytes"]:
         raise DamagedError(path, f"{_NOT_OURS}its messages have {end:,} bytes, but it says {body['nbytes']:,}")
     sent = {channel: entry["messages"] for channel, entry in zip(channels, body["channels"], strict=True)}
@@ -191,10 +193,10 @@ def _require_every_message(messages: Sequence[Message], sent: Mapping[Channel, i
     seen: Counter[Channel] = Counter()
     for message in messages:
         if message.number != seen[message.channel]:
-            said = f"{message.channel} is number {message.number}, and number {seen[message.channel]} was due"
-            raise DamagedError(path, f"{said}: a message lacks, or is there twice, or in the place of another one")
+            fault = f"{message.channel} is number {message.number}, and number {seen[message.channel]} was due"
+            raise DamagedError(path, f"{fault}: a message lacks, or is there twice, or in the place of another one")
         seen[message.channel] += 1
     lacking = [channel for channel, count in sent.items() if seen[channel] != count]
     if lacking:
-        said = f"{lacking[0]}: {sent[lacking[0]]} were sent, and {seen[lacking[0]]} are there"
-        raise DamagedError(path, said)
+        fault = f"{lacking[0]}: {sent[lacking[0]]} were sent, and {seen[lacking[0]]} are there"
+        raise DamagedError(path, fault)

@@ -60,7 +60,7 @@ class GradientCapture:
         self._describe = describe
         self._consumer = consumer
         self._rounded = rounded
-        self._known: dict[tuple[int, int, int], tuple[torch.Tensor, Unit]] = {}
+        self._units: dict[tuple[int, int, int], tuple[torch.Tensor, Unit]] = {}
         """By what a unit is made of: the tensor, which is kept so that no other has its number, optimizer and group."""
         self._listed: dict[int, tuple[list[Unit], tuple[str, ...]]] = {}
         self._undo: list[Callable[[], None]] = []
@@ -101,10 +101,10 @@ class GradientCapture:
         gradients: list[torch.Tensor] = []
         for at, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                found = parameter.grad
-                if found is not None:
+                raw = parameter.grad
+                if raw is not None:
                     unit = self._unit(number, at, parameter)
-                    gradient = block_in(found)
+                    gradient = block_in(raw)
                     unit.require_alike(gradient, "the gradient")
                     units.append(unit)
                     gradients.append(gradient.detach() if gradient.requires_grad else gradient)
@@ -117,18 +117,18 @@ class GradientCapture:
 
     def _parameters_of(self, number: int, units: list[Unit]) -> tuple[str, ...]:
         """Listed once for as long as the same units have gradients: there may be thousands."""
-        known = self._listed.get(number)
-        if known is None or len(known[0]) != len(units) or not all(map(is_, known[0], units)):
+        entry = self._listed.get(number)
+        if entry is None or len(entry[0]) != len(units) or not all(map(is_, entry[0], units)):
             names = dict.fromkeys(piece.parameter for unit in units for piece in unit.pieces)
-            known = self._listed[number] = units, tuple(names)
-        return known[1]
+            entry = self._listed[number] = units, tuple(names)
+        return entry[1]
 
     def _unit(self, number: int, group: int, parameter: torch.Tensor) -> Unit:
         key = id(parameter), number, group
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = parameter, self._describe(number, group, parameter)
-        return known[1]
+        entry = self._units.get(key)
+        if entry is None:
+            entry = self._units[key] = parameter, self._describe(number, group, parameter)
+        return entry[1]
 
     def units(self) -> tuple[Unit, ...]:
         """Returns all that the optimizers update here, in their order."""
@@ -170,7 +170,7 @@ class GradientCapture:
             self._release_before(owner, method)
 
     def _release_before(self, owner: Any, method: str) -> None:
-        theirs, own = getattr(owner, method), vars(owner).get(method)
+        theirs, overridden = getattr(owner, method), vars(owner).get(method)
 
         @wraps(theirs)
         def first(*args: Any, **kwargs: Any) -> Any:
@@ -179,10 +179,10 @@ class GradientCapture:
             return theirs(*args, **kwargs)
 
         def undo() -> None:
-            if own is None:
+            if overridden is None:
                 delattr(owner, method)
             else:
-                setattr(owner, method, own)
+                setattr(owner, method, overridden)
 
         setattr(owner, method, first)
         self._undo.append(undo)
@@ -210,12 +210,12 @@ def _are_same(now: Sequence[Sequence[torch.Tensor]], before: Sequence[Sequence[t
 
 def _hyperparameters(number: int, at: int, group: dict[str, Any]) -> dict[str, Any]:
     """Returns what a param group holds beside parameters; copies of what may change in place."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in group.items():
         if key != "params":
             require_plain(value, f"optimizers/{number}/param_groups/{at}/{key}")
-            found[key] = _copied(value)
-    return found
+            settings[key] = _copied(value)
+    return settings
 
 
 def _copied(value: Any) -> Any:

@@ -20,7 +20,7 @@ class Coupling(enum.Enum):
     """Those of its whole parameter: a parameter is anchored as a whole."""
 
 
-_KNOWN: dict[type[Optimizer], Coupling] = {
+_COUPLINGS: dict[type[Optimizer], Coupling] = {
     **dict.fromkeys(
         (
             *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam),
@@ -31,7 +31,7 @@ _KNOWN: dict[type[Optimizer], Coupling] = {
     optim.Adafactor: Coupling.PARAMETERS,
 }
 if hasattr(optim, "Muon"):  # since torch 2.9
-    _KNOWN[optim.Muon] = Coupling.PARAMETERS
+    _COUPLINGS[optim.Muon] = Coupling.PARAMETERS
 _REFUSED = {
     "LBFGS": "it keeps one history for all parameters together, and evaluates the model several times per step",
     "SparseAdam": "its gradients are sparse",
@@ -47,9 +47,9 @@ def coupling_of(optimizer: Optimizer) -> Coupling:
     Raises:
         UnsupportedError: Its steps cannot be repeated, or nothing is known of its class.
     """
-    found = _KNOWN.get(type(optimizer))
-    if found is not None:
-        return found
+    coupling = _COUPLINGS.get(type(optimizer))
+    if coupling is not None:
+        return coupling
     name = type(optimizer).__name__
     if name in _REFUSED:
         raise UnsupportedError(
@@ -75,7 +75,7 @@ def register(kind: type[Optimizer], coupling: Coupling) -> None:
         kind: The class.
         coupling: What an update depends on.
     """
-    _KNOWN[kind] = coupling
+    _COUPLINGS[kind] = coupling
 
 
 def class_named(name: str) -> type[Optimizer]:
@@ -86,7 +86,7 @@ def class_named(name: str) -> type[Optimizer]:
     Raises:
         UnsupportedError: It is not known.
     """
-    for kind in _KNOWN:
+    for kind in _COUPLINGS:
         if name_of(kind) == name:
             return kind
     raise UnsupportedError(

@@ -49,15 +49,15 @@ class Densified:
     @property
     def inexact(self) -> str:
         """Why last bits may differ from the run's; empty if they do not."""
-        kinds = {each.type for each in self.trained_on}
+        kinds = {device.type for device in self.trained_on}
         if self.updates and kinds - {self.device.type}:
-            return f"the run made its updates on {_said(self.trained_on)}, and this is {self.device}"
+            return f"the run made its updates on {_listed(self.trained_on)}, and this is {self.device}"
         if self.updates and self.device not in self.trained_on:
-            return f"the run made its updates on {_said(self.trained_on)}, and this is {self.device}: another model"
+            return f"the run made its updates on {_listed(self.trained_on)}, and this is {self.device}: another model"
         return ""
 
 
-def _said(devices: Sequence[Device]) -> str:
+def _listed(devices: Sequence[Device]) -> str:
     return " and ".join(map(str, devices))
 
 

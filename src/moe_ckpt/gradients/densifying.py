@@ -70,16 +70,16 @@ class Densifier:
 
     def verify(self, ranks: Iterable[int]) -> None:
         """Raises ``DamagedError`` if a slice that the share of one of these ranks needs is damaged."""
-        wanted = {stored for rank in ranks for stored in self._rank(rank).wanted}
-        for stored, error in find_damage(self._reader.storage, wanted):
+        slices = {stored for rank in ranks for stored in self._rank(rank).inputs}
+        for stored, error in find_damage(self._reader.storage, slices):
             if error is not None:
                 raise error
             self._reader.note_verified(stored)
 
-    def wanted(self, ranks: Iterable[int]) -> Iterator[StoredSlice]:
+    def inputs(self, ranks: Iterable[int]) -> Iterator[StoredSlice]:
         """Yields the slices that the shares of these ranks need."""
         for rank in ranks:
-            yield from self._rank(rank).wanted
+            yield from self._rank(rank).inputs
 
     def share(self, rank: int, device: torch.device | str, tell: Tell = untold) -> list[Made]:
         """Returns what a rank writes of the checkpoint.
@@ -116,8 +116,8 @@ class Densifier:
         slices = [(made.entry, made.data) for made in self.share(rank, device, tell)]
         prefix = f"side/{rank}/"
         side = {key: stored for key, stored in self._log.side.items() if key.startswith(prefix)}
-        kept = [stored for key, stored in side.items() if not key.startswith(f"{prefix}{PLAIN}/")]
-        slices += [(unplaced(stored.entry), bytes_of(values)) for stored, values in self._log.read(kept)]
+        plain = [stored for key, stored in side.items() if not key.startswith(f"{prefix}{PLAIN}/")]
+        slices += [(unplaced(stored.entry), bytes_of(values)) for stored, values in self._log.read(plain)]
         path = state_path(self.manifest.directory, rank)
         state = state_without(self._reader.storage.read(path), PLAIN, path)
         return write_made_share(storage, self.manifest, rank, slices, state)
@@ -132,13 +132,13 @@ class Densifier:
 
     def device(self) -> torch.device:
         """Returns what updates are made on here: the kind that trained, if there is one."""
-        on_gpu = any(each.type == "cuda" for each in self.devices) and torch.cuda.is_available()
+        on_gpu = any(trainer.type == "cuda" for trainer in self.devices) and torch.cuda.is_available()
         return torch.device("cuda" if on_gpu else "cpu")
 
     def threads(self, device: torch.device) -> int | None:
         """Returns of how many threads torch is to divide updates between, to come to the same bits; None for any."""
-        found = {each.threads for each in self.devices if each.type == "cpu"}
-        return found.pop() if device.type == "cpu" and len(found) == 1 else None
+        counts = {trainer.threads for trainer in self.devices if trainer.type == "cpu"}
+        return counts.pop() if device.type == "cpu" and len(counts) == 1 else None
 
     def _rank(self, rank: int) -> _RankShare:
         if rank not in self._shares:
@@ -155,20 +155,20 @@ class _RankShare:
         self._share = RankShare(of, rank, self._layout, {split_key(stored.entry.key).fqn for stored in slices})
 
     @property
-    def wanted(self) -> Iterator[StoredSlice]:
+    def inputs(self) -> Iterator[StoredSlice]:
         yield from self._slices
-        yield from self._share.wanted
+        yield from self._share.inputs
 
     @property
     def nbytes(self) -> int:
-        return sum(stored.nbytes for stored in self.wanted)
+        return sum(stored.nbytes for stored in self.inputs)
 
     def made(self, device: torch.device | str, tell: Tell) -> list[Made]:
         replay = self._share.replayed(device, tell)
-        found = []
+        slices = []
         for stored, values in self._of.read(self._slices):
             if self._layout is not None and self._of.is_updated(split_key(stored.entry.key).fqn):
                 values = self._share.read(replay, stored.entry)
-            found.append(Made(unplaced(stored.entry), bytes_of(values)))
+            slices.append(Made(unplaced(stored.entry), bytes_of(values)))
             tell(stored.nbytes, f"writing the share of rank {self._rank}")
-        return found
+        return slices

@@ -60,7 +60,7 @@ def detached(
     for number, kind in enumerate(kinds):
         groups = [
             {
-                **{key: _own(value) for key, value in settings.items()},
+                **{key: _detached_copy(value) for key, value in settings.items()},
                 "params": [
                     tensors[number, unit.name] for unit in units if (unit.optimizer, unit.group) == (number, at)
                 ],
@@ -71,7 +71,7 @@ def detached(
     return OptimizerReplay(optimizers, units, tensors)
 
 
-def _own(value: Any) -> Any:
+def _detached_copy(value: Any) -> Any:
     """A copy, for each update writes its hyperparameters into what is a tensor, and what was recorded must stay."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 

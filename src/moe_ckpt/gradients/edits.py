@@ -72,29 +72,29 @@ class Values:
     def __init__(self, named: Named) -> None:
         self._named = [(name, tensor) for name, tensor in named if tensor.element_size() in _INTEGERS]
         self._next = self._turn = 0
-        self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._noted: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def note(self) -> None:
         """Copies the next ones."""
-        self._kept, left, self._turn = [], _MOST_BYTES, self._turn + 1
+        self._noted, rest, self._turn = [], _MOST_BYTES, self._turn + 1
         for at in range(min(len(self._named), _MOST_TENSORS)):
             name, tensor = self._named[(self._next + at) % len(self._named)]
             block = block_in(tensor).detach()
             if not block.is_cpu:
                 continue  # training would wait for the device at each comparison
-            part = _part(block.view(_INTEGERS[tensor.element_size()]), left, self._turn)
-            self._kept.append((name, part, part.clone()))
-            left -= part.nbytes
-            if left <= 0:
+            part = _part(block.view(_INTEGERS[tensor.element_size()]), rest, self._turn)
+            self._noted.append((name, part, part.clone()))
+            rest -= part.nbytes
+            if rest <= 0:
                 break
-        self._next += len(self._kept)
+        self._next += len(self._noted)
 
     def changed(self) -> Sequence[str]:
         """Returns the names of those that are others now, and notes these values."""
-        found = [(name, live, copy) for name, live, copy in self._kept if not torch.equal(live, copy)]
-        for _, live, copy in found:
+        differing = [(name, live, copy) for name, live, copy in self._noted if not torch.equal(live, copy)]
+        for _, live, copy in differing:
             copy.copy_(live)
-        return [name for name, _, _ in found]
+        return [name for name, _, _ in differing]
 
 
 class Marks:
@@ -113,15 +113,16 @@ class Marks:
 
     def _note_state(self) -> None:
         live: Mapping[torch.Tensor, dict[str, Any]] = {} if self._optimizer is None else self._optimizer.state
-        found = [(name, live.get(weight, {})) for name, weight in self._weights]
-        self._state = {name: dict(entries) for name, entries in found}
+        states = [(name, live.get(weight, {})) for name, weight in self._weights]
+        self._state = {name: dict(entries) for name, entries in states}
         self._entries = (
             Entries([live] if isinstance(live, dict) else [], dict),  # whose entries are whose
-            Entries([entries for _, entries in found], torch.Tensor),
+            Entries([entries for _, entries in states], torch.Tensor),
         )
-        tensors = ((name, value) for name, state in found for value in state.values())
+        tensors = ((name, value) for name, state in states for value in state.values())
         self._writes = Writes(
-            [*self._weights, *((n, each) for n, each in tensors if isinstance(each, torch.Tensor))], len(self._weights)
+            [*self._weights, *((n, entry) for n, entry in tensors if isinstance(entry, torch.Tensor))],
+            len(self._weights),
         )
 
     def note(self) -> None:
@@ -134,12 +135,12 @@ class Marks:
 
     def changed(self) -> Iterable[str]:
         """Returns the names of weights that changed since, or their state; notes what is there now."""
-        found = dict.fromkeys((*self._writes.changed(), *self._values.changed()))
+        names = dict.fromkeys((*self._writes.changed(), *self._values.changed()))
         if not self._has_same_state():
             before = self._state
             self._note_state()
-            found |= dict.fromkeys(name for name, state in before.items() if not _are_same(state, self._state[name]))
-        return found
+            names |= dict.fromkeys(name for name, state in before.items() if not _are_same(state, self._state[name]))
+        return names
 
     def _has_same_state(self) -> bool:
         return all(entries.same() for entries in self._entries)
@@ -155,12 +156,12 @@ class EditWatch:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], copies: Named, *, gathered: bool = False) -> None:
-        self._optimizers, self._given, self._gathered = tuple(optimizers), copies, gathered
+        self._optimizers, self._copied_weights, self._gathered = tuple(optimizers), copies, gathered
         self._capture: GradientCapture | None = None
         self._of: Mapping[tuple[int, str], torch.Tensor] = {}
         self._marks: dict[int, Marks] = {}
         self._copies: Marks | None = None
-        self._found: dict[str, None] = {}
+        self._edited: dict[str, None] = {}
         self._has_looked = False
 
     def begin(self, capture: GradientCapture) -> None:
@@ -178,9 +179,9 @@ class EditWatch:
         self._has_looked = False
         self._renew()
         if number in self._marks:
-            self._found |= dict.fromkeys(self._marks[number].changed())
+            self._edited |= dict.fromkeys(self._marks[number].changed())
         if first and self._copies is not None:
-            self._found |= dict.fromkeys(self._copies.changed())
+            self._edited |= dict.fromkeys(self._copies.changed())
 
     def _updated(self, number: int) -> None:
         self._has_looked = False
@@ -194,34 +195,34 @@ class EditWatch:
         Args:
             updated: They were: some optimizer stepped.
         """
-        if not self._given:
+        if not self._copied_weights:
             return
         if self._copies is None:
-            self._copies = Marks(self._given, None, by_value=not self._gathered)
+            self._copies = Marks(self._copied_weights, None, by_value=not self._gathered)
             self._copies.note()
         elif updated:
             self._copies.note()
         else:
-            self._found |= dict.fromkeys(self._copies.changed())
+            self._edited |= dict.fromkeys(self._copies.changed())
 
-    def found(self) -> Sequence[str]:
+    def edited(self) -> Sequence[str]:
         """Returns the names of what was changed by others since ``forget``, until now."""
         if self._marks and not self._has_looked:
             self._renew()
             self._look()
             self._has_looked = True
-        return tuple(self._found)
+        return tuple(self._edited)
 
     def _look(self) -> None:
         marks = chain(self._marks.values(), [] if self._copies is None else [self._copies])
-        self._found |= dict.fromkeys(chain.from_iterable(each.changed() for each in marks))
+        self._edited |= dict.fromkeys(chain.from_iterable(mark.changed() for mark in marks))
 
     def forget(self) -> None:
         """The step was taken in, as it is now."""
         if self._marks and not self._has_looked:
             self._renew()
             self._look()
-        self._has_looked, self._found = False, {}
+        self._has_looked, self._edited = False, {}
 
     def _renew(self) -> None:
         """What optimizers update may be other tensors than before."""
@@ -231,12 +232,12 @@ class EditWatch:
         for number, before in self._marks.items():
             if any(key not in tensors or tensors[key] is not self._of[key] for key in self._of if key[0] == number):
                 continue  # gone with the optimizer's param groups, whose layout is another matter
-            self._found |= dict.fromkeys(before.changed())
+            self._edited |= dict.fromkeys(before.changed())
         self._of = tensors
         weights: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for (number, name), tensor in tensors.items():
             weights.setdefault(number, []).append((name, tensor))
-        self._marks = {number: Marks(those, self._optimizers[number]) for number, those in weights.items()}
+        self._marks = {number: Marks(named, self._optimizers[number]) for number, named in weights.items()}
 
 
 def _part(tensor: torch.Tensor, most_bytes: int, turn: int) -> torch.Tensor:
@@ -250,5 +251,5 @@ def _part(tensor: torch.Tensor, most_bytes: int, turn: int) -> torch.Tensor:
 
 def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two states have the very same tensors."""
-    tensors = [{key: id(value) for key, value in each.items() if torch.is_tensor(value)} for each in (one, other)]
+    tensors = [{key: id(value) for key, value in state.items() if torch.is_tensor(value)} for state in (one, other)]
     return tensors[0] == tensors[1]

@@ -92,7 +92,7 @@ class UpdateLayout:
 
 
 def _row(unit: Unit) -> list[Any]:
-    pieces = [[each.parameter, each.box.offsets, each.box.shape, each.stride, each.start] for each in unit.pieces]
+    pieces = [[piece.parameter, piece.box.offsets, piece.box.shape, piece.stride, piece.start] for piece in unit.pieces]
     return [*(getattr(unit, name) for name in _UNIT), pieces]
 
 

@@ -64,10 +64,10 @@ class LogContent:
     @cached_property
     def written(self) -> Mapping[int, Sequence[StoredSlice]]:
         """Rank -> the slices that are its own, each element of each tensor once."""
-        found: dict[int, list[StoredSlice]] = defaultdict(list)
+        slices: dict[int, list[StoredSlice]] = defaultdict(list)
         for stored in self._index.live:
-            found[stored.file.rank].append(stored)
-        return found
+            slices[stored.file.rank].append(stored)
+        return slices
 
     def is_updated(self, parameter: str) -> bool:
         """Whether an optimizer of any rank updates it."""
@@ -91,24 +91,26 @@ class LogContent:
 
     def gradients_of(self, parameters: Mapping[str, Sequence[Box]]) -> Mapping[int, Sequence[StoredSlice]]:
         """Returns step -> the gradients that these blocks consumed since their operators' anchors."""
-        found: dict[int, list[StoredSlice]] = {}
+        gradients: dict[int, list[StoredSlice]] = {}
         for snapshot in self._opened.logged:
             step = snapshot.manifest.step
-            found[step] = [
+            gradients[step] = [
                 stored
                 for stored in snapshot.gradients
                 if self.anchors[stored.entry.operator] < step
                 and any(stored.entry.box.overlap(box) for box in parameters.get(parameter_of(stored.entry.key), ()))
             ]
-        return found
+        return gradients
 
     def plain(self, rank: int) -> Mapping[int, Mapping[str, Any]]:
         """Returns step -> what a rank recorded of its updates."""
-        return {each.manifest.step: plain_of(self._reader, each.manifest, rank) for each in self._opened.logged}
+        return {
+            snapshot.manifest.step: plain_of(self._reader, snapshot.manifest, rank) for snapshot in self._opened.logged
+        }
 
-    def read(self, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
+    def read(self, slices: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
         """Yields slices with their values."""
-        return self._reader.read_many(wanted)
+        return self._reader.read_many(slices)
 
     @cached_property
     def spans(self) -> Mapping[str, Sequence[Span]]:
@@ -138,7 +140,7 @@ def _merged(parameter: str, rows: set[tuple[int, int] | None]) -> Iterator[Span]
         yield Span(parameter)
         return
     run: tuple[int, int] | None = None
-    for first, stop in sorted(each for each in rows if each is not None):
+    for first, stop in sorted(span for span in rows if span is not None):
         if run is not None and first <= run[1]:
             run = run[0], max(run[1], stop)
         else:

@@ -21,7 +21,7 @@ from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.optimizer_class import class_name
 from moe_ckpt.ports import GradientRecord, StateTensor, StepGradients
 
-_Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+_Region = tuple[str, tuple[int, ...], tuple[int, ...]]
 """(parameter, offsets, shape) of a block."""
 
 
@@ -58,7 +58,7 @@ class StepRecorder(GradientConsumer, GradientRecord):
         self._layout: tuple[object, Mapping[str, Any]] = None, {}
         self._capture: GradientCapture | None = None
         self._consumed: list[ConsumedGradients] = []
-        self._templates: tuple[Sequence[StateTensor], Mapping[_Place, StateTensor]] = (), {}
+        self._templates: tuple[Sequence[StateTensor], Mapping[_Region, StateTensor]] = (), {}
         self._names: dict[Any, FixedStrings] = {}
         self._edits = EditWatch(self._optimizers, copies, gathered=gathered)
         self._grouped: tuple[object, dict[tuple[int, str], int]] = None, {}
@@ -97,7 +97,7 @@ class StepRecorder(GradientConsumer, GradientRecord):
                 "writes the unscaled gradients back while it steps, so they cannot be copied during training. Create "
                 "it with fused=False, or use bf16, or a policy that saves full state."
             )
-        if any(each.update.optimizer == number for each in self._consumed):
+        if any(consumed.update.optimizer == number for consumed in self._consumed):
             raise ConfigError(
                 f"optimizer {number} made two updates in one step, but a log of gradients holds one. Step once per "
                 "batch, or use a policy that saves full state."
@@ -110,7 +110,7 @@ class StepRecorder(GradientConsumer, GradientRecord):
         if self._capture is None:
             return
         if self._consumed:  # zeroed, or followed by another backward pass, in the batch of the update
-            self._consumed = [each.copied() for each in self._consumed]
+            self._consumed = [consumed.copied() for consumed in self._consumed]
         else:
             self._release()
 
@@ -125,20 +125,20 @@ class StepRecorder(GradientConsumer, GradientRecord):
         if self._capture is None:
             return StepGradients((), {"updates": [], "counts": []}, ())
         templates = self._templates_of(tensors)
-        found = [
+        gradients = [
             _gradient(unit, piece, gradient, templates, self._stored)
-            for each in self._consumed
-            for unit, gradient in zip(each.units, each.gradients, strict=True)
+            for consumed in self._consumed
+            for unit, gradient in zip(consumed.units, consumed.gradients, strict=True)
             for piece in unit.pieces
         ]
-        updates = [self._plain(each.update) for each in self._consumed]
+        updates = [self._plain(consumed.update) for consumed in self._consumed]
         plain = {"updates": updates, "counts": list(self._counts()), "layout": self._layout_of(self._capture)}
-        return StepGradients(found, plain, tuple(self.edited()))
+        return StepGradients(gradients, plain, tuple(self.edited()))
 
     def edited(self) -> Sequence[str]:
         """See ``ports.GradientRecord``."""
-        changed = (name for each in self._consumed for name in each.changed())
-        return tuple(dict.fromkeys((*changed, *self._edits.found(), *self._regrouped())))
+        changed = (name for consumed in self._consumed for name in consumed.changed())
+        return tuple(dict.fromkeys((*changed, *self._edits.edited(), *self._regrouped())))
 
     def _regrouped(self) -> Sequence[str]:
         """What is in another param group than after the step before. Optimizers that have these groups cannot repeat
@@ -165,15 +165,15 @@ class StepRecorder(GradientConsumer, GradientRecord):
             self._layout = tensors, layout.encoded()
         return self._layout[1]
 
-    def _templates_of(self, tensors: Sequence[StateTensor]) -> Mapping[_Place, StateTensor]:
+    def _templates_of(self, tensors: Sequence[StateTensor]) -> Mapping[_Region, StateTensor]:
         """Who holds and writes each block: as of its optimizer state, or of the weights where there is none."""
         if self._templates[0] is not tensors:
-            found: dict[_Place, StateTensor] = {}
+            templates: dict[_Region, StateTensor] = {}
             for tensor in tensors:
-                place = tensor.parameter, tuple(tensor.offsets), tuple(tensor.local.shape)
-                if place not in found or not tensor.key.startswith("model/"):
-                    found[place] = tensor
-            self._templates = tensors, found
+                region = tensor.parameter, tuple(tensor.offsets), tuple(tensor.local.shape)
+                if region not in templates or not tensor.key.startswith("model/"):
+                    templates[region] = tensor
+            self._templates = tensors, templates
         return self._templates[1]
 
     def _plain(self, update: Update) -> dict[str, Any]:
@@ -186,22 +186,22 @@ class StepRecorder(GradientConsumer, GradientRecord):
         }
 
     def _fixed(self, names: tuple[str, ...]) -> FixedStrings:
-        found = self._names.get(names)
-        if found is None:
+        strings = self._names.get(names)
+        if strings is None:
             if len(self._names) > _MOST_LISTS:
                 self._names.clear()
-            found = self._names[names] = FixedStrings(names)
-        return found
+            strings = self._names[names] = FixedStrings(names)
+        return strings
 
     def _counts(self) -> Iterator[dict[str, Any]]:
         """Optimizer state of no dimension (step counts), which a parameter has once, whatever rows are saved."""
-        found: dict[tuple[int, str, torch.dtype, torch.device], tuple[list[str], list[torch.Tensor]]] = {}
+        groups: dict[tuple[int, str, torch.dtype, torch.device], tuple[list[str], list[torch.Tensor]]] = {}
         tensors = {} if self._capture is None else self._capture.tensors()
         for (number, name), tensor in tensors.items():
             for kind, value in self._optimizers[number].state.get(tensor, {}).items():
                 if isinstance(value, torch.Tensor):
                     if value.ndim == 0:
-                        names, values = found.setdefault((number, kind, value.dtype, value.device), ([], []))
+                        names, values = groups.setdefault((number, kind, value.dtype, value.device), ([], []))
                         names.append(name)
                         values.append(value)
                 elif value is not None:
@@ -210,7 +210,7 @@ class StepRecorder(GradientConsumer, GradientRecord):
                         f"{type(value).__name__}; only tensors are logged. Keep it in a tensor, as torch's optimizers "
                         "do, or use a policy that saves full state."
                     )
-        for (number, kind, _, _), (names, values) in found.items():
+        for (number, kind, _, _), (names, values) in groups.items():
             fixed = self._fixed(tuple(names))
             yield {"optimizer": number, "state": kind, "units": fixed, "values": torch.stack(values)}
 
@@ -234,10 +234,10 @@ class Ignored(GradientConsumer):
 
 
 def _gradient(
-    unit: Unit, piece: UnitBlock, gradient: torch.Tensor, templates: Mapping[_Place, StateTensor], stored: str | None
+    unit: Unit, piece: UnitBlock, gradient: torch.Tensor, templates: Mapping[_Region, StateTensor], stored: str | None
 ) -> StateTensor:
-    place = piece.parameter, tuple(piece.box.offsets), tuple(piece.box.shape)
-    template = templates.get(place)
+    region = piece.parameter, tuple(piece.box.offsets), tuple(piece.box.shape)
+    template = templates.get(region)
     if template is None:
         raise UnsupportedError(
             f"the optimizer updates a block of {piece.parameter} at {piece.box.offsets} that is not part of the "

@@ -163,11 +163,11 @@ def state_blocks(
 
     State that is not of the parameter's shape goes with every operator that has rows of it.
     """
-    found: list[Block] = []
+    blocks: list[Block] = []
     seen: set[tuple[int, str, str]] = set()
     for unit, piece in pieces.of_operator(spans):
         tensor = tensors[unit.optimizer, unit.name].detach()
-        found.append(Block(unit.optimizer, piece.parameter, WEIGHT, piece.box, piece.view(block_in(tensor))))
+        blocks.append(Block(unit.optimizer, piece.parameter, WEIGHT, piece.box, piece.view(block_in(tensor))))
         state: Mapping[str, Any] = optimizers[unit.optimizer].state.get(tensors[unit.optimizer, unit.name], {})
         for name, value in state.items():
             if value is None:
@@ -185,8 +185,8 @@ def state_blocks(
                 continue
             seen.add((unit.optimizer, piece.parameter, name))
             on_device = local.device == block_in(tensor).device
-            found.append(Block(unit.optimizer, piece.parameter, name, box, local, on_device))
-    return found
+            blocks.append(Block(unit.optimizer, piece.parameter, name, box, local, on_device))
+    return blocks
 
 
 def gradient_blocks(
@@ -201,11 +201,11 @@ def gradient_blocks(
     """
     of = {id(unit): gradient for unit, gradient in zip(units, gradients, strict=True)}
     if spans is None:
-        found = [(unit, piece) for unit in units for piece in unit.pieces]
+        pieces = [(unit, piece) for unit in units for piece in unit.pieces]
     else:
-        found = list(Pieces(units).of_operator(spans))
+        pieces = list(Pieces(units).of_operator(spans))
     return [
-        Block(unit.optimizer, piece.parameter, GRADIENT, piece.box, piece.view(of[id(unit)])) for unit, piece in found
+        Block(unit.optimizer, piece.parameter, GRADIENT, piece.box, piece.view(of[id(unit)])) for unit, piece in pieces
     ]
 
 

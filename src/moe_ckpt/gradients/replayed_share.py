@@ -64,7 +64,7 @@ class Content(Protocol):
         """Returns step -> what a rank recorded of its updates."""
         ...
 
-    def read(self, wanted: Iterable[StoredSlice]) -> Iterable[tuple[StoredSlice, torch.Tensor]]:
+    def read(self, slices: Iterable[StoredSlice]) -> Iterable[tuple[StoredSlice, torch.Tensor]]:
         """Yields slices with their values, which must not be changed."""
         ...
 
@@ -93,11 +93,11 @@ class RankShare:
         self.gradients = of.gradients_of(boxes)
 
     @property
-    def wanted(self) -> Iterator[StoredSlice]:
+    def inputs(self) -> Iterator[StoredSlice]:
         """Yields all that is read."""
         yield from self.anchors
-        for those in self.gradients.values():
-            yield from those
+        for group in self.gradients.values():
+            yield from group
 
     def replayed(self, device: torch.device | str, tell: Tell = untold) -> OptimizerReplay:
         """Returns optimizers that hold the units as of the last step.
@@ -143,8 +143,8 @@ class RankShare:
                 block(whole, entry.offsets, part.box).copy_(part.view(source.detach()))
                 missing -= part.box.volume
         if missing:
-            found = f"{entry.name} of {entry.operator} is updated on another rank: {missing:,} are not of this rank"
-            raise CoverageError(f"the share of rank {self._rank}", (found,))
+            reason = f"{entry.name} of {entry.operator} is updated on another rank: {missing:,} are not of this rank"
+            raise CoverageError(f"the share of rank {self._rank}", (reason,))
         return whole
 
 
@@ -176,13 +176,13 @@ def _kinds(
             groups.setdefault(int(update["optimizer"]), update["groups"])
     if layout is None:
         return []
-    found = []
+    kinds = []
     for number, name in enumerate(layout.classes):
         # One at least, though none of these units is the optimizer's: torch makes none without a group.
         count = 1 + max((unit.group for unit in layout.units if unit.optimizer == number), default=0)
         settings = groups.get(number, [{}] * count)
-        found.append(OptimizerKind(name, tuple(_on(device, each) for each in settings)))
-    return found
+        kinds.append(OptimizerKind(name, tuple(_on(device, group) for group in settings)))
+    return kinds
 
 
 def _on(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,9 +228,15 @@ class _RankLog(LoggedSteps):
     def _ours(self, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the plain state without entries of units that this rank does not hold."""
         counts = []
-        for each in recorded["counts"]:
-            here = [at for at, name in enumerate(each["units"]) if (each["optimizer"], name) in self._replay.tensors]
-            counts.append({**each, "units": [each["units"][at] for at in here], "values": each["values"][here]})
+        for entry in recorded["counts"]:
+            here = [at for at, name in enumerate(entry["units"]) if (entry["optimizer"], name) in self._replay.tensors]
+            counts.append(
+                {
+                    **entry,
+                    "units": [entry["units"][at] for at in here],
+                    "values": entry["values"][here],
+                }
+            )
         return {**recorded, "counts": counts}
 
     def plain(self, step: int) -> Mapping[str, Any]:

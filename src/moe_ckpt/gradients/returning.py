@@ -82,30 +82,30 @@ class LogReplayer(UpdateReplayer):
             if (recorded["optimizer"], name) not in replay.tensors
         ]
         for step in log.steps[1:]:
-            given = _volumes(replay, log.blocks(step))
+            volumes = _volumes(replay, log.blocks(step))
             for update in _updates(log, step):
                 problems += _differing(self._optimizers, update)
                 if problems:
                     break
-                for parameter, wanted in self._wanted(replay, log.anchors, step, update).items():
-                    found = given.get((update.optimizer, parameter), 0)
-                    if found != wanted:
-                        said = f"have {found:,} of {wanted:,} elements"
-                        problems.append(f"gradients of {parameter} at step {step} {said}")
+                for parameter, needed in self._needed(replay, log.anchors, step, update).items():
+                    stored = volumes.get((update.optimizer, parameter), 0)
+                    if stored != needed:
+                        lacking = f"have {stored:,} of {needed:,} elements"
+                        problems.append(f"gradients of {parameter} at step {step} {lacking}")
             if problems:
                 raise CoverageError(f"bringing a gradient log to step {log.steps[-1]}", tuple(problems))
 
-    def _wanted(
+    def _needed(
         self, replay: OptimizerReplay, anchors: Mapping[str, int], step: int, update: Update
     ) -> Mapping[str, int]:
         """Elements of gradients of each parameter that this rank needs of an update."""
-        had, found = set(update.parameters), dict.fromkeys(update.parameters, 0)
+        had, volumes = set(update.parameters), dict.fromkeys(update.parameters, 0)
         for operator, anchor in anchors.items():
             if anchor < step:
                 for _, piece in replay.pieces.of_operator(self._spans[operator], update.optimizer):
                     if piece.parameter in had:
-                        found[piece.parameter] += piece.box.volume
-        return found
+                        volumes[piece.parameter] += piece.box.volume
+        return volumes
 
     def replay(self, log: LoggedSteps) -> int:
         """See ``ports.UpdateReplayer``.
@@ -127,7 +127,7 @@ class LogReplayer(UpdateReplayer):
                 mine = blocks[update.optimizer]
                 made += bool(replay.step(update, mine))
                 units = (replay.pieces.of(block.optimizer, block.parameter) for block in mine)
-                stepped |= {(unit.optimizer, unit.name) for those in units for unit, _ in those}
+                stepped |= {(unit.optimizer, unit.name) for matches in units for unit, _ in matches}
             self._set_counts(log, step, replay, stepped)
             log.load(step)
         return made
@@ -144,14 +144,14 @@ class LogReplayer(UpdateReplayer):
             number, kind = int(recorded["optimizer"]), str(recorded["state"])
             for name, value in zip(recorded["units"], recorded["values"].unbind(), strict=True):
                 state = self._optimizers[number].state[replay.tensors[number, name]]
-                there = state.get(kind)
-                if there is None:
+                count = state.get(kind)
+                if count is None:
                     state[kind] = value.clone()
                 elif (number, name) not in stepped:
-                    there.copy_(value)
-                elif not torch.equal(there.cpu(), value.cpu()):
-                    found = f"{kind} of {name} is {there.item()}, recorded was {value.item()}"
-                    raise ReplayDivergedError(step, found, logged=True)
+                    count.copy_(value)
+                elif not torch.equal(count.cpu(), value.cpu()):
+                    difference = f"{kind} of {name} is {count.item()}, recorded was {value.item()}"
+                    raise ReplayDivergedError(step, difference, logged=True)
 
 
 def _updates(log: LoggedSteps, step: int) -> Iterator[Update]:
@@ -165,13 +165,13 @@ def _volumes(
     replay: OptimizerReplay, blocks: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
 ) -> Mapping[tuple[int, str], int]:
     """(optimizer, parameter) -> elements of blocks in units of this rank."""
-    found: dict[tuple[int, str], int] = defaultdict(int)
+    volumes: dict[tuple[int, str], int] = defaultdict(int)
     for key, offsets, shape in blocks:
         number, _, parameter = key.removeprefix(KEY).partition("/")
         for _, piece in replay.pieces.of(int(number), parameter):
             part = piece.part(Box(offsets, shape))
-            found[int(number), parameter] += 0 if part is None else part.box.volume
-    return found
+            volumes[int(number), parameter] += 0 if part is None else part.box.volume
+    return volumes
 
 
 def _differing(optimizers: Sequence[Optimizer], update: Update) -> list[str]:

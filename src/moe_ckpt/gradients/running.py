@@ -70,8 +70,8 @@ def replay_chains(
                 expected = sum(piece.box.volume for _, piece in replay.pieces.of_operator(spans[operator]))
                 written = replay.load(at, _only(operator, source.anchor(operator, at), at))
                 if written != expected:
-                    found = f"its anchor has {written:,} of {expected:,} elements"
-                    raise GradientGapError(operator, at, step, found)
+                    gap = f"its anchor has {written:,} of {expected:,} elements"
+                    raise GradientGapError(operator, at, step, gap)
     return made
 
 
@@ -89,21 +89,21 @@ def _step(
     blocks: list[Block] = []
     had = set(update.parameters)
     for operator in operators:
-        found = [block for block in source.gradients(operator, at, number) if block.optimizer == update.optimizer]
+        gradients = [block for block in source.gradients(operator, at, number) if block.optimizer == update.optimizer]
         pieces = replay.pieces.of_operator(spans[operator], update.optimizer)
         expected = sum(piece.box.volume for _, piece in pieces if piece.parameter in had)
-        given = sum(block.values.numel() for block in found)
-        if given != expected:
-            raise GradientGapError(operator, at, at, f"its gradients have {given:,} of {expected:,} elements")
-        blocks += found
+        volume = sum(block.values.numel() for block in gradients)
+        if volume != expected:
+            raise GradientGapError(operator, at, at, f"its gradients have {volume:,} of {expected:,} elements")
+        blocks += gradients
     return bool(replay.step(update, blocks))
 
 
 def _only(operator: str, blocks: Iterable[Block], at: int) -> list[Block]:
     """Returns an anchor whose state has the elements of its weights; refuses one of which a part is missing."""
-    found = list(blocks)
+    anchor = list(blocks)
     sizes: dict[tuple[int, str, str], int] = {}
-    for block in found:
+    for block in anchor:
         if block.box is not None:
             key = block.optimizer, block.parameter, block.kind
             sizes[key] = sizes.get(key, 0) + block.box.volume
@@ -112,7 +112,7 @@ def _only(operator: str, blocks: Iterable[Block], at: int) -> list[Block]:
         if size != weights:
             found_there = f"{kind or 'the weight'} of {parameter} in its anchor has {size:,} of {weights:,} elements"
             raise GradientGapError(operator, at, at, found_there)
-    return found
+    return anchor
 
 
 def require_together(
@@ -154,14 +154,14 @@ def coupled_with(
         operators: Some of them.
         homes: As of ``require_together``.
     """
-    found = set(operators)
+    coupled = set(operators)
     sharing: dict[tuple[int, str], set[str]] = defaultdict(set)
     if any(map(replay.coupled, range(len(replay.optimizers)))):
         for unit, operator, _ in _sharing(replay, spans, homes):
             sharing[unit].add(operator)
-    while more := {operator for group in sharing.values() if group & found for operator in group} - found:
-        found |= more
-    return frozenset(found)
+    while more := {operator for group in sharing.values() if group & coupled for operator in group} - coupled:
+        coupled |= more
+    return frozenset(coupled)
 
 
 def _sharing(

@@ -136,16 +136,16 @@ class Pieces:
     """The pieces of many units, by optimizer and parameter."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        self._found: dict[tuple[int, str], list[tuple[Unit, UnitBlock]]] = {}
+        self._pieces: dict[tuple[int, str], list[tuple[Unit, UnitBlock]]] = {}
         self._optimizers: set[int] = set()
         for unit in units:
             self._optimizers.add(unit.optimizer)
             for piece in unit.pieces:
-                self._found.setdefault((unit.optimizer, piece.parameter), []).append((unit, piece))
+                self._pieces.setdefault((unit.optimizer, piece.parameter), []).append((unit, piece))
 
     def of(self, optimizer: int, parameter: str) -> Sequence[tuple[Unit, UnitBlock]]:
         """Returns the pieces of a parameter in the units of an optimizer."""
-        return self._found.get((optimizer, parameter), ())
+        return self._pieces.get((optimizer, parameter), ())
 
     def of_operator(self, spans: Iterable[Span], optimizer: int | None = None) -> Iterator[tuple[Unit, UnitBlock]]:
         """Yields what of each piece belongs to the operator with ``spans``.

@@ -87,10 +87,10 @@ class ConsumedGradients:
         What was read of them is not what the optimizer consumed: drop it, which leaves a gap. Not seen are writes by
         kernels that torch does not know of, and those of a fused optimizer (see ``stay``).
         """
-        found = zip(self.units, self.gradients, self._versions, strict=True)
+        versions = zip(self.units, self.gradients, self._versions, strict=True)
         return (
             *self._changed_before,
-            *(unit.name for unit, gradient, version in found if gradient._version != version),
+            *(unit.name for unit, gradient, version in versions if gradient._version != version),
         )
 
     def copied(self) -> ConsumedGradients:

@@ -42,7 +42,7 @@ class DenseMaker(Protocol):
         """Returns what updates are made on here."""
         ...
 
-    def wanted(self, ranks: Iterable[int]) -> Iterator[StoredSlice]:
+    def inputs(self, ranks: Iterable[int]) -> Iterator[StoredSlice]:
         """Yields the slices that the shares of these ranks need."""
         ...
 
@@ -84,7 +84,7 @@ def made_dense(
     slots.fetch(together(comm, lambda: list(_plain_spans(opened, last, everyone))))
     maker = together(comm, lambda: _made(opened, make))
     together(comm, require_fitting)
-    slots.fetch(together(comm, lambda: [*_plain_spans(opened, opened.logged, mine), *_spans(maker.wanted(mine))]))
+    slots.fetch(together(comm, lambda: [*_plain_spans(opened, opened.logged, mine), *_spans(maker.inputs(mine))]))
     together(comm, lambda: maker.verify(mine))
     if comm.rank == 0:
         announce(

@@ -44,8 +44,8 @@ class Answers:
 
     def __init__(self, step: int, received: Received, diverges: Callable[[], None] = lambda: None) -> None:
         self._step, self._diverges = step, diverges
-        self._given: Counter[Channel] = Counter()
-        self._left = {channel: deque(messages) for channel, messages in received.items()}
+        self._answered: Counter[Channel] = Counter()
+        self._unanswered = {channel: deque(messages) for channel, messages in received.items()}
 
     def give(self, channel: Channel, into: torch.Tensor) -> None:
         """Writes the next message of ``channel``.
@@ -53,14 +53,14 @@ class Answers:
         Raises:
             ReplayDivergedError: There is none, or it was of another type or shape, or in another place.
         """
-        left = self._left.get(channel)
-        if not left:
+        messages = self._unanswered.get(channel)
+        if not messages:
             raise self._diverged(f"{channel} is needed now, but the upstream log has no more of it")
-        message, tensor = left.popleft()
-        if message.number != self._given[channel]:
-            due = self._given[channel]
+        message, tensor = messages.popleft()
+        if message.number != self._answered[channel]:
+            due = self._answered[channel]
             raise self._diverged(f"{channel}, number {due}, is needed now, and number {message.number} is next")
-        self._given[channel] += 1
+        self._answered[channel] += 1
         if message.dtype != dtype_name(into.dtype) or tensor.numel() != into.numel():
             raise self._diverged(
                 f"{channel} is {dtype_name(into.dtype)} {list(into.shape)} now, and was {message.dtype} "
@@ -71,10 +71,10 @@ class Answers:
 
     def require_all_given(self) -> None:
         """Raises ``ReplayDivergedError`` if something was received the first time, and is not needed now."""
-        for channel, left in self._left.items():
-            if left:
-                raise self._diverged(f"{channel} was received then, and not now ({len(left)} left)")
+        for channel, messages in self._unanswered.items():
+            if messages:
+                raise self._diverged(f"{channel} was received then, and not now ({len(messages)} left)")
 
-    def _diverged(self, found: str) -> ReplayDivergedError:
+    def _diverged(self, difference: str) -> ReplayDivergedError:
         self._diverges()
-        return ReplayDivergedError(self._step, found)
+        return ReplayDivergedError(self._step, difference)

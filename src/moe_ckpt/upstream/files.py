@@ -73,8 +73,8 @@ class LogWriter:
                 free = shutil.disk_usage(self._path.parent).free
                 raise MemoryFullError(str(self._path.parent), len(raw), free) from error
             raise
-        found = dtype_name(tensor.dtype), tuple(tensor.shape), self.nbytes, len(raw), checksum
-        self._messages.append(Message(channel, *found, number))
+        columns = dtype_name(tensor.dtype), tuple(tensor.shape), self.nbytes, len(raw), checksum
+        self._messages.append(Message(channel, *columns, number))
         self.nbytes += len(raw)
 
     def seal(self, **whose: Any) -> None:
@@ -125,8 +125,8 @@ class SealedLog:
             for number, message in enumerate(self.header.messages):
                 raw = read_up_to(file.fileno(), message.nbytes)
                 if len(raw) != message.nbytes or xxhash.xxh3_64_hexdigest(raw) != message.checksum:
-                    said = f"message {number} ({message.channel}) is damaged"
-                    raise DamagedError(str(path), said, step=self.header.step, rank=self.header.rank)
+                    fault = f"message {number} ({message.channel}) is damaged"
+                    raise DamagedError(str(path), fault, step=self.header.step, rank=self.header.rank)
                 dtype = TORCH_DTYPES[message.dtype]
                 flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
                 yield message, flat.view(message.shape)
@@ -134,17 +134,17 @@ class SealedLog:
 
 def sealed_logs(directory: Path) -> list[SealedLog]:
     """Returns the logs of a rank's directory, oldest first. Damaged logs are not used, and a warning says so."""
-    found = []
+    logs = []
     for path in sorted(directory.glob(f"*{SEALED_SUFFIX}")):
         try:
             with open(os.open(path, _READ), "rb") as file:
                 header = decode_log(bytes(read_up_to(file.fileno(), MAX_HEADER_BYTES + 1)), str(path))
             if log_path(directory, header.step).name != path.stem:
                 raise DamagedError(str(path), f"it is of step {header.step}", step=header.step, rank=header.rank)
-            found.append(SealedLog(path.with_suffix(""), header))
+            logs.append(SealedLog(path.with_suffix(""), header))
         except (DamagedError, OSError) as error:
             log.warning("the upstream log %s is not used: %s", path, error)
-    return found
+    return logs
 
 
 def remove_log(path: Path) -> None:

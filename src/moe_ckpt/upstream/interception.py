@@ -109,7 +109,7 @@ class Interception:
         """The same where loaded modules, but torch's own, have imported a function by name, as Megatron's timers do."""
         ours_of = {id(original): (original, ours) for _, _, original, ours in self._replaced}
         others = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "torch"]
-        for module in (each for each in others if isinstance(each, ModuleType)):
+        for module in (other for other in others if isinstance(other, ModuleType)):
             for name, value in list(vars(module).items()):
                 if id(value) in ours_of:
                     original, ours = ours_of[id(value)]
@@ -132,18 +132,18 @@ class Interception:
 
     def _ranks(self, group: Any) -> tuple[tuple[int, ...], bool]:
         """Members of a group, and whether they are of several stages."""
-        found = self._groups.get(id(group))
-        if found is None or found[0] is not group:
+        entry = self._groups.get(id(group))
+        if entry is None or entry[0] is not group:
             ranks = tuple(sorted(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)))
-            found = group, ranks, self._traffic.crosses(ranks)
-            self._groups[id(group)] = found
-        return found[1], found[2]
+            entry = group, ranks, self._traffic.crosses(ranks)
+            self._groups[id(group)] = entry
+        return entry[1], entry[2]
 
-    def _peer(self, given: Any, group: Any, of_group: Any) -> int | None:
+    def _peer(self, peer: Any, group: Any, of_group: Any) -> int | None:
         if of_group is not None:
             within: Any = group if group is not None else dist.group.WORLD
             return dist.get_global_rank(within, of_group)
-        return None if given is None else int(given)
+        return None if peer is None else int(peer)
 
     def _sending(self, name: str, original: Call) -> Call:
         def send(
@@ -189,7 +189,7 @@ class Interception:
         return receive
 
     def _agreeing(self, name: str, original: Call) -> Call:
-        place, results_of = _ALIKE[name]
+        position, results_of = _ALIKE[name]
 
         def agree(*args: Any, **kwargs: Any) -> Any:
             if not self._is_ours():
@@ -198,11 +198,11 @@ class Interception:
             def argument(at: int, key: str) -> Any:
                 return args[at] if at < len(args) else kwargs.get(key)
 
-            ranks, crossing = self._ranks(argument(place, "group"))
+            ranks, crossing = self._ranks(argument(position, "group"))
             if not crossing or self._rank not in ranks:
                 return original(*args, **kwargs)
             channel, results = Channel(name, ranks), results_of(argument)
-            waits = not argument(place + 1, "async_op")
+            waits = not argument(position + 1, "async_op")
             if self._traffic.answers(channel, results):
                 return None if waits else Done()
             work = self._through(functools.partial(original, *args, **kwargs))
@@ -215,11 +215,11 @@ class Interception:
         return agree
 
     def _refusing(self, name: str, original: Call) -> Call:
-        place = _APART[name]
+        position = _APART[name]
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if self._is_ours():
-                ranks, crossing = self._ranks(args[place] if place < len(args) else kwargs.get("group"))
+                ranks, crossing = self._ranks(args[position] if position < len(args) else kwargs.get("group"))
                 if crossing and self._rank in ranks:
                     self._traffic.refused(Channel(name, ranks))
             return original(*args, **kwargs)
@@ -258,10 +258,10 @@ class _Awaited:
         self._work, self._agreed = work, agreed
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._work.wait(*args, **kwargs)
+        result = self._work.wait(*args, **kwargs)
         agreed, self._agreed = self._agreed, lambda: None
         agreed()
-        return found
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

@@ -56,9 +56,9 @@ class UpstreamLog:
         problem: Why there are no logs any more; empty while there are.
     """
 
-    def __init__(self, directory: Path, whose: Whose, budget_bytes: int, left: Iterable[SealedLog] = ()) -> None:
+    def __init__(self, directory: Path, whose: Whose, budget_bytes: int, earlier: Iterable[SealedLog] = ()) -> None:
         self.problem = ""
-        self._left = sorted(left, key=lambda each: each.header.step, reverse=True)
+        self._earlier = sorted(earlier, key=lambda sealed: sealed.header.step, reverse=True)
         self._directory, self._budget = directory, budget_bytes
         self._whose: dict[str, Any] = {**vars(whose), "history": whose.generation}
         self._sizes: dict[int, int] = {}
@@ -76,7 +76,7 @@ class UpstreamLog:
     @property
     def nbytes(self) -> int:
         """Of all logs, what is not written yet included."""
-        return sum(self._sizes.values()) + sum(each.header.nbytes for each in self._left)
+        return sum(self._sizes.values()) + sum(sealed.header.nbytes for sealed in self._earlier)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -150,8 +150,8 @@ class UpstreamLog:
     def _has_room(self, nbytes: int) -> bool:
         """Lets go of the oldest steps where there is none; False if that does not help."""
         while self.nbytes + nbytes > self._budget:
-            if self._left:
-                self._tasks.put(functools.partial(remove_log, self._left.pop().path))
+            if self._earlier:
+                self._tasks.put(functools.partial(remove_log, self._earlier.pop().path))
                 continue
             oldest = min(self._sizes)
             if oldest == self._step:
@@ -173,19 +173,19 @@ class UpstreamLog:
 
     def drop(self, step: int) -> None:
         """No recovery needs the steps up to ``step`` any more, nor of ``left``."""
-        for each in [each for each in self._sizes if each <= step]:
-            del self._sizes[each]
-            self._tasks.put(functools.partial(remove_log, log_path(self._directory, each)))
-        while self._left and self._left[-1].header.step <= step:
-            self._tasks.put(functools.partial(remove_log, self._left.pop().path))
+        for sealed_step in [sealed_step for sealed_step in self._sizes if sealed_step <= step]:
+            del self._sizes[sealed_step]
+            self._tasks.put(functools.partial(remove_log, log_path(self._directory, sealed_step)))
+        while self._earlier and self._earlier[-1].header.step <= step:
+            self._tasks.put(functools.partial(remove_log, self._earlier.pop().path))
 
     def give_up(self, problem: str) -> None:
         """There are no logs from here on, and those that there are go. A warning says why, once."""
         if self.problem:
             return
         self.problem = problem
-        said = "rank %d keeps no upstream log, so all ranks go back after a failure: %s"
-        log.warning(said, self._whose["rank"], problem)
+        message = "rank %d keeps no upstream log, so all ranks go back after a failure: %s"
+        log.warning(message, self._whose["rank"], problem)
         self.drop(max(self._sizes, default=-1))
         self._tasks.put(self._abandon)
 

@@ -182,7 +182,7 @@ class Others:
 
     def _share(self, rank: int, cuts: Cuts, claim: int) -> Share:
         is_expert = self._state.catalog.is_expert[cuts.places]
-        by_kind = {"expert": cuts.those(is_expert), "non_expert": cuts.those(~is_expert)}
+        by_kind = {"expert": cuts.masked(is_expert), "non_expert": cuts.masked(~is_expert)}
         side = [entry for entry, _ in side_tensors(self._state.plain(), rank)[1]]
         made = [CompiledPart(kind, each, side if kind == "non_expert" else (), ()) for kind, each in by_kind.items()]
         parts = tuple(part for part in made if len(part.slices))

@@ -105,7 +105,7 @@ def test_a_chunk_more_than_a_wait_is_held_back_again(gate):
     assert gate.copied.nbytes == 1000
 
 
-@pytest.mark.parametrize("end", ["update_begins", "let_go"])
+@pytest.mark.parametrize("end", ["update_begins", "release"])
 def test_nothing_is_held_back_when_training_waits(gate, end):
     asking = Waiting(gate.copy(1000, RATE), [1000])
     assert not asking.ended(SHORT)

@@ -237,7 +237,7 @@ class Pipeline:
     def _let_go(self) -> None:
         """Training waits: nothing is held back until the next iteration begins."""
         if self._gate is not None:
-            self._gate.let_go()
+            self._gate.release()
 
     def join(self) -> None:
         """Return when the snapshot under way no longer reads live tensors. A copy that breaks fails that snapshot."""
@@ -250,7 +250,7 @@ class Pipeline:
         with contextlib.suppress(Exception):  # the persist thread gets the same error, and every rank its cause
             copy.join()
         for part in consumed:
-            part.let_go()
+            part.release()
         if copy.changed:
             self._compiler.add_unstable(copy.changed)
             log.warning(

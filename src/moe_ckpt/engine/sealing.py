@@ -168,7 +168,7 @@ class MemorySealer:
             applied=request.applied.result(),
             faults=request.faults,
             lost=request.lost,
-            own=request.own,
+            own=request.rank_tokens,
             policy=request.policy,
             measured=request.measured,
             since=request.since,

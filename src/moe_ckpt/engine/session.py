@@ -351,7 +351,7 @@ class CheckpointSession:
         return replace(
             record,
             bubble_nbytes=0 if gate is None else gate.copied.in_bubbles + gate.sent.in_bubbles,
-            beside_nbytes=0 if gate is None else gate.copied.beside + gate.sent.beside,
+            beside_nbytes=0 if gate is None else gate.copied.during_compute + gate.sent.during_compute,
             skips=snapshots.skips,
             waits=snapshots.backlog.waits,
             k=plan.k,

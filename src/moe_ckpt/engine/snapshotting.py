@@ -248,7 +248,7 @@ class Snapshotter:
         request, _ = self._request(plan, specs, step_is_agreed=True, ways=ways)
         applied: Future[Counts] = Future()
         applied.set_result(tokens[0])
-        request = replace(request, applied=applied, own=tokens[1], survivors_of=of)
+        request = replace(request, applied=applied, rank_tokens=tokens[1], survivors_of=of)
         # Nobody is asked about it, so that it begins.
         return cast(Snapshot, self._resources.pipeline.begin(request, tensors, specs, plain, patience_secs))
 

@@ -208,7 +208,7 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
             header = template.render(snapshot.step, snapshot.request.generation, checksums)
         return SealedPart(begin, part, checksums, header, not_finite_in(part, memory, judged))
 
-    parts = tuple(sealed(begin, part) for begin, part in snapshot.plan.own)
+    parts = tuple(sealed(begin, part) for begin, part in snapshot.plan.share_parts)
     pieces = tuple(sealed(0, part) for _, part in snapshot.plan.pieces)
     of = snapshot.step, snapshot.request.generation
     return SealedShare(parts, state_file(snapshot.state, *of, run_id, rank, world_size), pieces=pieces)

@@ -246,7 +246,7 @@ def _receive(receiver: _Receiver, offer: _Offer) -> Answer:
         differ = 0
         while mirror is not None:
             differ += incoming.fill(mirror)
-            mirror = mirror.beside
+            mirror = mirror.following
         del mirror
         if differ:
             log.warning(

@@ -91,8 +91,8 @@ def weigh(catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeType
                 start, stop = span.rows(tensor.global_shape) if rows else (0, 1)
                 experts[op.id] = experts.get(op.id, 0) + nbytes // (rows or 1) * (stop - start)
             else:
-                found = of_rows if rows else whole
-                found[op.id, span] = found.get((op.id, span), 0) + nbytes // (rows or 1)
+                weights = of_rows if rows else whole
+                weights[op.id, span] = weights.get((op.id, span), 0) + nbytes // (rows or 1)
     return Weights(tuple(in_dealing_order(_units(catalog, of_rows, whole))), experts)
 
 
@@ -162,7 +162,7 @@ def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, i
         yield ShardingUnit(op, span, start, stop, of_rows.get(name, 0), whole.get(name, 0))
 
 
-class Given(NamedTuple):
+class UnitShare(NamedTuple):
     """What one rank writes of a unit.
 
     Attributes:
@@ -187,7 +187,7 @@ class WriteAssignment:
     """
 
     owners: Mapping[str, int]
-    given: Callable[[int], Mapping[str, Sequence[Given]]]
+    unit_shares: Callable[[int], Mapping[str, Sequence[UnitShare]]]
     weigh: Callable[[], Shares]
 
     @cached_property
@@ -195,26 +195,26 @@ class WriteAssignment:
         return self.weigh()
 
 
-def _nothing(rank: int) -> Mapping[str, Sequence[Given]]:
+def _nothing(rank: int) -> Mapping[str, Sequence[UnitShare]]:
     """What ``rank`` writes before anything was weighed."""
     return {}
 
 
-def _given(
+def _unit_shares(
     dealt: Iterable[tuple[ShardingUnit, Sequence[RowRange]]], peers: Mapping[int, int], rank: int
-) -> Mapping[str, Sequence[Given]]:
-    """See ``WriteAssignment.given``; peers: rank -> its number in the parts."""
-    number, found = peers.get(rank, -1), dict[str, list[Given]]()
+) -> Mapping[str, Sequence[UnitShare]]:
+    """See ``WriteAssignment.unit_shares``; peers: rank -> its number in the parts."""
+    number, by_operator = peers.get(rank, -1), dict[str, list[UnitShare]]()
     for unit, parts in dealt:
         if len(parts) == 1:
             if parts[0].rank == number:
-                found.setdefault(unit.operator, []).append(Given(unit.span, unit.span, first=True))
+                by_operator.setdefault(unit.operator, []).append(UnitShare(unit.span, unit.span, first=True))
             continue
         for at, part in enumerate(parts):
             if part.rank == number:
                 rows = Span(unit.span.parameter, part.start, part.stop)
-                found.setdefault(unit.operator, []).append(Given(unit.span, rows, first=not at))
-    return found
+                by_operator.setdefault(unit.operator, []).append(UnitShare(unit.span, rows, first=not at))
+    return by_operator
 
 
 class Sharder:
@@ -238,7 +238,7 @@ class Sharder:
         self._compute_types: ComputeTypes = {}
         self._in_array: dict[int, tuple[Mapping[str, int], Numbers]] = {}
         self._fixed: Parts = {}
-        self._fixed_given: Callable[[int], Mapping[str, Sequence[Given]]] = _nothing
+        self._fixed_given: Callable[[int], Mapping[str, Sequence[UnitShare]]] = _nothing
 
     def assign(
         self,
@@ -257,8 +257,8 @@ class Sharder:
         divide = partial(self._divide, weights, places, tensors, resting, compute or {})
         if self._sharding == "adaptive" and len(self._peers) > 1 and weights.units:
             shares = divide()
-            given = partial(_given, tuple(zip(shares.units, shares.dealt, strict=True)), self._number)
-            return WriteAssignment(self._owners, lru_cache(given), lambda: shares)
+            shares_of = partial(_unit_shares, tuple(zip(shares.units, shares.dealt, strict=True)), self._number)
+            return WriteAssignment(self._owners, lru_cache(shares_of), lambda: shares)
         return WriteAssignment(self._owners, self._fixed_given, divide)
 
     def _divide(
@@ -292,33 +292,35 @@ class Sharder:
     def _preload(self, preload: list[int], experts: Mapping[str, int], places: Numbers) -> None:
         """Add the experts' bytes to what their owners write, those of peers too."""
         nbytes, at = self._expert_bytes(experts)[places], self._peer_of_expert[places]
-        there = at >= 0
+        is_peer = at >= 0
         loads = np.array(preload, dtype=np.int64)
-        np.add.at(loads, at[there], nbytes[there])
+        np.add.at(loads, at[is_peer], nbytes[is_peer])
         preload[:] = loads.tolist()
 
     @cached_property
     def _peer_of_expert(self) -> Numbers:
         """Of each operator: its owner's number among the peers; -1 where that is no peer, or it is no expert."""
         alone = len(self._peers) == 1 and not self._apart
-        found = np.full(len(self._catalog.operators), -1, dtype=np.int64)
+        peers = np.full(len(self._catalog.operators), -1, dtype=np.int64)
         for op, rank in self._owners.items():
-            found[self._catalog.place[op]] = 0 if alone else self._number.get(rank, -1)
-        return found
+            peers[self._catalog.place[op]] = 0 if alone else self._number.get(rank, -1)
+        return peers
 
     def _expert_bytes(self, experts: Mapping[str, int]) -> Numbers:
         """Of each operator; 0 where none are known. Made once for the very same ``experts``."""
-        known = self._in_array.get(id(experts))
-        if known is None or known[0] is not experts:
-            found = np.zeros(len(self._catalog.operators), dtype=np.int64)
-            found[places_of(self._catalog, experts.keys())] = list(experts.values())
-            known = self._in_array[id(experts)] = experts, found
-        return known[1]
+        entry = self._in_array.get(id(experts))
+        if entry is None or entry[0] is not experts:
+            sizes = np.zeros(len(self._catalog.operators), dtype=np.int64)
+            sizes[places_of(self._catalog, experts.keys())] = list(experts.values())
+            entry = self._in_array[id(experts)] = experts, sizes
+        return entry[1]
 
     def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
         """Weighs again when a tensor is another object than last time, which is rare for plain tensors."""
-        known = self._weighed
-        if tensors is not known and (known is None or len(tensors) != len(known) or not all(map(is_, tensors, known))):
+        weighed = self._weighed
+        if tensors is not weighed and (
+            weighed is None or len(tensors) != len(weighed) or not all(map(is_, tensors, weighed))
+        ):
             self._weights = self._with_peers_experts(weigh(self._catalog, tensors), tensors)
             self._compute_weights = None
             self._in_array.clear()
@@ -328,7 +330,7 @@ class Sharder:
             else:
                 self._fixed = parts_none(self._weights.units)
             dealt = tuple((unit, self._fixed[unit.name]) for unit in self._weights.units)
-            self._fixed_given = lru_cache(partial(_given, dealt, self._number))
+            self._fixed_given = lru_cache(partial(_unit_shares, dealt, self._number))
         return self._weights
 
     def _weigh_compute(self, tensors: Sequence[StateTensor], compute: ComputeTypes) -> Weights:
@@ -355,9 +357,9 @@ class Sharder:
                 if op.kind is OperatorKind.EXPERT and op.layer is not None:
                     of_layer[op.layer] = of_layer.get(op.layer, 0) + tensor.local.nbytes
                     operators_in.setdefault(op.layer, set()).add(op.id)
-        known = {op.id: op.layer for op in self._catalog.experts if op.layer in of_layer}
+        layers = {op.id: op.layer for op in self._catalog.experts if op.layer in of_layer}
         sizes = {layer: nbytes // len(operators_in[layer]) for layer, nbytes in of_layer.items()}
-        return Weights(weights.units, {op: sizes[layer] for op, layer in known.items() if layer is not None})
+        return Weights(weights.units, {op: sizes[layer] for op, layer in layers.items() if layer is not None})
 
 
 def expert_owners(catalog: Catalog, placement: Placement) -> dict[str, int]:

@@ -61,16 +61,16 @@ class Claims:
     ) -> Mapping[str, list[Box]]:
         """All boxes that the ranks together must write, to say what is missing when sums differ."""
         chosen = frozenset(operators)
-        wanted = wanted_boxes(self._catalog, chosen, self._specs)
+        boxes = wanted_boxes(self._catalog, chosen, self._specs)
         if in_window:
-            wanted |= wanted_replay(self._catalog, chosen, frozenset(compute_only), self._specs)
-        return wanted
+            boxes |= wanted_replay(self._catalog, chosen, frozenset(compute_only), self._specs)
+        return boxes
 
     @cached_property
     def operators(self) -> int:
         """Operators that have anything to save (``OperatorSets``): not all, where parameters are empty."""
         held_by = (holders(self._catalog, spec) for spec in self._specs if prod(spec.global_shape))
-        return self._catalog.sets.of(tuple({operator.id for those in held_by for operator, _ in those}))
+        return self._catalog.sets.of(tuple({operator.id for holders_of in held_by for operator, _ in holders_of}))
 
     @cached_property
     def _sums(self) -> tuple[Mapping[str, int], Mapping[str, int], Sequence[_Scattered]]:
@@ -78,7 +78,7 @@ class Claims:
         full: dict[str, int] = {}
         light: dict[str, int] = {}
         scattered: list[_Scattered] = []
-        for spec in self._own():
+        for spec in self._specs_of_rank():
             rows, weight = has_rows(self._catalog, spec), is_weight(spec)
             for operator, span in holders(self._catalog, spec):
                 box = box_of_rows(*span.rows(spec.global_shape), spec.global_shape)
@@ -94,7 +94,7 @@ class Claims:
                     scattered.append((operator.id, parts, again))
         return full, light, scattered
 
-    def _own(self) -> Iterator[TensorSpec]:
+    def _specs_of_rank(self) -> Iterator[TensorSpec]:
         for spec in self._specs:
             if prod(spec.global_shape) and crc32(spec.key.encode()) % self._ranks == self._rank:
                 yield spec

@@ -127,13 +127,13 @@ class CompiledPart:
 
     def side_entries(self) -> list[SliceEntry]:
         """Those of ``entries`` that ``side`` says."""
-        given = zip(self.side, self.given_side, strict=True)
-        return [moved(entry, int(self.ends[at]) - entry.nbytes) for at, entry in given]
+        numbered = zip(self.side, self.given_side, strict=True)
+        return [moved(entry, int(self.ends[at]) - entry.nbytes) for at, entry in numbered]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drops all references to live tensors: everything is copied."""
         self.copies.let_go()
-        self._shelf.let_go()
+        self._shelf.release()
 
     @cached_property
     def names(self) -> Numbers:
@@ -170,9 +170,9 @@ class CompiledPart:
             return self._header
         if not are_distinct(self._table):
             require_distinct(rank, step, self.slices.listed())
-        found = HeaderTemplate(run_id, rank, self._shelf.texts(), self.slices.numbers, self.ends)
-        self._header, self._is_used = found if self._is_used else None, True
-        return found
+        template = HeaderTemplate(run_id, rank, self._shelf.texts(), self.slices.numbers, self.ends)
+        self._header, self._is_used = template if self._is_used else None, True
+        return template
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,13 +204,13 @@ class CompiledPlan:
         return self.nbytes + sum(part.nbytes for _, part in self.pieces) + self.mirrored_nbytes
 
     @property
-    def own(self) -> tuple[tuple[int, CompiledPart], ...]:
+    def share_parts(self) -> tuple[tuple[int, CompiledPart], ...]:
         """The parts of this rank's share."""
-        return tuple(each for each in self.parts if each[1].source is None)
+        return tuple(placed for placed in self.parts if placed[1].source is None)
 
     def own_nbytes(self, *, host_only: bool = True) -> int:
         """Bytes of the buffer up to the end of this rank's share, with or without its ``HOST_ONLY`` parts."""
-        ends = (begin + part.nbytes for begin, part in self.own if host_only or part.kind != HOST_ONLY)
+        ends = (begin + part.nbytes for begin, part in self.share_parts if host_only or part.kind != HOST_ONLY)
         return max(ends, default=0)
 
     @cached_property
@@ -228,8 +228,8 @@ class CompiledPlan:
 def cover_difference(plan: CompiledPlan) -> int:
     """What this rank writes minus what it must account for. Added over all ranks, 0 modulo ``PRIME`` if the plan is
     tiled."""
-    found = sum(part.cover_sum for _, part in plan.parts if part.is_written)
-    return (found - plan.own_claim) % PRIME
+    written = sum(part.cover_sum for _, part in plan.parts if part.is_written)
+    return (written - plan.own_claim) % PRIME
 
 
 class PlanCompiler:
@@ -318,28 +318,28 @@ class PlanCompiler:
     ) -> CompiledPlan:
         """The part of another rank's share that this rank also holds. Made once, when training stops."""
         _, assignment = self._cut(request)
-        [found] = (
+        [cuts] = (
             MirroredShares(self._catalog, self._placement, [writer])
             .cuts(request.operators, self._tensors, assignment)
             .values()
         )
-        is_expert = self._catalog.is_expert[found.places]
-        given = ("non_expert", found.those(~is_expert), side), ("expert", found.those(is_expert), ())
-        return self._laid_out(key, (CompiledPart(*each, self._unstable) for each in given))
+        is_expert = self._catalog.is_expert[cuts.places]
+        contents = ("non_expert", cuts.masked(~is_expert), side), ("expert", cuts.masked(is_expert), ())
+        return self._laid_out(key, (CompiledPart(*content, self._unstable) for content in contents))
 
     def _laid_out(self, key: PlanKey, parts: Iterable[CompiledPart]) -> CompiledPlan:
         placed, nbytes = _in_a_buffer(part for part in parts if len(part.slices))
         return CompiledPlan(placed, nbytes, key, self._claims)
 
     def _compile(self, key: PlanKey, request: SnapshotRequest, side: Sequence[SliceEntry]) -> CompiledPlan:
-        own, assignment = self._cut(request)
+        share, assignment = self._cut(request)
         held = np.zeros(len(self._catalog.operators), dtype=bool)
         held[places_of(self._catalog, request.host_only)] = True
-        is_expert, is_held = self._catalog.is_expert[own.places], held[own.places]
+        is_expert, is_held = self._catalog.is_expert[share.places], held[share.places]
         by_kind = {
-            "expert": own.those(is_expert & ~is_held),
-            "non_expert": own.those(~is_expert & ~is_held),
-            HOST_ONLY: own.those(is_held),
+            "expert": share.masked(is_expert & ~is_held),
+            "non_expert": share.masked(~is_expert & ~is_held),
+            HOST_ONLY: share.masked(is_held),
         }
         if request.copied:
             by_kind |= self.mirrors.cuts(request.to_peers, self._tensors, assignment)
@@ -352,21 +352,21 @@ class PlanCompiler:
         """With this rank's share of the gradients, behind the rest of its share, or in buffers of their own."""
         operators, groups = request.gradients, request.groups
         assignment = self._sharder.assign(operators, self._tensors)
-        own = collect_slices(LocalState(self._catalog, gradients), operators, assignment, self._rank)
+        share = collect_slices(LocalState(self._catalog, gradients), operators, assignment, self._rank)
         of_others = self.mirrors.cuts_of_gradients(operators, gradients, assignment) if request.copied else {}
         mirrored = [CompiledPart(kind, cuts, (), ()) for kind, cuts in of_others.items() if len(cuts)]
-        known = [part for _, part in plan.parts]
+        planned = [part for _, part in plan.parts]
         if groups is None:
-            made = [CompiledPart(GRADIENTS, own, (), ())] if len(own) else []
+            made = [CompiledPart(GRADIENTS, share, (), ())] if len(share) else []
             # This rank's share first, and of that what peers do not get last.
-            order = sorted((*known, *made, *mirrored), key=lambda e: (e.source is not None, e.kind == HOST_ONLY))
+            order = sorted((*planned, *made, *mirrored), key=lambda e: (e.source is not None, e.kind == HOST_ONLY))
             parts, nbytes = _in_a_buffer(order)
             return replace(plan, parts=parts, nbytes=nbytes)
-        slots = groups.slot_of[own.places]
-        apart = ((int(slot), own.those(slots == slot)) for slot in np.unique(slots))
+        slots = groups.slot_of[share.places]
+        apart = ((int(slot), share.masked(slots == slot)) for slot in np.unique(slots))
         pieces = tuple((slot, CompiledPart(GRADIENTS, cuts, (), ())) for slot, cuts in apart)
-        parts, nbytes = _in_a_buffer(part for part in known if part.source is None)
-        others, end = _in_a_buffer((*(part for part in known if part.source is not None), *mirrored))
+        parts, nbytes = _in_a_buffer(part for part in planned if part.source is None)
+        others, end = _in_a_buffer((*(part for part in planned if part.source is not None), *mirrored))
         plan = replace(plan, parts=parts, nbytes=nbytes)
         return replace(plan, pieces=pieces, mirrored=others, mirrored_nbytes=end)
 
@@ -378,12 +378,12 @@ class PlanCompiler:
         compute_only, types = request.compute_only, request.compute_types
         copied = (*request.operators, *request.host_only) if request.host_only else request.operators
         assignment = self._sharder.assign(copied, self._tensors, compute_only, types)
-        found = collect_slices(self._local, copied, assignment, self._rank)
+        cuts = collect_slices(self._local, copied, assignment, self._rank)
         if request.window is not None:
-            found = found.joined(
+            cuts = cuts.joined(
                 collect_replay_slices(self._local, request.operators, compute_only, assignment, self._rank, types)
             )
-        return found, assignment
+        return cuts, assignment
 
     def _part(self, kind: str, cuts: Cuts, side: Sequence[SliceEntry]) -> CompiledPart:
         """A part of the same slices as the plan before is that plan's: what is no expert is saved by every plan."""
@@ -395,13 +395,13 @@ class PlanCompiler:
 
 def _in_a_buffer(parts: Iterable[CompiledPart]) -> tuple[tuple[tuple[int, CompiledPart], ...], int]:
     """(the parts one after the other, each with its first byte; bytes up to the end of the last)."""
-    found: list[tuple[int, CompiledPart]] = []
+    placed: list[tuple[int, CompiledPart]] = []
     end = 0
     for part in parts:
         begin = -(-end // ALIGNMENT) * ALIGNMENT
-        found.append((begin, part))
+        placed.append((begin, part))
         end = begin + part.nbytes
-    return tuple(found), end
+    return tuple(placed), end
 
 
 def _slices(plan: CompiledPlan) -> int:

@@ -31,7 +31,7 @@ Move = tuple[CopyStep, torch.Tensor]
 """A step and the memory that its program copies into."""
 
 
-class _Watch:
+class _CopiedVersions:
     """Notices tensors that were changed in place while they were being copied, by torch's version counters."""
 
     def __init__(self, programs: Sequence[CopyProgram]) -> None:
@@ -63,7 +63,7 @@ class Copy:
     moving_secs: of those, less what it was held back (``slices.gating``). Known likewise.
     """
 
-    def __init__(self, issued: Future[_Issued], watch: _Watch, transfer: Transfer | None = None) -> None:
+    def __init__(self, issued: Future[_Issued], watch: _CopiedVersions, transfer: Transfer | None = None) -> None:
         self._issued = issued
         self._watch = watch
         self._transfer = transfer
@@ -134,7 +134,7 @@ class Copier:
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream())
-        watch = _Watch([program for program, _ in jobs])
+        watch = _CopiedVersions([program for program, _ in jobs])
         transfer = self._held_back(sum(program.nbytes for program, _ in jobs))
         self._newest = Copy(self._pool.submit(self._run, jobs, ready, watch, transfer), watch, transfer)
         return self._newest
@@ -148,7 +148,7 @@ class Copier:
         return self._gate.copy(nbytes, median(self._rates) if self._rates else None)
 
     def _run(
-        self, jobs: Sequence[Job], ready: torch.cuda.Event | None, watch: _Watch, transfer: Transfer | None
+        self, jobs: Sequence[Job], ready: torch.cuda.Event | None, watch: _CopiedVersions, transfer: Transfer | None
     ) -> _Issued:
         moves = [(step, memory) for program, memory in jobs for step in program.steps]
         half = len(moves) // 2

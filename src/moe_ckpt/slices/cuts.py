@@ -29,12 +29,12 @@ _WEIGHT = "model/"
 
 Table: TypeAlias = npt.NDArray[np.int64]
 """``[n, 7]``: a row per slice, with the columns below."""
-ORDER, PLACE, NBYTES, MEMORY, ADDRESS, BLOCK, KIND = range(7)
-"""Columns. (``ORDER``, ``PLACE``) rises in the order of ``lay_out``: by tensor, and by the place in it. ``MEMORY`` and
-``ADDRESS`` are where the live elements lie, ``BLOCK`` is the number of the live tensor on the shelf, ``KIND`` tells
-type and device; it is negative for what must be copied element by element."""
+ORDER, POSITION, NBYTES, MEMORY, ADDRESS, BLOCK, KIND = range(7)
+"""Columns. (``ORDER``, ``POSITION``) rises in the order of ``lay_out``: by tensor, and by the position in it.
+``MEMORY`` and ``ADDRESS`` are where the live elements lie, ``BLOCK`` is the number of the live tensor on the shelf,
+``KIND`` tells type and device; it is negative for what must be copied element by element."""
 _COLUMNS = 7
-_OWN, _FROZEN, _REPEATED, _SIDE = range(4)
+_STATE, _FROZEN, _REPEATED, _SIDE = range(4)
 """Weights and optimizer state; under ``replay/``, weights and state without rows; tensors of no operator."""
 _DTYPE_BITS, _SECTION_BITS = 26, 24
 """Of ``ORDER``, from where on the type and the kind of key are; below it is the key's place."""
@@ -104,10 +104,10 @@ class Shelf:
 
     def bounds(self, cuts: Numbers) -> Numbers:
         """``[n, 3]``: of each cut its first slice, how many it has, and its operator's place in the catalog."""
-        found: Numbers = self._bounds.rows.take(cuts, axis=0)
-        return found
+        bounds: Numbers = self._bounds.rows.take(cuts, axis=0)
+        return bounds
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drops all references to live tensors: nothing more is copied from them."""
         self.blocks.clear()
         self._numbers.clear()
@@ -124,8 +124,8 @@ class Shelf:
         return np.array([self._side[entry] for entry in entries], dtype=np.int64)
 
     def table(self, numbers: Numbers) -> Table:
-        found: Table = self._table.rows.take(numbers, axis=0)
-        return found
+        rows: Table = self._table.rows.take(numbers, axis=0)
+        return rows
 
     def texts(self) -> HeaderTexts:
         """Of all slices. On the thread that makes headers, and on it alone."""
@@ -195,10 +195,10 @@ class Cuts:
     @property
     def places(self) -> Numbers:
         """Of the operators in the catalog."""
-        found: Numbers = self.shelf.bounds(self.numbers)[:, 2]
-        return found
+        places: Numbers = self.shelf.bounds(self.numbers)[:, 2]
+        return places
 
-    def those(self, chosen: npt.NDArray[np.bool_]) -> Cuts:
+    def masked(self, chosen: npt.NDArray[np.bool_]) -> Cuts:
         """The ``chosen`` ones."""
         return Cuts(self.shelf, self.numbers[chosen])
 
@@ -243,9 +243,9 @@ def table_of_side(entries: Sequence[SliceEntry]) -> Table:
 
 
 def _placed(entry: SliceEntry, places: Mapping[str, int]) -> tuple[int, int]:
-    """(``ORDER``, ``PLACE``). ``model/`` and ``optim/`` come before ``replay/``, and that before ``side/``."""
+    """(``ORDER``, ``POSITION``). ``model/`` and ``optim/`` come before ``replay/``, and that before ``side/``."""
     key = entry.key.removeprefix(REPLAY)
-    section = _OWN
+    section = _STATE
     if key != entry.key:
         section = _FROZEN if key.startswith(_WEIGHT) else _REPEATED
     elif not entry.operator:
@@ -275,17 +275,17 @@ def frozen_nbytes(table: Table) -> int:
 
 def sorted_rows(table: Table) -> npt.NDArray[np.int64]:
     """Numbers of the rows in the order of ``lay_out``: by one number for both columns, wherever that fits."""
-    order, place = table[:, ORDER], table[:, PLACE]
-    bits = int(place.max(initial=0)).bit_length()
+    order, position = table[:, ORDER], table[:, POSITION]
+    bits = int(position.max(initial=0)).bit_length()
     if int(order.max(initial=0)).bit_length() + bits < 64:
-        return np.argsort(order << bits | place)
-    return np.lexsort((place, order))
+        return np.argsort(order << bits | position)
+    return np.lexsort((position, order))
 
 
 def are_distinct(table: Table) -> bool:
     """True if no two slices are the same one; False if some may be."""
     order = (table[:, ORDER] & ((1 << _DTYPE_BITS) - 1)).astype(np.uint64)
-    mixed = np.sort(order * np.uint64(0x9E3779B97F4A7C15) + table[:, PLACE].astype(np.uint64))
+    mixed = np.sort(order * np.uint64(0x9E3779B97F4A7C15) + table[:, POSITION].astype(np.uint64))
     return not (mixed[1:] == mixed[:-1]).any()
 
 

@@ -52,11 +52,11 @@ class ExpectedShare:
         dealt = Sharder(catalog, placement, "adaptive").assign(catalog.everything, self._tensors)
         cuts = collect_slices(LocalState(catalog, self._tensors), catalog.everything, dealt, rank)
         written = int(cuts.shelf.table(cuts.slices)[:, NBYTES].sum())
-        own = sum(tensor.local.nbytes for tensor in self._tensors if not tensor.replicated)
+        undivided = sum(tensor.local.nbytes for tensor in self._tensors if not tensor.replicated)
         alike = sum(tensor.local.nbytes for tensor in self._tensors if tensor.replicated)
         moments = sum(n for tensor, n in self._moments if tensor.replicated and not self._divided)
         own_moments = sum(n for _, n in self._moments) - moments
-        return written + own_moments + (written - own) * moments // max(1, alike)
+        return written + own_moments + (written - undivided) * moments // max(1, alike)
 
     def _missing_moments(self, weights: Mapping[str, TensorSpec]) -> list[tuple[StateTensor, int]]:
         """Each block of weights that this rank's optimizer updates, with the bytes of moments that it will make."""
@@ -81,7 +81,7 @@ def roughly(specs: Iterable[TensorSpec]) -> int:
     """
     total = 0
     for spec in specs:
-        kept = 0 if spec.gradient is None else _MOMENTS + (spec.gradient != spec.dtype)
+        copies = 0 if spec.gradient is None else _MOMENTS + (spec.gradient != spec.dtype)
         if is_weight(spec):
-            total += prod(spec.global_shape) * (itemsize(spec.dtype) + kept * itemsize(spec.gradient or spec.dtype))
+            total += prod(spec.global_shape) * (itemsize(spec.dtype) + copies * itemsize(spec.gradient or spec.dtype))
     return total

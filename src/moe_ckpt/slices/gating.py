@@ -76,7 +76,7 @@ class Tally:
     in_bubbles: int = 0
 
     @property
-    def beside(self) -> int:
+    def during_compute(self) -> int:
         return self.nbytes - self.in_bubbles
 
 
@@ -138,24 +138,24 @@ class Forecast:
         self._measured = self._iterations > _ESTIMATED
         by_formula = one_f_one_b(stage, stages, microbatches, span_secs) if microbatches and self._estimates else ()
         # What the pipeline's end leaves idle is spent in the update, behind the last wait that can be seen.
-        self.tail_secs = sum(each.secs for each in by_formula if each.begin >= span_secs)
+        self.tail_secs = sum(window.secs for window in by_formula if window.begin >= span_secs)
         if not self._measured:
             self.windows = by_formula
             return
         seen = typical(self._seen)
-        end = max([span_secs, *(each.end for each in seen[-1:])])
+        end = max([span_secs, *(window.end for window in seen[-1:])])
         self.windows = (*seen, Window(end, end + self.tail_secs)) if self.tail_secs else seen
 
     def _measure(self, began: object, waits: list[tuple[object, object]]) -> None:
-        found, at = list[Window](), 0.0
+        windows, at = list[Window](), 0.0
         for begin, end in waits:
             first, then = self._secs(began, begin), self._secs(began, end)  # type: ignore[arg-type]
             if first is None or then is None:
                 return
             at = max(at, first)
-            found.append(Window(at, at := max(at, then)))
+            windows.append(Window(at, at := max(at, then)))
         if self._iterations > 2:  # the first one is no measure
-            self._seen.append(tuple(found))
+            self._seen.append(tuple(windows))
 
     def wait_secs(self, number: int) -> float:
         """How long the wait of this number is expected to be; 0 until any was measured."""
@@ -222,7 +222,7 @@ class BubbleGate:
             self._began, self._tail_until = None, now + self.forecast.tail_secs
             self.changed.notify_all()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Training waits, or ends: nothing is held back until the next iteration begins."""
         with self.changed:
             self._began, self._last_began = None, None
@@ -298,7 +298,10 @@ class BubbleGate:
         if began is None or period is None or not bytes_per_sec:
             return Transfer(self, self.sent, nbytes)
         deadline = now - began + min(MARGIN * period, most_secs)
-        coming = (*clipped(windows, 0.0, period), *(Window(each.begin + period, each.end + period) for each in windows))
+        coming = (
+            *clipped(windows, 0.0, period),
+            *(Window(window.begin + period, window.end + period) for window in windows),
+        )
         pace = Pace(clipped(coming, now - began, deadline), deadline, bytes_per_sec)
         return Transfer(self, self.sent, nbytes, pace, began)
 
@@ -324,7 +327,7 @@ class Transfer:
     held_secs: float = 0.0
 
     def __post_init__(self) -> None:
-        self._left = self.nbytes
+        self._rest = self.nbytes
 
     def admit(self, nbytes: int) -> torch.cuda.Event | None:
         """Return when that many more bytes may go.
@@ -338,13 +341,13 @@ class Transfer:
             idle, event = gate.enter(secs)
             while not (idle or pace is None or not gate.holds or gate.is_open):
                 asked = time.perf_counter()
-                due = self.began + pace.beside_from(self._left)
+                due = self.began + pace.beside_from(self._rest)
                 if asked >= due:
                     break
                 gate.changed.wait(max(due - asked, _TICK_SECS))
                 self.held_secs += time.perf_counter() - asked
                 idle, event = gate.enter(secs)
-            self._left -= nbytes
+            self._rest -= nbytes
             self.tally.nbytes += nbytes
             self.tally.in_bubbles += nbytes if idle or gate.is_tail else 0
         return event

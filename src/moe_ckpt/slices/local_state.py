@@ -16,7 +16,7 @@ from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.shard import REPLAY, SliceEntry
 from moe_ckpt.ports import StateTensor, TensorSpec
-from moe_ckpt.slices.assignment import ComputeTypes, Given, WriteAssignment, has_rows, holders, is_weight, places_of
+from moe_ckpt.slices.assignment import ComputeTypes, UnitShare, WriteAssignment, has_rows, holders, is_weight, places_of
 from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class LocalState:
         self._shelf = Shelf()
         self._places = {key: at for at, key in enumerate(sorted(tensor.key for tensor in tensors))}
         self._own_scattered: dict[str, int] = {}
-        self._full, self._light = _Known(), _Known()
+        self._full, self._light = _DescribedCuts(), _DescribedCuts()
         self._compute: ComputeTypes = {}
         # Narrowing a tensor that autograd watches is slow. No other object where it does not: there are thousands.
         local = (tensor.local for tensor in tensors)
@@ -60,9 +60,9 @@ class LocalState:
         for number, tensor in enumerate(tensors):
             home = catalog.home[tensor.parameter]
             shared = any(operator.id != home for operator, _ in catalog.spans_of[tensor.parameter])
-            for place, (operator, span) in enumerate(holders(catalog, tensor)):
+            for position, (operator, span) in enumerate(holders(catalog, tensor)):
                 if not tensor.duplicate if source is None else (alike and tensor.replicated) or tensor.writer == source:
-                    self.local_rows.setdefault(operator.id, []).append((number, place))
+                    self.local_rows.setdefault(operator.id, []).append((number, position))
                 if shared and not is_weight(tensor) and not has_rows(catalog, tensor):
                     self.scattered.append((operator, span, tensor))
         self._is_local = np.zeros(len(catalog.operators), dtype=bool)
@@ -82,70 +82,70 @@ class LocalState:
         bytecode, nor do operators that are known, as long as units are assigned as before.
         """
         if compute is not None and compute is not self._compute and compute != self._compute:
-            self._light, self._compute = _Known(), compute
-        catalog, known = self.catalog, self._full if compute is None else self._light
-        known.begin(rank, len(self._is_local))
+            self._light, self._compute = _DescribedCuts(), compute
+        catalog, described = self.catalog, self._full if compute is None else self._light
+        described.begin(rank, len(self._is_local))
         places = places_of(catalog, operators)
         places = places[self._is_local[places]]
-        for at in places[known.cuts[places] < 0].tolist():
+        for at in places[described.cuts[places] < 0].tolist():
             operator = catalog.everything[at]
             writes = assignment.owners.get(operator) == rank
-            if (at, writes) not in known.apart:
-                known.apart[at, writes] = self._describe(operator, writes, compute)
-            known.cuts[at] = known.apart[at, writes]
+            if (at, writes) not in described.apart:
+                described.apart[at, writes] = self._describe(operator, writes, compute)
+            described.cuts[at] = described.apart[at, writes]
         others = places[~catalog.is_expert[places]].tolist()
-        units = known.of_given(given := assignment.given(rank))
+        units = described.cuts_of(unit_shares := assignment.unit_shares(rank))
         for at in filterfalse(units.__contains__, others):
             operator = catalog.everything[at]
-            units[at] = [self._unit(operator, each, known, compute) for each in given.get(operator, ())]
+            units[at] = [self._unit(operator, share, described, compute) for share in unit_shares.get(operator, ())]
         of_units = np.array(list(chain.from_iterable(map(units.__getitem__, others))), dtype=np.int64)
-        return self._filled(np.concatenate([known.cuts[places], of_units]))
+        return self._filled(np.concatenate([described.cuts[places], of_units]))
 
     def _filled(self, cuts: Numbers) -> Cuts:
         """Those that are not empty."""
         return Cuts(self._shelf, cuts[self._shelf.bounds(cuts)[:, 1] > 0])
 
-    def _unit(self, operator: str, given: Given, known: _Known, compute: ComputeTypes | None) -> int:
+    def _unit(self, operator: str, share: UnitShare, described: _DescribedCuts, compute: ComputeTypes | None) -> int:
         """What is replicated of one unit, as far as it was given to the rank."""
-        found = known.units.get((operator, given))
-        if found is None:
-            found = self._describe(operator, given, compute)
-            if given.rows is given.span:
-                known.units[operator, given] = found
+        number = described.units.get((operator, share))
+        if number is None:
+            number = self._describe(operator, share, compute)
+            if share.rows is share.span:
+                described.units[operator, share] = number
             else:
-                self._shelf.transient += self._shelf.cuts[found].count
-        return found
+                self._shelf.transient += self._shelf.cuts[number].count
+        return number
 
-    def scattered_cuts(self, those: Iterable[tuple[Operator, Span, StateTensor]]) -> Cuts:
+    def scattered_cuts(self, scattered: Iterable[tuple[Operator, Span, StateTensor]]) -> Cuts:
         """Of ``scattered``, to be written once more though their homes are not."""
-        found = []
-        for home, span, tensor in those:
+        numbers = []
+        for home, span, tensor in scattered:
             if tensor.key not in self._own_scattered:
                 piece = _piece(home.id, span, tensor, tensor.local.detach(), REPLAY)
                 self._own_scattered[tensor.key] = self._add(home.id, () if piece is None else (piece,))
-            found.append(self._own_scattered[tensor.key])
-        return self._filled(np.array(found, dtype=np.int64))
+            numbers.append(self._own_scattered[tensor.key])
+        return self._filled(np.array(numbers, dtype=np.int64))
 
     def _add(self, operator: str, pieces: Sequence[SliceSource]) -> int:
         return self._shelf.add(operator, pieces, self._places, self.catalog.place[operator])
 
-    def _describe(self, operator: str, given: Given | bool, compute: ComputeTypes | None) -> int:
+    def _describe(self, operator: str, share: UnitShare | bool, compute: ComputeTypes | None) -> int:
         """Describe an operator. Returns the number of its cut.
 
         Args:
-            given: One unit alone, and what of it; else whether what is replicated is in it beside what is not.
+            share: One unit alone, and what of it; else whether what is replicated is in it beside what is not.
         """
         prefix, types = "" if compute is None else REPLAY, compute or {}
         pieces = []
-        for number, place in self.local_rows.get(operator, ()):
+        for number, position in self.local_rows.get(operator, ()):
             tensor, block = self.tensors[number], self._blocks[number]
             if compute is not None and not is_weight(tensor):
                 continue
-            _, span = holders(self.catalog, tensor)[place]
+            _, span = holders(self.catalog, tensor)[position]
             rows: Span | None = span
-            if isinstance(given, Given):
-                rows = self._rows(tensor, span, given)
-            elif tensor.replicated and not given:
+            if isinstance(share, UnitShare):
+                rows = self._rows(tensor, span, share)
+            elif tensor.replicated and not share:
                 rows = None
             piece = None
             if rows is not None:
@@ -153,16 +153,16 @@ class LocalState:
             pieces += [] if piece is None else [piece]
         return self._add(operator, pieces)
 
-    def _rows(self, tensor: StateTensor, span: Span, given: Given) -> Span | None:
+    def _rows(self, tensor: StateTensor, span: Span, share: UnitShare) -> Span | None:
         """Those that were given of a tensor with the operator's rows ``span``; None for none."""
-        if not tensor.replicated or span != given.span:
+        if not tensor.replicated or span != share.span:
             return None
-        if given.rows is given.span or has_rows(self.catalog, tensor):
-            return given.rows
-        return span if given.first else None
+        if share.rows is share.span or has_rows(self.catalog, tensor):
+            return share.rows
+        return span if share.first else None
 
 
-class _Known:
+class _DescribedCuts:
     """What was described of operators, by the numbers of cuts.
 
     Attributes:
@@ -173,26 +173,26 @@ class _Known:
 
     def __init__(self) -> None:
         self.apart: dict[tuple[int, bool], int] = {}
-        self.units: dict[tuple[str, Given], int] = {}
+        self.units: dict[tuple[str, UnitShare], int] = {}
         self.cuts: Numbers = np.zeros(0, dtype=np.int64)
         self._rank: int | None = None
-        self._given: Mapping[str, Sequence[Given]] = {}
-        self._of_given: dict[int, list[int]] = {}
+        self._unit_shares: Mapping[str, Sequence[UnitShare]] = {}
+        self._cuts_of_units: dict[int, list[int]] = {}
 
     def begin(self, rank: int, operators: int) -> None:
         """``rank`` is asked about, of a catalog of so many operators."""
         if rank != self._rank:
             self.cuts, self._rank = np.full(operators, -1), rank
 
-    def of_given(self, given: Mapping[str, Sequence[Given]]) -> dict[int, list[int]]:
+    def cuts_of(self, unit_shares: Mapping[str, Sequence[UnitShare]]) -> dict[int, list[int]]:
         """Place of an operator -> the cuts of what was given of its units, as far as known.
 
-        What is no expert is in every plan, and nearly always given as before: by the very same ``given`` then, so that
-        no unit need be looked up.
+        What is no expert is in every plan, and nearly always given as before: by the very same ``unit_shares`` then,
+        so that no unit need be looked up.
         """
-        if given is not self._given:
-            self._given, self._of_given = given, {}
-        return self._of_given
+        if unit_shares is not self._unit_shares:
+            self._unit_shares, self._cuts_of_units = unit_shares, {}
+        return self._cuts_of_units
 
 
 def collect_slices(local: LocalState, operators: Collection[str], assignment: WriteAssignment, rank: int) -> Cuts:
@@ -286,21 +286,21 @@ def _entry(
 
 def wanted_boxes(catalog: Catalog, operators: Collection[str], specs: Sequence[TensorSpec]) -> dict[str, list[Box]]:
     """What the ranks together must write for ``operators``: the claim that the commit proves."""
-    wanted: dict[str, list[Box]] = {}
+    boxes: dict[str, list[Box]] = {}
     for tensor in specs:
         for operator, span in holders(catalog, tensor):
             if operator.id not in operators or prod(tensor.global_shape) == 0:
                 continue
             start, stop = span.rows(tensor.global_shape)
-            wanted.setdefault(tensor.key, []).append(box_of_rows(start, stop, tensor.global_shape))
-    return wanted
+            boxes.setdefault(tensor.key, []).append(box_of_rows(start, stop, tensor.global_shape))
+    return boxes
 
 
 def wanted_replay(
     catalog: Catalog, anchored: Collection[str], compute_only: Collection[str], specs: Sequence[TensorSpec]
 ) -> dict[str, list[Box]]:
     """What all ranks together must write for ``collect_replay_slices``."""
-    wanted: dict[str, list[Box]] = {}
+    boxes: dict[str, list[Box]] = {}
     counted = _Counted(catalog, anchored)
     for tensor in specs:
         if not prod(tensor.global_shape):
@@ -310,8 +310,8 @@ def wanted_replay(
             due = operator.id in compute_only if weight else counted.here(tensor.parameter, operator)
             if due:
                 start, stop = span.rows(tensor.global_shape)
-                wanted.setdefault(REPLAY + tensor.key, []).append(box_of_rows(start, stop, tensor.global_shape))
-    return wanted
+                boxes.setdefault(REPLAY + tensor.key, []).append(box_of_rows(start, stop, tensor.global_shape))
+    return boxes
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -62,19 +62,19 @@ class MirroredShares:
         if self._sends is None and self._tensors:
             # Of what is no expert, and of experts. A distributed optimizer's ranks have the weights of what it divides,
             # each knowing whose they are; FSDP2's ranks have their own part alone.
-            replicated, known, weights, gathered = [True, True], [True, True], [True, True], [False, False]
+            replicated, updated, weights, gathered = [True, True], [True, True], [True, True], [False, False]
             for tensor in self._tensors:
                 experts = any(op.kind is OperatorKind.EXPERT for op, _ in holders(self._catalog, tensor))
-                found = not tensor.duplicate or tensor.writer is not None
+                has_writer = not tensor.duplicate or tensor.writer is not None
                 replicated[experts] &= tensor.replicated
-                known[experts] &= found and (tensor.updated_here or not tensor.duplicate)
+                updated[experts] &= has_writer and (tensor.updated_here or not tensor.duplicate)
                 if is_weight(tensor):
-                    weights[experts] &= found
-                    gathered[experts] |= found and not tensor.updated_here
+                    weights[experts] &= has_writer
+                    gathered[experts] |= has_writer and not tensor.updated_here
             sources = frozenset(self._sources)
             alike, apart = sources <= self._alike, sources <= self._experts_alike
             shared = replicated[False] and alike
-            experts_alike = (replicated[True] and alike) or (not replicated[True] and known[True] and apart)
+            experts_alike = (replicated[True] and alike) or (not replicated[True] and updated[True] and apart)
             shared_weights = shared or (weights[False] and gathered[False] and alike)
             expert_weights = experts_alike or (weights[True] and gathered[True] and apart)
             self._sends = Sends(not shared, not experts_alike, not shared_weights, not expert_weights)
@@ -111,11 +111,11 @@ class MirroredShares:
         }
 
     def _of(self, source: int) -> LocalState:
-        known = self._local.get(source)
-        if known is None or known.is_crowded:
-            known = LocalState(self._catalog, self._tensors, source, alike=source in self._alike)
-            self._local[source] = known
-        return known
+        local = self._local.get(source)
+        if local is None or local.is_crowded:
+            local = LocalState(self._catalog, self._tensors, source, alike=source in self._alike)
+            self._local[source] = local
+        return local
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,15 +125,17 @@ class Mirror:
     Attributes:
         part: Of the plan of this rank's own snapshot of the step.
         memory: ``[nbytes]`` uint8 on the host: the part's bytes. They are used only where checksums say what they are.
-        beside: Another part of the same.
+        following: Another part of the same.
     """
 
     part: CompiledPart
     memory: torch.Tensor
-    beside: Mirror | None = None
+    following: Mirror | None = None
 
 
 def digests_of(names: Collection[str]) -> Numbers:
     """XXH3-64 of each name. Equal digests do no harm: checksums tell slices apart."""
-    found = np.fromiter((xxhash.xxh3_64_intdigest(name.encode()) for name in names), dtype=np.uint64, count=len(names))
-    return found.astype(np.int64)
+    digests = np.fromiter(
+        (xxhash.xxh3_64_intdigest(name.encode()) for name in names), dtype=np.uint64, count=len(names)
+    )
+    return digests.astype(np.int64)

@@ -48,7 +48,7 @@ class SnapshotRequest:
         is_partial_log: It leaves operators out, which have neither (MoEtion).
         survivors_of: Whose share is sealed because training stops at a failure, which ranks need not have begun alike;
             None for a policy's plan.
-        own: ``format.slot.StepFacts.own``.
+        rank_tokens: ``format.slot.StepFacts.own``.
     """
 
     step: int
@@ -77,7 +77,7 @@ class SnapshotRequest:
     groups: GradientGroups | None = None
     is_partial_log: bool = False
     survivors_of: int | None = None
-    own: Counts | None = None
+    rank_tokens: Counts | None = None
 
     @property
     def to_peers(self) -> tuple[str, ...]:

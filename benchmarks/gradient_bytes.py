@@ -27,7 +27,7 @@ from moe_ckpt.core.rolling import bytes_per_parameter, saved_factor
 from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.replay import gradient_blocks, state_blocks
 from moe_ckpt.gradients.units import Pieces, whole_unit
-from moe_ckpt.gradients.updates import Block, ConsumedGradients
+from moe_ckpt.gradients.updates import ConsumedGradients, TensorBlock
 
 _EXAMPLE = "example: python benchmarks/gradient_bytes.py --markdown"
 EXPERTS, WIDTH, HIDDEN, ROUND = 8, 64, 96, 5
@@ -99,7 +99,7 @@ def weigh(kind: Kind) -> Weighed:
     return Weighed(kind.name, full / parameters, _bytes(gradient_blocks(units, last.gradients.gradients)) / parameters)
 
 
-def _bytes(blocks: Sequence[Block]) -> int:
+def _bytes(blocks: Sequence[TensorBlock]) -> int:
     return sum(block.values.numel() * block.values.element_size() for block in blocks)
 
 

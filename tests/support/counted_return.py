@@ -21,14 +21,14 @@ def count() -> None:
     from moe_ckpt.recovery import gradient_log as logs
     from moe_ckpt.recovery import reader
     from moe_ckpt.recovery import restore as restoring
-    from moe_ckpt.recovery.memory_checkpoints import BESIDE
+    from moe_ckpt.recovery.memory_checkpoints import SURVIVORS_SUFFIX
 
     found: Counter[str] = Counter()
 
     def kind(stored) -> str:
         if not stored.entry.operator:
             return "plain"
-        if BESIDE in stored.path:
+        if SURVIVORS_SUFFIX in stored.path:
             return "sealed"
         return "gradients" if stored.entry.key.startswith(GRADIENT) else "anchors"
 

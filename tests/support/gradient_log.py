@@ -12,7 +12,7 @@ from moe_ckpt.gradients.detached import OptimizerKind, detached, kind_of
 from moe_ckpt.gradients.replay import gradient_blocks, state_blocks
 from moe_ckpt.gradients.running import replay_chains
 from moe_ckpt.gradients.units import Pieces, Unit
-from moe_ckpt.gradients.updates import Block
+from moe_ckpt.gradients.updates import TensorBlock
 
 
 class Copier:
@@ -112,7 +112,7 @@ def copied(blocks):
     return [replace(block, values=block.values.clone()) for block in blocks]
 
 
-def differing(one: Mapping[str, Sequence[Block]], other: Mapping[str, Sequence[Block]]) -> list[str]:
+def differing(one: Mapping[str, Sequence[TensorBlock]], other: Mapping[str, Sequence[TensorBlock]]) -> list[str]:
     """Names of the tensors in which two states differ in any bit, or which only one has."""
     found = []
     for operator in sorted(one.keys() | other.keys()):

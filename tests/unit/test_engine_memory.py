@@ -280,7 +280,7 @@ def test_nodes_may_have_budgets_of_their_own(where, tmp_path):
         with Life(LocalStorage(where[0]), policy=Dense(), comm=comm, **chosen) as each:
             if back:
                 restored, _ = come_back(each)
-                assert (restored.manifest.step, restored.place) == (6, "memory")
+                assert (restored.manifest.step, restored.origin) == (6, "memory")
                 assert_state(each, EVERYTHING_AT_6)
             each.go(6, settle=True)
 
@@ -327,7 +327,7 @@ def test_what_a_rank_left_is_verified_while_it_waits_for_the_others(where, monke
     monkeypatch.setattr(host_memory, "largest", telling)
     with life(where) as second:
         restored, _ = come_back(second)
-        assert (restored.manifest.step, restored.place) == (6, "memory")
+        assert (restored.manifest.step, restored.origin) == (6, "memory")
     assert begun == ["told", [6, 5], "told"]
 
 

@@ -90,7 +90,7 @@ def test_a_life_comes_back_to_a_step_that_storage_never_had(where):
         assert (restored.manifest.step, restored.plain["step"]) == (6, 6)
         assert_state(second, at(6))
         assert fault.lost_tokens == 0
-        assert restored.place == "memory"
+        assert restored.origin == "memory"
         assert set(restored.plan.from_source(restored.plan.sources[0])) == set(ALL), "from this node"
         assert second.session.completed(StepRecord(6)).memory_step == 6, "a failure now would come back to it again"
         assert second.session.run_ledger.ledger.at_risk_plt == 0, "all of the checkpoint on storage is of one step"
@@ -542,7 +542,7 @@ def test_token_counts_of_another_model_are_damage(where, ranks):
         head.write_bytes(encode_slot(replace(header, facts=replace(header.facts, applied=applied))))
     with life(where) as alone:
         restored, _ = come_back(alone)
-        assert (restored.manifest.step, restored.place) == (1, "step_00000001")
+        assert (restored.manifest.step, restored.origin) == (1, "step_00000001")
         assert_state(alone, at(1))
 
 
@@ -625,7 +625,7 @@ def replicated(where, nodes, replicas=1, policy=None, **more):
         with Life(LocalStorage(where[0]), policy=policy or Dense(), memory=chosen, comm=comm) as each:
             if more.get("again"):
                 restored, fault = come_back(each)
-                found[comm.rank] = (restored.manifest.step, restored.place, fault.lost_tokens)
+                found[comm.rank] = (restored.manifest.step, restored.origin, fault.lost_tokens)
                 assert_state(each, at(restored.manifest.step))
             for _ in range(steps):
                 each.go(1, settle=True)

@@ -20,7 +20,7 @@ from moe_ckpt.gradients.detached import OptimizerKind, detached, kind_of
 from moe_ckpt.gradients.replay import OptimizerReplay, gradient_blocks, state_blocks
 from moe_ckpt.gradients.running import coupled_with, replay_chains, require_together
 from moe_ckpt.gradients.units import Pieces, whole_unit
-from moe_ckpt.gradients.updates import GRADIENT, WEIGHT, Block, Update
+from moe_ckpt.gradients.updates import GRADIENT, WEIGHT, TensorBlock, Update
 from tests.support.gradient_log import Copier, MemoryLog, copied, differing
 
 EXPERTS, WINDOW = 7, 5
@@ -345,10 +345,10 @@ def test_a_learning_rate_that_is_a_tensor_is_not_written_to_where_it_was_recorde
     unit = whole_unit("bias", 0, 0, torch.zeros(3))
     for _ in range(2):
         replay = detached([kind], [unit])
-        replay.load(0, [Block(0, "bias", WEIGHT, unit.pieces[0].box, torch.zeros(3))])
+        replay.load(0, [TensorBlock(0, "bias", WEIGHT, unit.pieces[0].box, torch.zeros(3))])
         for lr in (0.1, 0.2):
             update = Update(0, ({"lr": torch.tensor(lr)},), ("bias",))
-            replay.step(update, [Block(0, "bias", GRADIENT, unit.pieces[0].box, torch.ones(3))])
+            replay.step(update, [TensorBlock(0, "bias", GRADIENT, unit.pieces[0].box, torch.ones(3))])
     assert recorded["lr"].item() == torch.tensor(0.1).item()
 
 

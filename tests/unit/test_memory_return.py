@@ -146,7 +146,7 @@ def test_storage_is_named_only_where_something_comes_from_it(where):  # noqa: F8
     with life(where, MoC(k=1)) as second:
         restored, _ = come_back(second)
         tiers = [row.source.tier for row in restored.plan.rows()]
-        assert (restored.place, tiers[-1]) == ("memory and step_00000001", Tier.STORAGE)
+        assert (restored.origin, tiers[-1]) == ("memory and step_00000001", Tier.STORAGE)
 
 
 def test_after_a_complete_checkpoint_peers_go_on_taking_copies(where, tmp_path):  # noqa: F811

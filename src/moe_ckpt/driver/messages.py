@@ -65,7 +65,7 @@ def say_resumed(
     """Says where training resumes, and what was lost.
 
     Args:
-        place: ``Restored.place``.
+        place: ``Restored.origin``.
         besides: A warning to add.
     """
     if rank:
@@ -180,7 +180,7 @@ def say_replayed(unit: str, first: int, last: int, place: str, dirpath: str, ran
     """A sparse window is replayed from step ``first``.
 
     Args:
-        place: ``Restored.place``.
+        place: ``Restored.origin``.
     """
     if rank == 0:
         announce(

@@ -240,7 +240,7 @@ class Driver:
             if restored.replay is None:
                 self.lifecycle.move(Action.RESUME, "resume()")
         elif self.replaying is not None:
-            messages.say_replayed(self._unit, self.replaying.steps[0], manifest.step, restored.place, dirpath, rank)
+            messages.say_replayed(self._unit, self.replaying.steps[0], manifest.step, restored.origin, dirpath, rank)
             messages.say_left_behind(self._unit, manifest.step, restored.left_behind, rank)
         else:
             finished = read_finished(self._storage, self.comm, manifest)
@@ -256,7 +256,7 @@ class Driver:
             messages.say_resumed(
                 self._unit,
                 manifest.step,
-                restored.place,
+                restored.origin,
                 fault=fault,
                 plt=plt,
                 dirpath=dirpath,

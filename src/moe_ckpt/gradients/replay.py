@@ -18,7 +18,7 @@ from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import ConfigError, ReplayDivergedError, UnsupportedError
 from moe_ckpt.gradients.coupling import Coupling, coupling_of
 from moe_ckpt.gradients.units import Pieces, Tensors, Unit, UnitBlock
-from moe_ckpt.gradients.updates import GRADIENT, WEIGHT, Block, Update
+from moe_ckpt.gradients.updates import GRADIENT, WEIGHT, TensorBlock, Update
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.param_groups import IMPLEMENTATION_FLAGS, fitted
 
@@ -68,7 +68,7 @@ class OptimizerReplay:
         for key, tensor in self.tensors.items():
             self.optimizers[key[0]].state.pop(tensor, None)
 
-    def load(self, step: int, blocks: Iterable[Block]) -> int:
+    def load(self, step: int, blocks: Iterable[TensorBlock]) -> int:
         """Writes an anchor of ``step`` into weights and optimizer state.
 
         Returns:
@@ -88,7 +88,7 @@ class OptimizerReplay:
                         written += part.box.volume if block.kind == WEIGHT else 0
         return written
 
-    def _write(self, unit: Unit, part: UnitBlock, block: Block) -> None:
+    def _write(self, unit: Unit, part: UnitBlock, block: TensorBlock) -> None:
         tensor = self.tensors[unit.optimizer, unit.name]
         if block.kind != WEIGHT:
             state = self.optimizers[unit.optimizer].state[tensor]
@@ -97,7 +97,7 @@ class OptimizerReplay:
             tensor = state[block.kind]
         part.view(block_in(tensor.detach())).copy_(_within(block, part.box))
 
-    def _load_whole(self, step: int, unit: Unit, block: Block) -> None:
+    def _load_whole(self, step: int, unit: Unit, block: TensorBlock) -> None:
         """State without rows. Of another anchor in the same unit it must have become the very same by now."""
         tensor = self.tensors[unit.optimizer, unit.name]
         state = self.optimizers[unit.optimizer].state[tensor]
@@ -112,7 +112,7 @@ class OptimizerReplay:
             )
         state[block.kind] = values
 
-    def step(self, update: Update, gradients: Iterable[Block]) -> int:
+    def step(self, update: Update, gradients: Iterable[TensorBlock]) -> int:
         """Replays one update.
 
         Args:
@@ -151,23 +151,23 @@ class OptimizerReplay:
             tensor.grad = torch.zeros_like(tensor.detach())
         return block_in(tensor.grad)
 
-    def read(self, spans: Iterable[Span]) -> list[Block]:
+    def read(self, spans: Iterable[Span]) -> list[TensorBlock]:
         """Returns weights and state of the operator with ``spans``, as views of live memory."""
         return state_blocks(self.optimizers, self.tensors, self.pieces, spans)
 
 
 def state_blocks(
     optimizers: Sequence[Optimizer], tensors: Tensors, pieces: Pieces, spans: Iterable[Span]
-) -> list[Block]:
+) -> list[TensorBlock]:
     """Returns an operator's anchor: its weights and optimizer state, as views of live memory.
 
     State that is not of the parameter's shape goes with every operator that has rows of it.
     """
-    blocks: list[Block] = []
+    blocks: list[TensorBlock] = []
     seen: set[tuple[int, str, str]] = set()
     for unit, piece in pieces.of_operator(spans):
         tensor = tensors[unit.optimizer, unit.name].detach()
-        blocks.append(Block(unit.optimizer, piece.parameter, WEIGHT, piece.box, piece.view(block_in(tensor))))
+        blocks.append(TensorBlock(unit.optimizer, piece.parameter, WEIGHT, piece.box, piece.view(block_in(tensor))))
         state: Mapping[str, Any] = optimizers[unit.optimizer].state.get(tensors[unit.optimizer, unit.name], {})
         for name, value in state.items():
             if value is None:
@@ -185,13 +185,13 @@ def state_blocks(
                 continue
             seen.add((unit.optimizer, piece.parameter, name))
             on_device = local.device == block_in(tensor).device
-            blocks.append(Block(unit.optimizer, piece.parameter, name, box, local, on_device))
+            blocks.append(TensorBlock(unit.optimizer, piece.parameter, name, box, local, on_device))
     return blocks
 
 
 def gradient_blocks(
     units: Sequence[Unit], gradients: Sequence[torch.Tensor], spans: Iterable[Span] | None = None
-) -> list[Block]:
+) -> list[TensorBlock]:
     """Returns what of consumed gradients belongs to the operator with ``spans``, as views of them.
 
     Args:
@@ -205,11 +205,12 @@ def gradient_blocks(
     else:
         pieces = list(Pieces(units).of_operator(spans))
     return [
-        Block(unit.optimizer, piece.parameter, GRADIENT, piece.box, piece.view(of[id(unit)])) for unit, piece in pieces
+        TensorBlock(unit.optimizer, piece.parameter, GRADIENT, piece.box, piece.view(of[id(unit)]))
+        for unit, piece in pieces
     ]
 
 
-def _within(block: Block, box: Box) -> torch.Tensor:
+def _within(block: TensorBlock, box: Box) -> torch.Tensor:
     """Returns the values of a part of a block."""
     values = block.values
     if block.box is not None:

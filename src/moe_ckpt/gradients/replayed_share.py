@@ -19,7 +19,7 @@ from moe_ckpt.gradients.layout import UpdateLayout
 from moe_ckpt.gradients.replay import OptimizerReplay
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.gradients.units import Unit, UnitBlock
-from moe_ckpt.gradients.updates import WEIGHT, Block
+from moe_ckpt.gradients.updates import WEIGHT, TensorBlock
 from moe_ckpt.ports import LoggedSteps
 from moe_ckpt.recovery.index import StateKey, StoredSlice, split_key
 from moe_ckpt.recovery.slices import block
@@ -259,7 +259,7 @@ class _RankLog(LoggedSteps):
                 self._load_factors(stored.entry, values)
             self._tell(stored.nbytes, f"loading the anchors of step {step}")
 
-    def _blocks(self, entry: SliceEntry, values: torch.Tensor) -> Iterator[Block]:
+    def _blocks(self, entry: SliceEntry, values: torch.Tensor) -> Iterator[TensorBlock]:
         key = split_key(entry.key)
         kinds: dict[int, str] = {}
         for number, unit, _ in _pieces_of(self._replay, self._layout, key):
@@ -267,7 +267,7 @@ class _RankLog(LoggedSteps):
                 continue  # the weights follow from their masters
             kinds[number] = WEIGHT if key.state in (None, unit.stored) else str(key.state)
         for number, kind in kinds.items():
-            yield Block(number, key.fqn, kind, entry.box, values, entry.on_param_device)
+            yield TensorBlock(number, key.fqn, kind, entry.box, values, entry.on_param_device)
 
     def _load_factors(self, entry: SliceEntry, values: torch.Tensor) -> None:
         """State of another shape than its parameter's, of which each operator has rows or the home has all."""

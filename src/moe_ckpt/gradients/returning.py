@@ -17,7 +17,7 @@ from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.layout import UpdateLayout
 from moe_ckpt.gradients.replay import OptimizerReplay
 from moe_ckpt.gradients.running import Spans, coupled_with, require_together
-from moe_ckpt.gradients.updates import GRADIENT, Block, Update
+from moe_ckpt.gradients.updates import GRADIENT, TensorBlock, Update
 from moe_ckpt.modeling.param_groups import IMPLEMENTATION_FLAGS
 from moe_ckpt.ports import LoggedSteps, UpdateReplayer
 
@@ -117,11 +117,11 @@ class LogReplayer(UpdateReplayer):
         log.load(log.steps[0])
         self._set_counts(log, log.steps[0], replay, frozenset())
         for step in log.steps[1:]:
-            blocks: dict[int, list[Block]] = defaultdict(list)
+            blocks: dict[int, list[TensorBlock]] = defaultdict(list)
             for key, offsets, values in log.gradients(step):
                 number, _, parameter = key.removeprefix(KEY).partition("/")
                 box = Box(offsets, tuple(values.shape))
-                blocks[int(number)].append(Block(int(number), parameter, GRADIENT, box, values))
+                blocks[int(number)].append(TensorBlock(int(number), parameter, GRADIENT, box, values))
             stepped: set[tuple[int, str]] = set()
             for update in _updates(log, step):
                 mine = blocks[update.optimizer]

@@ -10,7 +10,7 @@ from moe_ckpt.core.gradient_chain import Chain
 from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import ConfigError, GradientGapError
 from moe_ckpt.gradients.replay import OptimizerReplay
-from moe_ckpt.gradients.updates import WEIGHT, Block, Update
+from moe_ckpt.gradients.updates import WEIGHT, TensorBlock, Update
 
 Spans = Mapping[str, Sequence[Span]]
 """Operator -> its rows of parameters."""
@@ -25,11 +25,11 @@ class GradientSource(Protocol):
         """Returns the updates that made ``step``, in their order; none if it was skipped."""
         ...
 
-    def anchor(self, operator: str, step: int) -> Iterable[Block]:
+    def anchor(self, operator: str, step: int) -> Iterable[TensorBlock]:
         """Returns weights and optimizer state of an operator as they were after ``step``."""
         ...
 
-    def gradients(self, operator: str, step: int, number: int) -> Iterable[Block]:
+    def gradients(self, operator: str, step: int, number: int) -> Iterable[TensorBlock]:
         """Returns what the ``number``-th update of ``step`` consumed of an operator's gradients."""
         ...
 
@@ -86,7 +86,7 @@ def _step(
     source: GradientSource,
 ) -> bool:
     """Makes one update of ``operators``. Returns whether it had anything of them."""
-    blocks: list[Block] = []
+    blocks: list[TensorBlock] = []
     had = set(update.parameters)
     for operator in operators:
         gradients = [block for block in source.gradients(operator, at, number) if block.optimizer == update.optimizer]
@@ -99,7 +99,7 @@ def _step(
     return bool(replay.step(update, blocks))
 
 
-def _only(operator: str, blocks: Iterable[Block], at: int) -> list[Block]:
+def _only(operator: str, blocks: Iterable[TensorBlock], at: int) -> list[TensorBlock]:
     """Returns an anchor whose state has the elements of its weights; refuses one of which a part is missing."""
     anchor = list(blocks)
     sizes: dict[tuple[int, str, str], int] = {}

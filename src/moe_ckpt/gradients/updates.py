@@ -17,7 +17,7 @@ GRADIENT = "gradient"
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class TensorBlock:
     """Values of a block of one of the model's tensors.
 
     Attributes:

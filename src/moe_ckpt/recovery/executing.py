@@ -19,7 +19,7 @@ from moe_ckpt.errors import ConfigError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
-from moe_ckpt.recovery.gradient_log import NOTHING, Kept, StoredLog, anchors_of, needed_gradients, since
+from moe_ckpt.recovery.gradient_log import NOTHING, StoredLog, SurvivorSlices, anchors_of, needed_gradients, since
 from moe_ckpt.recovery.kept_beside import kept_here, plan_along_log
 from moe_ckpt.recovery.log_of_others import MakeDense, made_dense
 from moe_ckpt.recovery.memory_source import MemorySource, side_tensors
@@ -92,7 +92,7 @@ class Restored:
     planned_unix_secs: float | None = None
 
     @property
-    def place(self) -> str:
+    def origin(self) -> str:
         """Where it came from, for people."""
         if not self.from_memory:
             return self.manifest.directory
@@ -147,14 +147,14 @@ class _Proven(NamedTuple):
     Attributes:
         opened: The checkpoint.
         spans: What this rank reads of it.
-        kept: What it takes from survivors.
-        found: What ``Recovery._verified`` gave; None if bytes have to come first, or updates are made once more.
+        survivors: What it takes from survivors.
+        verified: What ``Recovery._verified`` gave; None if bytes have to come first, or updates are made once more.
     """
 
     opened: OpenedMemory
     spans: tuple[Span, ...]
-    kept: Kept
-    found: _Verified | None
+    survivors: SurvivorSlices
+    verified: _Verified | None
 
 
 @dataclass(frozen=True)
@@ -211,17 +211,17 @@ class Recovery:
         if comm.rank == 0:
             say_plan(plan, from_directory=True)
         restored = replace(restored, plan=plan, planned_unix_secs=time.time())
-        kept, stored = plan.from_source(inventories[0]), plan.from_source(inventories[-1])
+        in_memory, stored = plan.from_source(inventories[0]), plan.from_source(inventories[-1])
         if stored:
             storage.share(comm, stored, state)
         together(comm, lambda: storage.verify(stored, state))
-        if memory is None or not kept:
+        if memory is None or not in_memory:
             together(comm, lambda: storage.prepare_and_write(stored, state))
             return restored
         together(comm, lambda: storage.prepare(state))
-        lacking = frozenset(memory.write(kept, state))
+        lacking = frozenset(memory.write(in_memory, state))
         together(comm, lambda: storage.write((*stored, *lacking), state))
-        return replace(restored, tokens_from_host=memory.seen([op for op in kept if op not in lacking]))
+        return replace(restored, tokens_from_host=memory.seen([op for op in in_memory if op not in lacking]))
 
     def _opened(self, directory: str) -> tuple[Restored, StorageSource]:
         """Opens a checkpoint of storage; what this rank's plain state has in memory, too, is not read from there."""
@@ -235,20 +235,20 @@ class Recovery:
         Waits for other ranks take most of the time of a return from a rank's own memory, so there are few.
         """
         comm, state, make = self.comm, self.state, opener()
-        (opened, spans, kept, found), asked = together_and_most(comm, lambda: self._proven(make()))
+        (opened, spans, survivors, verified), asked = together_and_most(comm, lambda: self._proven(make()))
         if opened.logged and opened.manifest.world_size != comm.world_size:
             return self._return_by_dense(opened)
         received = opened.slots.fetch(spans) if asked else 0
         if opened.logged:
-            return self._return_along_log(opened, received, kept)
+            return self._return_along_log(opened, received, survivors)
         log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
         if asked == _OF_STORAGE:
-            found = self._verified_together(opened, found)
+            verified = self._verified_together(opened, verified)
         elif asked:
-            found = together(comm, lambda: found or self._verified(opened))
-        if found is None:
+            verified = together(comm, lambda: verified or self._verified(opened))
+        if verified is None:
             raise RuntimeError(f"nobody has verified {opened.manifest.directory}")
-        restored, source, plan = found
+        restored, source, plan = verified
         if comm.rank == 0:
             say_plan(plan)
         planned_at, operators = time.time(), tuple(opened.manifest.operators)
@@ -264,21 +264,21 @@ class Recovery:
 
     def _verified(self, opened: OpenedMemory) -> _Verified:
         """Opens a checkpoint, and verifies what this rank reads of it. Changes nothing."""
-        found = self._planned(opened)
-        found.source.verify(tuple(opened.manifest.operators), self.state)
-        return found
+        planned = self._planned(opened)
+        planned.source.verify(tuple(opened.manifest.operators), self.state)
+        return planned
 
-    def _verified_together(self, opened: OpenedMemory, found: _Verified | None) -> _Verified:
+    def _verified_together(self, opened: OpenedMemory, verified: _Verified | None) -> _Verified:
         """The same, where ranks divide what they read of storage. A collective.
 
         Args:
             opened: The checkpoint.
-            found: What this rank, which reads only what it has, has verified.
+            verified: What this rank, which reads only what it has, has verified.
         """
-        planned = together(self.comm, lambda: found or self._planned(opened))
+        planned = together(self.comm, lambda: verified or self._planned(opened))
         operators, files = tuple(opened.manifest.operators), opened.slots.files
         planned.source.share(self.comm, operators, self.state, lambda path: path not in files)
-        together(self.comm, lambda: None if found else planned.source.verify(operators, self.state))
+        together(self.comm, lambda: None if verified else planned.source.verify(operators, self.state))
         return planned
 
     def _planned(self, opened: OpenedMemory) -> _Verified:
@@ -288,7 +288,7 @@ class Recovery:
         plan = plan_recovery(manifest.directory, manifest.step, operators, opened_inventories(opened), first=first)
         return _Verified(*opening(self, opened.reader, manifest), plan)
 
-    def _return_along_log(self, opened: OpenedMemory, received: int, kept: Kept) -> Restored:
+    def _return_along_log(self, opened: OpenedMemory, received: int, survivors: SurvivorSlices) -> Restored:
         """The same of a step of a gradient log: anchors and repeated updates, or what survivors kept."""
         comm, state, manifest = self.comm, self.state, opened.manifest
         here = together(comm, lambda: self._log_source(opened))
@@ -298,7 +298,7 @@ class Recovery:
         log_here = together(
             comm,
             lambda: StoredLog(
-                opened.reader, manifest, opened.logged, state, comm.rank, chained=opened.chained, kept=kept
+                opened.reader, manifest, opened.logged, state, comm.rank, chained=opened.chained, survivors=survivors
             ),
         )
         replayer = self.replayer
@@ -306,14 +306,14 @@ class Recovery:
             raise ConfigError(_NOBODY.format(manifest.directory))
         if any(largest(comm, [not replayer.fits(log_here)])):
             return self._return_by_dense(opened)
-        plan = plan_along_log(comm, opened, kept, log_here.steps[0])
+        plan = plan_along_log(comm, opened, survivors, log_here.steps[0])
         log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
         if comm.rank == 0:
             say_plan(plan)
         planned_at, operators = time.time(), tuple(manifest.operators)
-        if kept.spares_log:
-            opened.slots.check_only(stored.path for stored in kept.read)
-        from_log = [op for op in operators if op not in kept.operators]
+        if survivors.spares_log:
+            opened.slots.check_only(stored.path for stored in survivors.read)
+        from_log = [op for op in operators if op not in survivors.operators]
         together(comm, lambda: source.verify(from_log, state))
         together(comm, log_here.verify)
         together(comm, lambda: replayer.check(log_here))
@@ -361,36 +361,36 @@ class Recovery:
         """
         opened.reader.prove(opened.manifest)
         foreign = opened.logged and opened.manifest.world_size != self.comm.world_size
-        kept = NOTHING if foreign else kept_here(opened, self.state, self.replayer)
-        spans = () if foreign else tuple(self.spans(opened, kept))
+        survivors = NOTHING if foreign else kept_here(opened, self.state, self.replayer)
+        spans = () if foreign else tuple(self.spans(opened, survivors))
         asks = _OF_OTHERS if opened.slots.needs_others(spans) else 0
         if self.comm.world_size > 1 and opened.slots.needs_storage(spans):
             asks = _OF_STORAGE
-        return _Proven(opened, spans, kept, None if asks or opened.logged else self._verified(opened)), asks
+        return _Proven(opened, spans, survivors, None if asks or opened.logged else self._verified(opened)), asks
 
-    def spans(self, opened: OpenedMemory, kept: Kept = NOTHING) -> Iterator[Span]:
+    def spans(self, opened: OpenedMemory, survivors: SurvivorSlices = NOTHING) -> Iterator[Span]:
         """What this rank reads of the checkpoint.
 
         Args:
             opened: The checkpoint.
-            kept: What this rank takes from survivors.
+            survivors: What this rank takes from survivors.
         """
         reader, manifest = opened.reader, opened.manifest
         index, rank = reader.index(manifest), rank_of_state(manifest, self.comm.rank)
-        anchors = anchors_of(manifest, opened.chained, kept)
-        logged = since(opened.logged, anchors, kept)
-        slots = [each.manifest for each in logged] or manifest.slots
+        anchors = anchors_of(manifest, opened.chained, survivors)
+        logged = since(opened.logged, anchors, survivors)
+        slots = [snapshot.manifest for snapshot in logged] or manifest.slots
         for slot in slots:
             path = state_path(slot.directory, rank)
             yield path, 0, next((record.nbytes for record in slot.states if record.rank == rank), 0)
         side = [stored for slot in slots for stored in reader.index(slot).side.values()]
         needed = [stored for stored in side if stored.file.rank == rank]
         parameters = parameters_of(self.state)
-        for each in logged:
-            needed += needed_gradients(each, anchors, parameters)
+        for snapshot in logged:
+            needed += needed_gradients(snapshot, anchors, parameters)
         for stored_of in (index.tensors, *index.replay.values()):
-            needed += (s for s in needed_slices(stored_of, parameters) if s.entry.operator not in kept.operators)
-        needed += kept.read
+            needed += (s for s in needed_slices(stored_of, parameters) if s.entry.operator not in survivors.operators)
+        needed += survivors.read
         for stored in needed:
             yield stored.path, stored.offset, stored.offset + stored.nbytes
 
@@ -457,13 +457,13 @@ def plan_text(plan: RecoveryPlan) -> str:
     rows = list(plan.rows())
     if len(rows) == 1 and plan.updates is None:
         [row] = rows
-        place = row.source.place if row.source.tier is Tier.STORAGE else _place(row.source)
+        medium = row.source.place if row.source.tier is Tier.STORAGE else _described(row.source)
         size = human_bytes(row.nbytes)
-        return f"recovery plan: all {row.operators} operators ({size}) as of step {row.newest} from {place}"
+        return f"recovery plan: all {row.operators} operators ({size}) as of step {row.newest} from {medium}"
     cells = [["from", "of step", "operators", "experts", "size"]]
     for row in rows:
         steps = str(row.newest) if row.oldest == row.newest else f"{row.oldest} to {row.newest}"
-        cells.append([_place(row.source), steps, str(row.operators), str(row.experts), human_bytes(row.nbytes)])
+        cells.append([_described(row.source), steps, str(row.operators), str(row.experts), human_bytes(row.nbytes)])
     first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join([name.ljust(first), *map(str.rjust, rest, widths)]) for name, *rest in cells]
     if plan.first < plan.step:
@@ -471,9 +471,9 @@ def plan_text(plan: RecoveryPlan) -> str:
     if plan.updates is not None:
         first, last = plan.updates
         several = f"the {last - first} updates of steps {first + 1} to {last} are"
-        said = several if last - first > 1 else f"the update of step {last} is"
+        repeated = several if last - first > 1 else f"the update of step {last} is"
         by = "" if plan.remaking is None or len(plan.remaking) == plan.ranks else _remaking(plan)
-        table.append(f"then {said} repeated, from the consumed gradients{by}")
+        table.append(f"then {repeated} repeated, from the consumed gradients{by}")
     return "\n  ".join([f"recovery plan for {plan.checkpoint}:", *table])
 
 
@@ -483,5 +483,5 @@ def _remaking(plan: RecoveryPlan) -> str:
     return f", by {name_ranks(ranks)} of {plan.ranks}; the others keep what they sealed of step {plan.step}"
 
 
-def _place(source: Inventory) -> str:
+def _described(source: Inventory) -> str:
     return f"{_TIERS[source.tier]}: {source.place}"

@@ -40,7 +40,7 @@ class LoggedSnapshot:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class SurvivorSlices:
     """What one rank takes from survivors.
 
     Attributes:
@@ -67,7 +67,7 @@ class Kept:
         return self.is_offered and not self.lacking
 
 
-NOTHING = Kept()
+NOTHING = SurvivorSlices()
 
 
 class StoredLog(LoggedSteps):
@@ -92,27 +92,31 @@ class StoredLog(LoggedSteps):
         rank: int,
         *,
         chained: Collection[str],
-        kept: Kept = NOTHING,
+        survivors: SurvivorSlices = NOTHING,
     ) -> None:
-        self.anchors = anchors_of(manifest, chained, kept)
-        snapshots = since(snapshots, self.anchors, kept)
-        self.steps = [each.manifest.step for each in snapshots]
-        self._kept = kept
+        self.anchors = anchors_of(manifest, chained, survivors)
+        snapshots = since(snapshots, self.anchors, survivors)
+        self.steps = [snapshot.manifest.step for snapshot in snapshots]
+        self._survivors = survivors
         self._reader, self._index, self._state = reader, reader.index(manifest), state
         self.homes = homes_of(self._index.tensors)
         parameters = parameters_of(state)
-        found = zip(self.steps, snapshots, strict=True)
-        self._needed = {step: list(needed_gradients(each, self.anchors, parameters)) for step, each in found}
+        numbered = zip(self.steps, snapshots, strict=True)
+        self._needed = {step: list(needed_gradients(snapshot, self.anchors, parameters)) for step, snapshot in numbered}
         self._rank, self._told_at = rank, time.monotonic()
-        self._plain = {each.manifest.step: dict(plain_of(reader, each.manifest, rank)) for each in snapshots}
+        self._plain = {
+            snapshot.manifest.step: dict(plain_of(reader, snapshot.manifest, rank)) for snapshot in snapshots
+        }
 
     def verify(self) -> None:
         """Raises ``DamagedError`` if a gradient is damaged that this rank reads, or what it takes from survivors."""
-        gradients = (each for those in self._needed.values() for each in those)
-        for stored, error in find_damage(self._reader.storage, [*gradients, *self._reader.unverified(self._kept.read)]):
+        gradients = (stored_gradient for group in self._needed.values() for stored_gradient in group)
+        for stored, error in find_damage(
+            self._reader.storage, [*gradients, *self._reader.unverified(self._survivors.read)]
+        ):
             if error is not None:
                 raise error
-            if stored.entry.key in self._kept.slices:
+            if stored.entry.key in self._survivors.slices:
                 self._reader.note_verified(stored)
 
     # --- ports.LoggedSteps ---
@@ -121,7 +125,7 @@ class StoredLog(LoggedSteps):
         return self._plain[step]
 
     def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        return [(each.entry.key, each.entry.offsets, each.entry.shape) for each in self._needed[step]]
+        return [(needed.entry.key, needed.entry.offsets, needed.entry.shape) for needed in self._needed[step]]
 
     def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
         for stored, values in self._reader.read_many(self._needed[step]):
@@ -129,21 +133,21 @@ class StoredLog(LoggedSteps):
 
     def load(self, step: int) -> None:
         self._tell(step)
-        anchors, kept = self.anchors, self._kept
-        those = {
-            key: found
+        anchors, survivors = self.anchors, self._survivors
+        slices = {
+            key: chosen
             for key, group in self._index.tensors.items()
             if (
-                found := tuple(
+                chosen := tuple(
                     stored
                     for stored in group
-                    if anchors[stored.entry.operator] == step and stored.entry.operator not in kept.operators
+                    if anchors[stored.entry.operator] == step and stored.entry.operator not in survivors.operators
                 )
             )
         }
         if step == self.steps[-1]:
-            those |= {key: (*those.get(key, ()), *group) for key, group in kept.slices.items()}
-        copy_slices(self._reader, those, self._state.tensors())
+            slices |= {key: (*slices.get(key, ()), *group) for key, group in survivors.slices.items()}
+        copy_slices(self._reader, slices, self._state.tensors())
 
     def _tell(self, step: int) -> None:
         """Says how far a long replay is."""
@@ -160,26 +164,28 @@ def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str,
         CoverageError: Nothing.
         DamagedError: As ``StoreReader.state``.
     """
-    found = reader.state(snapshot, rank).get(PLAIN)
-    if not isinstance(found, Mapping):
+    plain = reader.state(snapshot, rank).get(PLAIN)
+    if not isinstance(plain, Mapping):
         path = state_path(snapshot.directory, rank)
         raise CoverageError(f"gradient log of {snapshot.directory}", (f"{path} describes no updates",))
-    return found
+    return plain
 
 
-def anchors_of(manifest: Manifest, chained: Collection[str], kept: Kept = NOTHING) -> dict[str, int]:
+def anchors_of(manifest: Manifest, chained: Collection[str], survivors: SurvivorSlices = NOTHING) -> dict[str, int]:
     """Operator -> the step at which it is loaded: what is not ``chained`` last, whatever step it is as of, and so what
     is taken from survivors."""
-    found = {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
-    return found | dict.fromkeys(kept.operators, manifest.step)
+    steps = {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
+    return steps | dict.fromkeys(survivors.operators, manifest.step)
 
 
-def since(snapshots: Sequence[LoggedSnapshot], anchors: Mapping[str, int], kept: Kept) -> Sequence[LoggedSnapshot]:
+def since(
+    snapshots: Sequence[LoggedSnapshot], anchors: Mapping[str, int], survivors: SurvivorSlices
+) -> Sequence[LoggedSnapshot]:
     """Those of a log that a rank needs which takes something from survivors: from its own oldest anchor on."""
-    if not kept.is_offered:
+    if not survivors.is_offered:
         return snapshots
-    first = min((anchors[op] for op in kept.lacking), default=snapshots[-1].manifest.step)
-    return [each for each in snapshots if each.manifest.step >= first]
+    first = min((anchors[op] for op in survivors.lacking), default=snapshots[-1].manifest.step)
+    return [snapshot for snapshot in snapshots if snapshot.manifest.step >= first]
 
 
 def needed_gradients(

@@ -113,12 +113,12 @@ def overlapping(slices: Iterable[StoredSlice], box: Box) -> Iterator[tuple[Store
 
 def blocks_of(index: TensorIndex, operators: Collection[str]) -> dict[str, dict[str, list[Box]]]:
     """Returns operator -> key -> its blocks, of these operators."""
-    found: dict[str, dict[str, list[Box]]] = {op: {} for op in operators}
+    blocks: dict[str, dict[str, list[Box]]] = {op: {} for op in operators}
     for key, group in index.tensors.items():
         for stored in group:
-            if stored.entry.operator in found and stored.entry.box.volume:
-                found[stored.entry.operator].setdefault(key, []).append(stored.entry.box)
-    return found
+            if stored.entry.operator in blocks and stored.entry.box.volume:
+                blocks[stored.entry.operator].setdefault(key, []).append(stored.entry.box)
+    return blocks
 
 
 def homes_of(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, str]:
@@ -128,13 +128,13 @@ def homes_of(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, str]:
         tensors: Key -> slices. Step counts, of no dimension, do not count.
     """
     operators = {key: {stored.entry.operator for stored in group} for key, group in tensors.items()}
-    found: dict[str, str] = {}
+    homes: dict[str, str] = {}
     for key, group in tensors.items():
         fqn = split_key(key).fqn
         if any(stored.entry.global_shape for stored in group):
             for operator in operators[key] - operators.get(f"model/{fqn}", operators[key]):
-                found[fqn] = operator
-    return found
+                homes[fqn] = operator
+    return homes
 
 
 def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> TensorIndex:
@@ -144,7 +144,7 @@ def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> Tenso
     side: dict[str, StoredSlice] = {}
     replay: dict[int, dict[str, list[StoredSlice]]] = {}
     for number, record in enumerate(manifest.files):
-        own = record.path.startswith(f"{manifest.directory}/")
+        is_of_step = record.path.startswith(f"{manifest.directory}/")
         for entry in headers[record.path].slices:
             stored = StoredSlice(entry, record)
             if entry.key.startswith(REPLAY):
@@ -156,7 +156,7 @@ def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> Tenso
                 if version.step != record.step:
                     raise stored.damaged(f"the manifest has {entry.operator} at step {version.step}")
                 tensors.setdefault(entry.key, []).append(stored)
-            elif own and entry.key.startswith(f"side/{record.rank}/"):
+            elif is_of_step and entry.key.startswith(f"side/{record.rank}/"):
                 side[entry.key] = _checked_side(stored)
     ordered = _ordered(tensors)
     return TensorIndex(ordered, side, {step: _ordered(groups) for step, groups in replay.items()})
@@ -198,12 +198,12 @@ def prove(manifest: Manifest, index: TensorIndex) -> None:
     problems = [*_absent_operators(manifest, index), *_orphans(index)]
     if problems:
         raise CoverageError(where, tuple(problems))
-    wanted: dict[str, list[Box]] = {}
+    boxes: dict[str, list[Box]] = {}
     for key, group in index.tensors.items():
         shape = group[0].entry.global_shape
         if prod(shape):
-            wanted[key] = [Box((0,) * len(shape), shape)]
-    prove_cover(where, wanted, ((key, s.entry.box) for key in wanted for s in index.tensors[key]))
+            boxes[key] = [Box((0,) * len(shape), shape)]
+    prove_cover(where, boxes, ((key, s.entry.box) for key in boxes for s in index.tensors[key]))
     for slot in manifest.window:
         _prove_replay(f"{where}, step {slot.step} of its window", slot.step, index)
 
@@ -218,8 +218,10 @@ def _prove_replay(where: str, step: int, index: TensorIndex) -> None:
             raise group[0].damaged(f"is of a tensor of shape {shapes[0]}, but the checkpoint's is of {shapes[1]}")
     weights = {key: group for key, group in index.tensors.items() if key.startswith("model/")}
     later = {key: [s.entry.box for s in group if s.file.step > step] for key, group in weights.items()}
-    found = ((key, s.entry.box) for key, group in index.replay.get(step, {}).items() for s in group if key in weights)
-    prove_cover(where, {key: boxes for key, boxes in later.items() if boxes}, found)
+    stored_boxes = (
+        (key, s.entry.box) for key, group in index.replay.get(step, {}).items() for s in group if key in weights
+    )
+    prove_cover(where, {key: boxes for key, boxes in later.items() if boxes}, stored_boxes)
 
 
 def _absent_operators(manifest: Manifest, index: TensorIndex) -> Iterator[str]:

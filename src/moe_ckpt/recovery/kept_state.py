@@ -10,10 +10,10 @@ from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of,
 from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.part import pruned
-from moe_ckpt.recovery.memory_checkpoints import BESIDE, MemoryCheckpoints
+from moe_ckpt.recovery.memory_checkpoints import SURVIVORS_SUFFIX, MemoryCheckpoints
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slot_views import SnapshotFacts, View
+from moe_ckpt.recovery.slot_views import LaidSnapshots, SnapshotFacts
 from moe_ckpt.slices.compiling import HOST_ONLY
 
 
@@ -38,10 +38,10 @@ class KeptState:
 
         Of the newest life that memory has anything of, if that had as many ranks.
         """
-        found: list[int | None] = [None] * self._ranks
+        steps: list[int | None] = [None] * self._ranks
         for share in self._sealed():
-            found[share.writer] = max(share.step, found[share.writer] or 0)
-        return found
+            steps[share.writer] = max(share.step, steps[share.writer] or 0)
+        return steps
 
     def _sealed(self) -> list[Share]:
         """What ranks sealed of their own in the newest life, whole and fresh."""
@@ -57,21 +57,23 @@ class KeptState:
 
     def of_step(self, step: int) -> MemoryCheckpoint:
         """Returns what ranks sealed of a step that ``steps`` tells."""
-        known = (e for e in checkpoints_of(self._memory.shares) if e.generation == self.generation and e.step == step)
-        return next(each for each in known if is_survivors(shared_sequence(each.shares[0].sequence)))
+        of_life = (e for e in checkpoints_of(self._memory.shares) if e.generation == self.generation and e.step == step)
+        return next(
+            checkpoint for checkpoint in of_life if is_survivors(shared_sequence(checkpoint.shares[0].sequence))
+        )
 
-    def is_agreed(self, kept: MemoryCheckpoint) -> bool:
+    def is_agreed(self, sealed: MemoryCheckpoint) -> bool:
         """Whether the ranks had agreed on the step's tokens, and one that sealed it knew of that."""
-        [snapshot] = kept.snapshots
+        [snapshot] = sealed.snapshots
         return is_agreed(snapshot)
 
-    def note_start(self, kept: MemoryCheckpoint) -> None:
-        """Some ranks are about to go back, and the others go on from ``kept``. Counted there until a step ends."""
-        self._memory.note_lasting_start(kept.shares)
+    def note_start(self, sealed: MemoryCheckpoint) -> None:
+        """Some ranks are about to go back, and the others go on from ``sealed``. Counted there until a step ends."""
+        self._memory.note_lasting_start(sealed.shares)
 
     def ask(
         self,
-        kept: MemoryCheckpoint,
+        sealed: MemoryCheckpoint,
         recounted: Collection[int],
         reader: StoreReader,
         manifest: Manifest,
@@ -80,7 +82,7 @@ class KeptState:
         """Hears from all ranks what they sealed of the newest step. A collective; reads no slice.
 
         Args:
-            kept: See ``of_step``.
+            sealed: See ``of_step``.
             recounted: Ranks that compute that step again. Its tokens are then without theirs, unless ``is_agreed``.
             reader: Of the older checkpoint.
             manifest: Of the same. Of a sparse window, each operator is taken as of its anchor.
@@ -89,35 +91,35 @@ class KeptState:
         Returns:
             Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot.
         """
-        [described] = self._memory.describe([kept], recounted)
-        return lambda: self._laid_over(kept, described, reader, manifest, opened)
+        [described] = self._memory.describe([sealed], recounted)
+        return lambda: self._laid_over(sealed, described, reader, manifest, opened)
 
     def _laid_over(
         self,
-        kept: MemoryCheckpoint,
+        sealed: MemoryCheckpoint,
         described: SnapshotFacts,
         reader: StoreReader,
         manifest: Manifest,
         opened: OpenedMemory | None,
     ) -> OpenedMemory:
-        memory, facts = self._memory, described.require_facts(kept.step)
-        is_last = manifest.step == kept.step  # a window that ends with that step has its plain state as well
-        [part] = memory.parts(kept, [described], BESIDE if is_last else "")
-        view = View(list(manifest.files), dict(manifest.operators))
+        memory, facts = self._memory, described.require_facts(sealed.step)
+        is_last = manifest.step == sealed.step  # a window that ends with that step has its plain state as well
+        [part] = memory.parts(sealed, [described], SURVIVORS_SUFFIX if is_last else "")
+        view = LaidSnapshots(list(manifest.files), dict(manifest.operators))
         view.slots |= {} if opened is None else opened.slots.files
         host_only = part.of_kind(HOST_ONLY)
         others = frozenset(entry.operator for entry in part.every_slice if entry.operator) - host_only
         covered = memory.covered(part, host_only | others, manifest, reader)
-        view.lay(part, described, stored=sorted(covered & others), kept=sorted(covered & host_only))
+        view.lay(part, described, stored=sorted(covered & others), host_only=sorted(covered & host_only))
         view.slots |= part.files
         view.brought_to(facts)
         beneath = opened.beneath if opened is not None else manifest
-        whole = memory.whole(kept, facts, view.operators, beneath)
-        own = tuple(state for state in part.states if state.rank in _own_writers(kept))
-        whole = replace(whole, states=manifest.states if is_last else own)
+        whole = memory.whole(sealed, facts, view.operators, beneath)
+        states = tuple(state for state in part.states if state.rank in _own_writers(sealed))
+        whole = replace(whole, states=manifest.states if is_last else states)
         whole = pruned(whole, view.files, {part.directory, manifest.directory} if is_last else {part.directory})
-        found, slots = memory.reading(whole, view.slots_of(whole), [part])
-        return OpenedMemory(found, slots, whole, beneath, view.fresh)
+        overlaid, slots = memory.reading(whole, view.slots_of(whole), [part])
+        return OpenedMemory(overlaid, slots, whole, beneath, view.fresh)
 
 
 def _own_writers(checkpoint: MemoryCheckpoint) -> set[int]:

@@ -108,7 +108,7 @@ class LocalAttempt:
 
     def __init__(self, recovery: Recovery, memory: MemoryCheckpoints, logs: KeptLogs) -> None:
         self._recovery, self._logs = recovery, logs
-        self._kept = KeptState(memory, recovery.comm.world_size)
+        self._kept_state = KeptState(memory, recovery.comm.world_size)
         self._tried = False
 
     def make(self, directory: str, opener: Opener | None) -> Restored | None:
@@ -124,75 +124,75 @@ class LocalAttempt:
         """
         tried, self._tried = self._tried, True
         lacking: tuple[LocalRecovery, LogGap] | None = None
-        for found in () if tried else local_recoveries(self._logs.stage_of, self._kept.steps()):
-            if age_of(directory)[1] > found.step:
+        for local in () if tried else local_recoveries(self._logs.stage_of, self._kept_state.steps()):
+            if age_of(directory)[1] > local.step:
                 break
             try:
-                return self._made(found, directory, opener)
+                return self._made(local, directory, opener)
             except _NoLogError as error:
-                lacking = lacking or (found, error.gap)
+                lacking = lacking or (local, error.gap)
             except NotUsableError as error:
                 if error.problem is not None:
-                    said = "rank %d cannot use the kept state of step %d: %s"
-                    log.warning(said, self._recovery.comm.rank, found.step, error.problem)
-                self._say_global(found, f"rank {error.rank} cannot use its kept state; see its warning")
+                    message = "rank %d cannot use the kept state of step %d: %s"
+                    log.warning(message, self._recovery.comm.rank, local.step, error.problem)
+                self._say_global(local, f"rank {error.rank} cannot use its kept state; see its warning")
                 return None
         if lacking is not None:
-            found, (rank, step) = lacking
-            why = ", which it may not have ended" if step == found.step else ""
-            self._say_global(found, f"rank {rank} has no upstream log of step {step}{why}")
+            local, (rank, step) = lacking
+            why = ", which it may not have ended" if step == local.step else ""
+            self._say_global(local, f"rank {rank} has no upstream log of step {step}{why}")
         return None
 
-    def _made(self, found: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:
+    def _made(self, local: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:
         recovery = self._recovery
         comm, state = recovery.comm, recovery.state
-        sealed = self._kept.of_step(found.step)
+        sealed = self._kept_state.of_step(local.step)
         starts = max(share.starts for share in sealed.shares)
         if starts >= MOST_LOCAL_STARTS:
-            self._say_global(found, f"the last {starts} starts, in which some stages went back, completed no step")
+            self._say_global(local, f"the last {starts} starts, in which some stages went back, completed no step")
             return None
         [diverged] = largest(comm, [self._logs.diverged])
         if diverged:
             why = "what some stages computed again, at a start since, was not what it had been the first time"
-            self._say_global(found, why)
+            self._say_global(local, why)
             return None
         opened = None if opener is None else together(comm, opener())
         if opened is not None and opened.logged:
-            self._say_global(found, f"{directory} in memory is a step of a gradient log")
+            self._say_global(local, f"{directory} in memory is a step of a gradient log")
             return None
         reader = recovery.reader if opened is None else opened.reader
         manifest = together(comm, lambda: reader.manifest(directory)) if opened is None else opened.manifest
-        if not manifest.window and any(each.step != manifest.step for each in manifest.operators.values()):
-            self._say_global(found, f"{manifest.directory} has older experts, so steps cannot be repeated exactly")
+        if not manifest.window and any(record.step != manifest.step for record in manifest.operators.values()):
+            self._say_global(local, f"{manifest.directory} has older experts, so steps cannot be repeated exactly")
             return None
         since = manifest.window[0].step if manifest.window else manifest.step
-        if since >= found.step:
+        if since >= local.step:
             return None
-        if manifest.generation > self._kept.generation:
-            self._say_global(found, f"{manifest.directory} is of a later start than their kept state")
+        if manifest.generation > self._kept_state.generation:
+            self._say_global(local, f"{manifest.directory} is of a later start than their kept state")
             return None
-        lives = range(manifest.generation, self._kept.generation + 1)
-        exchange = LogExchange(comm, self._logs, found, since, lives)
+        lives = range(manifest.generation, self._kept_state.generation + 1)
+        exchange = LogExchange(comm, self._logs, local, since, lives)
         if exchange.gap is not None:
             raise _NoLogError(exchange.gap)
         together(comm, lambda: reader.prove(manifest))
-        kept = together(comm, self._kept.ask(sealed, found.ranks, reader, manifest, opened))
-        together(comm, lambda: kept.reader.prove(kept.manifest))
+        retained = together(comm, self._kept_state.ask(sealed, local.ranks, reader, manifest, opened))
+        together(comm, lambda: retained.reader.prove(retained.manifest))
         received = exchange.received()
-        goes_back = comm.rank in found.ranks
+        goes_back = comm.rank in local.ranks
         if opened is not None:
             opened.slots.fetch(recovery.spans(opened) if goes_back else ())
-        kept.slots.fetch(() if goes_back else recovery.spans(kept))
-        self._kept.note_start(sealed)
-        mine = (reader, manifest) if goes_back else (kept.reader, kept.manifest)
+        retained.slots.fetch(() if goes_back else recovery.spans(retained))
+        self._kept_state.note_start(sealed)
+        mine = (reader, manifest) if goes_back else (retained.reader, retained.manifest)
         restored, source = together(comm, lambda: opening(recovery, *mine))
-        together(comm, lambda: None if goes_back else require_all_kept(kept, state, found.step))
+        together(comm, lambda: None if goes_back else require_all_kept(retained, state, local.step))
         if goes_back and restored.replay is None:
             index = reader.index(manifest)
             replay = Replay(reader, manifest, index, state, comm.rank, loaded=len(manifest.slots))
             restored = replace(restored, replay=replay)
         if comm.rank == 0:
-            self._say_local(found, since, manifest)
+            self._say_local(local, since, manifest)
         shared = self._divide(reader, manifest, opened, goes_back=goes_back)
         if goes_back:
             source.shared = shared
@@ -200,13 +200,13 @@ class LocalAttempt:
         together(comm, lambda: source.verify(operators, state))
         together(comm, lambda: source.prepare_and_write(operators, state))
         part = LocalPart(
-            found,
+            local,
             since,
             goes_back,
             exchange.history,
             received,
-            joined=_all_as_of(found.step, kept),
-            recounts=not self._kept.is_agreed(sealed),
+            joined=_all_as_of(local.step, retained),
+            recounts=not self._kept_state.is_agreed(sealed),
         )
         return replace(restored, local=part, from_memory=True, planned_unix_secs=planned_at)
 
@@ -220,51 +220,53 @@ class LocalAttempt:
         """
         index, held = reader.index(manifest), frozenset(() if opened is None else opened.slots.files)
         kinds = (index.tensors, *index.replay.values())
-        stored = in_order(each for kind in kinds for group in kind.values() for each in group if each.path not in held)
+        stored = in_order(
+            piece for kind in kinds for group in kind.values() for piece in group if piece.path not in held
+        )
         if not stored:  # alike on every rank
             return None
 
         def needed() -> set[StoredSlice]:
             parameters = parameters_of(self._recovery.state) if goes_back else []
-            return {each for kind in kinds for each in needed_slices(kind, parameters)}
+            return {piece for kind in kinds for piece in needed_slices(kind, parameters)}
 
         return divide(self._recovery.comm, stored, needed, agrees=False)
 
-    def _say_local(self, found: LocalRecovery, since: int, manifest: Manifest) -> None:
-        stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in found.segments]
+    def _say_local(self, local: LocalRecovery, since: int, manifest: Manifest) -> None:
+        stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in local.segments]
         announce(
             "%d of %d ranks, of pipeline stage %s, go back to step %d (%s), and compute steps %d to %d again from the "
             "logs of their neighbours. The others keep step %d",
-            *(len(found.ranks), len(self._logs.stage_of), ", ".join(stages), since, manifest.directory),
-            *(since + 1, found.step, found.step),
+            *(len(local.ranks), len(self._logs.stage_of), ", ".join(stages), since, manifest.directory),
+            *(since + 1, local.step, local.step),
         )
 
-    def _say_global(self, found: LocalRecovery, why: str) -> None:
+    def _say_global(self, local: LocalRecovery, why: str) -> None:
         if self._recovery.comm.rank == 0:
-            kept = len(self._logs.stage_of) - len(found.ranks)
-            announce("%d ranks kept step %d, but all go back: %s", kept, found.step, why, level=logging.WARNING)
+            keepers = len(self._logs.stage_of) - len(local.ranks)
+            announce("%d ranks kept step %d, but all go back: %s", keepers, local.step, why, level=logging.WARNING)
 
 
-def require_all_kept(kept: OpenedMemory, state: TrainingState, step: int) -> None:
+def require_all_kept(retained: OpenedMemory, state: TrainingState, step: int) -> None:
     """Raises ``CoverageError`` if this rank, which keeps its state, holds what a rank that is lost had to seal.
 
     A tensor that two stages share, as tied embeddings, is sealed by one of them.
     """
-    index, operators = kept.reader.index(kept.manifest), kept.manifest.operators
+    index, operators = retained.reader.index(retained.manifest), retained.manifest.operators
     needed = {stored.entry.operator for stored in needed_slices(index.tensors, parameters_of(state))}
     lost = sorted(op for op in needed if operators[op].step != step)
     if lost:
-        said = f"only a lost rank sealed it at step {step}, although another stage holds it too (tied embeddings)"
-        raise CoverageError(", ".join(lost), (said,))
+        reason = f"only a lost rank sealed it at step {step}, although another stage holds it too (tied embeddings)"
+        raise CoverageError(", ".join(lost), (reason,))
 
 
-def _all_as_of(step: int, kept: OpenedMemory) -> Restored:
+def _all_as_of(step: int, retained: OpenedMemory) -> Restored:
     """What all ranks go on from when they have reached ``step`` together."""
-    records = {op: replace(record, step=step) for op, record in kept.manifest.operators.items()}
+    records = {op: replace(record, step=step) for op, record in retained.manifest.operators.items()}
     return Restored(
-        replace(kept.manifest, operators=records),
+        replace(retained.manifest, operators=records),
         {},
-        kept.tokens_from_memory(tuple(records)),
+        retained.tokens_from_memory(tuple(records)),
         from_memory=True,
-        beneath=kept.beneath,
+        beneath=retained.beneath,
     )

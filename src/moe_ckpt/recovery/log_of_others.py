@@ -97,7 +97,7 @@ def made_dense(
         )
     written = together(comm, lambda: {rank: _write(maker, storage, rank) for rank in mine})
     payload = json.dumps({rank: [row.decode() for row in share.rows] for rank, share in written.items()}).encode()
-    rows = {int(rank): each for raw in comm.everyone(payload) for rank, each in json.loads(raw).items()}
+    rows = {int(rank): facts for raw in comm.everyone(payload) for rank, facts in json.loads(raw).items()}
     shares = [(rows[rank][0].encode(), rows[rank][1].encode()) for rank in range(manifest.world_size)]
 
     def commit() -> str:
@@ -120,15 +120,15 @@ def _write(maker: DenseMaker, storage: Storage, rank: int) -> WrittenShare:
         raise CoverageError(f"making {maker.manifest.directory} dense", (str(error),)) from error
 
 
-def _spans(wanted: Iterable[StoredSlice]) -> Iterator[Span]:
-    for stored in wanted:
+def _spans(slices: Iterable[StoredSlice]) -> Iterator[Span]:
+    for stored in slices:
         yield stored.path, stored.offset, stored.offset + stored.nbytes
 
 
 def _plain_spans(opened: OpenedMemory, snapshots: Sequence[LoggedSnapshot], ranks: Iterable[int]) -> Iterator[Span]:
     """Yields the plain states of these ranks, with their side tensors."""
     chosen = set(ranks)
-    for manifest in (each.manifest for each in snapshots):
+    for manifest in (snapshot.manifest for snapshot in snapshots):
         for record in manifest.states:
             if record.rank in chosen:
                 yield state_path(manifest.directory, record.rank), 0, record.nbytes

@@ -57,25 +57,25 @@ from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.slot_storage import SlotFile, SlotPaths, SlotStorage, packed_paths
 from moe_ckpt.recovery.slot_views import (
     ExchangedHeaders,
+    LaidSnapshots,
     Layer,
     SlotFiles,
     SnapshotFacts,
-    View,
+    facts_of_slots,
     packed_header,
     packed_with_headers,
     share_of,
-    told_of,
     unpacked_headers,
     unpacked_with_headers,
 )
 from moe_ckpt.recovery.standing import Standing, checkpoint_in, say_unusable
-from moe_ckpt.recovery.together import Answer
+from moe_ckpt.recovery.together import RankZeroAnswer
 
 log = logging.getLogger("moe_ckpt")
 
 _EXPERTS = "expert"
 """Kind of the shards of experts."""
-BESIDE = "_survivors"
+SURVIVORS_SUFFIX = "_survivors"
 """Ending of the directory of what survivors sealed of a step of which there is another snapshot."""
 MOST_STARTS = 3
 """From one checkpoint in memory without a step that ended: what is wrong is with it, or with what computes from it."""
@@ -106,15 +106,15 @@ class MemoryCheckpoints:
         self._noted: set[int] = set()
         self._of_other_layout: set[Share] = set()
         self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
-        self._own = tier.left.found
-        answer = Answer.of(reader.directories if comm.rank == 0 else None)
-        here = [answer.payload, tier.node, packed_paths(self._own), told_of(self._own)]
+        self._slots = tier.left.found
+        answer = RankZeroAnswer.of(reader.directories if comm.rank == 0 else None)
+        here = [answer.payload, tier.node, packed_paths(self._slots), facts_of_slots(self._slots)]
         self._exchanged = ExchangedHeaders()
         ranks = []
-        payload = b"".join(packed_with_headers(here, _newest_headers(self._own, comm.rank)))
+        payload = b"".join(packed_with_headers(here, _newest_headers(self._slots, comm.rank)))
         for holder, raw in enumerate(comm.everyone(payload)):
-            there, headers = unpacked_with_headers(raw)
-            ranks.append(there)
+            facts, headers = unpacked_with_headers(raw)
+            ranks.append(facts)
             self._exchanged.note(holder, headers)
         self.standing = Standing(comm, answer.taken(ranks[0][0], f"list the store {reader.storage.root}"))
         self.shares: list[Share] = []
@@ -126,11 +126,18 @@ class MemoryCheckpoints:
 
     def offered(self) -> list[str]:
         """Directories of what memory has whole, or has a part of beside storage, newest first."""
-        known = checkpoints_of(self.shares)
-        whole = {step_dir(each.step, each.generation) for each in known if each.is_complete}
+        checkpoints = checkpoints_of(self.shares)
+        whole = {
+            step_dir(checkpoint.step, checkpoint.generation) for checkpoint in checkpoints if checkpoint.is_complete
+        }
         # What ``moe-ckpt densify`` made of a log stands on storage by itself.
-        whole -= {step_dir(each.step, each.generation) for each in known if each.is_log} & set(self.standing.stored)
-        parts = {step_dir(each.step, each.generation) for each in known if not (each.is_window or each.is_log)}
+        logs = {step_dir(checkpoint.step, checkpoint.generation) for checkpoint in checkpoints if checkpoint.is_log}
+        whole -= logs & set(self.standing.stored)
+        parts = {
+            step_dir(checkpoint.step, checkpoint.generation)
+            for checkpoint in checkpoints
+            if not (checkpoint.is_window or checkpoint.is_log)
+        }
         return sorted((whole | parts.intersection(self.standing.stored)) - self._given_up, key=age_of, reverse=True)
 
     def ask(self, directory: str) -> Callable[[], OpenedMemory]:
@@ -149,14 +156,14 @@ class MemoryCheckpoints:
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
         """As ``ask``, but does not count as a start from the checkpoint."""
-        known = [(*age_of(name), name) for name in self.standing.stored]
-        names = [name for name in base_of(checkpoint, known) if name not in self._bad_bases]
+        stored = [(*age_of(name), name) for name in self.standing.stored]
+        names = [name for name in base_of(checkpoint, stored) if name not in self._bad_bases]
         described = self.describe([checkpoint])
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
-        beside = None if older else sealed_beside(checkpoint, snapshots_of(self.shares))
-        others = [*older, beside] if beside is not None else older
+        survivors = None if older else sealed_beside(checkpoint, snapshots_of(self.shares))
+        others = [*older, survivors] if survivors is not None else older
         described += self.describe(others) if others else []
-        return lambda: self._opened(checkpoint, older, beside, described, self._beneath(names[:1]))
+        return lambda: self._opened(checkpoint, older, survivors, described, self._beneath(names[:1]))
 
     def set_aside(self, directory: str, problem: Exception | None, *, diverged: bool = False) -> None:
         """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
@@ -175,17 +182,17 @@ class MemoryCheckpoints:
         path = problem.path if isinstance(problem, DamagedError) else ""
         share = self.used.get(path)
         mine = [] if share is None else [share.holder, share.number]
-        told = json.dumps([mine, self._bad_base, "" if problem is None else str(problem)]).encode()
-        answers = [json.loads(raw) for raw in self._comm.everyone(told)]
+        answer = json.dumps([mine, self._bad_base, "" if problem is None else str(problem)]).encode()
+        answers = [json.loads(raw) for raw in self._comm.everyone(answer)]
         if self._comm.rank == 0:
             say_unusable(directory, [reason for _, _, reason in answers])
         self._bad_base = ""
         bases = {name for _, name, _ in answers if name}
         self._bad_bases |= bases
-        bad = {tuple(found) for found, _, _ in answers if found}
+        bad = {tuple(culprit) for culprit, _, _ in answers if culprit}
         for holder, number in sorted(bad):
             if holder == self._comm.rank:
-                slot = self._own[number].slot
+                slot = self._slots[number].slot
                 slot.quarantine()
                 log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
         self.shares = without(self.shares, bad)
@@ -193,10 +200,10 @@ class MemoryCheckpoints:
             self.shares = without_log(self.shares, age_of(directory)[0])
         if bad or bases or diverged:
             return
-        there = len(self.shares)  # without what stands in for a rank's own share there may be another of the step
+        count = len(self.shares)  # without what stands in for a rank's own share there may be another of the step
         of_step = [share for share in self.shares if step_dir(share.step, share.generation) == directory]
         self.shares = [share for share in self.shares if not share.only or share not in of_step]
-        if len(self.shares) == there:
+        if len(self.shares) == count:
             self._given_up.add(directory)
 
     def left_behind(self, taken: Manifest) -> LeftBehind | None:
@@ -211,9 +218,9 @@ class MemoryCheckpoints:
         """
         shares = self._of_other_layout if step is None else set(self.used.values()) - self._passing
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
-        kept = [self._own[number] for number in sorted(numbers)]
-        self._own = ()  # so that ``left`` has the only references to what it deletes
-        self._tier.left.keep(kept)
+        slots = [self._slots[number] for number in sorted(numbers)]
+        self._slots = ()  # so that ``left`` has the only references to what it deletes
+        self._tier.left.keep(slots)
         self._tier.complete_step = step
 
     # --- opening ---
@@ -221,7 +228,7 @@ class MemoryCheckpoints:
     def note_lasting_start(self, shares: Iterable[Share]) -> None:
         """This start goes on from what ranks kept of the newest step: counted until a step ends."""
         for number in sorted({share.number for share in shares if share.holder == self._comm.rank}):
-            self._tier.left.note_start(self._own[number], lasting=True)
+            self._tier.left.note_start(self._slots[number], lasting=True)
 
     def _note_start(self, directory: str, checkpoint: MemoryCheckpoint) -> None:
         """Count this start on every slot of the checkpoint, on every node, until a step ends."""
@@ -233,7 +240,7 @@ class MemoryCheckpoints:
             raise RecoveryLoopError(directory, starts, slots, files.run_id, str(files.path.parents[3]))
         for number in {share.number for share in shares if share.holder == self._comm.rank} - self._noted:
             self._noted.add(number)
-            self._tier.left.note_start(self._own[number])
+            self._tier.left.note_start(self._slots[number])
 
     def _beneath(self, names: Sequence[str]) -> Manifest | None:
         """The first of these checkpoints on storage; None if there is none. Raises as ``StoreReader.manifest``."""
@@ -245,9 +252,9 @@ class MemoryCheckpoints:
 
     def gives_up_beneath(self) -> bool:
         """For one process alone: whether what was opened last is laid over a damaged checkpoint; the next is not."""
-        found, self._bad_base = self._bad_base, ""
-        self._bad_bases |= {found} if found else set()
-        return bool(found)
+        base, self._bad_base = self._bad_base, ""
+        self._bad_bases |= {base} if base else set()
+        return bool(base)
 
     def describe(self, checkpoints: Sequence[MemoryCheckpoint], recounted: Collection[int] = ()) -> list[SnapshotFacts]:
         """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
@@ -256,30 +263,34 @@ class MemoryCheckpoints:
         Args:
             recounted: As of ``SnapshotFacts.settle``.
         """
-        snapshots = [(one, each.states, beside) for each in checkpoints for one, beside in each.with_gradients()]
-        if all(not states and self._exchanged.tells(snapshot, beside) for snapshot, states, beside in snapshots):
-            return [self._exchanged.facts_of(snapshot, beside, recounted) for snapshot, _, beside in snapshots]
-        found = [SnapshotFacts() for _ in snapshots]
+        snapshots = [
+            (one, checkpoint.states, gradients)
+            for checkpoint in checkpoints
+            for one, gradients in checkpoint.with_gradients()
+        ]
+        if all(not states and self._exchanged.tells(snapshot, gradients) for snapshot, states, gradients in snapshots):
+            return [self._exchanged.facts_of(snapshot, gradients, recounted) for snapshot, _, gradients in snapshots]
+        facts_of_all = [SnapshotFacts() for _ in snapshots]
         mine: list[bytes] = []
-        for place, (snapshot, states, beside) in enumerate(snapshots):
-            told = snapshot[teller_of(snapshot)]
-            of_gradients = ((writer, shares) for (writer, _), shares in beside.items() if shares)
+        for position, (snapshot, states, gradients) in enumerate(snapshots):
+            teller_shares = snapshot[teller_of(snapshot)]
+            of_gradients = ((writer, shares) for (writer, _), shares in gradients.items() if shares)
             for writer, shares in (*of_gradients, *snapshot.items(), *states.items()):
                 if fullest(shares).holder == self._comm.rank:
-                    header = self._own[fullest(shares).number].header
-                    mine += packed_header(place, writer, header, tells=shares is told)
+                    header = self._slots[fullest(shares).number].header
+                    mine += packed_header(position, writer, header, tells=shares is teller_shares)
         for raw in self._comm.everyone(b"".join(mine)):
-            for place, writer, alone, described, facts in unpacked_headers(raw):
-                found[place].add(writer, described, facts, alone=alone)
-        for each in found:
-            each.settle(recounted)
-        return found
+            for position, writer, alone, described, facts in unpacked_headers(raw):
+                facts_of_all[position].add(writer, described, facts, alone=alone)
+        for snapshot_facts in facts_of_all:
+            snapshot_facts.settle(recounted)
+        return facts_of_all
 
     def _opened(
         self,
         checkpoint: MemoryCheckpoint,
         older: Sequence[MemoryCheckpoint],
-        beside: MemoryCheckpoint | None,
+        survivors: MemoryCheckpoint | None,
         described: Sequence[SnapshotFacts],
         beneath: Manifest | None,
     ) -> OpenedMemory:
@@ -288,20 +299,26 @@ class MemoryCheckpoints:
         count = len(checkpoint.snapshots)
         parts = self.parts(checkpoint, described[:count])
         layers = [
-            Layer(self.parts(each, [facts], BESIDE if each.step == checkpoint.step else "")[0], each, facts)
-            for each, facts in zip(older, described[count : count + len(older)], strict=True)
+            Layer(
+                self.parts(earlier, [facts], SURVIVORS_SUFFIX if earlier.step == checkpoint.step else "")[0],
+                earlier,
+                facts,
+            )
+            for earlier, facts in zip(older, described[count : count + len(older)], strict=True)
         ]
         stored = None if beneath is None or checkpoint.is_window or beneath.directory != directory else beneath
         if stored is not None and is_survivors(checkpoint.shares[-1].sequence) and not checkpoint.is_complete:
-            parts = self.parts(checkpoint, described[:count], BESIDE)
+            parts = self.parts(checkpoint, described[:count], SURVIVORS_SUFFIX)
             view = self._laid(stored, [*layers, Layer(parts[0], checkpoint, described[0])])
             manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
         elif stored is not None and not is_survivors(checkpoint.shares[-1].sequence):
             [part] = parts
-            view, known = self._laid(stored, layers), part.known_to(stored)
-            whole = checkpoint.is_whole and len(known) == len(part.files)
-            view.lay(part, described[0], kept=part.kept if whole else self.covered(part, part.kept, stored))
-            view.slots |= known
+            view, unchanged = self._laid(stored, layers), part.known_to(stored)
+            whole = checkpoint.is_whole and len(unchanged) == len(part.files)
+            view.lay(
+                part, described[0], host_only=part.host_only if whole else self.covered(part, part.host_only, stored)
+            )
+            view.slots |= unchanged
             manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
         else:  # a complete seal has everything, under the names that storage's files of the step have
             alone = stored is not None or checkpoint.is_window or checkpoint.is_log
@@ -309,19 +326,21 @@ class MemoryCheckpoints:
             view = self._laid(None if alone else beneath, layers)
             manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
         files = view.slots_of(manifest)
-        self._passing = frozenset(() if beside is None else beside.shares)
+        self._passing = frozenset(() if survivors is None else survivors.shares)
         if checkpoint.is_log:
-            found = zip(manifest.slots, parts, strict=True)
-            logged = tuple(LoggedSnapshot(slot, part.gradients) for slot, part in found)
+            pairs = zip(manifest.slots, parts, strict=True)
+            logged = tuple(LoggedSnapshot(slot, part.gradients) for slot, part in pairs)
             manifest = replace(manifest, window=())
-            alive += [] if beside is None else self.parts(beside, described[-1:], BESIDE)
+            alive += [] if survivors is None else self.parts(survivors, described[-1:], SURVIVORS_SUFFIX)
             files |= {path: file for part in (*parts, *alive) for path, file in part.files.items()}
         if checkpoint.is_log or checkpoint.is_window:
             chained = view.brought_to(described[count - 1].require_facts(checkpoint.step))
         self.used = {}
         reader, slots = self.reading(manifest, files, [*parts, *alive, *(layer.part for layer in layers)])
-        kept = tuple(stored for part in alive for stored in part.in_full)
-        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained=chained, kept=kept)
+        survivor_slices = tuple(stored for part in alive for stored in part.in_full)
+        return OpenedMemory(
+            reader, slots, manifest, beneath, view.fresh, logged, chained=chained, survivor_slices=survivor_slices
+        )
 
     def reading(
         self, manifest: Manifest, files: Mapping[str, SlotFile], parts: Iterable[SlotFiles]
@@ -335,10 +354,12 @@ class MemoryCheckpoints:
         """
         self.used = {**self.used, **{path: file.share for path, file in files.items()}}
         checker = self._tier.left.checker
-        checker.only({self._own[each.number] for each in self.used.values() if each.holder == self._comm.rank})
+        checker.only({self._slots[share.number] for share in self.used.values() if share.holder == self._comm.rank})
         mine = {file.share.number for file in files.values() if file.share.holder == self._comm.rank}
-        own = {number: self._own[number] for number in sorted(mine)}
-        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, own, self.paths, files, checker=checker)
+        slots_by_number = {number: self._slots[number] for number in sorted(mine)}
+        slots = SlotStorage(
+            self._reader.storage, self._comm, self._tier.node, slots_by_number, self.paths, files, checker=checker
+        )
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
         headers = {rec: head for part in parts for rec, head in part.headers.items() if rec.path in files}
         reader.add(manifest, headers, slots.is_sound)
@@ -363,18 +384,22 @@ class MemoryCheckpoints:
             ending: Of the names of their directories.
         """
         parts = []
-        for (snapshot, beside), facts in zip(checkpoint.with_gradients(), described, strict=True):
+        for (snapshot, gradients), facts in zip(checkpoint.with_gradients(), described, strict=True):
             step = next(iter(snapshot.values()))[0].step
             facts.require_shape(step, _grid(self._tier.model))
             part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step)
             for writer, shares in sorted(snapshot.items()):
                 full = [share for share in shares if share.sent == fullest(shares).sent]
-                near, own = (nearest(those, self._comm.rank, self._tier.node) for those in (shares, full))
-                here = self._own[own.number].header.parts if own.holder == self._comm.rank else ()
-                part.add(writer, near, own, facts.writers[writer], state=writer not in checkpoint.states, here=here)
-            for (writer, slot), shares in beside.items():
+                near, complete = (
+                    nearest(candidates, self._comm.rank, self._tier.node) for candidates in (shares, full)
+                )
+                here = self._slots[complete.number].header.parts if complete.holder == self._comm.rank else ()
+                part.add(
+                    writer, near, complete, facts.writers[writer], state=writer not in checkpoint.states, here=here
+                )
+            for (writer, slot), shares in gradients.items():
                 near = nearest(shares, self._comm.rank, self._tier.node)
-                here = self._own[near.number].header.parts if near.holder == self._comm.rank else ()
+                here = self._slots[near.number].header.parts if near.holder == self._comm.rank else ()
                 part.add(writer, near, near, facts.gradients[writer, slot], state=False, here=here)
             for writer, shares in checkpoint.states.items():
                 near = nearest(shares, self._comm.rank, self._tier.node)
@@ -382,18 +407,18 @@ class MemoryCheckpoints:
             parts.append(part)
         return parts
 
-    def _laid(self, beneath: Manifest | None, layers: Sequence[Layer]) -> View:
+    def _laid(self, beneath: Manifest | None, layers: Sequence[Layer]) -> LaidSnapshots:
         """What storage has, and on top of it the experts of earlier snapshots, the oldest first, that are whole."""
-        view = View([], {}) if beneath is None else View(list(beneath.files), dict(beneath.operators))
+        view = LaidSnapshots([], {}) if beneath is None else LaidSnapshots(list(beneath.files), dict(beneath.operators))
         for part, checkpoint, facts in layers if beneath is not None else ():
             newer = view.older_than(part.step)
-            kept, sent = part.kept & newer, (part.of_kind(_EXPERTS) - part.kept) & newer
+            host_only, sent = part.host_only & newer, (part.of_kind(_EXPERTS) - part.host_only) & newer
             if not checkpoint.is_whole:
-                kept = self.covered(part, kept, beneath)
+                host_only = self.covered(part, host_only, beneath)
             if not checkpoint.is_complete:
                 sent = self.covered(part, sent, beneath)
-            if kept or sent:
-                view.lay(part, facts, stored=sent, kept=kept)
+            if host_only or sent:
+                view.lay(part, facts, stored=sent, host_only=host_only)
         return view
 
     def _manifest(
@@ -401,15 +426,15 @@ class MemoryCheckpoints:
         checkpoint: MemoryCheckpoint,
         snapshots: Sequence[SnapshotFacts],
         parts: Sequence[SlotFiles],
-        view: View,
+        view: LaidSnapshots,
         beneath: Manifest | None,
     ) -> Manifest:
         """The manifest of a checkpoint that storage does not have. view: what it is laid over; becomes the whole."""
         facts = snapshots[-1].require_facts(checkpoint.step)
         for part, snapshot in zip(parts, snapshots, strict=True):
             stored = snapshot.require_facts(checkpoint.step).operators
-            kept = part.kept if checkpoint.is_whole else self.covered(part, part.kept, beneath)
-            view.lay(part, snapshot, stored=() if isinstance(stored, Fragment) else stored, kept=kept)
+            host_only = part.host_only if checkpoint.is_whole else self.covered(part, part.host_only, beneath)
+            view.lay(part, snapshot, stored=() if isinstance(stored, Fragment) else stored, host_only=host_only)
             view.slots |= part.files
         *before, last = parts
         first = snapshots[0].require_facts(checkpoint.step).applied if before else None
@@ -467,10 +492,10 @@ class MemoryCheckpoints:
         if not operators or beneath is None:
             return frozenset()
         blocks = blocks_of((reader or self._reader).index(beneath), operators)
-        found: dict[str, list[tuple[str, Box]]] = {}
+        boxes_of: dict[str, list[tuple[str, Box]]] = {}
         for entry in part.slices_of(operators):
-            found.setdefault(entry.operator, []).append((entry.key, entry.box))
-        return frozenset(op for op, those in found.items() if _covers(op, blocks[op], those))
+            boxes_of.setdefault(entry.operator, []).append((entry.key, entry.box))
+        return frozenset(op for op, boxes in boxes_of.items() if _covers(op, blocks[op], boxes))
 
 
 def _grid(model: ModelRecord) -> tuple[int, int]:
@@ -482,16 +507,16 @@ def _gradients_of(snapshot: SnapshotFacts) -> Sequence[str]:
     return () if snapshot.facts is None else snapshot.facts.gradients
 
 
-def _newest_headers(own: Sequence[FoundSlot], rank: int) -> list[bytes]:
+def _newest_headers(slots: Sequence[FoundSlot], rank: int) -> list[bytes]:
     """Those of what this rank sealed last. Most starts go on from it, and need not ask for them then."""
-    newest = newest_of(own, rank, 1)
-    found = [(number, each.header) for number, each in enumerate(own) if any(each is one for one in newest)]
-    return [piece for number, header in found for piece in packed_header(number, rank, header, tells=rank == 0)]
+    newest = newest_of(slots, rank, 1)
+    headers = [(number, slot.header) for number, slot in enumerate(slots) if any(slot is one for one in newest)]
+    return [piece for number, header in headers for piece in packed_header(number, rank, header, tells=rank == 0)]
 
 
-def _covers(operator: str, wanted: Mapping[str, Sequence[Box]], found: Sequence[tuple[str, Box]]) -> bool:
+def _covers(operator: str, needed: Mapping[str, Sequence[Box]], stored: Sequence[tuple[str, Box]]) -> bool:
     try:
-        prove_cover(operator, wanted, found)
+        prove_cover(operator, needed, stored)
     except CoverageError as error:
         log.info("not all of %s survived in memory, so the version on storage is used: %s", operator, str(error))
         return False

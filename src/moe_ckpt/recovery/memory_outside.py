@@ -50,14 +50,14 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Directory:
     run_id: str
     path: Path
 
 
 class _Left:
-    def __init__(self, found: Sequence[FoundSlot]) -> None:
-        self.found = tuple(found)
+    def __init__(self, slots: Sequence[FoundSlot]) -> None:
+        self.found = tuple(slots)
         self.checker = SlotChecker(())  # of none: everything is verified when it is read
 
     def keep(self, used: Collection[FoundSlot]) -> None:
@@ -73,8 +73,8 @@ class _Memory:
     node = ""
     complete_step: int | None = None
 
-    def __init__(self, found: Sequence[FoundSlot], run_id: str, model: ModelRecord, path: Path) -> None:
-        self.left, self.model, self.files = _Left(found), model, _Place(run_id, path)
+    def __init__(self, slots: Sequence[FoundSlot], run_id: str, model: ModelRecord, path: Path) -> None:
+        self.left, self.model, self.files = _Left(slots), model, _Directory(run_id, path)
 
 
 class MemoryOutside:
@@ -104,15 +104,15 @@ class MemoryOutside:
         reader, run_id = self._reader, self._reader.identity().run_id
         model = _model_of(reader)
         runs = [user_directory(root) / run_id for root in roots]
-        found: list[FoundSlot] = []
+        slots: list[FoundSlot] = []
         for run in runs:
             for _, _, path in rank_directories(run):
                 self._exit.callback(self._locked(path).release)
-                found += _slots_of(path, reader.storage.root)
-        if not found:
+                slots += _slots_of(path, reader.storage.root)
+        if not slots:
             raise NoCheckpointError(_nothing(reader, roots))
-        self._headers = [each.header for each in found]
-        self.memory = MemoryCheckpoints(SoloCommunicator(), _Memory(found, run_id, model, runs[0]), reader)
+        self._headers = [slot.header for slot in slots]
+        self.memory = MemoryCheckpoints(SoloCommunicator(), _Memory(slots, run_id, model, runs[0]), reader)
 
     @staticmethod
     def _locked(path: Path) -> RankDirectory:
@@ -131,15 +131,15 @@ class MemoryOutside:
 
     def steps(self) -> list[int]:
         """Returns the steps that can be made and that storage does not have, newest first."""
-        return list(dict.fromkeys(each.step for each in self._complete() if not self._stored(each)))
+        return list(dict.fromkeys(checkpoint.step for checkpoint in self._complete() if not self._stored(checkpoint)))
 
     def _stored(self, checkpoint: MemoryCheckpoint) -> bool:
         return step_dir(checkpoint.step, checkpoint.generation) in self.memory.standing.stored
 
     def _complete(self) -> list[MemoryCheckpoint]:
         """Newest first. A sparse window is none: it takes forward and backward passes."""
-        found = checkpoints_of(without(self.memory.shares, self._bad))
-        return [each for each in found if each.is_complete and not each.is_window]
+        checkpoints = checkpoints_of(without(self.memory.shares, self._bad))
+        return [checkpoint for checkpoint in checkpoints if checkpoint.is_complete and not checkpoint.is_window]
 
     def opened(self, step: int | None, verify: Callable[[OpenedMemory], None]) -> OpenedMemory:
         """Returns a checkpoint whose bytes were verified: of damaged slots other copies are taken, if there are any.
@@ -154,15 +154,17 @@ class MemoryOutside:
             MoECheckpointError: As ``MemoryCheckpoints.opener``.
         """
         damages: list[str] = []
-        wanted = step
+        requested = step
         while True:
-            checkpoint = next((each for each in self._complete() if wanted in (None, each.step)), None)
+            checkpoint = next(
+                (candidate for candidate in self._complete() if requested in (None, candidate.step)), None
+            )
             if checkpoint is None:
-                raise NoCheckpointError(self._unreached(wanted, damages))
+                raise NoCheckpointError(self._unreached(requested, damages))
             if self._stored(checkpoint):
                 directory = step_dir(checkpoint.step, checkpoint.generation)
                 raise NoCheckpointError(f"{self._reader.storage.root}/{directory} is there already")
-            wanted = checkpoint.step  # damage found in the newest is said, and is no reason to take an older one
+            requested = checkpoint.step  # damage found in the newest is said, and is no reason to take an older one
             try:
                 opened = self.memory.opener(checkpoint)()
                 opened.reader.prove(opened.manifest)
@@ -191,42 +193,42 @@ class MemoryOutside:
     def _lacking(self, step: int) -> str:
         """Which operators lack which steps."""
         shares = without(self.memory.shares, self._bad)
-        snapshots = {each.step: each for each in snapshots_of(shares)}
+        snapshots = {snapshot.step: snapshot for snapshot in snapshots_of(shares)}
         if step not in snapshots:
-            known = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"
-            return f"no slot holds a part of it ({known})"
+            extent = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"
+            return f"no slot holds a part of it ({extent})"
         logged = self._logged_steps(snapshots)
         gaps: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for operator in sorted(frozenset().union(*(each.updated for each in logged.values()))):
+        for operator in sorted(frozenset().union(*(logged_step.updated for logged_step in logged.values()))):
             try:
                 chain(logged, operator, step)
             except GradientGapError as gap:
                 gaps[gap.missing, gap.found].append(operator)
         if not gaps:
             return "it is a step of a sparse window, or the snapshots of its ranks do not fit together"
-        return "; ".join(_gap(*gap, those, snapshots) for gap, those in sorted(gaps.items()))
+        return "; ".join(_gap(*gap, names, snapshots) for gap, names in sorted(gaps.items()))
 
     def _logged_steps(self, snapshots: Mapping[int, MemoryCheckpoint]) -> dict[int, LoggedStep]:
         """The log, with nothing of the steps of which a rank's share is gone."""
-        anchored = {each.step: set(_full(each)) for each in self._headers if not each.only}
+        anchored = {header.step: set(_full(header)) for header in self._headers if not header.only}
         everything = frozenset().union(*anchored.values())
-        found: dict[int, LoggedStep] = {}
+        steps: dict[int, LoggedStep] = {}
         for at, snapshot in snapshots.items():
             if not snapshot.is_complete:
-                found[at] = LoggedStep(updated=everything)
+                steps[at] = LoggedStep(updated=everything)
                 continue
             full = frozenset(anchored.get(at, ()))
             gradients = everything - full
-            if any(each.step == at and each.facts.groups for each in self._headers):
+            if any(header.step == at and header.facts.groups for header in self._headers):
                 gradients &= self._alone(at)
-            found[at] = LoggedStep(everything, gradients, full)
-        for at in range(min(found), max(found)):
-            found.setdefault(at, LoggedStep(updated=everything))
-        return found
+            steps[at] = LoggedStep(everything, gradients, full)
+        for at in range(min(steps), max(steps)):
+            steps.setdefault(at, LoggedStep(updated=everything))
+        return steps
 
     def _alone(self, step: int) -> frozenset[str]:
         """Operators of whose gradients some slot is there that holds nothing else."""
-        slots = (each for each in self._headers if (each.step, each.only) == (step, GRADIENTS))
+        slots = (slot for slot in self._headers if (slot.step, slot.only) == (step, GRADIENTS))
         parts = (header.slices(part, f"memory slots of step {step}") for header in slots for part in header.parts)
         return frozenset(entry.operator for slices in parts for entry in slices)
 
@@ -277,8 +279,8 @@ def _model_of(reader: StoreReader) -> ModelRecord:
     """Returns the model's record in the newest manifest that can be read."""
     for directory in reader.directories():
         try:
-            found: Manifest = reader.manifest(directory)
-            return found.model
+            manifest: Manifest = reader.manifest(directory)
+            return manifest.model
         except MoECheckpointError as error:
             log.warning("%s is skipped: %s", directory, error)
     raise NoCheckpointError(
@@ -288,14 +290,14 @@ def _model_of(reader: StoreReader) -> ModelRecord:
 
 
 def _nothing(reader: StoreReader, roots: Sequence[str]) -> str:
-    found = []
+    runs_of_roots = []
     for root in roots:
         for run in entries(user_directory(root)):
             stores = {owner_of(path).store for _, _, path in rank_directories(run)} - {""}
             if stores:
-                found.append(f"{root} has run {run.name[:12]} of {', '.join(sorted(stores))}")
-    there = f": {'; '.join(found[:_SHOWN])}" if found else ""
+                runs_of_roots.append(f"{root} has run {run.name[:12]} of {', '.join(sorted(stores))}")
+    others = f": {'; '.join(runs_of_roots[:_SHOWN])}" if runs_of_roots else ""
     return (
-        f"no slot in {', '.join(roots)} is of run {reader.identity().run_id[:12]} of {reader.storage.root}{there}. "
+        f"no slot in {', '.join(roots)} is of run {reader.identity().run_id[:12]} of {reader.storage.root}{others}. "
         "Set --directory to the run's Memory(directory=...), and give the store of that run"
     )

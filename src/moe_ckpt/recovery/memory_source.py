@@ -43,7 +43,7 @@ _BATCH_NBYTES = 64 << 20
 
 Expert = tuple[int, int]
 Flags = npt.NDArray[np.bool_]
-Wanted = Mapping[str, Mapping[str, Sequence[Box]]]
+OperatorBoxes = Mapping[str, Mapping[str, Sequence[Box]]]
 """operator -> key of a tensor -> the blocks of it that belong to the operator."""
 
 
@@ -74,24 +74,24 @@ class MemorySource:
         self._manifest = manifest
         self._comm = comm
         self._stale = stale_experts(manifest)
-        self._own: dict[str, tuple[SliceEntry, torch.Tensor]] = {}
+        self._sound: dict[str, tuple[SliceEntry, torch.Tensor]] = {}
         self._offers: dict[str, list[Offer]] = {}
-        found = () if tier is None else tier.find(manifest.run_id, manifest.step, manifest.generation)
-        kept = [each for each in found if _is_of(each, manifest, index)]
-        if len(kept) < len(found):
+        in_memory = () if tier is None else tier.find(manifest.run_id, manifest.step, manifest.generation)
+        usable = [checkpoint for checkpoint in in_memory if _is_of(checkpoint, manifest, index)]
+        if len(usable) < len(in_memory):
             log.warning("the part of %s in host memory differs from storage, and is not used", manifest.directory)
-        [survived] = largest(comm, [len(kept)])
+        [survived] = largest(comm, [len(usable)])
         if not survived:
             return
-        wanted = blocks_of(index, self._stale)
+        boxes = blocks_of(index, self._stale)
         shares = []
-        for each in kept:
-            sound, damaged = _verified(each, wanted, index)
-            self._own |= sound
-            shares.append((_rank_of(each, manifest), damaged))
-        offers = [offer for offer in self._own.values() if offer[0].operator in wanted]
+        for checkpoint in usable:
+            sound, damaged = _verified(checkpoint, boxes, index)
+            self._sound |= sound
+            shares.append((_rank_of(checkpoint, manifest), damaged))
+        offers = [offer for offer in self._sound.values() if offer[0].operator in boxes]
         older, damaged_of = _exchange(comm, offers, shares)
-        self._offers = {**_of_this_step(manifest, index, damaged_of), **_complete(wanted, older)}
+        self._offers = {**_of_this_step(manifest, index, damaged_of), **_complete(boxes, older)}
 
     def inventory(self) -> Inventory:
         """Returns the operators that the ranks together have whole."""
@@ -121,15 +121,15 @@ class MemorySource:
         live: dict[str, list[StateTensor]] = {}
         for tensor in state.tensors():
             live.setdefault(tensor.key, []).append(tensor)
-        mine = [entry.name not in self._own and any(_targets(live, entry)) for entry in every]
+        mine = [entry.name not in self._sound and any(_targets(live, entry)) for entry in every]
         lacking = np.stack([_unpacked(raw, len(every)) for raw in self._comm.everyone(np.packbits(mine).tobytes())])
         absent: list[str] = []
         for batch, columns in _batches(offers, lacking):
             group = [offer for operator in batch for offer in offers[operator]]
             received = self._receive(group, lacking[:, columns])
             if lacking[:, columns].any():
-                known = {offer.entry.name: offer.entry.checksum for offer in group}
-                differs = any(checksum(data) != known[name] for name, data in received.items())
+                checksums = {offer.entry.name: offer.entry.checksum for offer in group}
+                differs = any(checksum(data) != checksums[name] for name, data in received.items())
                 if any(largest(self._comm, [differs])):
                     log.warning(
                         "%s did not arrive completely on all ranks, so the versions on storage are used",
@@ -149,7 +149,7 @@ class MemorySource:
             lacking: ``[ranks, slices]``, who needs each and does not have it.
         """
         rank, received = self._comm.rank, {}
-        given: dict[int, list[torch.Tensor]] = defaultdict(list)
+        outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
         expected: dict[int, list[torch.Tensor]] = defaultdict(list)
         for other, at in np.argwhere(lacking).tolist():
             entry, source = offers[at].entry, offers[at].source
@@ -157,9 +157,9 @@ class MemorySource:
                 received[entry.name] = torch.empty(entry.nbytes, dtype=torch.uint8)
                 expected[source].append(received[entry.name])
             elif source == rank:
-                given[other].append(self._own[entry.name][1])
+                outgoing[other].append(self._sound[entry.name][1])
         if lacking.any():
-            self._comm.swap(given, expected)
+            self._comm.swap(outgoing, expected)
         return received
 
     @torch.no_grad()
@@ -168,7 +168,7 @@ class MemorySource:
     ) -> None:
         """Writes a slice that this rank has, or received, into the live tensors."""
         for tensor, common in targets:
-            data = self._own[entry.name][1] if entry.name in self._own else received[entry.name]
+            data = self._sound[entry.name][1] if entry.name in self._sound else received[entry.name]
             source = block(as_values(entry, data), entry.offsets, common)
             block(tensor.local.detach(), tensor.offsets, common).copy_(source)
 
@@ -194,16 +194,16 @@ def stale_experts(manifest: Manifest) -> dict[str, Expert]:
     }
 
 
-def _is_of(kept: KeptCheckpoint, manifest: Manifest, index: TensorIndex) -> bool:
+def _is_of(checkpoint: KeptCheckpoint, manifest: Manifest, index: TensorIndex) -> bool:
     """Returns whether what was written from this buffer is what the manifest names.
 
     Their checksums tell, and that of the state file, which every rank writes; the bytes themselves are verified when
     they are offered.
     """
-    if kept.state_digest not in {record.digest for record in manifest.states}:
+    if checkpoint.state_digest not in {record.digest for record in manifest.states}:
         return False
     try:
-        entries = [entry for part in kept.parts if part.is_written for entry in part.entries if entry.operator]
+        entries = [entry for part in checkpoint.parts if part.is_written for entry in part.entries if entry.operator]
     except DamagedError as error:
         log.warning("%s", error)
         return False
@@ -217,54 +217,54 @@ def _is_of(kept: KeptCheckpoint, manifest: Manifest, index: TensorIndex) -> bool
 
 
 def _verified(
-    kept: KeptCheckpoint, wanted: Wanted, index: TensorIndex
+    checkpoint: KeptCheckpoint, boxes: OperatorBoxes, index: TensorIndex
 ) -> tuple[dict[str, tuple[SliceEntry, torch.Tensor]], list[str]]:
     """Returns (name -> (slice, bytes) of the restored tensors, undamaged; names of the damaged ones).
 
     Args:
-        kept: By this process.
-        wanted: Operators that storage has in older versions. Of the others memory has what was written.
+        checkpoint: By this process.
+        boxes: Operators that storage has in older versions. Of the others memory has what was written.
         index: Of what storage has.
     """
-    found, damaged = {}, []
-    for entry, data in kept.slices():
-        if entry.key not in index.tensors or (entry.operator in wanted and entry.key not in wanted[entry.operator]):
+    sound, damaged = {}, []
+    for entry, data in checkpoint.slices():
+        if entry.key not in index.tensors or (entry.operator in boxes and entry.key not in boxes[entry.operator]):
             continue
         meta = index.meta(entry.key)
         if (entry.dtype, entry.global_shape) != (meta.dtype, meta.global_shape):
             continue
         if checksum(data) == entry.checksum:
-            found[entry.name] = (entry, data)
+            sound[entry.name] = (entry, data)
         else:
             damaged.append(entry.name)
             log.warning(
                 "slice %s of %s, held in host memory since step %d, is damaged; the copy on storage is used",
                 entry.name,
                 entry.operator,
-                kept.step,
+                checkpoint.step,
             )
-    return found, damaged
+    return sound, damaged
 
 
-def _rank_of(kept: KeptCheckpoint, manifest: Manifest) -> int:
+def _rank_of(checkpoint: KeptCheckpoint, manifest: Manifest) -> int:
     """Returns the rank whose share this is, which may have another number now."""
-    return next(record.rank for record in manifest.states if record.digest == kept.state_digest)
+    return next(record.rank for record in manifest.states if record.digest == checkpoint.state_digest)
 
 
 def _exchange(
-    comm: Communicator, own: Iterable[tuple[SliceEntry, torch.Tensor]], shares: Sequence[tuple[int, Sequence[str]]]
+    comm: Communicator, slices: Iterable[tuple[SliceEntry, torch.Tensor]], shares: Sequence[tuple[int, Sequence[str]]]
 ) -> tuple[list[Offer], dict[int, tuple[int, frozenset[str]]]]:
     """Returns what all ranks have, in the same order on each.
 
     Args:
         comm: The ranks.
-        own: This rank's slices of operators that storage has in older versions.
+        slices: This rank's slices of operators that storage has in older versions.
         shares: Whose shares this rank has, by the ranks of the life before, and what of each is damaged.
 
     Returns:
-        The offers of ``own``, each slice once; rank of the life before -> (who has its share, what is damaged in it).
+        The offers of ``slices``, each once; rank of the life before -> (who has its share, what is damaged in it).
     """
-    mine = json.dumps([[_encoded(entry) for entry, _ in own], shares]).encode()
+    mine = json.dumps([[_encoded(entry) for entry, _ in slices], shares]).encode()
     offers: dict[str, Offer] = {}
     damaged_of: dict[int, tuple[int, frozenset[str]]] = {}
     for source in range(comm.world_size):
@@ -313,7 +313,7 @@ def _decoded(fields: list[Any]) -> SliceEntry:
     return SliceEntry(key, operator, dtype, tuple(offsets), tuple(shape), tuple(global_shape), checksum=digest)
 
 
-def _complete(wanted: Wanted, offers: Iterable[Offer]) -> dict[str, list[Offer]]:
+def _complete(boxes: OperatorBoxes, offers: Iterable[Offer]) -> dict[str, list[Offer]]:
     """Returns operator -> its offers, of operators that are offered whole."""
     by_operator: dict[str, list[Offer]] = {}
     for offer in offers:
@@ -321,7 +321,7 @@ def _complete(wanted: Wanted, offers: Iterable[Offer]) -> dict[str, list[Offer]]
     whole = {}
     for operator, group in by_operator.items():
         try:
-            prove_cover(operator, wanted.get(operator, {}), [(offer.entry.key, offer.entry.box) for offer in group])
+            prove_cover(operator, boxes.get(operator, {}), [(offer.entry.key, offer.entry.box) for offer in group])
         except CoverageError as error:
             log.info("not all of %s survived in host memory, so the version on storage is used: %s", operator, error)
         else:
@@ -367,15 +367,17 @@ def _unpacked(raw: bytes, count: int) -> Flags:
 
 def side_tensors(tier: HostTier, manifest: Manifest) -> dict[tuple[str, str], torch.Tensor]:
     """Returns (name, checksum) -> values of what ranks keep beside operators, undamaged, as far as it is kept here."""
-    found = {}
-    for kept in tier.find(manifest.run_id, manifest.step, manifest.generation):
-        for part in kept.parts if kept.state_digest in {record.digest for record in manifest.states} else ():
+    tensors = {}
+    for checkpoint in tier.find(manifest.run_id, manifest.step, manifest.generation):
+        for part in (
+            checkpoint.parts if checkpoint.state_digest in {record.digest for record in manifest.states} else ()
+        ):
             try:
                 entries = [entry for entry in part.entries if not entry.operator]
             except DamagedError:  # said where operators are looked for
                 continue
             for entry in entries:
-                data = kept.buffer.memory[part.base + entry.begin : part.base + entry.end]
+                data = checkpoint.buffer.memory[part.base + entry.begin : part.base + entry.end]
                 if checksum(data) == entry.checksum:
-                    found[entry.name, entry.checksum] = as_values(entry, data)
-    return found
+                    tensors[entry.name, entry.checksum] = as_values(entry, data)
+    return tensors

@@ -56,9 +56,9 @@ def load_step(
         require_fitting(reader, manifest, state, None if model_only else restored.plain.get("plain"))
         return Named(reader, manifest, restored)
 
-    found = together(comm, fitting)
-    load_tensors(comm, found.reader, found.manifest, state, model_only=model_only)
-    return found
+    named = together(comm, fitting)
+    load_tensors(comm, named.reader, named.manifest, state, model_only=model_only)
+    return named
 
 
 def load_tensors(
@@ -84,18 +84,18 @@ def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -
         PeerLostError: A peer is gone.
     """
     stored_of = reader.index(manifest).tensors
-    slices = in_order(each for group in stored_of.values() for each in group)
+    slices = in_order(stored for group in stored_of.values() for stored in group)
     shared = divide(comm, slices, lambda: slices)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def made() -> list[StateTensor]:
         for key in stored_of:
             meta = reader.index(manifest).meta(key)
-            found[key] = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype])
+            tensors[key] = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype])
         return [
             StateTensor(key, split_key(key).fqn, whole, (0,) * whole.dim(), tuple(whole.shape))
-            for key, whole in found.items()
+            for key, whole in tensors.items()
         ]
 
     together(comm, lambda: load_slices(reader, stored_of, made, shared))
-    return found
+    return tensors

@@ -77,8 +77,8 @@ def dense_checkpoints(
     """
 
     def begun() -> tuple[tuple[Manifest, tuple[str, ...]], Iterator[tuple[Manifest, tuple[str, ...]]]]:
-        found = _of_one_listing(reader, check)
-        return next(found), found
+        checkpoints = _of_one_listing(reader, check)
+        return next(checkpoints), checkpoints
 
     newest, older = listed_again(begun)
     yield newest
@@ -92,14 +92,14 @@ def _of_one_listing(
     """As ``dense_checkpoints``, but raises ``StepRemovedError`` as ``usable`` does."""
     windows: list[Manifest] = []
     problems: list[str] = []
-    found = False
-    for manifest in usable(reader, problems, lambda each: each.window or check(each)):
+    has_dense = False
+    for manifest in usable(reader, problems, lambda candidate: candidate.window or check(candidate)):
         if manifest.window:
             windows.append(manifest)
         else:
-            found = True
+            has_dense = True
             yield manifest, tuple(window.directory for window in windows)
-    if found:
+    if has_dense:
         return
     if windows and not problems:
         require_dense(windows[0])

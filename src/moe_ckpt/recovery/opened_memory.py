@@ -89,7 +89,7 @@ class OpenedMemory:
             are experts.
         logged: Its snapshots, if it is a step of a gradient log; the manifest says the step of each anchor then.
         chained: Operators whose anchors gradients bring to its step. The others are as the manifest says.
-        kept: What ranks that lived on sealed of the last step of a gradient log.
+        survivor_slices: What ranks that lived on sealed of the last step of a gradient log.
     """
 
     reader: StoreReader
@@ -99,7 +99,7 @@ class OpenedMemory:
     fresh: Mapping[str, int]
     logged: tuple[LoggedSnapshot, ...] = ()
     chained: frozenset[str] = frozenset()
-    kept: tuple[StoredSlice, ...] = ()
+    survivor_slices: tuple[StoredSlice, ...] = ()
 
     def tokens_from_memory(self, operators: Iterable[str]) -> Counts | None:
         """``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has all."""

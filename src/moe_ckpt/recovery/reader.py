@@ -115,33 +115,33 @@ class StoreReader:
         return Identity.decode(raw, STORE_NAME)
 
     def _inferred_identity(self, damage: DamagedError) -> Identity:
-        found: dict[tuple[str, str], Manifest] = {}
+        manifests: dict[tuple[str, str], Manifest] = {}
         for directory in self.directories():
             try:
                 with reported(f"{directory}/{MANIFEST_NAME}"):
                     manifest = read_commit(self.storage, directory)
             except (DamagedError, StepRemovedError):
                 continue
-            found[manifest.run_id, manifest.model.fingerprint] = manifest
-        if not found:
+            manifests[manifest.run_id, manifest.model.fingerprint] = manifest
+        if not manifests:
             if self.storage.exists(STORE_NAME):
                 raise damage
             raise StoreError(f"{self.storage.root} is no moe_ckpt store: it has no {STORE_NAME}")
-        if len(found) > 1:
-            others = ", ".join(manifest.directory for manifest in found.values())
+        if len(manifests) > 1:
+            others = ", ".join(manifest.directory for manifest in manifests.values())
             raise DamagedError(STORE_NAME, f"{damage.reason}, and these are of different runs: {others}")
         _log.warning("%s/%s: %s; its content is read from the manifests", self.storage.root, STORE_NAME, damage.reason)
         self.identity_damage = damage
-        [((run_id, fingerprint), oldest)] = found.items()
+        [((run_id, fingerprint), oldest)] = manifests.items()
         return Identity(run_id, fingerprint, oldest.created_unix_secs)
 
     def directories(self) -> list[str]:
         """Returns the committed step directories, newest first by (generation, step)."""
         with reported(self.storage.root):
             committed = each_step(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
-        found = [name for name in reversed(committed) if committed[name]]
-        self.storage.note_listed(found)
-        return found
+        names = [name for name in reversed(committed) if committed[name]]
+        self.storage.note_listed(names)
+        return names
 
     def manifest(self, directory: str) -> Manifest:
         """Returns the manifest of a step directory. Raises ``DamagedError`` if it is of another directory or run."""
@@ -176,9 +176,9 @@ class StoreReader:
         self._in_memory = {record.path for record in headers}
         self._is_sound = functools.cache(is_sound)
 
-    def unverified(self, wanted: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
+    def unverified(self, slices: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
         """Yields the slices that are not verified yet; notes the others as verified."""
-        for stored in wanted:
+        for stored in slices:
             if self._is_sound(stored.path):
                 self.note_verified(stored)
             else:
@@ -225,9 +225,9 @@ class StoreReader:
             indexing.prove(manifest, index)
             self._proven = index
 
-    def read_many(self, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
+    def read_many(self, slices: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
         """Yields many slices with their values, in file order."""
-        return read_slices(self.storage, wanted, self.verified)
+        return read_slices(self.storage, slices, self.verified)
 
     def tensor(self, manifest: Manifest, key: str) -> torch.Tensor:
         """Returns a whole tensor, assembled from its slices. Prove the checkpoint first."""
@@ -251,10 +251,10 @@ class StoreReader:
         body = self._state_body(manifest, record)
         prefix = f"side/{rank}/"
         side = [stored for key, stored in self.index(manifest).side.items() if key.startswith(prefix)]
-        known = {each.entry.key: self.at_hand.get((each.entry.name, each.entry.checksum)) for each in side}
-        tensors = {key: values.clone() for key, values in known.items() if values is not None}
-        wanted = [stored for stored in side if stored.entry.key not in tensors]
-        tensors |= {stored.entry.key: values.clone() for stored, values in self.read_many(wanted)}
+        values_of = {tensor.entry.key: self.at_hand.get((tensor.entry.name, tensor.entry.checksum)) for tensor in side}
+        tensors = {key: values.clone() for key, values in values_of.items() if values is not None}
+        missing = [stored for stored in side if stored.entry.key not in tensors]
+        tensors |= {stored.entry.key: values.clone() for stored, values in self.read_many(missing)}
         try:
             state = decode_tree(body["state"], lambda name: tensors[prefix + name])
         except (KeyError, TypeError, ValueError) as error:
@@ -331,7 +331,7 @@ def usable(
         StepRemovedError: One was removed: at once if none was yielded before, for the store has newer ones now; else
             in the end.
     """
-    found, removed = False, None
+    has_usable, removed = False, None
     for directory in reader.directories():
         try:
             manifest = reader.manifest(directory)
@@ -339,14 +339,14 @@ def usable(
                 raise NotFiniteError(directory, manifest.not_finite)
             check(manifest)
         except StepRemovedError as error:
-            if not found:
+            if not has_usable:
                 raise
             removed = removed or error
         except (DamagedError, CoverageError, NotFiniteError) as error:
             _log.warning("checkpoint %s is skipped: %s", directory, error)
             problems.append(f"{directory} ({error})")
         else:
-            found = True
+            has_usable = True
             yield manifest
     if removed is not None:
         raise removed
@@ -368,7 +368,7 @@ def newest_good(reader: StoreReader, *, deep: bool = True) -> Manifest | None:
 
     def newest() -> Manifest | None:
         problems.clear()
-        return next(usable(reader, problems, lambda each: check_checkpoint(reader, each, slices=deep)), None)
+        return next(usable(reader, problems, lambda candidate: check_checkpoint(reader, candidate, slices=deep)), None)
 
     manifest = listed_again(newest)
     if manifest is not None:

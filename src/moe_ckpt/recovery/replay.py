@@ -111,20 +111,20 @@ class Replay:
 
     def _optimizer_tensors(self, step: int) -> dict[str, TensorMeta]:
         """Returns the optimizer state at ``step``: of parameters that are anchored in part or whole."""
-        known = {
+        trained = {
             split_key(key).fqn
             for key, group in self.index.tensors.items()
             if key.startswith(_MODEL) and any(stored.file.step <= step for stored in group)
         }
         optimizer = (key for key in self.index.tensors if not key.startswith(_MODEL))
-        return {key: self.index.meta(key) for key in optimizer if split_key(key).fqn in known}
+        return {key: self.index.meta(key) for key in optimizer if split_key(key).fqn in trained}
 
     def _stored(self, step: int) -> dict[str, list[StoredSlice]]:
         """Returns what the window has of a step, by key: what is anchored there, and compute weights of the rest."""
-        found: dict[str, list[StoredSlice]] = {}
+        slices: dict[str, list[StoredSlice]] = {}
         for key, group in self.index.tensors.items():
             if anchored := [stored for stored in group if stored.file.step == step]:
-                found[key] = anchored
+                slices[key] = anchored
         for key, later in self.index.replay.get(step, {}).items():
-            found[key] = [*found.get(key, ()), *later]
-        return found
+            slices[key] = [*slices.get(key, ()), *later]
+        return slices

@@ -111,13 +111,13 @@ class HeldParameter(NamedTuple):
 
 def held_parameters(parameters: Sequence[StateTensor]) -> dict[str, HeldParameter]:
     """Returns what this rank holds of each parameter, by name."""
-    found: dict[str, HeldParameter] = {}
+    by_name: dict[str, HeldParameter] = {}
     for tensor in parameters:
-        held = found.setdefault(split_key(tensor.key).fqn, HeldParameter(tuple(tensor.global_shape), [], []))
+        held = by_name.setdefault(split_key(tensor.key).fqn, HeldParameter(tuple(tensor.global_shape), [], []))
         held.boxes.append(box_of(tensor))
         if tensor.updated_here:
             held.updated.append(box_of(tensor))
-    return found
+    return by_name
 
 
 def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:

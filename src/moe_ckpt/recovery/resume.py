@@ -171,22 +171,22 @@ class _PassedOver:
         """
         if not self._any or beneath is None:  # alike on every rank
             return []
-        found = {path for raw in comm.everyone(json.dumps(sorted(self.damaged)).encode()) for path in json.loads(raw)}
-        return sorted(found & beneath.paths)
+        paths = {path for raw in comm.everyone(json.dumps(sorted(self.damaged)).encode()) for path in json.loads(raw)}
+        return sorted(paths & beneath.paths)
 
-    def set_aside(self, memory: MemoryCheckpoints, directory: str, found: NotUsableError) -> None:
+    def set_aside(self, memory: MemoryCheckpoints, directory: str, failure: NotUsableError) -> None:
         """One more, which memory has. A collective."""
-        self._note_damage(found.problem, memory.used)
-        diverged = found.kind == DIVERGED
-        memory.set_aside(directory, found.problem, diverged=diverged)
+        self._note_damage(failure.problem, memory.used)
+        diverged = failure.kind == DIVERGED
+        memory.set_aside(directory, failure.problem, diverged=diverged)
         if diverged:
-            self.diverged = self.diverged or (found, directory)
+            self.diverged = self.diverged or (failure, directory)
             if self._rank == 0:
                 announce(_DIVERGED, directory, level=logging.WARNING)
 
-    def note(self, directory: str, found: NotUsableError) -> None:
+    def note(self, directory: str, failure: NotUsableError) -> None:
         """One more."""
-        problem = found.problem
+        problem = failure.problem
         self._note_damage(problem)
         if isinstance(problem, OtherLayoutError):
             self.windows.append(problem)
@@ -200,7 +200,7 @@ class _PassedOver:
         if problem is not None:
             log.warning("rank %d cannot use checkpoint %s: %s", self._rank, directory, problem)
             self.problems.append(f"{directory}: {problem}")
-        if found.kind == UNREAD:
+        if failure.kind == UNREAD:
             self.unread.append(directory)
         if self._rank == 0:
             log.warning("checkpoint %s is skipped; the next older one is tried", directory)
@@ -249,23 +249,27 @@ def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) ->
 
     What memory offers is asked for again each time: slots are set aside meanwhile, and others take their place.
     """
-    left = list(directories)
+    remaining = list(directories)
     while True:
         offered = [] if memory is None else memory.offered()
-        best = first_choice((*offered, *left), age_of)
+        best = first_choice((*offered, *remaining), age_of)
         if best is None:
             return
         if memory is not None and best in offered:
             yield best, partial(memory.ask, best)
         else:
-            left.remove(best)
+            remaining.remove(best)
             yield best, None
 
 
 def _has_whole(memory: MemoryCheckpoints, directory: str) -> bool:
     """Whether memory has all of a checkpoint. Newer ones, of which it has a part, were still being made then."""
-    known = checkpoints_of(memory.shares)
-    return any(each.is_complete for each in known if step_dir(each.step, each.generation) == directory)
+    checkpoints = checkpoints_of(memory.shares)
+    return any(
+        checkpoint.is_complete
+        for checkpoint in checkpoints
+        if step_dir(checkpoint.step, checkpoint.generation) == directory
+    )
 
 
 def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]) -> Restored:
@@ -287,7 +291,7 @@ def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]
 
 def _say_passed_over(window: Manifest, reason: str, taken: Manifest) -> None:
     """Says what the fallback from a window of another layout costs."""
-    routed = [int(np.asarray(each.tokens["applied"], dtype=np.int64).sum()) for each in (window, taken)]
+    routed = [int(np.asarray(manifest.tokens["applied"], dtype=np.int64).sum()) for manifest in (window, taken)]
     announce(
         "checkpoint %s is a sparse window %s. The dense checkpoint %s is used instead: %d steps, in which %d tokens "
         "were routed, are computed again. The window stays until newer checkpoints replace it; to resume from it, stop "

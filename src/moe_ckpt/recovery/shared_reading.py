@@ -79,32 +79,34 @@ def divide(
         return None
     try:
         mine = frozenset(needed())
-        flags = np.fromiter((each in mine and each.nbytes > 0 for each in slices), dtype=np.bool_, count=len(slices))
-        payload = _told(slices, flags)
+        flags = np.fromiter(
+            (stored in mine and stored.nbytes > 0 for stored in slices), dtype=np.bool_, count=len(slices)
+        )
+        payload = _needs_payload(slices, flags)
     except Exception as error:  # the read that needs it raises on all ranks
         log.warning("rank %d cannot tell what it needs of storage: %s", comm.rank, error)
         payload = b""
-    told = comm.everyone(payload)
-    if not all(told) or len({each[:8] for each in told}) > 1 or not slices:
+    payloads = comm.everyone(payload)
+    if not all(payloads) or len({raw[:8] for raw in payloads}) > 1 or not slices:
         return None
-    rows: dict[bytes, Flags] = {each[24:]: _flags(each[24:], len(slices)) for each in told}
-    needs = [rows[each[24:]] for each in told]
+    rows: dict[bytes, Flags] = {raw[24:]: _flags(raw[24:], len(slices)) for raw in payloads}
+    needs = [rows[raw[24:]] for raw in payloads]
     if not anything_shared(needs):
         return None
-    nodes = [each[8:24].hex() for each in told]
+    nodes = [raw[8:24].hex() for raw in payloads]
     groups = []
     for ranks, numbers in groups_of(comm.rank, needs):
         chosen = [slices[number] for number in numbers]
-        readers = readers_of([each.nbytes for each in chosen], ranks, RUN_NBYTES)
+        readers = readers_of([stored.nbytes for stored in chosen], ranks, RUN_NBYTES)
         groups.append(_Group(dict(zip(chosen, readers, strict=True)), Paths(ranks, nodes)))
     return SharedReading(comm, groups, agrees=agrees)
 
 
-def _told(slices: Sequence[StoredSlice], flags: Flags) -> bytes:
+def _needs_payload(slices: Sequence[StoredSlice], flags: Flags) -> bytes:
     """8 bytes that differ if ranks have other lists of slices, 16 of the machine, and what is needed."""
     listed = xxhash.xxh3_64()
-    for each in slices:
-        listed.update(f"{each.path} {each.offset} {each.entry.checksum}\n".encode())
+    for stored in slices:
+        listed.update(f"{stored.path} {stored.offset} {stored.entry.checksum}\n".encode())
     machine = xxhash.xxh3_128_digest(this_machine().encode())
     return listed.digest() + machine + zlib.compress(np.packbits(flags).tobytes(), 1)
 
@@ -133,7 +135,7 @@ class _Group:
     def rounds(self, chosen: Collection[StoredSlice]) -> list[_Round]:
         """What is handed over of the chosen slices, round by round."""
         slices = [stored for stored in self.readers if stored in chosen]
-        sizes, readers = [each.nbytes for each in slices], [self.readers[each] for each in slices]
+        sizes, readers = [tensor.nbytes for tensor in slices], [self.readers[tensor] for tensor in slices]
         return [
             _Round(self.paths, [(chunk, slices[chunk.first : chunk.end]) for chunk in chunks])
             for chunks in rounds_of(sizes, readers, RUN_NBYTES)
@@ -198,7 +200,7 @@ class SharedReading:
         handing = _Handing(self._comm, reader)
         handing.attempt(lambda: handing.targets.update(targets_of(stored_of, tensors())))
         chosen = frozenset(stored for group in stored_of.values() for stored in group)
-        rounds = [each for group in self._groups for each in group.rounds(chosen)]
+        rounds = [reading_round for group in self._groups for reading_round in group.rounds(chosen)]
         self._reserve(handing, rounds)
         handing.hand_over(rounds)
         if handing.problem is not None:
@@ -282,7 +284,7 @@ class _Handing:
         """
         ends = [0, *accumulate(_Part.nbytes(slices) for _, slices in coming.chunks)]
         memory = self._spare.popleft()
-        parts = [_Part(*each, memory, *span) for each, span in zip(coming.chunks, pairwise(ends), strict=True)]
+        parts = [_Part(*chunk, memory, *span) for chunk, span in zip(coming.chunks, pairwise(ends), strict=True)]
         mine = [part for part in parts if part.chunk.reader == self._comm.rank]
         if pool is not None and mine:
             try:
@@ -316,7 +318,7 @@ class _Handing:
         """Every part goes from its reader to the other ranks."""
         me = self._comm.rank
         for by_readers in (True,) if paths.is_one_node else (True, False):
-            given: dict[int, list[torch.Tensor]] = {}
+            outgoing: dict[int, list[torch.Tensor]] = {}
             expected: dict[int, list[torch.Tensor]] = {}
             for chunk, data in ((part.chunk, part.data) for part in parts):
                 if chunk.reader == me:
@@ -327,8 +329,8 @@ class _Handing:
                     if (source == chunk.reader) == by_readers:
                         expected.setdefault(source, []).append(data)
                 for target in targets:
-                    given.setdefault(target, []).append(data)
-            self._comm.swap(given, expected)
+                    outgoing.setdefault(target, []).append(data)
+            self._comm.swap(outgoing, expected)
 
     def _take(self, part: _Part) -> None:
         """Write the slices that arrived undamaged. The rest is read from storage."""

@@ -23,7 +23,7 @@ memory for it from the one before, which the kernel need not clear again."""
 
 
 def read_slices(
-    storage: Storage, wanted: Iterable[StoredSlice], verified: Collection[StoredSlice] = frozenset()
+    storage: Storage, slices: Iterable[StoredSlice], verified: Collection[StoredSlice] = frozenset()
 ) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
     """Yields each slice with its verified values, in file order, duplicates once.
 
@@ -31,14 +31,14 @@ def read_slices(
 
     Args:
         storage: Of the store.
-        wanted: What to read.
+        slices: What to read.
         verified: What need not be compared once more.
 
     Raises:
         DamagedError: At the first slice whose bytes are missing or differ from what was written.
         StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
     """
-    for run in _runs(wanted, RUN_NBYTES):
+    for run in _runs(slices, RUN_NBYTES):
         first = run[0]
         raw = _read(storage, first, first.offset, sum(stored.nbytes for stored in run))
         for stored in run:
@@ -51,14 +51,14 @@ def read_slices(
             yield stored, _as_tensor(stored, raw, begin)
 
 
-def find_damage(storage: Storage, wanted: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, BadSlice | None]]:
+def find_damage(storage: Storage, slices: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, BadSlice | None]]:
     """Yields each slice with its error, or None for a good one, in bounded memory.
 
     Raises:
         StoreForbiddenError: This user may not read a file.
         StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
     """
-    for run in _runs(wanted, _CHECKED_NBYTES):
+    for run in _runs(slices, _CHECKED_NBYTES):
         alone = len(run) == 1 or not _are_sound(storage, run)  # whose error says which, and why
         for stored in run:
             try:
@@ -101,9 +101,9 @@ def _check(storage: Storage, stored: StoredSlice) -> None:
     _compare(stored, hasher.hexdigest())
 
 
-def _compare(stored: StoredSlice, found: str) -> None:
-    if found != stored.entry.checksum:
-        raise stored.damaged(f"checksum mismatch: {found}, written was {stored.entry.checksum}")
+def _compare(stored: StoredSlice, actual: str) -> None:
+    if actual != stored.entry.checksum:
+        raise stored.damaged(f"checksum mismatch: {actual}, written was {stored.entry.checksum}")
 
 
 def _read(storage: Storage, stored: StoredSlice, offset: int, nbytes: int) -> bytearray | memoryview:
@@ -143,15 +143,15 @@ def _cause(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
 
 
-def _place(stored: StoredSlice) -> tuple[str, int, int]:
+def _position(stored: StoredSlice) -> tuple[str, int, int]:
     return stored.path, stored.offset, stored.nbytes
 
 
-def _runs(wanted: Iterable[StoredSlice], most_nbytes: int) -> Iterator[list[StoredSlice]]:
+def _runs(slices: Iterable[StoredSlice], most_nbytes: int) -> Iterator[list[StoredSlice]]:
     """Yields slices that follow each other in one file, in file order, as lists of so many bytes or one slice."""
     run: list[StoredSlice] = []
     nbytes = 0
-    for stored in sorted(set(wanted), key=_place):
+    for stored in sorted(set(slices), key=_position):
         joins = run and run[-1].path == stored.path and run[-1].offset + run[-1].nbytes == stored.offset
         if run and not (joins and nbytes + stored.nbytes <= most_nbytes):
             yield run
@@ -172,8 +172,8 @@ def _as_tensor(stored: StoredSlice, raw: bytearray | memoryview, begin: int) -> 
     return flat.view(dtype).reshape(entry.shape)
 
 
-def block(tensor: torch.Tensor, offsets: tuple[int, ...], wanted: Box) -> torch.Tensor:
-    """Returns the view of ``tensor``, which lies at ``offsets`` of a whole, that is block ``wanted`` of the whole."""
-    for dim, (start, length, offset) in enumerate(zip(wanted.offsets, wanted.shape, offsets, strict=True)):
+def block(tensor: torch.Tensor, offsets: tuple[int, ...], box: Box) -> torch.Tensor:
+    """Returns the view of ``tensor``, which lies at ``offsets`` of a whole, that is block ``box`` of the whole."""
+    for dim, (start, length, offset) in enumerate(zip(box.offsets, box.shape, offsets, strict=True)):
         tensor = tensor.narrow(dim, start - offset, length)
     return tensor

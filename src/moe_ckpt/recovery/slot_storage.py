@@ -39,14 +39,14 @@ class SlotFile:
 
     Attributes:
         share: The slot.
-        place: Of the part in the slot, or ``STATE``.
+        part: Number of the part in the slot, or ``STATE``.
         header: The file's first bytes, which every rank has.
         begin: Byte of the slot at which the rest begins.
         nbytes: Of the rest.
     """
 
     share: Share
-    place: int
+    part: int
     header: bytes
     begin: int
     nbytes: int
@@ -64,22 +64,22 @@ _Places = Mapping[tuple[int, int, int], Sequence[_Fetched]]
 """(holder, slot, part) -> where the bytes of it go that this rank wants, in order."""
 
 
-def _place_of(places: _Places, wanted: Wanted) -> torch.Tensor:
+def _place_of(places: _Places, run: Wanted) -> torch.Tensor:
     """Where bytes go that this rank wants."""
-    among = places[wanted[:3]]
-    each = among[bisect_right(among, wanted.begin, key=lambda fetched: fetched.begin) - 1]
-    return each.data[wanted.begin - each.begin : wanted.end - each.begin]
+    among = places[run[:3]]
+    target = among[bisect_right(among, run.begin, key=lambda fetched: fetched.begin) - 1]
+    return target.data[run.begin - target.begin : run.end - target.begin]
 
 
 _Exchange = defaultdict[int, list[torch.Tensor]]
 """Rank -> tensors, for ``Communicator.swap``."""
 
 
-def packed_paths(own: Sequence[FoundSlot]) -> list[Any]:
+def packed_paths(slots: Sequence[FoundSlot]) -> list[Any]:
     """Where slots lie, for ``SlotPaths``; names of directories once."""
-    directories = list(dict.fromkeys(str(found.slot.path.parent) for found in own))
+    directories = list(dict.fromkeys(str(slot.slot.path.parent) for slot in slots))
     at = {directory: number for number, directory in enumerate(directories)}
-    return [directories, [[at[str(found.slot.path.parent)], found.slot.path.name] for found in own]]
+    return [directories, [[at[str(slot.slot.path.parent)], slot.slot.path.name] for slot in slots]]
 
 
 class SlotPaths:
@@ -106,7 +106,7 @@ class SlotStorage:
         storage: Of the store.
         comm: The ranks.
         node: This rank's.
-        own: This rank's slots that ``files`` need, by their number. No others: whoever knows a slot holds its memory.
+        slots: This rank's that ``files`` need, by their number. No others: whoever knows a slot holds its memory.
         paths: Share -> where its slot lies; only those of this node are opened.
         files: Path -> what is read instead of the store's file.
         checker: Has verified some of this rank's slots, if any.
@@ -115,7 +115,7 @@ class SlotStorage:
     storage: Storage
     comm: Communicator
     node: str
-    own: Mapping[int, FoundSlot]
+    slots: Mapping[int, FoundSlot]
     paths: SlotPaths
     files: Mapping[str, SlotFile]
     checker: SlotChecker | None = None
@@ -132,31 +132,31 @@ class SlotStorage:
     def is_sound(self, path: str) -> bool:
         """Whether every slice of a file has been verified ahead of time."""
         file = self.files.get(path)
-        if self.checker is None or file is None or file.share.holder != self.comm.rank or file.place == STATE:
+        if self.checker is None or file is None or file.share.holder != self.comm.rank or file.part == STATE:
             return False
-        found = self.own[file.share.number]
-        return found.header.parts[file.place].raw == file.header and self.checker.is_sound(found)
+        slot = self.slots[file.share.number]
+        return slot.header.parts[file.part].raw == file.header and self.checker.is_sound(slot)
 
     def check_only(self, paths: Iterable[str]) -> None:
         """Of this rank's slots none but those of these files need be verified ahead of time: it reads no other."""
         files = [self.files[path] for path in paths]
         if self.checker is not None:
             mine = {file.share.number for file in files if file.share.holder == self.comm.rank}
-            self.checker.only({self.own[number] for number in mine})
+            self.checker.only({self.slots[number] for number in mine})
 
-    def needs_others(self, wanted: Iterable[Span]) -> bool:
+    def needs_others(self, spans: Iterable[Span]) -> bool:
         """Whether something of it lies on other nodes only, so that all ranks must ``fetch``."""
-        return any(True for _ in self._far(wanted))
+        return any(True for _ in self._far(spans))
 
-    def needs_storage(self, wanted: Iterable[Span]) -> bool:
+    def needs_storage(self, spans: Iterable[Span]) -> bool:
         """Whether something of it lies on storage only."""
-        return any(path not in self.files for path, _, _ in wanted)
+        return any(path not in self.files for path, _, _ in spans)
 
-    def fetch(self, wanted: Iterable[Span]) -> int:
+    def fetch(self, spans: Iterable[Span]) -> int:
         """Receive what lies on other nodes: once for each node, whose ranks then share it. A collective.
 
         Args:
-            wanted: What this rank is going to read.
+            spans: What this rank is going to read.
 
         Returns:
             How many bytes this rank received from other nodes.
@@ -168,23 +168,23 @@ class SlotStorage:
         asked: list[tuple[Wanted, str, _Fetched]] = []
         problem: Exception | None = None
         try:
-            for path, begin, end in _joined(self._far(wanted)):
-                share, place = self.files[path].share, self.files[path].place
+            for path, begin, end in _joined(self._far(spans)):
+                share, part = self.files[path].share, self.files[path].part
                 fetched = _Fetched(begin, torch.empty(end - begin, dtype=torch.uint8))
-                asked.append((Wanted(share.holder, share.number, place, begin, end), path, fetched))
+                asked.append((Wanted(share.holder, share.number, part, begin, end), path, fetched))
         except Exception as error:  # raised once the other ranks, which wait for this one, know
             problem = error
-        mine = None if problem else [each for each, _, _ in asked]
+        mine = None if problem else [run for run, _, _ in asked]
         requests = [json.loads(raw) for raw in self.comm.everyone(json.dumps([self.node, mine]).encode())]
-        for rank, (_, those) in enumerate(requests):
-            if those is None:
+        for rank, (_, runs) in enumerate(requests):
+            if runs is None:
                 raise NotUsableError(STOPS, rank, problem)
         places: dict[tuple[int, int, int], list[_Fetched]] = {}
-        for each, path, fetched in asked:
+        for run, path, fetched in asked:
             self._fetched.setdefault(path, []).append(fetched)
-            places.setdefault(each[:3], []).append(fetched)
+            places.setdefault(run[:3], []).append(fetched)
         nodes = [node for node, _ in requests]
-        wanted_by = {rank: [Wanted(*each) for each in those] for rank, (_, those) in enumerate(requests)}
+        wanted_by = {rank: [Wanted(*run) for run in runs] for rank, (_, runs) in enumerate(requests)}
         portions = share_out(nodes, wanted_by)
         received = self._from_other_nodes(portions, places)
         if any(portion.others for portion in portions):  # alike on every rank
@@ -193,31 +193,31 @@ class SlotStorage:
 
     def _from_other_nodes(self, portions: Sequence[Portion], places: _Places) -> int:
         """Receive what this rank fetches, and send what it holds. Returns the bytes received."""
-        given, expected = _Exchange(list), _Exchange(list)
+        outgoing, expected = _Exchange(list), _Exchange(list)
         for portion in portions:
-            wanted = portion.wanted
-            if wanted.holder == self.comm.rank:
-                data = _part_of(self.own[wanted.number], wanted.place)[wanted.begin : wanted.end]
-                given[portion.fetcher].append(data)
+            run = portion.wanted
+            if run.holder == self.comm.rank:
+                data = _part_of(self.slots[run.number], run.place)[run.begin : run.end]
+                outgoing[portion.fetcher].append(data)
             if portion.fetcher == self.comm.rank:
-                expected[wanted.holder].append(_place_of(places, wanted))
-        self.comm.swap(given, expected)
+                expected[run.holder].append(_place_of(places, run))
+        self.comm.swap(outgoing, expected)
         return sum(data.numel() for group in expected.values() for data in group)
 
     def _on_this_node(self, portions: Sequence[Portion], places: _Places) -> None:
         """Send the node's other ranks what this one fetched, and receive what they did."""
-        given, expected = _Exchange(list), _Exchange(list)
+        outgoing, expected = _Exchange(list), _Exchange(list)
         for portion in portions:
             if portion.fetcher == self.comm.rank:
                 for other in portion.others:
-                    given[other].append(_place_of(places, portion.wanted))
+                    outgoing[other].append(_place_of(places, portion.wanted))
             elif self.comm.rank in portion.others:
                 expected[portion.fetcher].append(_place_of(places, portion.wanted))
-        self.comm.swap(given, expected)
+        self.comm.swap(outgoing, expected)
 
-    def _far(self, wanted: Iterable[Span]) -> Iterable[Span]:
-        """What of ``wanted`` lies on other nodes, counted from the end of each file's header."""
-        for path, begin, end in wanted:
+    def _far(self, spans: Iterable[Span]) -> Iterable[Span]:
+        """What of ``spans`` lies on other nodes, counted from the end of each file's header."""
+        for path, begin, end in spans:
             file = self.files.get(path)
             if file is not None and file.nbytes and file.share.node != self.node:
                 skipped = len(file.header)
@@ -227,7 +227,7 @@ class SlotStorage:
         """Bytes of a file, counted from the end of its header."""
         file = self.files[path]
         if file.share.node == self.node:
-            return _part_of(self._open(file.share), file.place)[begin:end].numpy().data
+            return _part_of(self._open(file.share), file.part)[begin:end].numpy().data
         for run in self._fetched.get(path, ()):
             if run.begin <= begin and end <= run.begin + run.data.numel():
                 return run.data[begin - run.begin : end - run.begin].numpy().data
@@ -235,13 +235,13 @@ class SlotStorage:
 
     def _open(self, share: Share) -> FoundSlot:
         if share not in self._opened and share.holder == self.comm.rank:
-            self._opened[share] = self.own[share.number]
+            self._opened[share] = self.slots[share.number]
         if share not in self._opened:
-            found = FoundSlot(*Slot.open(Path(self.paths[share])))
-            header = found.header
+            opened = FoundSlot(*Slot.open(Path(self.paths[share])))
+            header = opened.header
             if (header.life, header.sequence, header.rank) != (share.life, share.sequence, share.writer):
                 raise DamagedError(self.paths[share], "now holds another snapshot", step=share.step)
-            self._opened[share] = found
+            self._opened[share] = opened
         return self._opened[share]
 
     # --- Storage ---
@@ -277,12 +277,12 @@ class SlotStorage:
         return self.storage.list(path)
 
 
-def _part_of(found: FoundSlot, place: int) -> torch.Tensor:
+def _part_of(slot: FoundSlot, number: int) -> torch.Tensor:
     """The bytes of one part of a slot, to its end."""
-    header = found.header
-    if place == STATE:
+    header = slot.header
+    if number == STATE:
         return torch.frombuffer(bytearray(header.state), dtype=torch.uint8)
-    return found.slot.memory[header.parts[place].begin :]
+    return slot.slot.memory[header.parts[number].begin :]
 
 
 def _joined(spans: Iterable[Span]) -> Iterable[Span]:

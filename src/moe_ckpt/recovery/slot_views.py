@@ -49,14 +49,14 @@ class Described:
     Attributes:
         state: (bytes, digest) of its state file.
         parts: (kind, first byte, header of its shard).
-        own: As of ``StepFacts``.
-        beside: Place of a slot of gradients; None of a share.
+        rank_tokens: ``StepFacts.own``.
+        gradient_slot: Place of a slot of gradients; None of a share.
     """
 
     state: tuple[int, str]
     parts: tuple[tuple[str, int, bytes], ...]
-    own: Counts | None = None
-    beside: int | None = None
+    rank_tokens: Counts | None = None
+    gradient_slot: int | None = None
 
 
 UnpackedHeader = tuple[int, int, bool, Described, Mapping[str, Any] | None]
@@ -93,8 +93,8 @@ class SnapshotFacts:
             facts: Of the snapshot, if this slot tells them.
             alone: It is plain state by itself.
         """
-        if described.beside is not None:
-            self.gradients[writer, described.beside] = described
+        if described.gradient_slot is not None:
+            self.gradients[writer, described.gradient_slot] = described
             return
         (self.states if alone else self.writers)[writer] = described
         if facts is not None:
@@ -115,8 +115,8 @@ class SnapshotFacts:
         facts = self.require_facts(step)
         for counts in (facts.applied, facts.lost):
             if counts is not None and counts.shape != shape and (counts.size or 0 not in shape):
-                said = f"its token counts have the shape {counts.shape}, and the model's experts {shape}"
-                raise DamagedError(f"memory slots of step {step}", said, step=step)
+                reason = f"its token counts have the shape {counts.shape}, and the model's experts {shape}"
+                raise DamagedError(f"memory slots of step {step}", reason, step=step)
 
     def settle(self, recounted: Collection[int] = ()) -> None:
         """All have told: tokens of a step on which they had not agreed when one of them died are summed now.
@@ -127,22 +127,22 @@ class SnapshotFacts:
         if self.facts is None or self.facts.own is None:
             return
         every = (*self.writers.items(), *self.states.items())
-        counts = (each.own for writer, each in every if writer not in recounted)
-        told = [own for own in counts if own is not None]
-        if any(own.shape != self.facts.applied.shape for own in told):  # nobody knows what they are
+        counts = (described.rank_tokens for writer, described in every if writer not in recounted)
+        counted = [tokens for tokens in counts if tokens is not None]
+        if any(tokens.shape != self.facts.applied.shape for tokens in counted):  # nobody knows what they are
             self.facts = None
             return
-        self.facts = replace(self.facts, applied=sum(told, start=self.facts.applied), own=None)
+        self.facts = replace(self.facts, applied=sum(counted, start=self.facts.applied), own=None)
 
 
-def packed_header(place: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
+def packed_header(position: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
     """For ``unpacked_headers``, one after the other.
 
     Args:
         tells: What all writers have alike is in this one.
     """
     fields = [
-        place,
+        position,
         writer,
         header.only == STATE,
         [len(header.state), digest(header.state)],
@@ -173,13 +173,13 @@ def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
     while at < len(raw):
         [nbytes] = struct.unpack_from("<Q", raw, at)
         at += 8 + nbytes
-        place, writer, alone, state, sizes, facts, own, beside = json.loads(raw[at - nbytes : at])
+        position, writer, alone, state, sizes, facts, tokens, gradient_slot = json.loads(raw[at - nbytes : at])
         parts = []
         for kind, begin, size in sizes:
             parts.append((kind, begin, raw[at : at + size]))
             at += size
-        counted = None if own is None else np.asarray(own, dtype=np.int64)
-        yield place, writer, alone, Described(tuple(state), tuple(parts), counted, beside), facts
+        counted = None if tokens is None else np.asarray(tokens, dtype=np.int64)
+        yield position, writer, alone, Described(tuple(state), tuple(parts), counted, gradient_slot), facts
 
 
 class ExchangedHeaders:
@@ -192,38 +192,38 @@ class ExchangedHeaders:
         """What a rank told of its own slots, by their numbers."""
         self._headers |= {(holder, number): (described, facts) for number, _, _, described, facts in headers}
 
-    def tells(self, snapshot: Snapshot, beside: Beside) -> bool:
+    def tells(self, snapshot: Snapshot, gradients: Beside) -> bool:
         """Whether nothing else is needed of a snapshot, with slots of gradients beside it."""
-        found = {writer: self._of(shares) for writer, shares in snapshot.items()}
-        teller = found[teller_of(snapshot)]
-        if None in found.values() or teller is None or teller[1] is None:
+        headers = {writer: self._of(shares) for writer, shares in snapshot.items()}
+        teller = headers[teller_of(snapshot)]
+        if None in headers.values() or teller is None or teller[1] is None:
             return False
-        return all(self._of(shares) is not None for shares in beside.values() if shares)
+        return all(self._of(shares) is not None for shares in gradients.values() if shares)
 
-    def facts_of(self, snapshot: Snapshot, beside: Beside, recounted: Collection[int] = ()) -> SnapshotFacts:
+    def facts_of(self, snapshot: Snapshot, gradients: Beside, recounted: Collection[int] = ()) -> SnapshotFacts:
         """Returns the facts of a snapshot whose headers were all exchanged.
 
         Args:
             recounted: As of ``SnapshotFacts.settle``.
         """
-        found, teller = SnapshotFacts(), teller_of(snapshot)
+        snapshot_facts, teller = SnapshotFacts(), teller_of(snapshot)
         for writer, shares in snapshot.items():
             header = self._of(shares)
             if header is not None:
                 described, facts = header
-                found.add(writer, described, facts if writer == teller else None)
-        for (writer, _), shares in beside.items():
+                snapshot_facts.add(writer, described, facts if writer == teller else None)
+        for (writer, _), shares in gradients.items():
             header = self._of(shares) if shares else None
             if header is not None:
-                found.add(writer, header[0], None)
-        found.settle(recounted)
-        return found
+                snapshot_facts.add(writer, header[0], None)
+        snapshot_facts.settle(recounted)
+        return snapshot_facts
 
     def _of(self, shares: Sequence[Share]) -> tuple[Described, Mapping[str, Any] | None] | None:
         """What was told of a writer's slot by anybody who has all of it; copies have the source's own header."""
         sent = fullest(shares).sent
         places = ((share.holder, share.number) for share in shares if share.sent == sent)
-        return next((self._headers[place] for place in places if place in self._headers), None)
+        return next((self._headers[key] for key in places if key in self._headers), None)
 
 
 class SlotFiles:
@@ -263,13 +263,13 @@ class SlotFiles:
             path = state_path(self.directory, writer)
             self.states.append(StateRecord(path, *described.state, writer))
             self.files[path] = SlotFile(share, STATE_FILE, b"", 0, described.state[0])
-        for place, (kind, begin, raw) in enumerate(described.parts):
-            of_slot = "" if described.beside is None else f"_{described.beside}"
+        for number, (kind, begin, raw) in enumerate(described.parts):
+            of_slot = "" if described.gradient_slot is None else f"_{described.gradient_slot}"
             path = shard_path(self.directory, writer, f"{kind}{of_slot}")
-            is_here = place < len(here) and here[place].raw == raw
-            header = here[place].header(path) if is_here else decode_header(raw, path)
+            is_here = number < len(here) and here[number].raw == raw
+            header = here[number].header(path) if is_here else decode_header(raw, path)
             record = FileRecord(path, len(raw) + header.data_nbytes, len(raw), digest(raw), self.step, writer)
-            self.files[path] = SlotFile(full if kind == HOST_ONLY else share, place, raw, begin, header.data_nbytes)
+            self.files[path] = SlotFile(full if kind == HOST_ONLY else share, number, raw, begin, header.data_nbytes)
             self.records.setdefault(kind, []).append(record)
             self.headers[record] = header
 
@@ -282,11 +282,11 @@ class SlotFiles:
     @property
     def in_full(self) -> tuple[StoredSlice, ...]:
         """What the slots hold of operators, but for consumed gradients."""
-        found = (record for kind, records in self.records.items() if kind != GRADIENTS for record in records)
-        return tuple(StoredSlice(e, record) for record in found for e in self.headers[record].slices if e.operator)
+        written = (record for kind, records in self.records.items() if kind != GRADIENTS for record in records)
+        return tuple(StoredSlice(e, record) for record in written for e in self.headers[record].slices if e.operator)
 
     @property
-    def kept(self) -> frozenset[str]:
+    def host_only(self) -> frozenset[str]:
         """Operators of which the slots hold something that this snapshot does not bring to storage."""
         return self.of_kind(HOST_ONLY)
 
@@ -309,10 +309,10 @@ class SlotFiles:
 
     def known_to(self, stored: Manifest) -> dict[str, SlotFile]:
         """The files that are byte for byte those of a checkpoint on storage, and those that never go there."""
-        known = {record.path for record in self.headers.keys() & set(stored.files)}
-        known |= {record.path for record in set(self.states).intersection(stored.states)}
-        known |= {record.path for record in self.records.get(HOST_ONLY, ())}
-        return {path: file for path, file in self.files.items() if path in known}
+        unchanged = {record.path for record in self.headers.keys() & set(stored.files)}
+        unchanged |= {record.path for record in set(self.states).intersection(stored.states)}
+        unchanged |= {record.path for record in self.records.get(HOST_ONLY, ())}
+        return {path: file for path, file in self.files.items() if path in unchanged}
 
 
 class Layer(NamedTuple):
@@ -323,7 +323,7 @@ class Layer(NamedTuple):
     facts: SnapshotFacts
 
 
-class View:
+class LaidSnapshots:
     """The newest version of every operator, as snapshots are laid over one another.
 
     Attributes:
@@ -343,7 +343,12 @@ class View:
         return frozenset(op for op, record in self.operators.items() if record.step < step)
 
     def lay(
-        self, part: SlotFiles, facts: SnapshotFacts, *, stored: Iterable[str] | None = None, kept: Iterable[str] = ()
+        self,
+        part: SlotFiles,
+        facts: SnapshotFacts,
+        *,
+        stored: Iterable[str] | None = None,
+        host_only: Iterable[str] = (),
     ) -> None:
         """Put a part on top.
 
@@ -351,7 +356,7 @@ class View:
             part: Of one snapshot.
             facts: Of the same.
             stored: Operators that the part has in full and that go to storage; None to leave them all out.
-            kept: Operators that the part has in full and that stay in host memory.
+            host_only: Operators that the part has in full and that stay in host memory.
         """
         numbers: dict[str, tuple[int, ...]] = {}
         for kind, records in part.records.items():
@@ -359,11 +364,11 @@ class View:
                 numbers[kind] = tuple(range(len(self.files), len(self.files) + len(records)))
                 self.files += records
                 self.slots |= {record.path: part.files[record.path] for record in records}
-        found = {op: OperatorRecord(part.step, numbers.get(kind_of(op), ())) for op in stored or ()}
-        found |= {op: OperatorRecord(part.step, numbers[HOST_ONLY]) for op in kept}
-        self.operators |= found
-        applied = facts.require_facts(part.step).applied.tolist() if found else []
-        for op in found:
+        laid = {op: OperatorRecord(part.step, numbers.get(kind_of(op), ())) for op in stored or ()}
+        laid |= {op: OperatorRecord(part.step, numbers[HOST_ONLY]) for op in host_only}
+        self.operators |= laid
+        applied = facts.require_facts(part.step).applied.tolist() if laid else []
+        for op in laid:
             layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
             self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
 
@@ -371,11 +376,11 @@ class View:
         """Returns the operators whose anchors are brought to one step, by gradients or by a replay, and so become as of
         that one."""
         full = () if isinstance(facts.operators, Fragment) else facts.operators
-        found, applied = frozenset(facts.gradients or self.operators.keys() - set(full)), facts.applied.tolist()
-        for op in self.operators if not facts.gradients else found:
+        brought, applied = frozenset(facts.gradients or self.operators.keys() - set(full)), facts.applied.tolist()
+        for op in self.operators if not facts.gradients else brought:
             layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
             self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
-        return found
+        return brought
 
     def slots_of(self, manifest: Manifest) -> dict[str, SlotFile]:
         """Those of ``slots`` that a manifest names."""
@@ -384,20 +389,23 @@ class View:
         return {path: file for path, file in self.slots.items() if path in named}
 
 
-def told_of(own: Sequence[FoundSlot]) -> list[list[Any]]:
+def facts_of_slots(slots: Sequence[FoundSlot]) -> list[list[Any]]:
     """What a rank tells the others of its slots, for ``share_of``: of slots of gradients, whose they are beside.
 
     Args:
-        own: All that it has.
+        slots: All that it has.
     """
-    beside: dict[tuple[str, int, int], dict[int, int]] = {}
-    for number, found in enumerate(own):
-        if found.header.only == GRADIENTS_ALONE:
-            beside.setdefault(_key(found.header), {})[found.header.place] = number
+    gradient_slots: dict[tuple[str, int, int], dict[int, int]] = {}
+    for number, slot in enumerate(slots):
+        if slot.header.only == GRADIENTS_ALONE:
+            gradient_slots.setdefault(_key(slot.header), {})[slot.header.place] = number
     return [
-        [*_fields_of(found, number), [beside.get(_key(found.header), {}).get(at, -1) for at in found.header.beside]]
-        for number, found in enumerate(own)
-        if found.header.only != GRADIENTS_ALONE
+        [
+            *_fields_of(slot, number),
+            [gradient_slots.get(_key(slot.header), {}).get(at, -1) for at in slot.header.beside],
+        ]
+        for number, slot in enumerate(slots)
+        if slot.header.only != GRADIENTS_ALONE
     ]
 
 
@@ -405,11 +413,11 @@ def _key(header: SlotHeader) -> tuple[str, int, int]:
     return header.life, header.sequence, header.rank
 
 
-def _fields_of(found: FoundSlot, number: int) -> list[Any]:
+def _fields_of(slot: FoundSlot, number: int) -> list[Any]:
     """number: among the holder's."""
-    header = found.header
+    header = slot.header
     window = header.facts.window
-    place = None if window is None else [window.start, window.size, window.slot]
+    position = None if window is None else [window.start, window.size, window.slot]
     return [
         number,
         header.life,
@@ -418,9 +426,9 @@ def _fields_of(found: FoundSlot, number: int) -> list[Any]:
         header.step,
         header.rank,
         header.world_size,
-        place,
+        position,
         header.facts.base,
-        found.slot.starts,
+        slot.slot.starts,
         header.freshness,
         header.sent,
         header.facts.since,
@@ -432,16 +440,16 @@ def _fields_of(found: FoundSlot, number: int) -> list[Any]:
 
 
 def share_of(holder: int, node: str, fields: Sequence[Any]) -> Share:
-    """What ``told_of`` gave on another rank.
+    """What ``facts_of_slots`` gave on another rank.
 
     Args:
         holder: That rank.
         node: Its node.
     """
-    number, life, generation, sequence, step, writer, writers, in_window, *rest, groups, beside, held = fields
+    number, life, generation, sequence, step, writer, writers, in_window, *rest, groups, gradient_slots, held = fields
     window = None if in_window is None else (in_window[0], in_window[1], in_window[2])
     of = number, life, generation, sequence, step, writer, writers, window, *rest
     share = Share(holder, node, *of)
     if not groups:
         return share
-    return replace(share, groups=tuple(map(tuple, groups)), beside=tuple(beside), held=tuple(held))
+    return replace(share, groups=tuple(map(tuple, groups)), beside=tuple(gradient_slots), held=tuple(held))

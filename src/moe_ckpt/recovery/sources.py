@@ -86,7 +86,9 @@ class StorageSource:
             is_stored: Whether the file at a path lies on storage; the same on every rank.
         """
         kinds = self._kinds(operators)
-        slices = in_order(each for kind in kinds for group in kind.values() for each in group if is_stored(each.path))
+        slices = in_order(
+            piece for kind in kinds for group in kind.values() for piece in group if is_stored(piece.path)
+        )
 
         def needed() -> set[StoredSlice]:
             parameters = parameters_of(state)
@@ -131,13 +133,15 @@ class StorageSource:
         if len(operators) == len(self._manifest.operators):
             return tensors
         chosen = frozenset(operators)
-        found = {key: [stored for stored in group if stored.entry.operator in chosen] for key, group in tensors.items()}
-        return {key: group for key, group in found.items() if group}
+        chosen_slices = {
+            key: [stored for stored in group if stored.entry.operator in chosen] for key, group in tensors.items()
+        }
+        return {key: group for key, group in chosen_slices.items() if group}
 
 
 def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
     """Returns slices of a checkpoint, each once, in an order that is the same on every rank."""
-    return sorted(set(slices), key=lambda each: (each.path, each.offset))
+    return sorted(set(slices), key=lambda stored: (stored.path, stored.offset))
 
 
 class WindowSource(StorageSource):
@@ -187,7 +191,7 @@ def opened_inventories(opened: OpenedMemory) -> tuple[Inventory, ...]:
     stored_in = "" if opened.beneath is None else opened.beneath.directory
     names = ((Tier.HOST, "this node"), (Tier.PEER, "other nodes"), (Tier.STORAGE, stored_in))
     return tuple(
-        Inventory(tier, place, np.where(far == number, steps, ABSENT), nbytes)
-        for number, (tier, place) in enumerate(names)
+        Inventory(tier, name, np.where(far == number, steps, ABSENT), nbytes)
+        for number, (tier, name) in enumerate(names)
         if number < 2 or stored_in
     )

@@ -62,7 +62,7 @@ def say_unusable(directory: str, reasons: Sequence[str]) -> None:
         reasons: Why it cannot be used, of each rank; empty where it can.
     """
     for reason in dict.fromkeys(filter(None, reasons)):
-        ranks = [rank for rank, each in enumerate(reasons) if each == reason]
+        ranks = [rank for rank, other in enumerate(reasons) if other == reason]
         where = "" if len(ranks) == len(reasons) else f" by {name_ranks(ranks)}"
         log.warning("%s in memory cannot be used%s: %s", directory, where, reason)
 
@@ -70,20 +70,25 @@ def say_unusable(directory: str, reasons: Sequence[str]) -> None:
 def checkpoint_in(shares: Sequence[Share], directory: str) -> MemoryCheckpoint:
     """Returns the checkpoint of this name that memory has whole, or else has a part of: rather of what was due than of
     what survivors sealed, which is then laid over that."""
-    candidates = [each for each in checkpoints_of(shares) if step_dir(each.step, each.generation) == directory]
-    return min(candidates, key=lambda each: 0 if each.is_complete else 1 + is_survivors(each.shares[-1].sequence))
+    candidates = [
+        candidate for candidate in checkpoints_of(shares) if step_dir(candidate.step, candidate.generation) == directory
+    ]
+    return min(
+        candidates,
+        key=lambda candidate: 0 if candidate.is_complete else 1 + is_survivors(candidate.shares[-1].sequence),
+    )
 
 
 def say_kept(shares: Sequence[Share], directory: str) -> None:
     """All ranks go back to this checkpoint: says which of them kept a newer step, if any did."""
     checkpoint = checkpoint_in(shares, directory)
-    kept = newer_than(checkpoint, shares)
-    if kept is None:
+    newer = newer_than(checkpoint, shares)
+    if newer is None:
         return
     why = "the other ranks' state of it is lost: all continue from step %d, the newest that all of them have"
     if checkpoint.is_log:
         why = "the other ranks' gradients of it are lost: all ranks are restored to step %d by the log"
     if checkpoint.writers == 1:
         why = "it cannot be used: the run continues from step %d"
-    ranks = name_ranks(kept.writers)
-    announce(f"%s kept step %d when training stopped, but {why}", ranks, kept.step, checkpoint.step)
+    ranks = name_ranks(newer.writers)
+    announce(f"%s kept step %d when training stopped, but {why}", ranks, newer.step, checkpoint.step)

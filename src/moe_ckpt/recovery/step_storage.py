@@ -77,9 +77,9 @@ class StepStorage(PatientStorage):
         directory, _, name = path.rpartition("/")
         if name == MANIFEST_NAME:
             return (directory,) if directory in self._listed else ()
-        found = [manifest for manifest in self._opened.values() if path in manifest.paths]
-        found.sort(key=lambda manifest: (manifest.generation, manifest.step), reverse=True)
-        return tuple(manifest.directory for manifest in found)
+        users = [manifest for manifest in self._opened.values() if path in manifest.paths]
+        users.sort(key=lambda manifest: (manifest.generation, manifest.step), reverse=True)
+        return tuple(manifest.directory for manifest in users)
 
 
 def listed_again(attempt: Callable[[], T]) -> T:

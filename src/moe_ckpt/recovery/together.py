@@ -52,7 +52,7 @@ def by_rank_zero(comm: Communicator, action: Callable[[], T], doing: str) -> T:
     For looks at a store, which may change meanwhile. If ``action`` raises ``MoECheckpointError`` or ``OSError``, rank 0
     raises that, and the others ``StoreError`` with its message: "rank 0 cannot <doing>: ...".
     """
-    answer = Answer.of(action if comm.rank == 0 else None)
+    answer = RankZeroAnswer.of(action if comm.rank == 0 else None)
     return answer.taken(json.loads(comm.broadcast(json.dumps(answer.payload).encode())), doing)
 
 
@@ -66,7 +66,7 @@ def require_committed(comm: Communicator, storage: StepStorage, directory: str) 
 
 
 @dataclass(frozen=True)
-class Answer(Generic[T]):
+class RankZeroAnswer(Generic[T]):
     """What rank 0 finds, for all ranks, where it travels with something else. See ``by_rank_zero``.
 
     Attributes:
@@ -78,7 +78,7 @@ class Answer(Generic[T]):
     problem: Exception | None = None
 
     @classmethod
-    def of(cls, action: Callable[[], T] | None) -> Answer[T]:
+    def of(cls, action: Callable[[], T] | None) -> RankZeroAnswer[T]:
         """Looks, on rank 0; None on others."""
         if action is None:
             return cls({})
@@ -93,8 +93,8 @@ class Answer(Generic[T]):
             raise self.problem
         if "error" in answer:
             raise StoreError(f"rank 0 cannot {doing}: {answer['error']}")
-        found: T = answer["found"]
-        return found
+        result: T = answer["found"]
+        return result
 
 
 def together(comm: Communicator, action: Callable[[], T]) -> T:
@@ -121,9 +121,9 @@ def together_and_most(comm: Communicator, action: Callable[[], tuple[T, int]]) -
     except Exception as error:  # raised again once the other ranks know
         problem = error
     kind = _kind(problem)
-    place = kind * comm.world_size + (comm.world_size - 1 - comm.rank)  # MAX selects the worst, then the lowest rank
-    place, asked = largest(comm, [place, asks])
-    worst, order = divmod(place, comm.world_size)
+    severity = kind * comm.world_size + (comm.world_size - 1 - comm.rank)  # MAX selects the worst, then the lowest rank
+    severity, asked = largest(comm, [severity, asks])
+    worst, order = divmod(severity, comm.world_size)
     if worst:
         raise NotUsableError(worst, comm.world_size - 1 - order, problem)
     return result, asked  # type: ignore[return-value]  # no problem, so there is a result
@@ -142,13 +142,13 @@ def _kind(problem: Exception | None) -> int:
     return DAMAGED if isinstance(problem, skipped) else STOPS
 
 
-def raise_on_all_ranks(comm: Communicator, found: NotUsableError, directory: str) -> NoReturn:
+def raise_on_all_ranks(comm: Communicator, failure: NotUsableError, directory: str) -> NoReturn:
     """Raises on every rank: this rank's own error if it is of the worst kind, else the worst one's message.
 
-    Its traceback does not show ``found``, which callers handle.
+    Its traceback does not show ``failure``, which callers handle.
     """
-    own = found.problem
-    said = comm.share(str(own).encode() if comm.rank == found.rank else b"", found.rank).decode()
-    if own is not None and _kind(own) == found.kind:
-        raise own from own.__cause__
-    raise StoreError(f"rank {found.rank} cannot resume from checkpoint {directory}: {said}") from None
+    problem = failure.problem
+    reason = comm.share(str(problem).encode() if comm.rank == failure.rank else b"", failure.rank).decode()
+    if problem is not None and _kind(problem) == failure.kind:
+        raise problem from problem.__cause__
+    raise StoreError(f"rank {failure.rank} cannot resume from checkpoint {directory}: {reason}") from None

@@ -26,13 +26,13 @@ class KeptLogs:
 
     Attributes:
         stage_of: Of each rank, its pipeline stage.
-        found: The logs.
+        sealed_logs: The logs.
         diverged: On this rank, what was computed again from logs was not what it was the first time, and no step has
             ended since.
     """
 
     stage_of: tuple[int, ...]
-    found: tuple[SealedLog, ...]
+    sealed_logs: tuple[SealedLog, ...]
     diverged: bool = False
 
 
@@ -59,11 +59,13 @@ class LogExchange:
     ) -> None:
         self._comm, self._recovery = comm, recovery
         steps = range(since + 1, recovery.step + 1)
-        heads = [(each, each.header) for each in logs.found]
-        ours = [each for each, head in heads if head.world_size == comm.world_size and head.generation in lives]
-        mine = {(each.header.rank, each.header.step): each for each in _newest_last(ours)}
-        keys = [[*key, each.header.generation, each.header.history] for key, each in mine.items() if key[1] in steps]
-        every = [(holder, *each) for holder, raw in enumerate(_exchanged(comm, keys)) for each in raw]
+        heads = [(sealed, sealed.header) for sealed in logs.sealed_logs]
+        ours = [sealed for sealed, head in heads if head.world_size == comm.world_size and head.generation in lives]
+        mine = {(sealed.header.rank, sealed.header.step): sealed for sealed in _newest_last(ours)}
+        keys = [
+            [*key, sealed.header.generation, sealed.header.history] for key, sealed in mine.items() if key[1] in steps
+        ]
+        every = [(holder, *entry) for holder, raw in enumerate(_exchanged(comm, keys)) for entry in raw]
         _, self.history = max(((generation, history) for *_, generation, history in every), default=(0, 0))
         best: dict[tuple[int, int], tuple[int, int]] = {}
         for holder, writer, step, generation, history in every:
@@ -76,7 +78,7 @@ class LogExchange:
         self.gap: LogGap | None = log_gap(recovery, since, comm.world_size, logged)
         alone = set(recovery.ranks)
         chosen = sorted(key for key, (_, holder) in best.items() if -holder == comm.rank and key[0] not in alone)
-        self._given = [mine[key] for key in chosen]
+        self._outgoing = [mine[key] for key in chosen]
 
     def received(self) -> dict[int, Received]:
         """Returns, by step, what this rank received then; nothing on a rank that keeps its state. A collective.
@@ -90,8 +92,8 @@ class LogExchange:
         sizes = {rank: [len(head), data.numel()] for rank, (head, data) in packed.items()}
         sizes_by_holder = [json.loads(raw) for raw in comm.everyone(json.dumps(sizes).encode())]
         # No rank waits for the bytes of one that has no memory for them.
-        given, expected = together(comm, lambda: (_given(packed), self._room_for(sizes_by_holder)))
-        comm.swap(given, expected)
+        outgoing, expected = together(comm, lambda: (_messages_of(packed), self._room_for(sizes_by_holder)))
+        comm.swap(outgoing, expected)
         return together(comm, lambda: _unpacked(expected))
 
     def _room_for(self, sizes_by_holder: Sequence[Mapping[str, Sequence[int]]]) -> dict[int, list[torch.Tensor]]:
@@ -111,7 +113,7 @@ class LogExchange:
         alone = set(self._recovery.ranks)
         heads: dict[int, list[list[object]]] = defaultdict(list)
         bodies: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for sealed in self._given:
+        for sealed in self._outgoing:
             writer = sealed.header.rank
             for message, tensor in sealed.messages():
                 for rank in alone:
@@ -123,7 +125,7 @@ class LogExchange:
         return {rank: (json.dumps(heads[rank]).encode(), torch.cat(bodies[rank])) for rank in heads}
 
 
-def _given(packed: Mapping[int, tuple[bytes, torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+def _messages_of(packed: Mapping[int, tuple[bytes, torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
     return {rank: [torch.frombuffer(bytearray(head), dtype=torch.uint8), data] for rank, (head, data) in packed.items()}
 
 
@@ -132,14 +134,14 @@ def _exchanged(comm: Communicator, mine: Sequence[Sequence[int]]) -> list[list[l
     return [json.loads(raw) for raw in comm.everyone(json.dumps(mine).encode())]
 
 
-def _newest_last(found: Sequence[SealedLog]) -> Iterator[SealedLog]:
+def _newest_last(logs: Sequence[SealedLog]) -> Iterator[SealedLog]:
     """Of each rank and step the log of its newest life, last."""
-    yield from sorted(found, key=lambda each: each.header.generation)
+    yield from sorted(logs, key=lambda sealed: sealed.header.generation)
 
 
 def _unpacked(expected: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, Received]:
     """step -> what was received. Raises ``DamagedError`` for what was damaged on the way."""
-    found: dict[int, dict[Channel, list[tuple[Message, torch.Tensor]]]] = defaultdict(lambda: defaultdict(list))
+    received: dict[int, dict[Channel, list[tuple[Message, torch.Tensor]]]] = defaultdict(lambda: defaultdict(list))
     for holder, (head, data) in sorted(expected.items()):
         at = 0
         for step, kind, ranks, dtype, shape, nbytes, checksum, number in json.loads(bytes(head.numpy())):
@@ -148,6 +150,6 @@ def _unpacked(expected: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, Recei
                 raise DamagedError(f"upstream log on rank {holder}", "a message arrived damaged", step=step)
             message = Message(Channel(kind, tuple(ranks)), dtype, tuple(shape), at, nbytes, checksum, number=number)
             tensor = raw.clone().view(TORCH_DTYPES[dtype]).view(message.shape)
-            found[step][message.channel].append((message, tensor))
+            received[step][message.channel].append((message, tensor))
             at += nbytes
-    return dict(found)
+    return dict(received)

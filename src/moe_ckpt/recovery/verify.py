@@ -102,87 +102,87 @@ def verify_steps(reader: StoreReader, directories: Sequence[str], progress: Prog
         OSError: The storage failed.
     """
     reader.identity()
-    found = _Findings()
+    findings = _Findings()
     if reader.identity_damage is not None:
-        found.add(reader.identity_damage, ())
-    _check_finished(reader.storage, found)
+        findings.add(reader.identity_damage, ())
+    _check_finished(reader.storage, findings)
     for directory in directories:
         try:
-            _check_step(reader, directory, found)
+            _check_step(reader, directory, findings)
         except StepRemovedError as error:
-            found.removed.update(error.directories)
-    _check_slices(reader.storage, found, progress or (lambda done, total: None))
-    damages = sorted((Damage(*key, tuple(sorted(affects))) for key, affects in found.errors.items()), key=_place)
+            findings.removed.update(error.directories)
+    _check_slices(reader.storage, findings, progress or (lambda done, total: None))
+    damages = sorted((Damage(*key, tuple(sorted(affects))) for key, affects in findings.errors.items()), key=_sort_key)
     damaged = {directory for damage in damages for directory in damage.affects}
-    usable = tuple(each for each in directories if each not in damaged | found.removed)
-    removed = tuple(each for each in directories if each in found.removed - damaged)
+    usable = tuple(directory for directory in directories if directory not in damaged | findings.removed)
+    removed = tuple(directory for directory in directories if directory in findings.removed - damaged)
     return Verified(tuple(damages), usable, removed)
 
 
-def _check_finished(storage: Storage, found: _Findings) -> None:
+def _check_finished(storage: Storage, findings: _Findings) -> None:
     """Checks ``finished.json``, which no step needs, where a run has left one."""
     if storage.exists(FINISHED_NAME):
         try:
             with reported(FINISHED_NAME):
                 Finished.decode(read_sealed(storage, FINISHED_NAME), FINISHED_NAME)
         except (DamagedError, StoreUnreadableError) as error:
-            found.add(error, ())
+            findings.add(error, ())
 
 
-def _place(damage: Damage) -> tuple[bool, str, str]:
+def _sort_key(damage: Damage) -> tuple[bool, str, str]:
     """The order of damages: that of ``store.json`` first."""
     return damage.path != STORE_NAME, damage.path, damage.reason
 
 
-def _check_step(reader: StoreReader, directory: str, found: _Findings) -> None:
+def _check_step(reader: StoreReader, directory: str, findings: _Findings) -> None:
     """Checks manifest, headers, coverage and states of one step. Raises ``StepRemovedError``."""
     manifest: Manifest | None = None
-    with found.noting(directory):
+    with findings.noting(directory):
         manifest = reader.manifest(directory)
-    index = None if manifest is None else _index(reader, manifest, found)
+    index = None if manifest is None else _index(reader, manifest, findings)
     if manifest is None or index is None:
         return
     for stored in index.live:
-        found.users.setdefault(stored, []).append(directory)
+        findings.users.setdefault(stored, []).append(directory)
     for slot in manifest.slots:
-        _check_states(reader, slot, directory, found)
+        _check_states(reader, slot, directory, findings)
     try:
         prove(manifest, index)
         for slot in manifest.slots:
             ranks = sorted(record.rank for record in slot.states)
             if ranks != list(range(manifest.world_size)):
-                said = f"step {slot.step} has the states of ranks {ranks}, of {manifest.world_size}"
-                raise CoverageError(directory, (said,))
+                reason = f"step {slot.step} has the states of ranks {ranks}, of {manifest.world_size}"
+                raise CoverageError(directory, (reason,))
     except CoverageError as error:
-        found.add(DamagedError(f"{directory}/{MANIFEST_NAME}", str(error), step=manifest.step), [directory])
+        findings.add(DamagedError(f"{directory}/{MANIFEST_NAME}", str(error), step=manifest.step), [directory])
     except DamagedError as error:
-        found.add(error, [directory])
+        findings.add(error, [directory])
 
 
-def _check_states(reader: StoreReader, slot: Manifest, directory: str, found: _Findings) -> None:
+def _check_states(reader: StoreReader, slot: Manifest, directory: str, findings: _Findings) -> None:
     """Checks the ranks' plain states of one step; damage in their side tensors is found with the other slices."""
     for stored in reader.index(slot).side.values():
-        found.users.setdefault(stored, []).append(directory)
+        findings.users.setdefault(stored, []).append(directory)
     for record in slot.states:
-        with found.noting(directory, only=record.path):
+        with findings.noting(directory, only=record.path):
             reader.state(slot, record.rank)
 
 
-def _index(reader: StoreReader, manifest: Manifest, found: _Findings) -> TensorIndex | None:
+def _index(reader: StoreReader, manifest: Manifest, findings: _Findings) -> TensorIndex | None:
     """Returns the index of a step, or None after noting which of its shards cannot be used."""
     for record in manifest.files:
-        with found.noting(manifest.directory):
-            if record not in found.headers:
-                found.headers[record] = reader.header(record)
-    if all(record in found.headers for record in manifest.files):
-        with found.noting(manifest.directory):
+        with findings.noting(manifest.directory):
+            if record not in findings.headers:
+                findings.headers[record] = reader.header(record)
+    if all(record in findings.headers for record in manifest.files):
+        with findings.noting(manifest.directory):
             return build_index(manifest, reader.headers(manifest))
     return None
 
 
-def _check_slices(storage: Storage, found: _Findings, progress: Progress) -> None:
+def _check_slices(storage: Storage, findings: _Findings, progress: Progress) -> None:
     """Checks every slice of every shard with a good header, superseded ones too."""
-    groups = [[StoredSlice(entry, record) for entry in header.slices] for record, header in found.headers.items()]
+    groups = [[StoredSlice(entry, record) for entry in header.slices] for record, header in findings.headers.items()]
     total = sum(stored.nbytes for group in groups for stored in group)
     lock = threading.Lock()
     done = 0
@@ -190,22 +190,22 @@ def _check_slices(storage: Storage, found: _Findings, progress: Progress) -> Non
     def check(group: list[StoredSlice]) -> list[tuple[StoredSlice, BadSlice]]:
         nonlocal done
         bad = []
-        left = sum(stored.nbytes for stored in group)
+        remaining = sum(stored.nbytes for stored in group)
         try:
             for stored, error in find_damage(storage, group):
                 if error is not None:
                     bad.append((stored, error))
-                left -= stored.nbytes
+                remaining -= stored.nbytes
                 with lock:
                     done += stored.nbytes
                     progress(done, total)
         except StepRemovedError as removed:  # and the file with all its users, so that the rest of it counts as done
             with lock:
-                found.removed.update(removed.directories)
-                done += left
+                findings.removed.update(removed.directories)
+                done += remaining
                 progress(done, total)
         return bad
 
     with named_pool(ThreadName.VERIFY, _READERS) as pool:
         for stored, error in chain.from_iterable(pool.map(check, groups)):
-            found.add(error, found.users.get(stored, ()))
+            findings.add(error, findings.users.get(stored, ()))

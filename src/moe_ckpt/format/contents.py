@@ -212,5 +212,5 @@ _FRAMEWORKS = {"lightning": _LIGHTNING, "megatron": _MEGATRON}
 
 
 def state_contents(datum: Any) -> str:
-    """A ``Check`` of a decoded state: by the trainer that wrote it, where that is one of ours."""
+    """Checks a decoded state (a ``Check``): by the trainer that wrote it, where that is one of ours."""
     return _ANY(datum) or _FRAMEWORKS.get(datum.get("framework"), anything)(datum)

@@ -87,7 +87,7 @@ _CONTAINERS = (dict, list, tuple, Fragment)
 
 
 def nesting(document: Any, most: int | None = None) -> int:
-    """How many lists and objects are within one another; ``most + 1`` where there are more than ``most``.
+    """Returns how deep lists and objects are nested; ``most + 1`` where there are more than ``most``.
 
     Never recursive itself, and not within fragments, whose depth is known. Runs no code of its own per number or text.
     """

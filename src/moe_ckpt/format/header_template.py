@@ -32,12 +32,12 @@ class HeaderTexts:
 
     @property
     def metadata(self) -> Bytes:
-        """Of all slices."""
+        """The metadata texts of all slices."""
         return self._metadata.rows
 
     @property
     def places(self) -> Bytes:
-        """Of all slices."""
+        """The place texts of all slices."""
         return self._places.rows
 
     @property
@@ -46,7 +46,7 @@ class HeaderTexts:
         return self._rows.rows
 
     def add(self, entries: Iterable[SliceEntry]) -> None:
-        """They get the next numbers."""
+        """Adds slices, which get the next numbers."""
         metadata, places, rows = list[str](), list[str](), list[tuple[int, ...]]()
         at, place_at = len(self._metadata), len(self._places)
         for entry in entries:
@@ -90,8 +90,8 @@ class HeaderTemplate:
         self._places = _places(texts.places, rows[:, _PLACE_AT], rows[:, _PLACE_TEXT], ends)
 
     def render(self, step: int, generation: int, checksums: Checksums) -> tuple[bytes, memoryview, memoryview, bytes]:
-        """The same bytes as ``encode_header`` of these slices with these checksums, in pieces; valid until the next
-        call.
+        """Returns the same bytes as ``encode_header`` of these slices with these checksums, in pieces; valid until the
+        next call.
 
         They are large: each copy of them would take longer than what is done here."""
         metadata = self._metadata

@@ -16,7 +16,7 @@ _FIELDS = record({"run_id": text, "fingerprint": text, "created_unix_secs": numb
 
 @dataclass(frozen=True)
 class Identity:
-    """What identifies a store.
+    """The identity of a store.
 
     Attributes:
         run_id: Random hex, one per store.

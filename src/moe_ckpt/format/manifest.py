@@ -57,7 +57,7 @@ def step_dir(step: int, generation: int) -> str:
 
 @lru_cache(1 << 14)
 def parse_step_dir(name: str) -> tuple[int, int] | None:
-    """(step, generation) of a step directory's name, or None for any other name."""
+    """Returns (step, generation) of a step directory's name, or None for any other name."""
     match = _STEP_DIR.fullmatch(name)
     if not match:
         return None
@@ -67,7 +67,7 @@ def parse_step_dir(name: str) -> tuple[int, int] | None:
 
 
 def age_of(directory: str) -> tuple[int, int]:
-    """(generation, step) of a step directory, by which checkpoints are ordered; (-1, -1) for any other name."""
+    """Returns (generation, step) of a step directory, by which checkpoints are ordered; (-1, -1) for any other name."""
     step, generation = parse_step_dir(directory) or (-1, -1)
     return generation, step
 
@@ -78,7 +78,7 @@ def step_of(directory: str) -> int | None:
 
 
 def shard_path(directory: str, rank: int, kind: str) -> str:
-    """``kind`` is one of ``KINDS``."""
+    """Returns the path of a rank's shard; ``kind`` is one of ``KINDS``."""
     return f"{directory}/rank_{rank:05d}_{kind}.safetensors"
 
 
@@ -101,7 +101,7 @@ def group_of(name: str) -> str | None:
 
 
 def kind_of(operator: str) -> str:
-    """Which of a rank's two shards holds an operator."""
+    """Returns which of a rank's two shards holds an operator."""
     return KINDS[0] if operator.startswith("expert/") else KINDS[1]
 
 
@@ -118,7 +118,7 @@ class FileRecord:
 
     @property
     def kind(self) -> str:
-        """One of ``KINDS``."""
+        """The shard's kind, one of ``KINDS``."""
         return KINDS[self.path.endswith("_non_expert.safetensors")]
 
 
@@ -165,7 +165,7 @@ class ModelRecord:
         return Fragment(asdict(self))
 
     def lacks(self, operator: str) -> bool:
-        """Whether an operator of this id (``OPERATOR_ID``) cannot be one of the model."""
+        """Returns whether an operator of this id (``OPERATOR_ID``) cannot be one of the model."""
         kind, _, position = operator.partition("/")
         layer, _, expert = position.partition("/")
         if kind == "non_expert":
@@ -271,7 +271,8 @@ class Manifest:
 
     @property
     def distinct_records(self) -> Collection[OperatorRecord]:
-        """Those of ``operators``, each once: all operators of a part share one, with all its files of their kind."""
+        """The records of ``operators``, each once: all operators of a part share one, with all its files of their
+        kind."""
         return {id(record): record for record in self.operators.values()}.values()
 
     def encode(self) -> bytes:

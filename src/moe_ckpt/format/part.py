@@ -41,7 +41,7 @@ _KIND = "moe_ckpt.part"
 
 @dataclass(frozen=True)
 class Part:
-    """What one step wrote.
+    """The part of a checkpoint that one step wrote.
 
     Attributes:
         operators: Those it holds in full; what has no element is in none.
@@ -97,7 +97,7 @@ def state_row(record: StateRecord) -> bytes:
 def encode_part(
     run_id: str, step: int, generation: int, world_size: int, *, files: bytes, states: bytes, operators: Fragment
 ) -> tuple[PartRecord, bytes]:
-    """How manifests name the part, and its bytes.
+    """Returns how manifests name the part, and its bytes.
 
     Args:
         files, states: Rows.
@@ -163,7 +163,8 @@ def _require_fitting(manifest: Manifest, part: Part, named: PartRecord) -> None:
 
 
 def pruned(view: Manifest, files: Sequence[FileRecord], directories: Collection[str]) -> Manifest:
-    """With those of ``files`` that hold an operator's newest version, or lie in a directory of ``directories``."""
+    """Returns the view with those of ``files`` that hold an operator's newest version, or lie in a directory of
+    ``directories``."""
     needed = {number for record in view.distinct_records for number in record.files}
     needed.update(number for number, file in enumerate(files) if file.path.partition("/")[0] in directories)
     places = {number: position for position, number in enumerate(sorted(needed))}

@@ -62,12 +62,12 @@ class OperatorRow:
 
     @property
     def size(self) -> OperatorBytes:
-        """What one weighs."""
+        """The bytes of one operator."""
         return OperatorBytes(self.full_bytes, self.compute_bytes, self.gradient_bytes, self.weight_bytes)
 
     @property
     def layer(self) -> int | None:
-        """MoE layer of an expert or a gate."""
+        """The MoE layer of an expert or a gate."""
         kind, _, rest = self.id.partition("/")
         return None if kind == "non_expert" else int(rest.partition("/")[0])
 
@@ -190,7 +190,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a run has measured of itself.
+    """The measurements that a run made of itself.
 
     Attributes:
         fingerprint: ``Catalog.fingerprint``.

@@ -42,7 +42,7 @@ def require(check: Check, value: Any, path: str, what: str = "", **where: int | 
 
 
 def shown(value: Any) -> str:
-    """``repr`` of at most a line, whatever the value is."""
+    """Returns a value's ``repr`` of at most a line, whatever the value is."""
     try:
         return _shown.repr(value)
     except Exception:  # somebody's __repr__
@@ -53,7 +53,7 @@ def shown(value: Any) -> str:
 
 
 def value(test: Callable[[Any], bool], requirement: str) -> Check:
-    """A check by ``test``.
+    """Returns a check by ``test``.
 
     Args:
         requirement: What the value must be, in words.
@@ -108,7 +108,7 @@ flag = value(lambda datum: isinstance(datum, bool), "true or false")
 
 
 def matching(pattern: re.Pattern[str], requirement: str) -> Check:
-    """Text that ``pattern`` matches from beginning to end."""
+    """Accepts text that ``pattern`` matches from beginning to end."""
     return value(lambda datum: _is_text(datum) and pattern.fullmatch(datum) is not None, requirement)
 
 
@@ -116,7 +116,7 @@ def matching(pattern: re.Pattern[str], requirement: str) -> Check:
 
 
 def maybe(check: Check) -> Check:
-    """Null, or what ``check`` wants."""
+    """Accepts null, or what ``check`` accepts."""
 
     def checked(datum: Any) -> str:
         fault = "" if datum is None else check(datum)
@@ -193,7 +193,7 @@ def _is_sound(check: Check, column: Sequence[Any]) -> bool:
 
 
 def named_rows(columns: Mapping[str, Check], *, optional: Mapping[str, Check] | None = None) -> Check:
-    """``mapping(row(...))`` for many, checked as ``table`` does; row by row where some have optional columns."""
+    """Checks ``mapping(row(...))`` for many as ``table`` does; row by row where some have optional columns."""
     slowly, checks = mapping(row(columns, optional=optional)), list(columns.values())
 
     def check(datum: Any) -> str:
@@ -207,7 +207,7 @@ def named_rows(columns: Mapping[str, Check], *, optional: Mapping[str, Check] | 
 
 
 def named_records(required: Mapping[str, Check]) -> Check:
-    """``mapping(record(...))`` for many of them, checked as ``table`` does."""
+    """Checks ``mapping(record(...))`` for many of them as ``table`` does."""
     slowly = mapping(record(required))
 
     def check(datum: Any) -> str:
@@ -270,7 +270,7 @@ def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
 
 
 def both(first: Check, then: Check) -> Check:
-    """``then`` may rely on what ``first`` found right."""
+    """Joins two checks; ``then`` may rely on what ``first`` found right."""
     return lambda datum: first(datum) or then(datum)
 
 
@@ -279,7 +279,7 @@ def _is_countable(datum: Any) -> bool:
 
 
 def like(template: Any) -> Check:
-    """What a trainer's own state looks like now: numbers where it has numbers, objects where it has objects.
+    """Checks that state looks like the trainer's state now: numbers where it has numbers, objects where it has objects.
 
     Only fields that both have are compared, so that versions of a trainer may differ in the others.
     """
@@ -304,5 +304,5 @@ def like(template: Any) -> Check:
 
 
 def too_deep(document: Any, most: int = MOST_DEPTH) -> bool:
-    """Whether lists and objects are within one another more than ``most`` times. Never recursive itself."""
+    """Returns whether lists and objects are nested more than ``most`` deep. Never recursive itself."""
     return nesting(document, most) > most

@@ -78,7 +78,7 @@ def _is_framed(data: memoryview) -> bool:
 
 
 def parse_json(raw: Chunk, path: str, what: str = "it") -> Any:
-    """What a JSON text says, strictly: no NaN, no infinities, not nested deeper than ``MOST_DEPTH``.
+    """Parses a JSON text strictly: no NaN, no infinities, not nested deeper than ``MOST_DEPTH``.
 
     Args:
         what: The text's name in messages.

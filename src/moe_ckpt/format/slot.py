@@ -112,7 +112,7 @@ class SlotPart:
     raw: bytes
 
     def header(self, path: str) -> ShardHeader:
-        """``raw`` decoded, once: who verifies a slot and who reads it ask for the same.
+        """Decodes ``raw``, once: who verifies a slot and who reads it ask for the same.
 
         Args:
             path: For messages.
@@ -137,7 +137,7 @@ class WindowPlace:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a manifest of the step needs beside the ranks' files; equal on every rank.
+    """The facts that a manifest of the step needs beside the ranks' files; equal on every rank.
 
     Attributes:
         index: As ``Manifest.index``.
@@ -173,7 +173,7 @@ class StepFacts:
     own: Counts | None = field(default=None, compare=False)
 
     def encoded(self) -> dict[str, Any]:
-        """For a document."""
+        """Returns the facts for a document."""
         return {
             "index": self.index,
             "base": self.base,
@@ -192,7 +192,7 @@ class StepFacts:
 
     @classmethod
     def decoded(cls, body: Mapping[str, Any]) -> StepFacts:
-        """What ``encoded`` gave, of a document that fits the schema."""
+        """Returns the facts that ``encoded`` gave, of a document that fits the schema."""
         window = body["window"]
         counts = {name: np.asarray(body[name], dtype=np.int64) for name in ("applied", "lost", "own") if name in body}
         return cls(
@@ -212,7 +212,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class SlotHeader:
-    """See the module.
+    """The header of one slot (see the module).
 
     Attributes:
         run_id: Of the store.
@@ -298,7 +298,7 @@ def _piece(raw: bytes) -> dict[str, Any]:
 
 
 def decode_slot(raw: bytes, path: str) -> SlotHeader:
-    """What ``encode_slot`` was given.
+    """Returns the header that ``encode_slot`` was given.
 
     Args:
         path: For messages.

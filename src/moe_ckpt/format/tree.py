@@ -36,7 +36,7 @@ _FLOATS = ("nan", "inf", "-inf")
 
 
 def encode_tree(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
-    """(JSON-ready value, tensors by name). Names are paths such as ``callbacks/EMA/n_averaged``.
+    """Returns (JSON-ready value, tensors by name). Names are paths such as ``callbacks/EMA/n_averaged``.
 
     The tensors are the caller's own, not copies. Fixed strings become fragments, for ``sealed.seal``.
 
@@ -53,7 +53,7 @@ def encode_tree(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tenso
 
 
 def decode_tree(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Inverse of ``encode_tree``; ``tensor`` gives the tensor that was stored under a name.
+    """Inverts ``encode_tree``; ``tensor`` gives the tensor that was stored under a name.
 
     Raises:
         ValueError, TypeError, KeyError: it is no tree that ``encode_tree`` made. Nothing else, whatever it is, provided

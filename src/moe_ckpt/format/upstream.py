@@ -96,7 +96,7 @@ class Message:
 
 @dataclass(frozen=True)
 class LogHeader:
-    """See the module.
+    """The header of one upstream log (see the module).
 
     Attributes:
         run_id: Of the store.
@@ -125,7 +125,7 @@ class LogHeader:
 
     @property
     def counts(self) -> Counter[Channel]:
-        """How many messages went through each channel."""
+        """The number of messages that went through each channel."""
         return Counter(message.channel for message in self.messages)
 
 

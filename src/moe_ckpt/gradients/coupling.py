@@ -12,7 +12,7 @@ from moe_ckpt.modeling.optimizer_class import class_name, name_of
 
 
 class Coupling(enum.Enum):
-    """What an update of one element depends on, beside hyperparameters."""
+    """The state that an update of one element depends on, beside hyperparameters."""
 
     ELEMENTS = "elements"
     """Its own gradient and state: rows of a parameter may be anchored at different steps."""

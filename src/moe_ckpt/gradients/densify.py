@@ -48,7 +48,7 @@ class Densified:
 
     @property
     def inexact(self) -> str:
-        """Why last bits may differ from the run's; empty if they do not."""
+        """The reason why last bits may differ from the run's; empty if they do not."""
         kinds = {device.type for device in self.trained_on}
         if self.updates and kinds - {self.device.type}:
             return f"the run made its updates on {_listed(self.trained_on)}, and this is {self.device}"

@@ -124,7 +124,7 @@ class Densifier:
 
     @property
     def parent(self) -> str | None:
-        """As ``Manifest.parent``: what the life that wrote the log came from."""
+        """The parent of the checkpoint, as ``Manifest.parent``: what the life that wrote the log came from."""
         beneath = self._opened.beneath
         if beneath is None or beneath.generation != self.manifest.generation:
             return None if beneath is None else beneath.directory
@@ -136,7 +136,8 @@ class Densifier:
         return torch.device("cuda" if on_gpu else "cpu")
 
     def threads(self, device: torch.device) -> int | None:
-        """Returns of how many threads torch is to divide updates between, to come to the same bits; None for any."""
+        """Returns the number of threads that torch must divide updates between, to come to the same bits; None for
+        any."""
         counts = {trainer.threads for trainer in self.devices if trainer.type == "cpu"}
         return counts.pop() if device.type == "cpu" and len(counts) == 1 else None
 

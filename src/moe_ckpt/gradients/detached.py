@@ -18,7 +18,7 @@ from moe_ckpt.modeling.optimizer_class import class_name
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What an optimizer is beside its state: plain data.
+    """The kind of an optimizer without its state: plain data.
 
     Attributes:
         name: Of its class, see ``modeling.optimizer_class.class_name``.

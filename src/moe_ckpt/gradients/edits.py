@@ -28,7 +28,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Writes:
-    """How often some tensors were written to, and where their memory lies.
+    """Counts of writes to some tensors, and the addresses of their memory.
 
     Args:
         named: Tensors with the names to tell; a DTensor counts by itself, and so does its local block.
@@ -47,7 +47,7 @@ class Writes:
         self.note()
 
     def note(self) -> None:
-        """What is there now is as it should be."""
+        """Notes the present state as correct."""
         self._addresses = addresses(self._lies)
         with torch._C.DisableTorchFunction():  # a default device would run Python for each
             self._versions = np.array([tensor._version for tensor in self._counted], dtype=np.int64)
@@ -90,7 +90,7 @@ class Values:
         self._next += len(self._noted)
 
     def changed(self) -> Sequence[str]:
-        """Returns the names of those that are others now, and notes these values."""
+        """Returns the names of tensors with other values now, and notes these values."""
         differing = [(name, live, copy) for name, live, copy in self._noted if not torch.equal(live, copy)]
         for _, live, copy in differing:
             copy.copy_(live)
@@ -147,7 +147,7 @@ class Marks:
 
 
 class EditWatch:
-    """Of all optimizers of a rank, from ``begin`` on. For the training thread only.
+    """Watches the weights of all optimizers of a rank, from ``begin`` on. For the training thread only.
 
     Args:
         optimizers: As given to ``GradientCapture``.

@@ -23,7 +23,7 @@ _UNIT = ("name", "optimizer", "group", "dtype", "shape", "stride", "stored")
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes its updates on.
+    """The device that a rank computes its updates on.
 
     Attributes:
         type: As torch names it: "cpu", "cuda".
@@ -65,7 +65,7 @@ class UpdateLayout:
     device: Device
 
     def encoded(self) -> dict[str, Any]:
-        """Returns it as plain data; the units, of which there may be thousands, are encoded once."""
+        """Returns the layout as plain data; the units, of which there may be thousands, are encoded once."""
         return {
             "classes": list(self.classes),
             "keys": list(self.keys),

@@ -58,19 +58,19 @@ class LogContent:
 
     @property
     def side(self) -> Mapping[str, StoredSlice]:
-        """Key -> tensor of the ranks' plain state."""
+        """The tensors of the ranks' plain state, by key."""
         return self._index.side
 
     @cached_property
     def written(self) -> Mapping[int, Sequence[StoredSlice]]:
-        """Rank -> the slices that are its own, each element of each tensor once."""
+        """The slices that each rank wrote, each element of each tensor once."""
         slices: dict[int, list[StoredSlice]] = defaultdict(list)
         for stored in self._index.live:
             slices[stored.file.rank].append(stored)
         return slices
 
     def is_updated(self, parameter: str) -> bool:
-        """Whether an optimizer of any rank updates it."""
+        """Returns whether an optimizer of any rank updates a parameter."""
         return parameter in self._updated
 
     def stored_of(self, parameters: Mapping[str, Sequence[Box]]) -> Iterator[StoredSlice]:
@@ -85,7 +85,8 @@ class LogContent:
                 yield from group
 
     def is_shaped(self, key: str) -> bool:
-        """Whether a tensor has the elements of its parameter. (A step count has not, even of a parameter of one.)"""
+        """Returns whether a tensor has the elements of its parameter. (A step count has not, even of a parameter of
+        one.)"""
         shape = self._index.meta(f"{_MODEL}{split_key(key).fqn}").global_shape
         return key.startswith(_MODEL) or (bool(shape) and self._index.meta(key).global_shape == shape)
 
@@ -114,7 +115,7 @@ class LogContent:
 
     @cached_property
     def spans(self) -> Mapping[str, Sequence[Span]]:
-        """Operator -> its rows of parameters."""
+        """The rows of parameters of each operator."""
         return merged_spans(self._index.tensors)
 
 

@@ -51,7 +51,7 @@ class OptimizerReplay:
 
     @property
     def units(self) -> Collection[Unit]:
-        """All that the optimizers update."""
+        """The units that the optimizers update."""
         return self._units.values()
 
     def coupled(self, optimizer: int) -> bool:
@@ -192,7 +192,7 @@ def state_blocks(
 def gradient_blocks(
     units: Sequence[Unit], gradients: Sequence[torch.Tensor], spans: Iterable[Span] | None = None
 ) -> list[TensorBlock]:
-    """Returns what of consumed gradients belongs to the operator with ``spans``, as views of them.
+    """Returns the blocks of consumed gradients that belong to the operator with ``spans``, as views of them.
 
     Args:
         units: Of one update.

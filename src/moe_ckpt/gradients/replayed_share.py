@@ -29,11 +29,11 @@ Tell = Callable[[int, str], None]
 
 
 def untold(nbytes: int, what: str) -> None:
-    """Nobody asks how far it is."""
+    """Ignores progress, for callers that do not ask for it."""
 
 
 class Content(Protocol):
-    """A log, as far as it leads to its last step.
+    """The content of a log, as far as it leads to its last step.
 
     Attributes:
         anchors: Operator -> step of the anchor that its last step is made from.
@@ -45,11 +45,11 @@ class Content(Protocol):
 
     @property
     def spans(self) -> Mapping[str, Sequence[Span]]:
-        """Operator -> its rows of parameters."""
+        """The rows of parameters of each operator."""
         ...
 
     def is_shaped(self, key: str) -> bool:
-        """Whether a tensor has the elements of its parameter."""
+        """Returns whether a tensor has the elements of its parameter."""
         ...
 
     def stored_of(self, parameters: Mapping[str, Sequence[Box]]) -> Iterable[StoredSlice]:
@@ -70,7 +70,7 @@ class Content(Protocol):
 
 
 class RankShare:
-    """Those units of one rank that hold some parameters, with all that they follow from.
+    """The units of one rank that hold some parameters, with all that they follow from.
 
     Args:
         of: The log.
@@ -94,7 +94,7 @@ class RankShare:
 
     @property
     def inputs(self) -> Iterator[StoredSlice]:
-        """Yields all that is read."""
+        """Yields all slices that are read."""
         yield from self.anchors
         for group in self.gradients.values():
             yield from group
@@ -149,12 +149,12 @@ class RankShare:
 
 
 def unplaced(entry: SliceEntry) -> SliceEntry:
-    """Returns it without place and checksum."""
+    """Returns an entry without place and checksum."""
     return replace(entry, begin=0, end=0, checksum="")
 
 
 def bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the host."""
+    """Returns a copy of a tensor's bytes on the host."""
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
 
 

@@ -26,7 +26,7 @@ Attach = Callable[[], GradientCapture]
 
 
 class LogReplayer(UpdateReplayer):
-    """See ``ports.UpdateReplayer``. For the training thread, before training.
+    """Replays updates from a log (``ports.UpdateReplayer``). For the training thread, before training.
 
     Args:
         optimizers: Of this rank.

@@ -19,7 +19,7 @@ NO_HOMES: Mapping[str, str] = {}
 
 
 class GradientSource(Protocol):
-    """Where anchors and gradients lie: host memory, a peer's copy, files. What it gives was verified before."""
+    """A source of anchors and gradients: host memory, a peer's copy, files. What it gives was verified before."""
 
     def updates(self, step: int) -> Sequence[Update]:
         """Returns the updates that made ``step``, in their order; none if it was skipped."""

@@ -94,7 +94,8 @@ class ConsumedGradients:
         )
 
     def copied(self) -> ConsumedGradients:
-        """Returns them in memory of their own on the same device, which is queued there before whatever comes next."""
+        """Returns the gradients in memory of their own on the same device, which is queued there before whatever comes
+        next."""
         if self.apart:
             return self
         copies = [gradient.clone() for gradient in self.gradients]
@@ -113,5 +114,6 @@ class GradientConsumer(Protocol):
         ...
 
     def release(self) -> None:
-        """What was consumed is about to be overwritten or freed: all reading must end, or be queued before that."""
+        """Releases gradients, for what was consumed is about to be overwritten or freed: all reading must end, or be
+        queued before that."""
         ...

@@ -28,7 +28,7 @@ from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.restore import needed_slices, parameters_of, require_fitting
 from moe_ckpt.recovery.slot_storage import Span
-from moe_ckpt.recovery.sources import Source, StorageSource, WindowSource, opened_inventories
+from moe_ckpt.recovery.sources import OperatorSource, StorageSource, WindowSource, opened_inventories
 from moe_ckpt.recovery.together import NotUsableError, together, together_and_most
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Restored:
 
     @property
     def origin(self) -> str:
-        """Where it came from, for people."""
+        """The place that the state came from, for people."""
         if not self.from_memory:
             return self.manifest.directory
         if self.beneath is None or self.manifest.window or not self._storage_has_part:
@@ -102,17 +102,17 @@ class Restored:
 
     @property
     def beyond_storage(self) -> bool:
-        """Whether storage alone would give an older state."""
+        """True if storage alone would give an older state."""
         return self.plan is not None and self.plan.beyond_storage
 
     @property
     def versions(self) -> Mapping[str, int]:
-        """Operator -> the step that it came back as of."""
+        """The step that each operator came back as of."""
         return versions_of(self.manifest) if self.plan is None else self.plan.versions
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether storage has no complete checkpoint of this very state: it is newer, or some experts are older, or
+        """True if storage has no complete checkpoint of this very state: it is newer, or some experts are older, or
         what it has is damaged or gone."""
         stale = any(record.step != self.manifest.step for record in self.manifest.operators.values())
         return self.rebuilds or self.beyond_storage or (stale and not self.manifest.window)
@@ -124,7 +124,7 @@ class Restored:
 
     @property
     def going_on(self) -> dict[str, Any]:
-        """For ``CheckpointSession.resume_from``."""
+        """The facts for ``CheckpointSession.resume_from``."""
         beneath: dict[str, Any] = {}
         if self.rebuilds:
             beneath = {"same_store": False, "rebuilds": True}
@@ -204,7 +204,7 @@ class Recovery:
         manifest = restored.manifest
         window = restored.replay is not None
         memory = None if window else MemorySource(manifest, self.reader.index(manifest), comm, self.tier)
-        sources: tuple[Source, ...] = (storage,) if memory is None else (memory, storage)  # nearest first
+        sources: tuple[OperatorSource, ...] = (storage,) if memory is None else (memory, storage)  # nearest first
         inventories = [source.inventory() for source in sources]
         first = manifest.window[0].step if window else None
         plan = plan_recovery(directory, manifest.step, tuple(manifest.operators), inventories, first=first)
@@ -369,7 +369,7 @@ class Recovery:
         return _Proven(opened, spans, survivors, None if asks or opened.logged else self._verified(opened)), asks
 
     def spans(self, opened: OpenedMemory, survivors: SurvivorSlices = NOTHING) -> Iterator[Span]:
-        """What this rank reads of the checkpoint.
+        """Yields the spans that this rank reads of the checkpoint.
 
         Args:
             opened: The checkpoint.

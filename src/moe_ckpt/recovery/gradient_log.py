@@ -41,7 +41,7 @@ class LoggedSnapshot:
 
 @dataclass(frozen=True, eq=False)
 class SurvivorSlices:
-    """What one rank takes from survivors.
+    """The slices that one rank takes from survivors.
 
     Attributes:
         operators: Which it takes from them, as of the log's last step.
@@ -57,13 +57,13 @@ class SurvivorSlices:
 
     @property
     def read(self) -> Iterator[StoredSlice]:
-        """``slices``, one after the other."""
+        """Yields ``slices``, one after the other."""
         for group in self.slices.values():
             yield from group
 
     @property
     def spares_log(self) -> bool:
-        """Whether this rank takes nothing from the log but what its plain state tells."""
+        """True if this rank takes nothing from the log but what its plain state tells."""
         return self.is_offered and not self.lacking
 
 
@@ -71,7 +71,7 @@ NOTHING = SurvivorSlices()
 
 
 class StoredLog(LoggedSteps):
-    """See ``ports.LoggedSteps``. Made after what other nodes hold was fetched.
+    """The stored steps of a log (``ports.LoggedSteps``). Made after what other nodes hold was fetched.
 
     Args:
         reader: Of the slots.
@@ -172,8 +172,8 @@ def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str,
 
 
 def anchors_of(manifest: Manifest, chained: Collection[str], survivors: SurvivorSlices = NOTHING) -> dict[str, int]:
-    """Operator -> the step at which it is loaded: what is not ``chained`` last, whatever step it is as of, and so what
-    is taken from survivors."""
+    """Returns operator -> the step at which it is loaded: what is not ``chained`` last, whatever step it is as of, and
+    so what is taken from survivors."""
     steps = {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
     return steps | dict.fromkeys(survivors.operators, manifest.step)
 
@@ -181,7 +181,8 @@ def anchors_of(manifest: Manifest, chained: Collection[str], survivors: Survivor
 def since(
     snapshots: Sequence[LoggedSnapshot], anchors: Mapping[str, int], survivors: SurvivorSlices
 ) -> Sequence[LoggedSnapshot]:
-    """Those of a log that a rank needs which takes something from survivors: from its own oldest anchor on."""
+    """Returns the snapshots of a log that a rank needs which takes something from survivors: from its own oldest anchor
+    on."""
     if not survivors.is_offered:
         return snapshots
     first = min((anchors[op] for op in survivors.lacking), default=snapshots[-1].manifest.step)

@@ -18,7 +18,7 @@ from moe_ckpt.slices.compiling import HOST_ONLY
 
 
 class KeptState:
-    """The same on every rank. On the training thread.
+    """The kept state of ranks that lived on; the same on every rank. On the training thread.
 
     Args:
         memory: What slots hold.
@@ -63,7 +63,7 @@ class KeptState:
         )
 
     def is_agreed(self, sealed: MemoryCheckpoint) -> bool:
-        """Whether the ranks had agreed on the step's tokens, and one that sealed it knew of that."""
+        """Returns whether the ranks had agreed on the step's tokens, and one that sealed it knew of that."""
         [snapshot] = sealed.snapshots
         return is_agreed(snapshot)
 

@@ -61,11 +61,11 @@ class LocalPart:
 
     @property
     def steps(self) -> range:
-        """That are computed again."""
+        """The steps that are computed again."""
         return range(self.since + 1, self.recovery.step + 1)
 
     def joined_with(self, recounted: Counts) -> Restored:
-        """``joined``, with tokens of the last step.
+        """Returns ``joined``, with tokens of the last step.
 
         Args:
             recounted: ``[L, E]``, of all ranks that go back.

@@ -35,7 +35,7 @@ class DenseMaker(Protocol):
 
     @property
     def parent(self) -> str | None:
-        """As ``Manifest.parent``."""
+        """The parent of the checkpoint, as ``Manifest.parent``."""
         ...
 
     def device(self) -> torch.device:

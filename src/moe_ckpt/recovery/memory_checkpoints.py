@@ -82,7 +82,8 @@ MOST_STARTS = 3
 
 
 class MemoryCheckpoints:
-    """What the slots of earlier lives hold together. Made and used by all ranks, on the training thread.
+    """The checkpoints that the slots of earlier lives hold together. Made and used by all ranks, on the training
+    thread.
 
     Args:
         comm: The ranks.
@@ -155,7 +156,7 @@ class MemoryCheckpoints:
         return self.opener(checkpoint)
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
-        """As ``ask``, but does not count as a start from the checkpoint."""
+        """Asks as ``ask`` does, but does not count as a start from the checkpoint."""
         stored = [(*age_of(name), name) for name in self.standing.stored]
         names = [name for name in base_of(checkpoint, stored) if name not in self._bad_bases]
         described = self.describe([checkpoint])
@@ -207,7 +208,7 @@ class MemoryCheckpoints:
             self._given_up.add(directory)
 
     def left_behind(self, taken: Manifest) -> LeftBehind | None:
-        """What memory had after ``taken``, from which the run goes on; None if nothing. Alike on every rank."""
+        """Returns what memory had after ``taken``, from which the run goes on; None if nothing. Alike on every rank."""
         return left_behind(checkpoints_of(self.shares), taken.generation, taken.step)
 
     def keep_only(self, step: int | None) -> None:
@@ -251,14 +252,14 @@ class MemoryCheckpoints:
             raise
 
     def gives_up_beneath(self) -> bool:
-        """For one process alone: whether what was opened last is laid over a damaged checkpoint; the next is not."""
+        """Tells one process alone whether what was opened last is laid over a damaged checkpoint; the next is not."""
         base, self._bad_base = self._bad_base, ""
         self._bad_bases |= {base} if base else set()
         return bool(base)
 
     def describe(self, checkpoints: Sequence[MemoryCheckpoint], recounted: Collection[int] = ()) -> list[SnapshotFacts]:
-        """What every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what a
-        manifest needs. A collective, unless all of it was told at first.
+        """Returns what every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what
+        a manifest needs. A collective, unless all of it was told at first.
 
         Args:
             recounted: As of ``SnapshotFacts.settle``.
@@ -345,7 +346,7 @@ class MemoryCheckpoints:
     def reading(
         self, manifest: Manifest, files: Mapping[str, SlotFile], parts: Iterable[SlotFiles]
     ) -> tuple[StoreReader, SlotStorage]:
-        """What reads a checkpoint of which ``files`` lie in slots. Those are in use from here on.
+        """Returns the reader of a checkpoint of which ``files`` lie in slots. Those are in use from here on.
 
         Args:
             manifest: Of it.
@@ -484,7 +485,8 @@ class MemoryCheckpoints:
         beneath: Manifest | None,
         reader: StoreReader | None = None,
     ) -> frozenset[str]:
-        """Those of ``operators`` that some slots hold whole, though others are gone, by what storage has of them.
+        """Returns those of ``operators`` that some slots hold whole, though others are gone, by what storage has of
+        them.
 
         Args:
             reader: Of ``beneath``, if that is in memory.

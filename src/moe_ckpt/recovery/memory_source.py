@@ -56,7 +56,7 @@ class Offer:
 
 
 class MemorySource:
-    """The ``sources.Source`` of what the ranks' memory has, some of it newer than storage.
+    """The ``sources.OperatorSource`` of what the ranks' memory has, some of it newer than storage.
 
     The constructor is a collective of the training thread, one small agreement if nothing survived anywhere.
 

@@ -32,7 +32,7 @@ class LeftMemory(Protocol):
 
     @property
     def found(self) -> tuple[FoundSlot, ...]:
-        """Those that are still there."""
+        """The slots that still exist."""
         ...
 
     def keep(self, used: Collection[FoundSlot]) -> None:
@@ -45,7 +45,7 @@ class LeftMemory(Protocol):
 
 
 class MemoryPlace(Protocol):
-    """Where slots lie (``memory.files``)."""
+    """The directory in which slots lie (``memory.files``)."""
 
     @property
     def run_id(self) -> str:
@@ -59,7 +59,7 @@ class MemoryPlace(Protocol):
 
 
 class RankMemory(Protocol):
-    """What one rank reaches of the memory of a run: ``engine.memory_tier``, or whoever looks from outside."""
+    """The memory of a run as far as one rank reaches it: ``engine.memory_tier``, or whoever looks from outside."""
 
     node: str
     model: ModelRecord
@@ -67,12 +67,12 @@ class RankMemory(Protocol):
 
     @property
     def left(self) -> LeftMemory:
-        """What earlier lives left."""
+        """The slots that earlier lives left."""
         ...
 
     @property
     def files(self) -> MemoryPlace:
-        """Where it lies."""
+        """The directory of its slots."""
         ...
 
 
@@ -102,7 +102,8 @@ class OpenedMemory:
     survivor_slices: tuple[StoredSlice, ...] = ()
 
     def tokens_from_memory(self, operators: Iterable[str]) -> Counts | None:
-        """``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has all."""
+        """Returns ``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has
+        all."""
         chosen = self.fresh.keys() & set(operators)
         seen = np.zeros_like(np.asarray(self.manifest.tokens["applied"], dtype=np.int64))
         for operator in chosen:

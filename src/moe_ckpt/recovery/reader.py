@@ -164,7 +164,7 @@ class StoreReader:
     def add(
         self, manifest: Manifest, headers: Mapping[FileRecord, ShardHeader], is_sound: Callable[[str], bool]
     ) -> None:
-        """Know a checkpoint that lies in memory.
+        """Adds a checkpoint that lies in memory.
 
         Args:
             manifest: Of it.

@@ -47,7 +47,7 @@ class Replay:
 
     @property
     def done(self) -> bool:
-        """Whether the state is that of the window's last step."""
+        """True if the state is that of the window's last step."""
         return self.loaded == len(self.steps)
 
     def advance(self, step: int) -> None:
@@ -69,7 +69,7 @@ class Replay:
             self.shared.agreed(self.manifest.directory, lambda: self.load(step))
 
     def load(self, step: int) -> None:
-        """The same of the step that comes next; other ranks do not learn of an error."""
+        """Loads the step that comes next, as ``advance`` does; other ranks do not learn of an error."""
 
         def prepared() -> Sequence[StateTensor]:
             self.state.prepare(self._optimizer_tensors(step))

@@ -96,7 +96,7 @@ def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpe
 
 
 class HeldParameter(NamedTuple):
-    """What this rank holds of a parameter.
+    """The blocks that this rank holds of a parameter.
 
     Attributes:
         shape: Of the whole parameter.

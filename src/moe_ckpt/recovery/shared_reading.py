@@ -118,7 +118,7 @@ def _flags(packed: bytes, count: int) -> Flags:
 def load_slices(
     reader: StoreReader, stored_of: StoredByKey, tensors: Tensors, shared: SharedReading | None = None
 ) -> None:
-    """As ``SharedReading.load``; as ``copy_slices`` without."""
+    """Loads slices by ``SharedReading.load``, or by ``copy_slices`` without it."""
     if shared is None:
         copy_slices(reader, stored_of, tensors())
     else:
@@ -163,7 +163,7 @@ class SharedReading:
         self._reader_of = {stored: reader for group in groups for stored, reader in group.readers.items()}
 
     def is_read_here(self, stored: StoredSlice) -> bool:
-        """Whether it is this rank that reads and verifies a slice that it needs."""
+        """Returns whether it is this rank that reads and verifies a slice that it needs."""
         return self._reader_of.get(stored, self._comm.rank) == self._comm.rank
 
     def agreed(self, directory: str, action: Callable[[], None]) -> None:

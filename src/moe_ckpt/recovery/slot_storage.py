@@ -76,20 +76,20 @@ _Exchange = defaultdict[int, list[torch.Tensor]]
 
 
 def packed_paths(slots: Sequence[FoundSlot]) -> list[Any]:
-    """Where slots lie, for ``SlotPaths``; names of directories once."""
+    """Returns the paths of slots, for ``SlotPaths``; names of directories once."""
     directories = list(dict.fromkeys(str(slot.slot.path.parent) for slot in slots))
     at = {directory: number for number, directory in enumerate(directories)}
     return [directories, [[at[str(slot.slot.path.parent)], slot.slot.path.name] for slot in slots]]
 
 
 class SlotPaths:
-    """Where the slots of all ranks lie."""
+    """The paths of the slots of all ranks."""
 
     def __init__(self) -> None:
         self._of: dict[int, list[Any]] = {}
 
     def note(self, holder: int, packed: list[Any]) -> None:
-        """What a rank's ``packed_paths`` gave."""
+        """Takes in what a rank's ``packed_paths`` gave."""
         self._of[holder] = packed
 
     def __getitem__(self, share: Share) -> str:
@@ -126,11 +126,11 @@ class SlotStorage:
         self.root = self.storage.root
 
     def is_near(self, path: str) -> bool:
-        """Whether this node has the file in memory."""
+        """Returns whether this node has the file in memory."""
         return self.files[path].share.node == self.node
 
     def is_sound(self, path: str) -> bool:
-        """Whether every slice of a file has been verified ahead of time."""
+        """Returns whether every slice of a file has been verified ahead of time."""
         file = self.files.get(path)
         if self.checker is None or file is None or file.share.holder != self.comm.rank or file.part == STATE:
             return False
@@ -138,18 +138,18 @@ class SlotStorage:
         return slot.header.parts[file.part].raw == file.header and self.checker.is_sound(slot)
 
     def check_only(self, paths: Iterable[str]) -> None:
-        """Of this rank's slots none but those of these files need be verified ahead of time: it reads no other."""
+        """Limits verifying ahead of time to this rank's slots of these files: it reads no other."""
         files = [self.files[path] for path in paths]
         if self.checker is not None:
             mine = {file.share.number for file in files if file.share.holder == self.comm.rank}
             self.checker.only({self.slots[number] for number in mine})
 
     def needs_others(self, spans: Iterable[Span]) -> bool:
-        """Whether something of it lies on other nodes only, so that all ranks must ``fetch``."""
+        """Returns whether some span lies on other nodes only, so that all ranks must ``fetch``."""
         return any(True for _ in self._far(spans))
 
     def needs_storage(self, spans: Iterable[Span]) -> bool:
-        """Whether something of it lies on storage only."""
+        """Returns whether some span lies on storage only."""
         return any(path not in self.files for path, _, _ in spans)
 
     def fetch(self, spans: Iterable[Span]) -> int:

@@ -37,14 +37,14 @@ from moe_ckpt.slices.compiling import GRADIENTS, HOST_ONLY
 
 
 def place_of(operator: str) -> tuple[int, int]:
-    """(layer, expert) of the id of an expert."""
+    """Returns (layer, expert) of the id of an expert."""
     layer, expert = operator.removeprefix(EXPERT).split("/")
     return int(layer), int(expert)
 
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """One writer's slot.
+    """The description of one writer's slot.
 
     Attributes:
         state: (bytes, digest) of its state file.
@@ -64,7 +64,7 @@ UnpackedHeader = tuple[int, int, bool, Described, Mapping[str, Any] | None]
 
 
 class SnapshotFacts:
-    """One snapshot.
+    """The facts of one snapshot.
 
     Attributes:
         writers: Writer -> its slot.
@@ -87,7 +87,7 @@ class SnapshotFacts:
         *,
         alone: bool = False,
     ) -> None:
-        """One writer's slot.
+        """Adds one writer's slot.
 
         Args:
             facts: Of the snapshot, if this slot tells them.
@@ -101,7 +101,7 @@ class SnapshotFacts:
             self.facts = StepFacts.decoded(facts)
 
     def require_facts(self, step: int) -> StepFacts:
-        """``facts``, which some rank has told."""
+        """Returns ``facts``, which some rank has told."""
         if self.facts is None:
             raise DamagedError(f"memory slots of step {step}", "no rank has facts of the step", step=step)
         return self.facts
@@ -119,7 +119,8 @@ class SnapshotFacts:
                 raise DamagedError(f"memory slots of step {step}", reason, step=step)
 
     def settle(self, recounted: Collection[int] = ()) -> None:
-        """All have told: tokens of a step on which they had not agreed when one of them died are summed now.
+        """Settles the facts once all ranks have sent theirs: tokens of a step on which they had not agreed when one of
+        them died are summed now.
 
         Args:
             recounted: Writers whose tokens are counted again, so that what they sealed of them does not count.
@@ -136,7 +137,7 @@ class SnapshotFacts:
 
 
 def packed_header(position: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
-    """For ``unpacked_headers``, one after the other.
+    """Packs a header for ``unpacked_headers``, which takes one after the other.
 
     Args:
         tells: What all writers have alike is in this one.
@@ -156,19 +157,19 @@ def packed_header(position: int, writer: int, header: SlotHeader, *, tells: bool
 
 
 def packed_with_headers(value: Any, headers: Iterable[bytes]) -> list[bytes]:
-    """Something in JSON, and what ``packed_header`` gave, for ``unpacked_with_headers``."""
+    """Packs something in JSON, and what ``packed_header`` gave, for ``unpacked_with_headers``."""
     first = json.dumps(value).encode()
     return [struct.pack("<Q", len(first)), first, *headers]
 
 
 def unpacked_with_headers(raw: bytes) -> tuple[Any, Iterable[UnpackedHeader]]:
-    """What ``packed_with_headers`` was given."""
+    """Returns what ``packed_with_headers`` was given."""
     [nbytes] = struct.unpack_from("<Q", raw)
     return json.loads(raw[8 : 8 + nbytes]), unpacked_headers(raw[8 + nbytes :])
 
 
 def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
-    """What each ``packed_header`` was given."""
+    """Yields what each ``packed_header`` was given."""
     at = 0
     while at < len(raw):
         [nbytes] = struct.unpack_from("<Q", raw, at)
@@ -189,11 +190,11 @@ class ExchangedHeaders:
         self._headers: dict[tuple[int, int], tuple[Described, Mapping[str, Any] | None]] = {}
 
     def note(self, holder: int, headers: Iterable[UnpackedHeader]) -> None:
-        """What a rank told of its own slots, by their numbers."""
+        """Takes in the headers that a rank sent of its own slots, by their numbers."""
         self._headers |= {(holder, number): (described, facts) for number, _, _, described, facts in headers}
 
     def tells(self, snapshot: Snapshot, gradients: Beside) -> bool:
-        """Whether nothing else is needed of a snapshot, with slots of gradients beside it."""
+        """Returns whether nothing else is needed of a snapshot, with slots of gradients beside it."""
         headers = {writer: self._of(shares) for writer, shares in snapshot.items()}
         teller = headers[teller_of(snapshot)]
         if None in headers.values() or teller is None or teller[1] is None:
@@ -246,7 +247,7 @@ class SlotFiles:
         state: bool = True,
         here: Sequence[SlotPart] = (),
     ) -> None:
-        """One writer's slot.
+        """Adds one writer's slot.
 
         Args:
             writer: Whose.
@@ -275,13 +276,13 @@ class SlotFiles:
 
     @property
     def gradients(self) -> tuple[StoredSlice, ...]:
-        """What the slots hold of consumed gradients."""
+        """The slices of consumed gradients in the slots."""
         records = self.records.get(GRADIENTS, ())
         return tuple(StoredSlice(entry, record) for record in records for entry in self.headers[record].slices)
 
     @property
     def in_full(self) -> tuple[StoredSlice, ...]:
-        """What the slots hold of operators, but for consumed gradients."""
+        """The slices of operators in the slots, but for consumed gradients."""
         written = (record for kind, records in self.records.items() if kind != GRADIENTS for record in records)
         return tuple(StoredSlice(e, record) for record in written for e in self.headers[record].slices if e.operator)
 
@@ -297,13 +298,13 @@ class SlotFiles:
 
     @property
     def every_slice(self) -> Iterator[SliceEntry]:
-        """What the slots hold, but for consumed gradients."""
+        """Yields the slices in the slots, but for consumed gradients."""
         for kind, records in self.records.items():
             for record in records if kind != GRADIENTS else ():
                 yield from self.headers[record].slices
 
     def slices_of(self, operators: frozenset[str]) -> Iterator[SliceEntry]:
-        """What the slots hold of these operators."""
+        """Yields the slices of these operators in the slots."""
         for header in self.headers.values():
             yield from (entry for entry in header.slices if entry.operator in operators)
 
@@ -350,7 +351,7 @@ class LaidSnapshots:
         stored: Iterable[str] | None = None,
         host_only: Iterable[str] = (),
     ) -> None:
-        """Put a part on top.
+        """Lays a part on top.
 
         Args:
             part: Of one snapshot.
@@ -383,14 +384,15 @@ class LaidSnapshots:
         return brought
 
     def slots_of(self, manifest: Manifest) -> dict[str, SlotFile]:
-        """Those of ``slots`` that a manifest names."""
+        """Returns those of ``slots`` that a manifest names."""
         named = {record.path for record in manifest.files} | {state.path for state in manifest.states}
         named |= {state.path for slot in manifest.window for state in slot.states}
         return {path: file for path, file in self.slots.items() if path in named}
 
 
 def facts_of_slots(slots: Sequence[FoundSlot]) -> list[list[Any]]:
-    """What a rank tells the others of its slots, for ``share_of``: of slots of gradients, whose they are beside.
+    """Returns what a rank sends the others of its slots, for ``share_of``: of slots of gradients, whose they are
+    beside.
 
     Args:
         slots: All that it has.
@@ -440,7 +442,7 @@ def _fields_of(slot: FoundSlot, number: int) -> list[Any]:
 
 
 def share_of(holder: int, node: str, fields: Sequence[Any]) -> Share:
-    """What ``facts_of_slots`` gave on another rank.
+    """Returns the share that ``facts_of_slots`` described on another rank.
 
     Args:
         holder: That rank.

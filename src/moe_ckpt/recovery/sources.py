@@ -22,8 +22,8 @@ from moe_ckpt.recovery.restore import needed_slices, parameters_of, prepare, ver
 from moe_ckpt.recovery.shared_reading import SharedReading, divide, load_slices
 
 
-class Source(Protocol):
-    """Called on every rank, on the training thread, in this order."""
+class OperatorSource(Protocol):
+    """A source of operators, whose methods are called on every rank, on the training thread, in this order."""
 
     def inventory(self) -> Inventory:
         """Returns what it has of the checkpoint, in the order of the manifest's operators; equal on every rank."""
@@ -106,12 +106,14 @@ class StorageSource:
         prepare(self._manifest, self._index, state)
 
     def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
-        """See ``Source``. Raises ``DamagedError`` for damage since ``verify``. A collective if reading is shared."""
+        """See ``OperatorSource``. Raises ``DamagedError`` for damage since ``verify``. A collective if reading is
+        shared."""
         load_slices(self._reader, self._of(operators), state.tensors, self.shared)
         return ()
 
     def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
-        """Does both at once if no other source writes in between. A collective if reading is shared."""
+        """Does ``prepare`` and ``write`` at once if no other source writes in between. A collective if reading is
+        shared."""
 
         def prepared() -> Sequence[StateTensor]:
             if self._weights_only:
@@ -159,13 +161,13 @@ class WindowSource(StorageSource):
         """Does nothing: the replay creates optimizer state step by step."""
 
     def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
-        """See ``Source``: the window's first step. A collective if reading is shared."""
+        """See ``OperatorSource``: the window's first step. A collective if reading is shared."""
         self._replay.shared = self.shared
         self._replay.load(self._replay.steps[0])
         return ()
 
     def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
-        """Does the same."""
+        """Writes, as there is nothing to prepare."""
         self.write(operators, state)
 
 

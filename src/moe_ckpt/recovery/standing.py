@@ -37,7 +37,7 @@ class Standing:
         self._comm, self.stored = comm, stored
 
     def follows_what_is_gone(self, checkpoint: MemoryCheckpoint) -> bool:
-        """Whether storage lacks the checkpoint that this one builds on, and what replaced that.
+        """Returns whether storage lacks the checkpoint that this one builds on, and what replaced that.
 
         A file was lost, or a user removed checkpoints, or restored an older copy of the store.
         """

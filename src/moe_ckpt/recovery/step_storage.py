@@ -37,15 +37,15 @@ class StepStorage(PatientStorage):
         self._opened: dict[str, Manifest] = {}
 
     def note_listed(self, directories: Collection[str]) -> None:
-        """These step directories have a manifest."""
+        """Notes step directories that have a manifest."""
         self._listed |= set(directories)
 
     def note_opened(self, manifest: Manifest) -> None:
-        """A manifest was read from this storage."""
+        """Notes a manifest that was read from this storage."""
         self._opened[manifest.directory] = manifest
 
     def is_committed(self, directory: str) -> bool:
-        """Whether a step's manifest is there now. One that cannot be read is."""
+        """Returns whether a step's manifest exists now. One that cannot be read is."""
         try:
             super().read(f"{directory}/{MANIFEST_NAME}", 0, 1)  # network file systems ask their server at an open only
         except (FileNotFoundError, NotADirectoryError):

@@ -67,7 +67,7 @@ def require_committed(comm: Communicator, storage: StepStorage, directory: str) 
 
 @dataclass(frozen=True)
 class RankZeroAnswer(Generic[T]):
-    """What rank 0 finds, for all ranks, where it travels with something else. See ``by_rank_zero``.
+    """The result of rank 0, for all ranks, where it travels with something else. See ``by_rank_zero``.
 
     Attributes:
         payload: Of this rank: plain data; empty on all but rank 0.

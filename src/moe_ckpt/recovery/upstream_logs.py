@@ -22,7 +22,7 @@ from moe_ckpt.upstream.files import SealedLog
 
 @dataclass(frozen=True)
 class KeptLogs:
-    """What earlier lives of the run logged, and this rank has now.
+    """The logs of earlier lives of the run that this rank has now.
 
     Attributes:
         stage_of: Of each rank, its pipeline stage.
@@ -37,7 +37,7 @@ class KeptLogs:
 
 
 class LogExchange:
-    """Who has which log. Made and used by all ranks, on the training thread.
+    """The exchange of logs among ranks. Made and used by all ranks, on the training thread.
 
     Args:
         comm: The ranks.

@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is damaged.
+    """The damage of one file or slice.
 
     Attributes:
         affects: The committed steps that cannot be loaded because of it; none if it is superseded bytes, or
@@ -45,7 +45,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found in some steps of a store.
+    """The result of verifying some steps of a store.
 
     Attributes:
         damages: All damage, but for files that are gone with their steps.
@@ -59,7 +59,7 @@ class Verified:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was found out, because all steps were removed."""
+        """True if nothing was found out, because all steps were removed."""
         return bool(self.removed) and not (self.usable or self.damages)
 
 

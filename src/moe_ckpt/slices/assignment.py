@@ -35,7 +35,7 @@ ComputeTypes = Mapping[str, str]
 
 
 def places_of(catalog: Catalog, operators: Collection[str]) -> Numbers:
-    """Places of operators in the catalog, cached by tuple."""
+    """Returns the places of operators in the catalog, cached by tuple."""
     if isinstance(operators, tuple):
         return catalog.places_of(operators)
     return np.fromiter(map(catalog.place.__getitem__, operators), dtype=np.int64, count=len(operators))
@@ -73,7 +73,7 @@ class Weights:
 
 
 def weigh(catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeTypes | None = None) -> Weights:
-    """Equal on all peers: only replicated tensors enter, which are the same on them.
+    """Returns the weights of units, equal on all peers: only replicated tensors enter, which are the same on them.
 
     Args:
         compute: Weigh what forward and backward read instead of the whole state, in these types.
@@ -110,7 +110,7 @@ def compute_bytes(tensor: StateTensor, compute: ComputeTypes, elements: int) -> 
 def operator_bytes(
     catalog: Catalog, specs: Sequence[TensorSpec], compute: ComputeTypes, gradient: str | None = None
 ) -> dict[str, OperatorBytes]:
-    """What each operator weighs, all ranks together; equal on every rank.
+    """Returns the bytes of each operator, all ranks together; equal on every rank.
 
     Gradients are told if any tensor tells its own: what no optimizer updates has none.
 
@@ -163,7 +163,7 @@ def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, i
 
 
 class UnitShare(NamedTuple):
-    """What one rank writes of a unit.
+    """The share of a unit that one rank writes.
 
     Attributes:
         span: Of the unit.
@@ -178,7 +178,7 @@ class UnitShare(NamedTuple):
 
 @dataclass(frozen=True)
 class WriteAssignment:
-    """Who writes what of one checkpoint's replicated state: experts by their owners, the rest by ``parts``.
+    """The assignment of one checkpoint's replicated state to ranks: experts by their owners, the rest by ``parts``.
 
     Attributes:
         owners: Expert -> the rank that writes it.
@@ -363,7 +363,7 @@ class Sharder:
 
 
 def expert_owners(catalog: Catalog, placement: Placement) -> dict[str, int]:
-    """Expert operator -> the rank that writes what is replicated of it."""
+    """Returns expert operator -> the rank that writes what is replicated of it."""
     return {
         op.id: placement.owners[op.layer][op.expert]
         for op in catalog.experts

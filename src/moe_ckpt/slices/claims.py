@@ -26,7 +26,7 @@ _Scattered = tuple[str, frozenset[str], int]
 
 
 class Claims:
-    """What one rank must account for. For the persist thread only, except its creation.
+    """The slices that one rank must account for. For the persist thread only, except its creation.
 
     Args:
         catalog: Of the model.
@@ -41,7 +41,7 @@ class Claims:
         self._rank, self._ranks = rank, ranks
 
     def own_sum(self, operators: Collection[str], compute_only: Collection[str], *, in_window: bool) -> int:
-        """``cover_sum`` of what this rank must account for, in a plan that saves ``operators``.
+        """Returns the ``cover_sum`` of what this rank must account for, in a plan that saves ``operators``.
 
         Args:
             operators: Are saved in full.

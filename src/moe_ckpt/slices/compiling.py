@@ -112,7 +112,7 @@ class CompiledPart:
 
     @property
     def is_consumed(self) -> bool:
-        """It holds gradients, of this rank's share or of another's."""
+        """True if the part holds gradients, of this rank's share or of another's."""
         return len(self.slices) > 0 and self._shelf.entries[self.slices.numbers[0]].key.startswith(GRADIENT)
 
     @property
@@ -126,7 +126,7 @@ class CompiledPart:
         return in_a_row(self.slices.listed())
 
     def side_entries(self) -> list[SliceEntry]:
-        """Those of ``entries`` that ``side`` says."""
+        """Returns those of ``entries`` that ``side`` names."""
         numbered = zip(self.side, self.given_side, strict=True)
         return [moved(entry, int(self.ends[at]) - entry.nbytes) for at, entry in numbered]
 
@@ -147,7 +147,7 @@ class CompiledPart:
 
     @cached_property
     def stretches(self) -> Sequence[tuple[str, int, int]]:
-        """(type, first, the one behind the last) of the slices of operators, type by type."""
+        """The stretches of the slices of operators, type by type: (type, first, the one behind the last)."""
         return stretches(self._table)
 
     @property
@@ -157,11 +157,11 @@ class CompiledPart:
 
     @cached_property
     def cover_sum(self) -> int:
-        """Of ``boxes``."""
+        """The sum of ``boxes`` (``cover_sum``)."""
         return sum(map(_COVER_SUM, self.cuts)) % PRIME
 
     def header(self, run_id: str, rank: int, step: int) -> HeaderTemplate:
-        """Cached from the second use on: it is large, and most plans are used only once.
+        """Returns the header's template, cached from the second use on: it is large, and most plans are used only once.
 
         Raises:
             CoverageError: Two of the slices are the same one.
@@ -177,7 +177,7 @@ class CompiledPart:
 
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
-    """What one rank copies and writes for one key.
+    """The plan of what one rank copies and writes for one key.
 
     Attributes:
         parts: Of the buffer, with the byte at which each begins; this rank's own share first.
@@ -200,7 +200,7 @@ class CompiledPlan:
 
     @property
     def total_nbytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return self.nbytes + sum(part.nbytes for _, part in self.pieces) + self.mirrored_nbytes
 
     @property
@@ -215,7 +215,7 @@ class CompiledPlan:
 
     @cached_property
     def own_claim(self) -> int:
-        """``cover_sum`` of what this rank must account for."""
+        """The ``cover_sum`` of what this rank must account for."""
         operators, _, compute_only, in_window = self.key
         return self.claims.own_sum(operators, compute_only, in_window=in_window)
 
@@ -226,8 +226,8 @@ class CompiledPlan:
 
 
 def cover_difference(plan: CompiledPlan) -> int:
-    """What this rank writes minus what it must account for. Added over all ranks, 0 modulo ``PRIME`` if the plan is
-    tiled."""
+    """Returns what this rank writes minus what it must account for. Added over all ranks, 0 modulo ``PRIME`` if the
+    plan is tiled."""
     written = sum(part.cover_sum for _, part in plan.parts if part.is_written)
     return (written - plan.own_claim) % PRIME
 

@@ -103,7 +103,7 @@ class Shelf:
         return len(self.cuts) - 1
 
     def bounds(self, cuts: Numbers) -> Numbers:
-        """``[n, 3]``: of each cut its first slice, how many it has, and its operator's place in the catalog."""
+        """Returns ``[n, 3]``: of each cut its first slice, how many it has, and its operator's place in the catalog."""
         bounds: Numbers = self._bounds.rows.take(cuts, axis=0)
         return bounds
 
@@ -128,7 +128,7 @@ class Shelf:
         return rows
 
     def texts(self) -> HeaderTexts:
-        """Of all slices. On the thread that makes headers, and on it alone."""
+        """Returns the texts of all slices. For the thread that makes headers alone."""
         self._texts.add(self.entries[len(self._texts) :])
         return self._texts
 
@@ -142,7 +142,7 @@ class Shelf:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What one rank writes of one operator: ``count`` of the slices on a shelf, from number ``first`` on.
+    """The cut that one rank writes of one operator: ``count`` of the slices on a shelf, from number ``first`` on.
 
     One object for as long as the shelf is used, which keeps what takes long. It does not keep the shelf, and with that
     live tensors.
@@ -163,13 +163,13 @@ class Cut:
 
     @cached_property
     def is_replay(self) -> bool:
-        """Whether only replay needs it. Such slices are never in one cut with others."""
+        """True if only replay needs the cut. Such slices are never in one cut with others."""
         return self.shelved[self.first].key.startswith(REPLAY)
 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """What one rank writes of some operators, by the numbers of cuts on a shelf: to join them takes no bytecode for
+    """The cuts that one rank writes of some operators, by their numbers on a shelf: to join them takes no bytecode for
     each.
 
     Attributes:
@@ -194,20 +194,20 @@ class Cuts:
 
     @property
     def places(self) -> Numbers:
-        """Of the operators in the catalog."""
+        """The places of the operators in the catalog."""
         places: Numbers = self.shelf.bounds(self.numbers)[:, 2]
         return places
 
     def masked(self, chosen: npt.NDArray[np.bool_]) -> Cuts:
-        """The ``chosen`` ones."""
+        """Returns the ``chosen`` cuts."""
         return Cuts(self.shelf, self.numbers[chosen])
 
     def joined(self, others: Cuts) -> Cuts:
-        """With others of the same shelf."""
+        """Returns the cuts with others of the same shelf."""
         return Cuts(self.shelf, np.concatenate([self.numbers, others.numbers]))
 
     def same(self, others: Cuts) -> bool:
-        """Whether they are the very same ones."""
+        """Returns whether others are the very same cuts."""
         return self.shelf is others.shelf and np.array_equal(self.numbers, others.numbers)
 
 
@@ -236,7 +236,7 @@ class Slices:
 
 
 def table_of_side(entries: Sequence[SliceEntry]) -> Table:
-    """Of tensors that come with each snapshot, and have no memory yet."""
+    """Returns the table of tensors that come with each snapshot, and have no memory yet."""
     places = {key: at for at, key in enumerate(sorted({entry.key for entry in entries}))}
     rows = [(*_placed(entry, places), entry.nbytes, 0, 0, 0, -1) for entry in entries]
     return np.array(rows, dtype=np.int64).reshape(-1, _COLUMNS)
@@ -257,7 +257,7 @@ def _placed(entry: SliceEntry, places: Mapping[str, int]) -> tuple[int, int]:
 
 
 def stretches(table: Table) -> list[tuple[str, int, int]]:
-    """(type, first slice, the one behind the last) of what is no side tensor, type by type, in the order of
+    """Returns (type, first slice, the one behind the last) of what is no side tensor, type by type, in the order of
     ``lay_out``."""
     types, sides = table[:, ORDER] >> _DTYPE_BITS, (table[:, ORDER] >> _SECTION_BITS & 3) == _SIDE
     ranges_of, names = [], list(_DTYPES)
@@ -290,7 +290,7 @@ def are_distinct(table: Table) -> bool:
 
 
 def on_cuda(table: Table, shelf: Shelf) -> bool:
-    """Whether any of the slices lies on a GPU."""
+    """Returns whether any of the slices lies on a GPU."""
     kinds = np.bincount(table[:, KIND] + 1).nonzero()[0] - 1
     if any(device.type == "cuda" for (_, device), kind in _kinds.items() if kind in kinds):
         return True

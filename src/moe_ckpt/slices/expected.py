@@ -36,11 +36,12 @@ class ExpectedShare:
 
     @property
     def most_nbytes(self) -> int:
-        """All that this rank holds: its share if it has no peers, and more than that otherwise."""
+        """The bytes that this rank holds: its share if it has no peers, and more than that otherwise."""
         return sum(tensor.local.nbytes for tensor in self._tensors) + sum(n for _, n in self._moments)
 
     def nbytes(self, catalog: Catalog, placement: Placement, rank: int) -> int:
-        """What this rank writes, plain state apart: its own, and its part of what its peers hold as well.
+        """Returns the bytes that this rank writes, plain state apart: its own, and its part of what its peers hold as
+        well.
 
         Takes as long as describing a first snapshot.
 

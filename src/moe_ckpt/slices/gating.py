@@ -60,7 +60,7 @@ class CudaStamps:
 
     @staticmethod
     def secs(begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        """None if the device is not there yet."""
+        """Returns the seconds between two moments; None if the device has not reached them yet."""
         return begin.elapsed_time(end) / 1e3 if begin.query() and end.query() else None  # type: ignore[no-untyped-call]
 
 
@@ -81,7 +81,7 @@ class Tally:
 
 
 class Forecast:
-    """Where the bubbles of an iteration lie: by 1F1B's formula, then by those of the newest iterations.
+    """The forecast of an iteration's bubbles: by 1F1B's formula, then by those of the newest iterations.
 
     Changed by the training thread alone; any thread may read the attributes.
 
@@ -115,7 +115,7 @@ class Forecast:
         self._last: tuple[object, list[tuple[object, object]]] | None = None
 
     def period(self, secs: float) -> None:
-        """From the beginning of one iteration to that of the next."""
+        """Takes in the seconds from the beginning of one iteration to that of the next."""
         self._periods.append(secs)
         self.period_secs = min(self._periods)
 
@@ -158,7 +158,7 @@ class Forecast:
             self._seen.append(tuple(windows))
 
     def wait_secs(self, number: int) -> float:
-        """How long the wait of this number is expected to be; 0 until any was measured."""
+        """Returns how long the wait of this number is expected to be; 0 until any was measured."""
         return self.windows[number].secs if self._measured and number < len(self.windows) else 0.0
 
 
@@ -258,7 +258,7 @@ class BubbleGate:
 
     @property
     def is_open(self) -> bool:
-        """No iteration is being computed."""
+        """True while no iteration is being computed."""
         return self._began is None
 
     @property
@@ -267,7 +267,7 @@ class BubbleGate:
         return self._began is None and time.perf_counter() < self._tail_until
 
     def enter(self, secs: float) -> tuple[bool, torch.cuda.Event | None]:
-        """Whether this rank is idle, for so long at least; and what a device must wait for until it is."""
+        """Returns whether this rank is idle, for so long at least; and what a device must wait for until it is."""
         if self._entered is None or self._visit_secs < secs:
             return False, None
         self._visit_secs -= secs

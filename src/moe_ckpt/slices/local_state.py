@@ -70,13 +70,14 @@ class LocalState:
 
     @property
     def is_crowded(self) -> bool:
-        """So many descriptions were made for one plan only that it should be rebuilt."""
+        """True if so many descriptions were made for one plan only that it should be rebuilt."""
         return self._shelf.transient > max(_REMEMBERED, len(self._shelf.entries) // 2)
 
     def cuts(
         self, operators: Collection[str], assignment: WriteAssignment, rank: int, compute: ComputeTypes | None = None
     ) -> Cuts:
-        """What ``rank`` writes of ``operators``, none of it empty: all state, or weights in the types ``compute``.
+        """Returns what ``rank`` writes of ``operators``, none of it empty: all state, or weights in the types
+        ``compute``.
 
         Of an operator the very same cuts again, but of units that peers share by rows. What other ranks hold costs no
         bytecode, nor do operators that are known, as long as units are assigned as before.
@@ -117,7 +118,7 @@ class LocalState:
         return number
 
     def scattered_cuts(self, scattered: Iterable[tuple[Operator, Span, StateTensor]]) -> Cuts:
-        """Of ``scattered``, to be written once more though their homes are not."""
+        """Returns the cuts of ``scattered``, to be written once more though their homes are not."""
         numbers = []
         for home, span, tensor in scattered:
             if tensor.key not in self._own_scattered:
@@ -196,7 +197,7 @@ class _DescribedCuts:
 
 
 def collect_slices(local: LocalState, operators: Collection[str], assignment: WriteAssignment, rank: int) -> Cuts:
-    """What ``rank`` writes of ``operators``, none of it empty. Views only; nothing is copied here.
+    """Returns what ``rank`` writes of ``operators``, none of it empty. Views only; nothing is copied here.
 
     Args:
         assignment: Who writes what of the tensors that all peers hold, from ``Sharder.assign`` of the same operators
@@ -213,7 +214,7 @@ def collect_replay_slices(
     rank: int,
     compute: ComputeTypes,
 ) -> Cuts:
-    """What ``rank`` writes besides, so that the step after one slot of a sparse window can be computed again.
+    """Returns what ``rank`` writes besides, so that the step after one slot of a sparse window can be computed again.
 
     Args:
         assignment: Of ``anchored`` and ``compute_only``.
@@ -285,7 +286,7 @@ def _entry(
 
 
 def wanted_boxes(catalog: Catalog, operators: Collection[str], specs: Sequence[TensorSpec]) -> dict[str, list[Box]]:
-    """What the ranks together must write for ``operators``: the claim that the commit proves."""
+    """Returns what the ranks together must write for ``operators``: the claim that the commit proves."""
     boxes: dict[str, list[Box]] = {}
     for tensor in specs:
         for operator, span in holders(catalog, tensor):
@@ -299,7 +300,7 @@ def wanted_boxes(catalog: Catalog, operators: Collection[str], specs: Sequence[T
 def wanted_replay(
     catalog: Catalog, anchored: Collection[str], compute_only: Collection[str], specs: Sequence[TensorSpec]
 ) -> dict[str, list[Box]]:
-    """What all ranks together must write for ``collect_replay_slices``."""
+    """Returns what all ranks together must write for ``collect_replay_slices``."""
     boxes: dict[str, list[Box]] = {}
     counted = _Counted(catalog, anchored)
     for tensor in specs:

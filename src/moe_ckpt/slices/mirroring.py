@@ -54,7 +54,7 @@ class MirroredShares:
 
     @property
     def sends(self) -> Sends:
-        """What this rank's state lacks of its sources' shares: all non-experts, all their experts, and the weights
+        """The state that this rank lacks of its sources' shares: all non-experts, all their experts, and the weights
         alone of both.
 
         Of the tensors of the newest ``cuts``; true of all before.
@@ -83,7 +83,7 @@ class MirroredShares:
     def cuts(
         self, operators: Collection[str], tensors: Sequence[StateTensor], assignment: WriteAssignment
     ) -> dict[str, Cuts]:
-        """Kind of part -> what it holds, for each source.
+        """Returns kind of part -> what it holds, for each source.
 
         Args:
             operators: That are saved in full, and sent.
@@ -103,7 +103,7 @@ class MirroredShares:
     def cuts_of_gradients(
         self, operators: Collection[str], gradients: Sequence[StateTensor], assignment: WriteAssignment
     ) -> dict[str, Cuts]:
-        """The same of consumed gradients, which are other tensors at each step: nothing is kept of them."""
+        """Returns the same of consumed gradients, which are other tensors at each step: nothing is kept of them."""
         local = {s: LocalState(self._catalog, gradients, s, alike=s in self._alike) for s in self._sources}
         return {
             f"{MIRROR}{source}": collect_slices(local[source], operators, assignment, source)
@@ -120,7 +120,7 @@ class MirroredShares:
 
 @dataclass(frozen=True, eq=False)
 class Mirror:
-    """What this rank's memory has of one snapshot of another rank.
+    """The part of another rank's snapshot that this rank's memory has.
 
     Attributes:
         part: Of the plan of this rank's own snapshot of the step.
@@ -134,7 +134,7 @@ class Mirror:
 
 
 def digests_of(names: Collection[str]) -> Numbers:
-    """XXH3-64 of each name. Equal digests do no harm: checksums tell slices apart."""
+    """Returns the XXH3-64 of each name. Equal digests do no harm: checksums tell slices apart."""
     digests = np.fromiter(
         (xxhash.xxh3_64_intdigest(name.encode()) for name in names), dtype=np.uint64, count=len(names)
     )

@@ -87,7 +87,7 @@ class SnapshotRequest:
         return (*self.operators, *self.host_only) if self.sends_host_only and self.host_only else self.operators
 
     def share_of(self, rank: int, due: int) -> tuple[int, int]:
-        """Whose share ``rank`` copies, and the snapshot's number in memory.
+        """Returns whose share ``rank`` copies, and the snapshot's number in memory.
 
         Args:
             due: That of the next one in order.
@@ -96,7 +96,7 @@ class SnapshotRequest:
         return (rank, due) if writer is None else (writer, survivor_sequence(self.step, lent=writer != rank))
 
     def is_whole(self, catalog: Catalog) -> bool:
-        """Whether this snapshot alone holds every operator in full."""
+        """True if this snapshot alone holds every operator in full."""
         return self.window is None and len(self.operators) + len(self.host_only) == len(catalog.everything)
 
     @property

@@ -16,7 +16,7 @@ from moe_ckpt.upstream.recording import UpstreamLog
 
 
 class Boundary(Traffic):
-    """See the module. On the training thread.
+    """The boundary of this rank's stage (see the module). On the training thread.
 
     Args:
         stage_of: Of each rank, its pipeline stage.
@@ -35,11 +35,11 @@ class Boundary(Traffic):
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank's stage computes a step again, to which others do not answer."""
+        """True while this rank's stage computes a step again, to which others do not answer."""
         return self._answers is not None
 
     def before_first(self, call: Callable[[], None]) -> None:
-        """Before the first message is sent or awaited, ``call`` runs."""
+        """Runs ``call`` before the first message is sent or awaited."""
         self._first = call
 
     def begin(self) -> None:
@@ -50,12 +50,14 @@ class Boundary(Traffic):
             first()
 
     def rest(self) -> None:
-        """Until the next step begins, what crosses belongs to no step: stages that are alone leave it out."""
+        """Ends the step: what crosses until the next one begins belongs to no step, and stages that are alone leave it
+        out."""
         self._resting = True
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What crosses in this block belongs to no step, and stages that are alone leave it out."""
+        """Sets messages aside: what crosses in this block belongs to no step, and stages that are alone leave it
+        out."""
         self._aside = True
         try:
             yield
@@ -67,7 +69,7 @@ class Boundary(Traffic):
         self._alone, self._answers = frozenset(ranks), answers
 
     def together(self, step: int | None = None) -> None:
-        """From here on all ranks compute.
+        """Lets all ranks compute from here on.
 
         Args:
             step: That this rank has come up to; None if it did not get there.

@@ -32,7 +32,7 @@ _Task = Callable[[], None]
 
 @dataclass(frozen=True)
 class Whose:
-    """As of ``format.upstream.LogHeader``."""
+    """The owner of a log, as in ``format.upstream.LogHeader``."""
 
     run_id: str
     life: str
@@ -75,12 +75,12 @@ class UpstreamLog:
 
     @property
     def nbytes(self) -> int:
-        """Of all logs, what is not written yet included."""
+        """The bytes of all logs, including what is not written yet."""
         return sum(self._sizes.values()) + sum(sealed.header.nbytes for sealed in self._earlier)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """That there are logs of, the one under way included."""
+        """The steps that have logs, including the one under way."""
         return tuple(sorted(self._sizes))
 
     def continue_history(self, history: int) -> None:
@@ -88,7 +88,7 @@ class UpstreamLog:
         self._whose["history"] = history
 
     def step_begins(self, step: int) -> None:
-        """From here on messages belong to ``step``."""
+        """Begins ``step``, which messages belong to from here on."""
         if self._goes_on():
             self._step = step
             self._sizes[step] = 0
@@ -160,7 +160,7 @@ class UpstreamLog:
         return True
 
     def leave_out(self) -> None:
-        """There will be no log of the step under way: what it sends is not sent again when it is computed again."""
+        """Leaves out the log of the step under way: what it sends is not sent again when it is computed again."""
         if self._step < 0:
             return
         self._sizes.pop(self._step, None)
@@ -172,7 +172,7 @@ class UpstreamLog:
         return self._done(self._seal)
 
     def drop(self, step: int) -> None:
-        """No recovery needs the steps up to ``step`` any more, nor of ``left``."""
+        """Drops the logs up to ``step``, which no recovery needs any more, those of earlier lives too."""
         for sealed_step in [sealed_step for sealed_step in self._sizes if sealed_step <= step]:
             del self._sizes[sealed_step]
             self._tasks.put(functools.partial(remove_log, log_path(self._directory, sealed_step)))
@@ -180,7 +180,7 @@ class UpstreamLog:
             self._tasks.put(functools.partial(remove_log, self._earlier.pop().path))
 
     def give_up(self, problem: str) -> None:
-        """There are no logs from here on, and those that there are go. A warning says why, once."""
+        """Gives up logging from here on, and drops the logs that exist. A warning says why, once."""
         if self.problem:
             return
         self.problem = problem

@@ -55,7 +55,7 @@ class _Directory:
     path: Path
 
 
-class _Left:
+class _SlotsOutside:
     def __init__(self, slots: Sequence[FoundSlot]) -> None:
         self.found = tuple(slots)
         self.checker = SlotChecker(())  # of none: everything is verified when it is read
@@ -74,7 +74,7 @@ class _Memory:
     complete_step: int | None = None
 
     def __init__(self, slots: Sequence[FoundSlot], run_id: str, model: ModelRecord, path: Path) -> None:
-        self.left, self.model, self.files = _Left(slots), model, _Directory(run_id, path)
+        self.left, self.model, self.files = _SlotsOutside(slots), model, _Directory(run_id, path)
 
 
 class MemoryOutside:

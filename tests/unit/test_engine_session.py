@@ -307,7 +307,7 @@ def test_memory_held_never_exceeds_the_budget(tmp_path, when_busy):
             if when_busy == "skip":
                 storage.gate.set() if step % 5 == 4 else storage.gate.clear()
             life.go()
-            held.append(pool.held_bytes)
+            held.append(pool.lent_bytes)
         storage.gate.set()
         life.finish()
     assert dense <= max(held) <= budget

@@ -85,7 +85,7 @@ def one_pass(setup: Setup, options: dict[str, Any], padded: int = 0) -> dict[str
     passed("used up")
     used_up.detach()
     passed("after")
-    left = int(boost.left[busiest])
+    left = int(boost.backlog[busiest])
     return {"found": found, "logits": logits, "expert": busiest, "left": left, "mask": mask}
 
 
@@ -106,7 +106,7 @@ def in_training(setup: Setup, left: list[int] | None, **options: Any) -> dict[st
             boost.commit()
     for port in ports:
         port.detach()
-    left_now = [boost.left.tolist() for boost in boosts]
+    left_now = [boost.backlog.tolist() for boost in boosts]
     return {"losses": losses, "print": megatron_gpt.fingerprint(built), "left": left_now}
 
 

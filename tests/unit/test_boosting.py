@@ -62,7 +62,7 @@ def test_the_nearest_tokens_are_brought_in_and_nobody_behind_gives_any(seed):
     assert found.tolist() == wanted.tolist()
     after = np.bincount(found.flatten().numpy(), minlength=experts)
     boost.commit()
-    assert ((after - assigned)[left > 0] == (left - boost.left.numpy())[left > 0]).all(), "what came is made up"
+    assert ((after - assigned)[left > 0] == (left - boost.backlog.numpy())[left > 0]).all(), "what came is made up"
     assert ((after - assigned)[left == 0] <= 0).all()
 
 
@@ -93,7 +93,7 @@ def test_capacities_of_a_layer_are_shared_out_anew():
     boost.discard()
     assert boost.capacities(torch.tensor([60, 20, 60, 39]), 40).tolist() == [44, 33, 43, 40], "as if it had not been"
     boost.commit()
-    assert boost.left.tolist() == [96, 0, 0, 0]
+    assert boost.backlog.tolist() == [96, 0, 0, 0]
 
 
 def test_the_portion_is_kept_over_small_passes_and_the_fraction_survives():
@@ -104,8 +104,8 @@ def test_the_portion_is_kept_over_small_passes_and_the_fraction_survives():
         taken.append(int((boost.select(scores, chosen) == 0).sum()) - 3)
         boost.commit()
         assert sum(taken) == 3 * step // 10, "10 % of three tokens per pass"
-        boost = LayerBoost(boost.left.clone(), boost.carried.clone(), parts_of(0.1))  # a restart
-    assert boost.left.tolist() == [100 - 12, 0]
+        boost = LayerBoost(boost.backlog.clone(), boost.carried.clone(), parts_of(0.1))  # a restart
+    assert boost.backlog.tolist() == [100 - 12, 0]
     assert 0 <= int(boost.carried[0]) < UNIT
 
 
@@ -144,7 +144,7 @@ def test_layers_that_choose_by_topk_give_an_expert_more_by_its_portion(name):
     assert found[0].sum() == before[0].sum()
     assert found[0][weakest] == before[0][weakest] + before[0][weakest] // 2
     boost.commit()
-    assert boost.left[weakest] == 1000 - before[0][weakest] // 2
+    assert boost.backlog[weakest] == 1000 - before[0][weakest] // 2
     ports[0].detach()
     torch.manual_seed(3)
     assert (counts_of(model, run) == before).all(), "nothing stays behind"
@@ -167,7 +167,7 @@ def test_a_layer_that_chooses_otherwise_is_left_alone_and_says_why(name, monkeyp
     assert "calls no torch.topk" in port.refusal()
     assert type(layers[0].layer).__name__ in port.refusal()
     boost.commit()
-    assert set(boost.left.tolist()) == {9}
+    assert set(boost.backlog.tolist()) == {9}
 
 
 def test_weights_of_the_new_choice_are_the_routers_own():
@@ -218,7 +218,7 @@ def test_activation_checkpointing_repeats_the_choice_and_counts_it_once(use_reen
         for port, boost in zip(ports.values(), boosts, strict=True):
             boost.commit()
             port.detach()
-        results.append(([p.grad.clone() for p in model.parameters()], [boost.left.tolist() for boost in boosts]))
+        results.append(([p.grad.clone() for p in model.parameters()], [boost.backlog.tolist() for boost in boosts]))
     assert results[0][1] == results[1][1]
     assert left or results[0][1][0] != [7, 7, 0, 0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))

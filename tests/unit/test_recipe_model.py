@@ -105,7 +105,7 @@ def test_an_expert_that_is_behind_gets_more_and_the_rest_stays_what_it_was(capac
     boost.commit()
     extra = after[behind] - before[behind]
     within = min(16, 256 - before.sum(), int(wanted[behind]) - 64) if capacity_factor else before[behind] // 4
-    assert extra == 100 - boost.left[behind] == within
+    assert extra == 100 - boost.backlog[behind] == within
     assert extra > 0
     assert after.sum() == before.sum() + (extra if capacity_factor else 0)
     if capacity_factor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ckpt.modeling.watching import Memory
+from moe_ckpt.modeling.watching import TensorAddresses
 from moe_ckpt.ports import StateTensor
 
 
@@ -30,7 +30,7 @@ def some():
 def memory_of(tensors):
     """Each tensor belongs to a parameter of its own."""
     views = [StateTensor(f"model/{at}", str(at), tensor, (), (), False) for at, tensor in enumerate(tensors)]
-    return Memory(((str(at), tensor) for at, tensor in enumerate(tensors)), views)
+    return TensorAddresses(((str(at), tensor) for at, tensor in enumerate(tensors)), views)
 
 
 def its_data_is_another(tensor):

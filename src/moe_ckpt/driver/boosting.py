@@ -158,7 +158,7 @@ class Boosting:
             self.close()
             self._layers = {}
             return tokens
-        tables = {at: torch.cat([layer.left, layer.left.new_zeros(1)]) for at, layer in self._layers.items()}
+        tables = {at: torch.cat([layer.backlog, layer.backlog.new_zeros(1)]) for at, layer in self._layers.items()}
         owed = counts_on_host(tables, self._shape)
         return tokens.then(lambda found: replace(found, owed=owed.result()))
 
@@ -180,7 +180,7 @@ class Boosting:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "left": {str(at): layer.left for at, layer in self._layers.items()},
+            "left": {str(at): layer.backlog for at, layer in self._layers.items()},
             "carried": {str(at): layer.carried for at, layer in self._layers.items()},
         }
 

@@ -18,7 +18,7 @@ from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
 from moe_ckpt.megatron.optimizers import MASTER, STEP, StateSlot, make_state, slots, state_tensors
 from moe_ckpt.megatron.trained import Trained
 from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World
-from moe_ckpt.modeling.watching import Entries, Memory, places_among
+from moe_ckpt.modeling.watching import Entries, TensorAddresses, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 
@@ -264,7 +264,7 @@ class _Views:
             for tensor in _viewed(live.parameter, slots.get(live.parameter))
             for part in live.parts
         )
-        self._memory = Memory(named, tensors)
+        self._memory = TensorAddresses(named, tensors)
 
     def are_there(self) -> bool:
         """Returns False after optimizer state was added, removed or loaded."""

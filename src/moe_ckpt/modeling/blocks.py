@@ -1,4 +1,4 @@
-"""Which block of a whole tensor this rank holds: plain tensors and DTensors under one description."""
+"""Describes the block of a whole tensor that this rank holds, alike for plain tensors and DTensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ except ImportError:  # a torch built without distributed has no DTensors to meet
 
 
 @dataclass(frozen=True)
-class Block:
-    """What this rank holds of a tensor, in one piece.
+class LocalBlock:
+    """The part of a tensor that this rank holds, in one piece.
 
     Attributes:
         local: Live view, never a copy.
@@ -67,21 +67,21 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """True when no rank need hold the whole tensor."""
+    """Returns True if no rank need hold the whole tensor."""
     return is_dtensor(tensor) and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
 def block_in(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory it is: a DTensor's local block, or itself."""
+    """Returns the tensor whose memory it is: a DTensor's local block, or itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def layout_of(tensor: torch.Tensor) -> object:
-    """How a DTensor lies over its mesh, another object when that changes; None for any other tensor."""
+    """Returns the layout of a DTensor over its mesh, another object when it changes; None for any other tensor."""
     return tensor._spec if is_dtensor(tensor) else None  # type: ignore[attr-defined]
 
 
-def block_of(tensor: torch.Tensor, what: str) -> Block:
+def block_of(tensor: torch.Tensor, what: str) -> LocalBlock:
     """This rank's block of ``tensor``; ``what`` names it in messages.
 
     A DTensor that is replicated over its whole mesh counts as plain. One that is sharded in some mesh
@@ -99,10 +99,10 @@ def block_of(tensor: torch.Tensor, what: str) -> Block:
             "can be cut into slices. Use an optimizer or layer that keeps plain tensors."
         )
     local = tensor.detach()
-    return Block(local, (0,) * local.ndim, tuple(local.shape))
+    return LocalBlock(local, (0,) * local.ndim, tuple(local.shape))
 
 
-def _dtensor_block(tensor: DTensor, what: str) -> Block:
+def _dtensor_block(tensor: DTensor, what: str) -> LocalBlock:
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise UnsupportedError(f"{what} is a DTensor with partial sums {placements}; reduce it before training starts")
@@ -111,7 +111,7 @@ def _dtensor_block(tensor: DTensor, what: str) -> Block:
     shape, offsets, writer = _layout(tuple(tensor.shape), mesh, tuple(placements), mesh.get_rank())
     if shape != tuple(local.shape):
         raise UnsupportedError(f"{what} has local shape {tuple(local.shape)}, not the {shape} that {placements} gives")
-    return Block(local, offsets, tuple(tensor.shape), not is_sharded(tensor), writer is not None, writer)
+    return LocalBlock(local, offsets, tuple(tensor.shape), not is_sharded(tensor), writer is not None, writer)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,4 +1,4 @@
-"""How the routers of torch models take a capacity boost (``modeling.boosting``).
+"""Ports by which the routers of torch models take a capacity boost (``modeling.boosting``).
 
 A module that has the attribute ``moe_boost`` asks it by itself. Any other layer that chooses by ``topk`` over scores of
 its E experts is given another choice there, as torch's functions are called inside its forward pass: the scores that
@@ -31,14 +31,16 @@ def boost_ports(
         shared: Why no layer can take a boost; None if layers can.
         passes: Tells which forward passes are training's. None: those of modules in training mode.
     """
-    known = passes or TrainingPasses()
-    return {layer.info.index: _port(layer, known) if shared is None else NoPort(layer, shared) for layer in layers}
+    training_passes = passes or TrainingPasses()
+    return {
+        layer.info.index: _port(layer, training_passes) if shared is None else NoPort(layer, shared) for layer in layers
+    }
 
 
 def _port(layer: FoundLayer, passes: TrainingPasses) -> BoostPort:
     """Of the first module that has the attribute: a router, or the layer."""
-    own = next((module for module in (*layer.routers, layer.layer) if hasattr(module, ATTRIBUTE)), None)
-    return TopKPort(layer, passes) if own is None else AttributePort(layer, own, passes)
+    owner = next((module for module in (*layer.routers, layer.layer) if hasattr(module, ATTRIBUTE)), None)
+    return TopKPort(layer, passes) if owner is None else AttributePort(layer, owner, passes)
 
 
 def _router_of(layer: FoundLayer) -> str:
@@ -64,7 +66,7 @@ class _Port:
 
 
 class NoPort(_Port):
-    """Of a layer that cannot take a boost."""
+    """The port of a layer that cannot take a boost."""
 
     def __init__(self, layer: FoundLayer, why: str) -> None:
         super().__init__(layer, layer.layer)
@@ -74,11 +76,11 @@ class NoPort(_Port):
         return self._why
 
     def attach(self, boost: LayerBoost) -> None:
-        """Not called."""
+        """Attaches nothing: it is not called."""
 
 
 class AttributePort(_Port):
-    """Of a module whose forward asks ``self.moe_boost``, unless that is None."""
+    """The port of a module whose forward asks ``self.moe_boost``, unless that is None."""
 
     def __init__(self, layer: FoundLayer, module: nn.Module, passes: TrainingPasses) -> None:
         super().__init__(layer, module)
@@ -96,18 +98,20 @@ class AttributePort(_Port):
 
 
 class TopKPort(_Port):
-    """Of a layer that calls ``topk`` once per forward pass, over the last dimension, of E scores."""
+    """The port of a layer that calls ``topk`` once per forward pass, over the last dimension, of E scores."""
 
     def __init__(self, layer: FoundLayer, passes: TrainingPasses) -> None:
         super().__init__(layer, layer.layer)
         self._passes = passes
         self._k = layer.info.top_k
-        self._asked = self._found = 0
+        self._asked = self._choices = 0
 
     def refusal(self) -> str | None:
-        if self._found == self._asked:
+        if self._choices == self._asked:
             return None
-        how = "calls torch.topk over the scores of its experts more than once" if self._found else "calls no torch.topk"
+        how = (
+            "calls torch.topk over the scores of its experts more than once" if self._choices else "calls no torch.topk"
+        )
         of = f"{self.experts} experts" if self._k is None else f"{self.experts} experts for the best {self._k}"
         return (
             f"it {how} ({of}) in an eager forward pass of {type(self._module).__name__}. Let its forward ask "
@@ -127,7 +131,7 @@ class TopKPort(_Port):
             if open_modes:
                 mode = open_modes.pop()
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._asked, self._found = self._asked + 1, self._found + mode.found
+                self._asked, self._choices = self._asked + 1, self._choices + mode.choices
 
         self._handles.append(self._module.register_forward_pre_hook(before))
         self._handles.append(self._module.register_forward_hook(after, always_call=True))
@@ -145,20 +149,20 @@ class _Choosing(TorchFunctionMode):
     def __init__(self, is_choice: Callable[[torch.Tensor, int, int], bool], boost: LayerBoost) -> None:
         super().__init__()
         self._is_choice, self._boost = is_choice, boost
-        self.found = 0
+        self.choices = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        result = func(*args, **given)
+        keywords = dict(kwargs or {})
+        result = func(*args, **keywords)
         if func not in (torch.topk, torch.Tensor.topk):
             return result
-        named = given | dict(zip(("input", "k", "dim", "largest"), args, strict=False))
+        named = keywords | dict(zip(("input", "k", "dim", "largest"), args, strict=False))
         scores: Any = named.get("input", named.get("self"))
         if not named.get("largest", True) or not self._is_choice(scores, named["k"], named.get("dim", -1)):
             return result
-        self.found += 1
+        self.choices += 1
         flat = scores.reshape(-1, scores.shape[-1])
         chosen = self._boost.select(flat.detach(), result[1].reshape(len(flat), -1)).reshape(result[1].shape)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))

@@ -25,7 +25,7 @@ _NEVER = float("inf")
 
 
 class BoostPort(Protocol):
-    """How the router of one layer of a live model takes a boost. Used on the training thread.
+    """The way in which the router of one layer of a live model takes a boost. Used on the training thread.
 
     Attributes:
         layer: Name of the MoE layer.
@@ -49,7 +49,7 @@ class BoostPort(Protocol):
         ...
 
     def detach(self) -> None:
-        """The router is as it was. May be called twice."""
+        """Makes the router as it was. May be called twice."""
         ...
 
 
@@ -60,25 +60,25 @@ class LayerBoost:
     ``discard``; what a step's passes took counts then.
 
     Args:
-        left: ``[E]`` tokens still to make up, int64.
+        backlog: ``[E]`` tokens still to make up, int64.
         carried: ``[E]`` of ``core.capacity_boost``.
         parts: Of ``core.capacity_boost.parts_of``.
 
     Attributes:
-        left: As of the newest step. Never changed in place.
+        backlog: As of the newest step. Never changed in place.
         carried: Likewise.
         asked: A router has ever asked.
         stopwatch: Counts what routers ask for.
     """
 
     def __init__(
-        self, left: torch.Tensor, carried: torch.Tensor, parts: int, stopwatch: Stopwatch | None = None
+        self, backlog: torch.Tensor, carried: torch.Tensor, parts: int, stopwatch: Stopwatch | None = None
     ) -> None:
         self.stopwatch = stopwatch or Stopwatch()
-        self.left, self.carried = left, carried
+        self.backlog, self.carried = backlog, carried
         self.asked = False
         self._parts = parts
-        self._taken, self._carrying = torch.zeros_like(left), carried
+        self._taken, self._carrying = torch.zeros_like(backlog), carried
         self._passes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._repeated = torch.zeros(0, dtype=torch.bool)
 
@@ -115,7 +115,7 @@ class LayerBoost:
         self._move_to(over.device)
 
         def decide() -> torch.Tensor:
-            most = self._allow(torch.full_like(self.left, capacity))
+            most = self._allow(torch.full_like(self.backlog, capacity))
             taken: torch.Tensor = share(over.clip(max=most), unused.sum())
             self._taken = self._taken + taken
             return taken[None]
@@ -146,14 +146,14 @@ class LayerBoost:
         """
         self._move_to(scores.device)
         counted = torch.ones_like(chosen) if real is None else real[:, None].expand_as(chosen).long()
-        assigned = torch.zeros_like(self.left).scatter_add_(0, chosen.reshape(-1), counted.reshape(-1))
+        assigned = torch.zeros_like(self.backlog).scatter_add_(0, chosen.reshape(-1), counted.reshape(-1))
         places = torch.arange(1, len(chosen) + 1, device=chosen.device)
-        found = self._decided(
+        decision = self._decided(
             torch.cat([assigned, (chosen * places[:, None]).sum()[None]]),
-            lambda: torch.stack([self._left_now() > 0, self._allow(assigned)]),
+            lambda: torch.stack([self._backlog_now() > 0, self._allow(assigned)]),
             rows=2,
         )
-        behind, most = found[0] > 0, found[1]
+        behind, most = decision[0] > 0, decision[1]
         margin, slot = _margins(scores, chosen, behind)
         open_to = behind & (most > 0) & torch.isfinite(margin)
         for allowed in (None if real is None else real[:, None], within):
@@ -161,44 +161,44 @@ class LayerBoost:
         expert, takes = _nearest(margin.masked_fill(~open_to, _NEVER), most)
         if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
             self._taken = self._taken.scatter_add(0, expert, takes.long())
-        given = torch.where(takes, expert, chosen.gather(1, slot[:, None])[:, 0])
-        return chosen.scatter(1, slot[:, None], given[:, None])
+        replacements = torch.where(takes, expert, chosen.gather(1, slot[:, None])[:, 0])
+        return chosen.scatter(1, slot[:, None], replacements[:, None])
 
     # --- for who keeps the state ---
 
     def commit(self) -> None:
         """The step's update was made: what its passes took is made up."""
-        self.left, self.carried = self._left_now(), self._carrying
+        self.backlog, self.carried = self._backlog_now(), self._carrying
         self.discard()
 
     def discard(self) -> None:
-        """What was computed since the last step led to no update."""
-        self._taken, self._carrying = torch.zeros_like(self.left), self.carried
+        """Forgets what was computed since the last step, which led to no update."""
+        self._taken, self._carrying = torch.zeros_like(self.backlog), self.carried
         self._passes, self._repeated = [], torch.zeros(0, dtype=torch.bool)
 
-    def _left_now(self) -> torch.Tensor:
-        return self.left - self._taken
+    def _backlog_now(self) -> torch.Tensor:
+        return self.backlog - self._taken
 
     def _allow(self, ordinary: torch.Tensor) -> torch.Tensor:
         most: torch.Tensor
-        most, self._carrying = allowance(ordinary, self._left_now(), self._carrying, self._parts)
+        most, self._carrying = allowance(ordinary, self._backlog_now(), self._carrying, self._parts)
         return most
 
     def _move_to(self, device: torch.device) -> None:
-        if self.left.device != device:
-            self.left, self.carried = self.left.to(device), self.carried.to(device)
+        if self.backlog.device != device:
+            self.backlog, self.carried = self.backlog.to(device), self.carried.to(device)
             self._taken, self._carrying = self._taken.to(device), self._carrying.to(device)
 
     def _decided(self, mark: torch.Tensor, decide: Callable[[], torch.Tensor], rows: int) -> torch.Tensor:
         """Returns ``decide()``, ``[rows, E]``; inside backward what it was in the step's pass of the same ``mark``."""
         self.asked = True
         if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
-            found = decide()
-            self._passes.append((mark, found))
-            return found
+            fresh_decision = decide()
+            self._passes.append((mark, fresh_decision))
+            return fresh_decision
         if not self._passes:
-            return self.left.new_zeros(rows, len(self.left))
-        marks, decisions = (torch.stack(list(each)) for each in zip(*self._passes, strict=True))
+            return self.backlog.new_zeros(rows, len(self.backlog))
+        marks, decisions = (torch.stack(list(column)) for column in zip(*self._passes, strict=True))
         fresh = torch.zeros(len(marks) - len(self._repeated), dtype=torch.bool, device=mark.device)
         repeated = torch.cat([self._repeated.to(mark.device), fresh])
         # Passes of the same tokens are told apart by their order, which is that of their backward passes.

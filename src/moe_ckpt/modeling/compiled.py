@@ -1,4 +1,4 @@
-"""Whether torch.compile makes what a model runs: other gradients are another program then, with other roundings."""
+"""Says whether torch.compile makes what a model runs: other gradients are another program then, rounded otherwise."""
 
 from __future__ import annotations
 

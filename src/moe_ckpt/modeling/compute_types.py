@@ -1,4 +1,4 @@
-"""In which type kernels read each parameter, found by watching a real forward and backward pass.
+"""Finds the type in which kernels read each parameter, by watching a real forward and backward pass.
 
 Under autocast many parameters are cast before they are used, and then the cast value is all that a replay needs. But
 not all are: norms and routers are read as they are stored, and so are stacked experts whose grouped matrix product is
@@ -34,17 +34,17 @@ class ComputeTypeProbe:
         self._stopwatch = stopwatch or Stopwatch()
         self._names = tuple(name for name, _ in parameters_of(model))
         self._seen: dict[str, set[torch.dtype]] = {name: set() for name in self._names}
-        self._watch: _Watch | None = None
+        self._watch: _TypeWatch | None = None
         self._model = model
 
     def start(self) -> None:
         """Begin to watch. Memory of a parameter that is shared with another one is not told apart, so both are wide."""
         if self._watch is None:
-            self._watch = _Watch(_owners(self._model), self._note, self._stopwatch)
+            self._watch = _TypeWatch(_owners(self._model), self._note, self._stopwatch)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Safe to call twice."""
+        """Stops watching; may be called twice."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -53,22 +53,22 @@ class ComputeTypeProbe:
         self._seen[name].add(dtype)
 
     def narrow(self) -> list[int]:
-        """Per parameter, in the model's order: 1 if it was read as bfloat16, 2 as float16, else 0."""
+        """Returns per parameter, in the model's order: 1 if it was read as bfloat16, 2 as float16, else 0."""
         return [max((_NARROW.index(d) + 1 for d in self._seen[n] if d in _NARROW), default=0) for n in self._names]
 
     def wide(self) -> list[int]:
-        """Per parameter, 1 if it was read as it is stored, or in two ways."""
+        """Returns per parameter 1 if it was read as it is stored, or in two ways."""
         return [int(any(d not in _NARROW for d in self._seen[n]) or len(self._seen[n]) > 1) for n in self._names]
 
     def types(self, narrow: Iterable[int], wide: Iterable[int]) -> dict[str, torch.dtype]:
-        """Parameters that kernels read in a narrow type only. What was never seen is left out.
+        """Returns the parameters that kernels read in a narrow type only. What was never seen is left out.
 
         Args:
             narrow, wide: The answers of ``narrow`` and ``wide``, the largest over ranks, since a rank sees only the
                 experts that it used.
         """
-        found = zip(self._names, narrow, wide, strict=True)
-        return {name: _NARROW[number - 1] for name, number, is_wide in found if number and not is_wide}
+        readings = zip(self._names, narrow, wide, strict=True)
+        return {name: _NARROW[number - 1] for name, number, is_wide in readings if number and not is_wide}
 
 
 def _owners(model: nn.Module) -> dict[int, str | None]:
@@ -82,7 +82,7 @@ def _owners(model: nn.Module) -> dict[int, str | None]:
     return owners
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _TypeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, owners: Mapping[int, str | None], note: Callable[[str, torch.dtype], None], stopwatch: Stopwatch
     ) -> None:

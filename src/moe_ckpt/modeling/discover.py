@@ -34,7 +34,7 @@ _LEVELS_UP = 2  # a container's router sits in its parent, or one above (MoE.exp
 
 @dataclass(frozen=True, eq=False)
 class RoutingSource:
-    """Where a layer's routing can be seen in a forward pass.
+    """The place at which a layer's routing can be seen in a forward pass.
 
     Attributes:
         kind: "indices" (argument of ``modules[0]`` with expert indices), "counts" (argument with tokens per expert),
@@ -82,7 +82,7 @@ class _Draft:
 
 
 def find_moe_layers(model: nn.Module) -> list[FoundLayer]:
-    """All MoE layers in the order of ``named_modules()``. Empty for a dense model.
+    """Returns all MoE layers in the order of ``named_modules()``. Empty for a dense model.
 
     Raises:
         ConfigError: a registered layer is not built as its registration says, or its routing cannot be seen.
@@ -119,28 +119,28 @@ def _recognised(
         experts = structure.expert_children(module)
         if not experts:
             return None
-        place = _place(name, modules, len(experts), exact="expert" not in name.rpartition(".")[2])
-        if place is None:
+        site = _site(name, modules, len(experts), exact="expert" not in name.rpartition(".")[2])
+        if site is None:
             return None
         spans = [[Span(names[id(p)]) for p in expert.parameters()] for expert in experts]
-        return _Draft(*place[:2], spans, [module], place[2], RoutingSource("rows", tuple(experts)))
+        return _Draft(*site[:2], spans, [module], site[2], RoutingSource("rows", tuple(experts)))
     size = structure.stack_size(module)
     if size is None or "shared" in name.rpartition(".")[2]:
         return None
     source = _stack_source(module)
-    place = _place(name, modules, size, exact=source is None)
-    if place is None and source is None:
+    site = _site(name, modules, size, exact=source is None)
+    if site is None and source is None:
         return None
     if source is None and not structure.mentions_experts(name, module):
         return None
-    if place is None:
+    if site is None:
         parent = name.rpartition(".")[0]
-        place = (parent, modules[parent], [])
+        site = (parent, modules[parent], [])
     stacked = [p for p in module._parameters.values() if p is not None and p.ndim >= 2]
-    return _Draft(*place[:2], _rows(stacked, size, names), [module], place[2], source)
+    return _Draft(*site[:2], _rows(stacked, size, names), [module], site[2], source)
 
 
-def _place(
+def _site(
     name: str, modules: Mapping[str, nn.Module], experts: int, exact: bool
 ) -> tuple[str, nn.Module, list[nn.Module]] | None:
     """(name, module, routers) of the nearest module around ``name`` that has a router."""
@@ -151,9 +151,9 @@ def _place(
         parent = modules.get(name)
         if parent is None:
             return None
-        found = [r for r in structure.routers(parent) if not exact or structure.chooses_among(r, experts)]
-        if found:
-            return name, parent, found
+        routers = [r for r in structure.routers(parent) if not exact or structure.chooses_among(r, experts)]
+        if routers:
+            return name, parent, routers
     return None
 
 
@@ -204,13 +204,13 @@ def _registered(name: str, layer: nn.Module, spec: MoESpec, names: Mapping[int, 
 
 def _member(layer: nn.Module, path: str, who: str) -> nn.Module | nn.Parameter:
     """The submodule or parameter of ``layer`` at a dotted path."""
-    found: object = layer
+    member: object = layer
     for part in path.split("."):
-        found = getattr(unwrap(found) if isinstance(found, nn.Module) else found, part, None)
-    if isinstance(found, nn.Parameter):
-        return found
-    if isinstance(found, nn.Module):
-        return unwrap(found)
+        member = getattr(unwrap(member) if isinstance(member, nn.Module) else member, part, None)
+    if isinstance(member, nn.Parameter):
+        return member
+    if isinstance(member, nn.Module):
+        return unwrap(member)
     raise ConfigError(f"register_moe: {who} has no submodule or parameter {path!r}; name what its forward uses")
 
 
@@ -224,8 +224,8 @@ def _stacked(member: nn.Module | nn.Parameter) -> list[nn.Parameter]:
 def _declared(layer: nn.Module, named: Sequence[nn.Module | nn.Parameter]) -> int | None:
     """E of a registered layer, if it or what holds the experts says so by an attribute."""
     owners = [m for m in named if isinstance(m, nn.Module)] + [layer]
-    found = (vars(m)["num_experts"] for m in owners if type(vars(m).get("num_experts")) is int)
-    return next(found, None)
+    sizes = (vars(m)["num_experts"] for m in owners if type(vars(m).get("num_experts")) is int)
+    return next(sizes, None)
 
 
 def _registered_size(
@@ -284,9 +284,9 @@ def _finish(drafts: Sequence[_Draft], names: Mapping[int, str]) -> list[FoundLay
     for index, draft in enumerate(drafts):
         size = len(draft.spans)
         direct = [(name, p) for name, p in draft.layer._parameters.items() if p is not None]
-        own = [p for name, p in direct if structure.is_gate_parameter(name, p, size)]
+        direct_gates = [p for name, p in direct if structure.is_gate_parameter(name, p, size)]
         rest = [p for module in (*draft.routers, *draft.holders) for p in module.parameters()]
-        gate = [name for name in dict.fromkeys(names[id(p)] for p in (*own, *rest)) if name not in taken]
+        gate = [name for name in dict.fromkeys(names[id(p)] for p in (*direct_gates, *rest)) if name not in taken]
         taken.update(gate)
         source = draft.source or RoutingSource("router_output", tuple(draft.routers[:1]))
         k = structure.top_k(size, draft.layer, *draft.routers, *draft.holders)
@@ -311,7 +311,7 @@ def _require_own_experts(drafts: Sequence[_Draft]) -> None:
 
 
 def build_catalog(model: nn.Module, layers: Sequence[FoundLayer] | None = None) -> Catalog:
-    """The operator catalog of ``model``: equal on every rank, from names and global shapes.
+    """Returns the operator catalog of ``model``: equal on every rank, from names and global shapes.
 
     ``layers``: what ``find_moe_layers`` gave, if known. Without MoE layers all state is non-expert.
 
@@ -354,7 +354,7 @@ def _operators(layer: FoundLayer, shapes: Mapping[str, tuple[int, ...]]) -> list
 
 
 def non_expert_group(name: str) -> str:
-    """Group of a non-expert parameter, from its name alone.
+    """Returns the group of a non-expert parameter, from its name alone.
 
     The innermost numbered block and the child under it (``model.layers.3.self_attn``); for a parameter in
     no numbered block, the module that owns it (``model.embed_tokens``); at the root, its own name.

@@ -1,4 +1,4 @@
-"""What a module keeps besides parameters: persistent buffers and extra state.
+"""The state of a module besides its parameters: persistent buffers and extra state.
 
 Only persistent buffers, those that ``state_dict()`` has: a module declares a buffer non-persistent to say
 that it is rebuilt (causal masks, rotary tables), and giving it an old value would be a surprise.
@@ -31,11 +31,13 @@ class Varying:
 
     def __init__(self, model: nn.Module) -> None:
         self.names: set[str] = set()
-        self._first = {name: each.shape for name, each in buffers(model).items() if not nn.parameter.is_lazy(each)}
+        self._first = {
+            name: buffer.shape for name, buffer in buffers(model).items() if not nn.parameter.is_lazy(buffer)
+        }
 
-    def note(self, found: Mapping[str, torch.Tensor]) -> None:
-        """The buffers are these now."""
-        for name, buffer in found.items():
+    def note(self, present: Mapping[str, torch.Tensor]) -> None:
+        """Notes that the buffers are these now."""
+        for name, buffer in present.items():
             if self._first.setdefault(name, buffer.shape) != buffer.shape:
                 self.names.add(name)
 
@@ -53,12 +55,12 @@ def read(model: nn.Module, varying: Varying, walk: Walk | None = None) -> dict[s
     walk = walk or Walk(model)
     extra = {name: module.get_extra_state() for name, module in walk.with_extra}
     held, tied = _held(walk)
-    found, own = _blocks(held), _own_state(walk)
-    varying.note(found)
+    blocks, added = _blocks(held), _own_state(walk)
+    varying.note(blocks)
     more: dict[str, Any] = {_VARYING: sorted(varying.names)} if varying.names else {}
-    if others := tied | _of_shared(walk, own):
+    if others := tied | _of_shared(walk, added):
         more[_ALIASES] = others
-    return {"buffers": found, "extra_state": extra, "own_state": own, **more}
+    return {"buffers": blocks, "extra_state": extra, "own_state": added, **more}
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -74,15 +76,15 @@ def tied_buffers(model: nn.Module) -> dict[str, str]:
 def check(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` naming what the model and the checkpoint do not share."""
     walk = Walk(model)
-    here, there = _held(walk)[0], stored["buffers"]
+    here, saved = _held(walk)[0], stored["buffers"]
     varies = varying.names.union(stored.get(_VARYING, ()))
-    _require_same("buffers", set(here), set(there))
+    _require_same("buffers", set(here), set(saved))
     for name, held in here.items():
         buffer = block_of(held, f"buffer {name}").local
-        fits = tuple(buffer.shape) == tuple(there[name].shape)
+        fits = tuple(buffer.shape) == tuple(saved[name].shape)
         if not fits and (name not in varies or is_dtensor(held)):
             raise ConfigError(
-                f"buffer {name!r} has shape {tuple(there[name].shape)} in the checkpoint, "
+                f"buffer {name!r} has shape {tuple(saved[name].shape)} in the checkpoint, "
                 f"{tuple(buffer.shape)} in the model"
             )
     _require_same("modules with extra state", {name for name, _ in walk.settable}, set(stored["extra_state"]))
@@ -111,22 +113,22 @@ def _own_state(walk: Walk) -> dict[str, dict[str, Any]]:
 
     Only modules with a ``state_dict`` of their own can do that, so only those are asked.
     """
-    own: dict[str, dict[str, Any]] = {}
+    added: dict[str, dict[str, Any]] = {}
     for name, module in walk.with_own:
-        known = {id(t) for t in (*module.parameters(), *module.buffers())}
+        listed = {id(t) for t in (*module.parameters(), *module.buffers())}
         entries = module.state_dict(keep_vars=True)
-        rest = {k: v for k, v in entries.items() if id(v) not in known and not k.endswith("_extra_state")}
+        rest = {k: v for k, v in entries.items() if id(v) not in listed and not k.endswith("_extra_state")}
         if rest:
-            own[name] = rest
-    return own
+            added[name] = rest
+    return added
 
 
-def _of_shared(walk: Walk, own: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _of_shared(walk: Walk, added: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Further name -> name, of extra state and own entries of modules that are in several places."""
     overriding = {id(module) for _, module in walk.with_extra}
     aliases: dict[str, str] = {}
     for name, first, module in walk.shared:
-        entries = [*own.get(first, ()), *(["_extra_state"] if id(module) in overriding else [])]
+        entries = [*added.get(first, ()), *(["_extra_state"] if id(module) in overriding else [])]
         aliases.update({_joined(name, entry): _joined(first, entry) for entry in entries})
     return aliases
 
@@ -146,11 +148,11 @@ def _held(walk: Walk) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             if buffer is None or key in module._non_persistent_buffers_set:
                 continue
             name = _joined(prefix, key)
-            known = first.setdefault(id(buffer), name)
-            if known == name:
+            original = first.setdefault(id(buffer), name)
+            if original == name:
                 held[name] = buffer
             else:
-                aliases[name] = known
+                aliases[name] = original
     return held, aliases
 
 
@@ -158,9 +160,9 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _require_same(what: str, here: set[str], there: set[str]) -> None:
-    if here != there:
-        only_here, only_there = sorted(here - there)[:3], sorted(there - here)[:3]
+def _require_same(what: str, here: set[str], saved: set[str]) -> None:
+    if here != saved:
+        only_here, only_there = sorted(here - saved)[:3], sorted(saved - here)[:3]
         raise ConfigError(
             f"{what} differ; only in the checkpoint: {only_there or 'none'}, only in the model: {only_here or 'none'}. "
             "Build the model as it was when the checkpoint was written."

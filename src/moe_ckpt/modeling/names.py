@@ -15,25 +15,25 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def clean_name(name: str) -> str:
-    """The name without the components that run-time wrappers add."""
+    """Returns the name without the components that run-time wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile`` and activation-checkpoint wrappers."""
+    """Returns the module inside ``torch.compile`` and activation-checkpoint wrappers."""
     while (inner := next((m for n, m in module._modules.items() if n in _WRAPPERS), None)) is not None:
         module = inner
     return module
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(clean name, parameter), each parameter once, under the first of its names."""
+    """Yields (clean name, parameter), each parameter once, under the first of its names."""
     for name, parameter in model.named_parameters():
         yield clean_name(name), parameter
 
 
 def tied_aliases(model: nn.Module) -> dict[str, str]:
-    """Second names of tied parameters -> the name that the catalog and the store use.
+    """Returns second names of tied parameters -> the name that the catalog and the store use.
 
     ``state_dict()`` lists a tied tensor under all of its names, ``named_parameters()`` under the first.
     """

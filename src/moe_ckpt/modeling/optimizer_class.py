@@ -1,4 +1,4 @@
-"""Which optimizer state belongs to, so that no other optimizer goes on with it.
+"""Tells the optimizer that state belongs to, so that no other optimizer goes on with it.
 
 A checkpoint says the class of each optimizer. Older checkpoints do not; of these the keys of the param groups and the
 names of the state tell most classes apart. Never compared: hyperparameters (they come from the checkpoint), flags
@@ -72,8 +72,8 @@ def require_same_class(
     groups = list(groups)
     if _differ(optimizer, groups, states):
         keys = sorted({key for group in groups for key in group} - {"params"})
-        kept = f"state {sorted(states)} and param groups of {keys}"
-        raise optimizer_changed(which, f"{stored or 'an optimizer'} with {kept}", here)
+        contents = f"state {sorted(states)} and param groups of {keys}"
+        raise optimizer_changed(which, f"{stored or 'an optimizer'} with {contents}", here)
 
 
 def _last(name: str) -> str:
@@ -82,13 +82,13 @@ def _last(name: str) -> str:
 
 def _differ(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], states: Collection[str]) -> bool:
     """Whether group keys or state names say that it is another class."""
-    there = {key for group in groups for key in group}
+    saved = {key for group in groups for key in group}
     here = {key for group in optimizer.param_groups for key in group}
-    lacking = set(optimizer.defaults) - there - _ADDED_LATER
-    if lacking and (there - here - _ADDED_LATER or class_name(optimizer).startswith(_TORCH)):
+    lacking = set(optimizer.defaults) - saved - _ADDED_LATER
+    if lacking and (saved - here - _ADDED_LATER or class_name(optimizer).startswith(_TORCH)):
         return True
     decoupled = "decoupled_weight_decay"  # all that tells torch's Adam from its AdamW
-    flags = [{bool(g[decoupled]) for g in found if decoupled in g} for found in (groups, optimizer.param_groups)]
+    flags = [{bool(g[decoupled]) for g in entries if decoupled in g} for entries in (groups, optimizer.param_groups)]
     if all(flags) and not flags[0] & flags[1]:
         return True
     expected = _state_names(optimizer)
@@ -97,5 +97,5 @@ def _differ(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], states: C
 
 def _state_names(optimizer: Optimizer) -> set[str]:
     """What the optimizer keeps per parameter, by its class, or else what it holds now (nothing before a step)."""
-    known = _STATE.get(type(optimizer).__qualname__) if class_name(optimizer).startswith(_TORCH) else None
-    return set(known or (str(name) for state in optimizer.state.values() for name in state))
+    declared = _STATE.get(type(optimizer).__qualname__) if class_name(optimizer).startswith(_TORCH) else None
+    return set(declared or (str(name) for state in optimizer.state.values() for name in state))

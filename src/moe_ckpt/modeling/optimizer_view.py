@@ -1,4 +1,4 @@
-"""What one optimizer holds: its parameters by group, and the state of those that have any."""
+"""A view of what one optimizer holds: its parameters by group, and the state of those that have any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARAMS = itemgetter("params")
 
 
 class OptimizerView:
-    """Found once, and kept for as long as it is still what there is.
+    """The tensors of an optimizer by name, found once and used for as long as it is still what there is.
 
     Attributes:
         groups: Names of the parameters of each group; encoded once, for there are thousands.
@@ -37,13 +37,13 @@ class OptimizerView:
         self._listed: list[torch.Tensor] = list(chain.from_iterable(self._lists))
         self._state = optimizer.state
         self._present = Entries([self._state])
-        found = [_name(names, parameter, index, optimizer) for parameter in self._listed]
-        ends = iter(found)
+        labels = [_name(names, parameter, index, optimizer) for parameter in self._listed]
+        ends = iter(labels)
         self.groups = [FixedStrings([next(ends) for _ in range(length)]) for length in self._lengths]
-        self.parameters = dict(zip(found, self._listed, strict=True))
+        self.parameters = dict(zip(labels, self._listed, strict=True))
         self.states = [
             (name, parameter, self._state[parameter])
-            for name, parameter in zip(found, self._listed, strict=True)
+            for name, parameter in zip(labels, self._listed, strict=True)
             if parameter in self._state
         ]
         self._require_names(index)
@@ -64,11 +64,11 @@ class OptimizerView:
 
     @property
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors among the states, each with the name of its parameter."""
+        """Returns all tensors among the states, each with the name of its parameter."""
         return zip(self._owners, self._entries.values, strict=True)
 
     def is_current(self) -> bool:
-        """False once groups, the state of a parameter, or a tensor in it came, went or were replaced."""
+        """Returns False once groups, the state of a parameter, or a tensor in it came, went or were replaced."""
         lists, state = list(map(_PARAMS, self._optimizer.param_groups)), self._optimizer.state
         return (
             state is self._state
@@ -91,7 +91,7 @@ def _name(names: Mapping[int, str], parameter: torch.Tensor, index: int, optimiz
 
 
 def is_state_name(name: object) -> bool:
-    """Whether a tensor key can end with the name of a state, and a reader finds that very name there."""
+    """Returns whether a tensor key can end with the name of a state, and a reader finds that very name there."""
     return isinstance(name, str) and bool(name) and "/" not in name and f"{name}" == name
 
 
@@ -105,7 +105,7 @@ def unnameable(optimizer: str, parameter: str, name: object) -> UnsupportedError
 
 
 def scalars_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What of one parameter's state is no tensor."""
+    """Returns what is no tensor in the state of one parameter."""
     return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
 
 
@@ -130,8 +130,8 @@ def advance_counts(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor],
         if parameter.dim() and parameter.requires_grad
     }
     newest: Mapping[Any, torch.Tensor] = max(
-        (each for name, each in counts.items() if STEP in each and name not in missed),
-        key=lambda each: float(each[STEP]),
+        (state for name, state in counts.items() if STEP in state and name not in missed),
+        key=lambda state: float(state[STEP]),
         default={},
     )
     with torch.no_grad():

@@ -22,7 +22,7 @@ _PLAIN_TYPES = frozenset(_PLAIN)
 
 
 def read(index: int, optimizer: Optimizer, names: Sequence[FixedStrings]) -> list[dict[str, Any]]:
-    """The groups of optimizer number ``index``, with the names of each one's parameters.
+    """Returns the groups of optimizer number ``index``, with the names of each one's parameters.
 
     Raises:
         UnencodableStateError: names the group and key of a value that is no plain data.
@@ -69,19 +69,19 @@ def check(
             "build the optimizer with the same groups"
         )
     for number, entry in enumerate(stored):
-        here, there = set(names[number]), set(entry["params"])
-        if here != there:
-            only_here, only_there = sorted(here - there)[:3], sorted(there - here)[:3]
+        here, saved = set(names[number]), set(entry["params"])
+        if here != saved:
+            only_here, only_there = sorted(here - saved)[:3], sorted(saved - here)[:3]
             raise ConfigError(
-                f"optimizer {index}, param group {number}: the checkpoint has {len(there)} parameters, this run "
+                f"optimizer {index}, param group {number}: the checkpoint has {len(saved)} parameters, this run "
                 f"{len(here)}; only in the checkpoint: {only_there or 'none'}, only in this run: {only_here or 'none'}"
             )
         for name, current in groups[number].items():
             if name != "params" and isinstance(current, (tuple, list)) and name in entry:
-                found = entry[name]
-                if not isinstance(found, (tuple, list)) or len(found) != len(current):
+                value = entry[name]
+                if not isinstance(value, (tuple, list)) or len(value) != len(current):
                     raise ConfigError(
-                        f"optimizer {index}, param group {number}: the checkpoint has {name}={found!r}, this run "
+                        f"optimizer {index}, param group {number}: the checkpoint has {name}={value!r}, this run "
                         f"{name}={current!r}, which is of another form; build the optimizer as it was"
                     )
 
@@ -108,10 +108,10 @@ def take_added(
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
     del optimizer.param_groups[began:]
-    own = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
-    if any(set(here) != set(there["params"]) for here, there in zip(own, stored, strict=False)):
+    present = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    if any(set(here) != set(entry["params"]) for here, entry in zip(present, stored, strict=False)):
         return
-    named = {name for group in own for name in group}
+    named = {name for group in present for name in group}
     added = [name for group in stored[began:] for name in group["params"]]
     if named.isdisjoint(added) and len({*added}) == len(added) and parameters.keys() >= {*added}:
         for entry in stored[began:]:
@@ -127,7 +127,7 @@ def write(optimizer: Optimizer, stored: Sequence[Mapping[str, Any]]) -> None:
 
 
 def fitted(current: Any, stored: Any) -> Any:
-    """The stored value in the form that this run uses: a tensor stays the same tensor (CUDA graphs hold it)."""
+    """Returns the stored value in the form that this run uses: a tensor stays the same tensor (CUDA graphs hold it)."""
     if isinstance(current, torch.Tensor):
         with torch.no_grad():
             current.copy_(torch.as_tensor(stored))

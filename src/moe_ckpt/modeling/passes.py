@@ -1,4 +1,4 @@
-"""Which forward passes belong to training: those whose tokens count, and in which routers take a capacity boost."""
+"""The forward passes that belong to training: their tokens count, and routers take a capacity boost in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class TrainingPasses:
-    """By default, those of modules in training mode.
+    """The forward passes of training: by default, those of modules in training mode.
 
     A model may be trained in eval mode, which switches off dropout and little else: ``from_pretrained`` of transformers
     leaves it so, and Lightning does not change it. In eval mode a pass is training's if it is part of a batch and

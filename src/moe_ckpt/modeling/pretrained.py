@@ -1,4 +1,4 @@
-"""What an export must know of models of transformers, so that ``from_pretrained`` opens it: as plain data only."""
+"""Describes models of transformers for an export, so that ``from_pretrained`` opens it: as plain data only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(model: nn.Module) -> list[dict[str, Any]]:
         Per model: ``prefix`` of its tensors' names, ``class``, ``config`` and ``generation_config`` (or None) as
         ``save_pretrained`` would write them.
     """
-    found: list[dict[str, Any]] = []
+    descriptions: list[dict[str, Any]] = []
     passed: list[str] = []
     for raw, module in model.named_modules():
         name = clean_name(raw)
@@ -29,8 +29,8 @@ def read(model: nn.Module) -> list[dict[str, Any]]:
             passed.append(name)
         elif _is_pretrained(module):
             passed.append(name)
-            found.append(_describe(f"{name}." if name else "", module))
-    return found
+            descriptions.append(_describe(f"{name}." if name else "", module))
+    return descriptions
 
 
 def _describe(prefix: str, module: Any) -> dict[str, Any]:

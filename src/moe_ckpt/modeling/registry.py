@@ -29,7 +29,7 @@ HookedOn = Literal["router", "experts", "layer"]
 
 @dataclass(frozen=True)
 class MoESpec:
-    """How the layers of one class are built. See ``register_moe``."""
+    """The structure of the layers of one class. See ``register_moe``."""
 
     experts: tuple[str, ...] = ("experts",)
     router: str | None = "gate"
@@ -98,13 +98,13 @@ def register_moe(
 
 
 def spec_of(module: nn.Module) -> MoESpec | None:
-    """The registration that applies to ``module``: that of its class or of the nearest base class."""
+    """Returns the registration that applies to ``module``: that of its class or of the nearest base class."""
     for base in type(module).__mro__:
         if base in _REGISTERED:
             return _REGISTERED[base]
-        known = _KNOWN.get(f"{base.__module__}.{base.__qualname__}")
-        if known is not None:
-            return known
+        spec = _BUILT_IN.get(f"{base.__module__}.{base.__qualname__}")
+        if spec is not None:
+            return spec
     return None
 
 
@@ -116,7 +116,7 @@ def _highest_scores(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 # Named by path, so that neither library is imported for it. Every other layer of transformers 5 is
 # recognised by its structure.
-_KNOWN: dict[str, MoESpec] = {
+_BUILT_IN: dict[str, MoESpec] = {
     "transformers.models.llama4.modeling_llama4.Llama4TextMoe": MoESpec(router="router", assignments=_highest_scores),
     "transformers.models.dbrx.modeling_dbrx.DbrxFFN": MoESpec(router="router", flat=True),
 }

@@ -11,7 +11,7 @@ import torch
 
 
 def capture_rng() -> dict[str, Any]:
-    """States as plain data and tensors, ready for the checkpoint's state tree."""
+    """Returns the states as plain data and tensors, ready for the checkpoint's state tree."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -23,7 +23,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Inverse of ``capture_rng``. A GPU's state is left out where there is no GPU now."""
+    """Restores what ``capture_rng`` returned. A GPU's state is left out where there is no GPU now."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

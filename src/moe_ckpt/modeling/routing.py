@@ -107,7 +107,7 @@ def clear(tables: list[torch.Tensor]) -> None:
 
 
 def counts_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -> Deferred[NDArray[Any]]:
-    """Tables [E + 1] as the rows of one array [L, E], 0 where there is none. Nobody waits before ``result()``.
+    """Returns tables [E + 1] as the rows of one array [L, E], 0 where there is none. Nobody waits before ``result()``.
 
     Each device joins its tables and copies them once, in the order of its work: they may be changed at once. The host
     memory is torch's, which does not lend it again before the copy is done.
@@ -122,20 +122,20 @@ def counts_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -
     sizes = {at: table.shape[0] for at, table in tables.items()}
     joined, events = [], []
     for device, layers in by_device.items():
-        there = torch.cat([tables[at] for at in layers])  # with what is dropped: a view of each would take longer
-        if there.is_cuda:
-            here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+        stacked = torch.cat([tables[at] for at in layers])  # with what is dropped: a view of each would take longer
+        if stacked.is_cuda:
+            here = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             events.append(event)
         else:
-            here = there.cpu()
+            here = stacked.cpu()
         joined.append((layers, here))
 
     def rows() -> NDArray[Any]:
-        found = [(layers, here.numpy()) for layers, here in joined]
-        total = np.zeros(shape, dtype=found[0][1].dtype if found else np.int64)
-        for layers, flat in found:
+        arrays = [(layers, here.numpy()) for layers, here in joined]
+        total = np.zeros(shape, dtype=arrays[0][1].dtype if arrays else np.int64)
+        for layers, flat in arrays:
             for at in layers:
                 total[at, : sizes[at] - 1], flat = flat[: sizes[at] - 1], flat[sizes[at] :]
         return total
@@ -144,8 +144,8 @@ def counts_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -
 
 
 def soft_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -> Deferred[Counts]:
-    """Likewise of gate weights, in units of 2**-16: sums of whole numbers over ranks do not depend on their order."""
-    return counts_on_host(tables, shape).then(lambda found: np.rint(found * SOFT_UNIT).astype(np.int64))
+    """Returns tables of gate weights in units of 2**-16, for sums of whole numbers over ranks depend on no order."""
+    return counts_on_host(tables, shape).then(lambda weights: np.rint(weights * SOFT_UNIT).astype(np.int64))
 
 
 Mask = NDArray[np.bool_]
@@ -153,7 +153,7 @@ Mask = NDArray[np.bool_]
 
 
 def no_experts() -> Mask | None:
-    """Tells of none, for ``RoutingCounter``."""
+    """Returns None, for a ``RoutingCounter`` of a model without frozen experts."""
     return None
 
 
@@ -197,7 +197,7 @@ class RoutingCounter:
         self._left_out: Mask | None = None
 
     def update_begins(self) -> None:
-        """What is frozen now gets nothing of it; hooks may thaw and freeze before the step's tokens are taken."""
+        """Notes what is frozen now and gets nothing of the update: hooks may thaw and freeze before ``take``."""
         now = self._frozen()
         if not self._updated:
             self._left_out = now
@@ -206,8 +206,9 @@ class RoutingCounter:
         self._updated = True
 
     def take(self) -> Deferred[StepTokens]:
-        """Counts since the last ``take`` or ``discard``, ``[L, E_max]``; then starts again from zero. Nobody waits
-        before ``result()``.
+        """Returns the counts since the last ``take`` or ``discard``, ``[L, E_max]``, and starts again from zero.
+
+        Nobody waits before ``result()``.
 
         Soft counts are 0 for layers that do not show weights.
         """
@@ -217,7 +218,7 @@ class RoutingCounter:
         soft = soft_on_host(dict(enumerate(self._soft)), shape) if self._soft else None
         left_out = self._left_out if self._updated else self._frozen()
 
-        def found() -> StepTokens:
+        def tokens() -> StepTokens:
             total = counts.result()
             for at, of_layer in rows:
                 total[at, : len(of_layer)] += of_layer
@@ -227,7 +228,7 @@ class RoutingCounter:
             return StepTokens(np.where(left_out, 0, total), weights, total)
 
         self.discard()
-        return Deferred(found)
+        return Deferred(tokens)
 
     def discard(self) -> None:
         """Start again from zero: what was counted did not lead to an optimizer step."""
@@ -347,15 +348,15 @@ def _integer_output(layer: FoundLayer) -> Assignments:
     def read(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
         parts = output.values() if isinstance(output, Mapping) else output
         parts = [parts] if isinstance(parts, torch.Tensor) else list(parts)
-        found = [part for part in parts if isinstance(part, torch.Tensor) and _is_integer(part)]
-        if len(found) != 1:
+        integers = [part for part in parts if isinstance(part, torch.Tensor) and _is_integer(part)]
+        if len(integers) != 1:
             raise ConfigError(
-                f"MoE layer {layer.info.name!r}: its router {type(module).__name__} returns {len(found)} integer "
+                f"MoE layer {layer.info.name!r}: its router {type(module).__name__} returns {len(integers)} integer "
                 "tensors, so the chosen experts cannot be determined. Register the layer's class with "
                 "moe_ckpt.register_moe(..., assignments=...); if not the router but the layer chooses them, with "
                 "on='layer' as well"
             )
-        return found[0]
+        return integers[0]
 
     return read
 

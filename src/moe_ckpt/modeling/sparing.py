@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class WithoutGradients:
-    """From the constructor until ``close``. On the training thread.
+    """Makes passes leave out some gradients, from the constructor until ``close``. On the training thread.
 
     A parameter that is also used outside of its module's forward pass gets the gradient of that use.
 
@@ -34,9 +34,9 @@ class WithoutGradients:
         self._entered: dict[nn.Module, list[list[nn.Parameter]]] = {}
         chosen = {id(parameter) for parameter in frozen if parameter.requires_grad}
         for module in modules:
-            own = [name for name, parameter in module._parameters.items() if id(parameter) in chosen]
-            if own:
-                self._watch(module, own)
+            names = [name for name, parameter in module._parameters.items() if id(parameter) in chosen]
+            if names:
+                self._watch(module, names)
 
     def _watch(self, module: nn.Module, names: Collection[str]) -> None:
         calls = self._entered[module] = []
@@ -44,15 +44,15 @@ class WithoutGradients:
         def enter(module: nn.Module, args: Any) -> None:
             # By name, for FSDP2 puts other parameters there for the time of the pass.
             here = [module._parameters[name] for name in names] if torch.is_grad_enabled() else []
-            calls.append([each for each in here if each is not None and each.requires_grad])
+            calls.append([parameter for parameter in here if parameter is not None and parameter.requires_grad])
             for parameter in calls[-1]:
                 parameter.requires_grad_(False)
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            left = calls.pop() if calls else []
-            for parameter in left:
+            spared = calls.pop() if calls else []
+            for parameter in spared:
                 parameter.requires_grad_(True)
-            return _connected(output, left) if left and self._connected else None
+            return _connected(output, spared) if spared and self._connected else None
 
         self._handles.append(module.register_forward_pre_hook(enter))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
@@ -62,7 +62,7 @@ class WithoutGradients:
         while self._handles:
             self._handles.pop().remove()
         for calls in self._entered.values():
-            for parameter in (each for call in calls for each in call):
+            for parameter in (spared for call in calls for spared in call):
                 parameter.requires_grad_(True)
             calls.clear()
 
@@ -76,9 +76,9 @@ def _connected(output: Any, parameters: Collection[nn.Parameter]) -> Any:
     if type(output) not in (tuple, list) or any(isinstance(t, torch.Tensor) and t.requires_grad for t in output):
         return None
     made = list(output)
-    for place, each in enumerate(made):
-        if isinstance(each, torch.Tensor) and each.is_floating_point():
-            made[place] = without_gradient(each, parameters)
+    for index, value in enumerate(made):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            made[index] = without_gradient(value, parameters)
             break
     return type(output)(made)
 
@@ -88,8 +88,8 @@ def without_gradient(tensor: torch.Tensor, parameters: Collection[nn.Parameter])
 
     Their hooks run all the same, as DDP needs it.
     """
-    found: torch.Tensor = _WithoutGradient.apply(tensor, *parameters)  # type: ignore[no-untyped-call]
-    return found
+    result: torch.Tensor = _WithoutGradient.apply(tensor, *parameters)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -128,6 +128,6 @@ class ReentrantCheckpoints:
         setattr(CheckpointFunction, "forward", self._ours)  # noqa: B010 - types forbid the plain form
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Stops noticing; may be called twice."""
         if vars(CheckpointFunction)["forward"] is self._ours:
             setattr(CheckpointFunction, "forward", self._forward)  # noqa: B010 - as above

@@ -1,4 +1,4 @@
-"""What makes a module an MoE layer: criteria on structure, so that no list of model names is needed.
+"""Criteria on the structure of a module that make it an MoE layer, so that no list of model names is needed.
 
 Pure questions about single modules; ``discover`` puts the answers together.
 """
@@ -28,7 +28,7 @@ def is_container(module: object) -> TypeGuard[nn.ModuleList | nn.ModuleDict]:
 
 
 def expert_children(module: nn.Module) -> list[nn.Module]:
-    """The children with parameters, in order, if there are two or more of one class and one set of shapes; else [].
+    """Returns the children with parameters, in order, if two or more are of one class and one set of shapes; else [].
 
     Children without parameters (a dropout in the same container) do not matter.
     """
@@ -41,14 +41,14 @@ def expert_children(module: nn.Module) -> list[nn.Module]:
 
 
 def expert_parameters(named: object, experts: int | None) -> list[nn.Parameter]:
-    """The entries of a ParameterList, if they are of one shape, two or more, and as many as there are experts; else [].
+    """Returns the entries of a ParameterList, if two or more, of one shape, and as many as there are experts; else [].
 
     Args:
         named: What a registration names.
         experts: How many there are, if that is known.
     """
     entries = list(named.parameters()) if isinstance(named, nn.ParameterList) else []
-    alike = len(entries) > 1 and len({each.shape for each in entries}) == 1
+    alike = len(entries) > 1 and len({entry.shape for entry in entries}) == 1
     return entries if alike and experts in (None, len(entries)) else []
 
 
@@ -57,7 +57,7 @@ def _signature(module: nn.Module) -> tuple[object, ...]:
 
 
 def stack_size(module: nn.Module) -> int | None:
-    """E, if ``module`` itself holds stacked expert parameters ``[E, ., .]``; else None.
+    """Returns E, if ``module`` itself holds stacked expert parameters ``[E, ., .]``; else None.
 
     E must be one of the module's own attributes about experts, or shared by two or more stacked
     parameters. Where stacks differ in length (LongCat's zero-computation experts) the shortest counts.
@@ -75,18 +75,18 @@ def stack_size(module: nn.Module) -> int | None:
 
 
 def mentions_experts(name: str, module: nn.Module) -> bool:
-    """Weak evidence, used only beside stronger: the module's name, class or attributes speak of experts."""
+    """Returns whether a module's name, class or attributes speak of experts: weak evidence, used beside stronger."""
     words = [name.rpartition(".")[2], type(module).__name__, *vars(module)]
     return any("expert" in word.lower() for word in words)
 
 
 def index_argument(module: nn.Module) -> tuple[int, str] | None:
-    """(position, name) of the forward argument that holds the chosen experts' indices."""
+    """Returns (position, name) of the forward argument that holds the chosen experts' indices."""
     return _argument(module, _INDEX)
 
 
 def counts_argument(module: nn.Module) -> tuple[int, str] | None:
-    """(position, name) of the forward argument that holds the number of tokens of each expert."""
+    """Returns (position, name) of the forward argument that holds the number of tokens of each expert."""
     return _argument(module, _COUNTS)
 
 
@@ -100,19 +100,19 @@ def is_router_name(name: str) -> bool:
 
 
 def routers(layer: nn.Module) -> Iterator[nn.Module]:
-    """Direct children of ``layer`` that are routers by name."""
+    """Returns the direct children of ``layer`` that are routers by name."""
     for name, child in layer._modules.items():
         if child is not None and is_router_name(name) and not is_container(unwrap(child)):
             yield unwrap(child)
 
 
 def chooses_among(router: nn.Module, experts: int) -> bool:
-    """True when some parameter of the router has a dimension of E, or E + 1 with a null expert."""
+    """Returns True if some parameter of the router has a dimension of E, or E + 1 with a null expert."""
     return any(size in (experts, experts + 1) for p in router.parameters() for size in p.shape)
 
 
 def is_gate_parameter(name: str, parameter: nn.Parameter, experts: int) -> bool:
-    """True for a direct parameter of an MoE layer that routes: a router matrix, or a bias ``[E]``."""
+    """Returns True for a direct parameter of an MoE layer that routes: a router matrix, or a bias ``[E]``."""
     if is_router_name(name):
         return True
     about_experts = re.search(r"expert|score|rout|correction", name) is not None
@@ -120,7 +120,7 @@ def is_gate_parameter(name: str, parameter: nn.Parameter, experts: int) -> bool:
 
 
 def top_k(experts: int, *modules: nn.Module) -> int | None:
-    """Experts per token, if one of the modules says so."""
+    """Returns the experts per token, if one of the modules says so."""
     for module in modules:
         for name in _TOP_K:
             value = vars(module).get(name)

@@ -1,4 +1,4 @@
-"""Which parameters are trained: training may freeze and thaw some as it goes on, so that is state, too.
+"""The parameters that are trained: training may freeze and thaw some as it goes on, so that is state, too.
 
 And which of them a step gave no gradient.
 """
@@ -30,7 +30,7 @@ class Frozen:
         self._names = FixedStrings(())
 
     def names(self, parameters: Mapping[str, nn.Parameter]) -> FixedStrings:
-        """Called at every snapshot: compares at the speed of built-in functions.
+        """Returns the names; called at every snapshot, so it compares at the speed of built-in functions.
 
         Args:
             parameters: The model's, by name; another object if there are others.
@@ -44,7 +44,7 @@ class Frozen:
 
 
 class FrozenExperts:
-    """Which experts no update changes, as none of their parameters requires a gradient. A stack is frozen as a whole.
+    """The experts that no update changes, as none of their parameters requires a gradient: of a stack all or none.
 
     Args:
         catalog: Of the model.

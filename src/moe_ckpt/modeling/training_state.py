@@ -24,7 +24,7 @@ from moe_ckpt.modeling.optimizer_view import OptimizerView, advance_counts, scal
 from moe_ckpt.modeling.trainable import Frozen, freeze
 from moe_ckpt.modeling.unsliced_state import is_unsliced
 from moe_ckpt.modeling.walk import Walk
-from moe_ckpt.modeling.watching import Memory, places_among
+from moe_ckpt.modeling.watching import TensorAddresses, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 
@@ -71,7 +71,7 @@ class TorchTrainingState:
         self._sharded_modules = tuple(fsdp_modules(model))
         self._walk: Walk | None = None
         self._optimizer_views: tuple[OptimizerView, ...] = ()
-        self._listing: _Listing | None = None
+        self._listing: _StateListing | None = None
         self._prepared = True
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[StateTensor, ...] = ()
@@ -91,9 +91,9 @@ class TorchTrainingState:
                 self._mixed.update(views[index].parameters)
 
     def tensors(self, of: Reading | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
-        """All parameters, then the optimizer state that exists now. Views only; no waiting for the device."""
-        known = self._walk if listed else None
-        walk, views = self._refresh() if known is None else (known, self._optimizer_views)
+        """Returns all parameters, then the optimizer state that exists now. Views only; no waiting for the device."""
+        current = self._walk if listed else None
+        walk, views = self._refresh() if current is None else (current, self._optimizer_views)
         listing = self._listing
         if listing is None or not listing.is_of(walk, views, of):
             listing = self._listing = self._list(walk, views, listing)
@@ -101,7 +101,7 @@ class TorchTrainingState:
         return listing.tensors
 
     def parameters(self, *, described: bool = False) -> Mapping[str, torch.nn.Parameter]:
-        """The model's, by name, each once; the very same object for as long as they are the same.
+        """Returns the model's parameters by name, each once; the very same object for as long as they are the same.
 
         Args:
             described: Those that were found last.
@@ -109,22 +109,22 @@ class TorchTrainingState:
         return self._known_walk(described).parameters
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Alike on every rank, since all hold every tensor, or a part of it."""
+        """Returns specs that are alike on every rank, since all hold every tensor, or a part of it."""
         tensors = self.tensors() if self._listing is None or self._prepared else self._listing.tensors
         if tensors is not self._specs_of:
             updated = frozenset(chain.from_iterable(view.parameters for view in self._optimizer_views))
             same = updated == self._updated
-            known = dict(zip(map(id, self._specs_of), self._specs, strict=True)) if same else {}
-            found = tuple(known.get(id(tensor)) or _spec_of(tensor, updated) for tensor in tensors)
+            earlier = dict(zip(map(id, self._specs_of), self._specs, strict=True)) if same else {}
+            specs = tuple(earlier.get(id(tensor)) or _spec_of(tensor, updated) for tensor in tensors)
             self._updated = updated
-            self._specs = self._specs if found == self._specs else found
+            self._specs = self._specs if specs == self._specs else specs
             self._specs_of = tensors
         return self._specs
 
     def plain(self, *, described: bool = False) -> dict[str, Any]:
-        """Buffers, hyperparameters, scalar optimizer state, extra state. Tensors in it are live: copy at once."""
-        known = self._walk if described else None
-        walk, states = self._refresh() if known is None else (known, self._optimizer_views)
+        """Returns buffers, hyperparameters, scalar optimizer state, extra state. Its tensors are live: copy at once."""
+        current = self._walk if described else None
+        walk, states = self._refresh() if current is None else (current, self._optimizer_views)
         optimizers = []
         for index, (optimizer, view) in enumerate(zip(self._optimizers, states, strict=True)):
             scalars = {name: scalars_of(state) for name, state in view.scalars}
@@ -153,8 +153,8 @@ class TorchTrainingState:
                 optimizer, at_first = self._optimizers[index], self._groups_at_first[index]
                 param_groups.take_added(optimizer, at_first, walk.names, walk.parameters, entry["param_groups"])
 
-    def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
-        """Make the optimizers hold exactly the tensors that ``wanted`` names; new ones are zero.
+    def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
+        """Make the optimizers hold exactly the tensors that ``stored`` names; new ones are zero.
 
         Keys that do not start with ``optim/`` are ignored. State that stays keeps its memory. What is in no slice
         stays: ``load_plain`` brings that, and a step of a window that is computed again has it already.
@@ -165,7 +165,7 @@ class TorchTrainingState:
         """
         _, views = self._refresh()
         self._prepared = True
-        missing = self._check_wanted(wanted, views)
+        missing = self._check_stored(stored, views)
         for index, optimizer in enumerate(self._optimizers):
             for name, parameter in views[index].parameters.items():
                 metas = missing.get((index, name), {})
@@ -221,15 +221,15 @@ class TorchTrainingState:
                 "return the same ones from configure_optimizers()"
             )
         module_state.check(self._model, self._varying, plain)
-        kept = [[*entry["scalars"].values(), *entry.get("unsliced", {}).values()] for entry in stored]
-        found = [{str(name) for of_one in each for name in of_one} for each in kept]
+        contents = [[*entry["scalars"].values(), *entry.get("unsliced", {}).values()] for entry in stored]
+        state_names = [{str(name) for of_one in values for name in of_one} for values in contents]
         for key in keys:
             parts = split_key(key)
-            if parts.optimizer is not None and parts.state is not None and parts.optimizer < len(found):
-                found[parts.optimizer].add(parts.state)
+            if parts.optimizer is not None and parts.state is not None and parts.optimizer < len(state_names):
+                state_names[parts.optimizer].add(parts.state)
         for index, (optimizer, entry) in enumerate(zip(self._optimizers, stored, strict=True)):
             groups = entry["param_groups"]
-            require_same_class(f"optimizer {index}", optimizer, entry.get("class"), groups, found[index])
+            require_same_class(f"optimizer {index}", optimizer, entry.get("class"), groups, state_names[index])
             param_groups.check(index, optimizer, views[index].groups, groups)
 
     def _refresh(self) -> tuple[Walk, tuple[OptimizerView, ...]]:
@@ -261,26 +261,32 @@ class TorchTrainingState:
             return walk
         return Walk(self._model)
 
-    def _list(self, walk: Walk, states: tuple[OptimizerView, ...], before: _Listing | None) -> _Listing:
+    def _list(self, walk: Walk, states: tuple[OptimizerView, ...], before: _StateListing | None) -> _StateListing:
         """before: the listing until now, whose tensors are used again where they are the same."""
-        known, views = _Views() if before is None else before.views, _Views()
+        earlier, views = _StateViews() if before is None else before.views, _StateViews()
         # What has no elements makes no slice, so that its optimizer state would belong to nothing: see unsliced_state.
         for name, parameter in walk.parameters.items():
             if parameter.numel():
-                self._view(views, known, f"model/{name}", name, parameter, parameter)
+                self._view(views, earlier, f"model/{name}", name, parameter, parameter)
         for index, view in enumerate(states):
             for name, of, state in view.states:
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and not is_unsliced(of, value):
-                        self._view(views, known, f"optim/{index}/{name}/{key}", name, of, value)
+                        self._view(views, earlier, f"optim/{index}/{name}/{key}", name, of, value)
             view.unsliced = unsliced_state.find(view.states)
-        return _Listing(walk, states, views, before)
+        return _StateListing(walk, states, views, before)
 
     def _view(
-        self, views: _Views, known: _Views, key: str, name: str, parameter: torch.Tensor, value: torch.Tensor
+        self,
+        views: _StateViews,
+        earlier: _StateViews,
+        key: str,
+        name: str,
+        parameter: torch.Tensor,
+        value: torch.Tensor,
     ) -> None:
         """Add the view of one tensor to ``views``; the one in ``known``, if that is of the same memory."""
-        views.add(key, value, known.of(key, parameter, value) or self._describe(key, name, parameter, value))
+        views.add(key, value, earlier.of(key, parameter, value) or self._describe(key, name, parameter, value))
 
     def _describe(self, key: str, name: str, parameter: torch.Tensor, value: torch.Tensor) -> StateTensor:
         block = block_of(value, key)
@@ -303,13 +309,13 @@ class TorchTrainingState:
             mixes_rows=value is parameter and name in self._mixed,
         )
 
-    def _check_wanted(
-        self, wanted: Mapping[str, TensorMeta], states: Sequence[OptimizerView]
+    def _check_stored(
+        self, stored: Mapping[str, TensorMeta], states: Sequence[OptimizerView]
     ) -> dict[tuple[int, str], dict[str, TensorMeta]]:
-        """The wanted optimizer tensors by (optimizer, parameter), refused where this run has no place for them."""
+        """The stored optimizer tensors by (optimizer, parameter), refused where this run has no place for them."""
         parameters = [view.parameters for view in states]
         by_parameter: dict[tuple[int, str], dict[str, TensorMeta]] = {}
-        for key, meta in wanted.items():
+        for key, meta in stored.items():
             if not key.startswith("optim/"):
                 continue
             at = split_key(key)
@@ -339,7 +345,7 @@ class TorchTrainingState:
             optimizer.state.pop(parameter, None)
 
 
-class _Views:
+class _StateViews:
     """What is handed out of live tensors, and where their memory was then. In lists: an object for each would be one
     more for the garbage collector to look at."""
 
@@ -374,22 +380,24 @@ class _Views:
         return tensor if same else None
 
 
-class _Listing:
+class _StateListing:
     """What ``tensors()`` gave, and what it was made of.
 
     before: the listing until now; it lends its sequence if nothing has changed.
     """
 
-    def __init__(self, walk: Walk, states: tuple[OptimizerView, ...], views: _Views, before: _Listing | None) -> None:
+    def __init__(
+        self, walk: Walk, states: tuple[OptimizerView, ...], views: _StateViews, before: _StateListing | None
+    ) -> None:
         self.views = views
         self._walk = walk
         self._states = states
         named = (*walk.parameters.items(), *chain.from_iterable(view.tensors for view in states))
-        self._memory = Memory(named, views.tensors)
+        self._memory = TensorAddresses(named, views.tensors)
         self.tensors: tuple[StateTensor, ...] = tuple(views.tensors)
-        given = () if before is None else before.tensors
-        if len(given) == len(self.tensors) and all(map(is_, given, self.tensors)):
-            self.tensors = given
+        earlier = () if before is None else before.tensors
+        if len(earlier) == len(self.tensors) and all(map(is_, earlier, self.tensors)):
+            self.tensors = earlier
 
     def is_of(self, walk: Walk, states: tuple[OptimizerView, ...], of: Reading | None) -> bool:
         """of: see ``ports.TrainingState.tensors``."""

@@ -1,4 +1,4 @@
-"""What is in no slice: parameters without elements, all of their state, and other state tensors without elements.
+"""State that is in no slice: parameters without elements, all of their state, and other state tensors without elements.
 
 Optimizers take what they once put into a parameter's state for granted. So it comes back with the rest, although
 nothing of it is in a tensor of the store (``format.unsliced``).
@@ -22,13 +22,15 @@ Unsliced = tuple[str, torch.Tensor, str, torch.Tensor]
 
 
 def is_unsliced(parameter: torch.Tensor, value: object) -> bool:
-    """Whether a value of a parameter's state is a tensor that no slice can hold."""
+    """Returns whether a value of a parameter's state is a tensor that no slice can hold."""
     return isinstance(value, torch.Tensor) and not (value.numel() and parameter.numel())
 
 
 def read_parameters(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
     """Returns {name: description} of those that still have no elements."""
-    return {name: described(each, f"parameter {name!r}") for name, each in parameters if not each.numel()}
+    return {
+        name: described(parameter, f"parameter {name!r}") for name, parameter in parameters if not parameter.numel()
+    }
 
 
 def find(states: Iterable[tuple[str, torch.Tensor, Mapping[str, Any]]]) -> list[Unsliced]:
@@ -41,26 +43,26 @@ def find(states: Iterable[tuple[str, torch.Tensor, Mapping[str, Any]]]) -> list[
     ]
 
 
-def read(index: int, found: Iterable[Unsliced]) -> dict[str, dict[str, Any]]:
+def read(index: int, entries: Iterable[Unsliced]) -> dict[str, dict[str, Any]]:
     """Returns {parameter: {state name: description}} of what ``find`` found, and what still is so."""
-    told: dict[str, dict[str, Any]] = {}
-    for name, parameter, key, held in found:
+    descriptions: dict[str, dict[str, Any]] = {}
+    for name, parameter, key, held in entries:
         if is_unsliced(parameter, held):  # memory may have been put under it
             value = block_in(held) if held.numel() else held
             same = value.device == parameter.device
             entry = described(value, f"state {key!r} of {name} in optimizer {index}", on_param_device=same)
-            told.setdefault(name, {})[key] = entry
-    return told
+            descriptions.setdefault(name, {})[key] = entry
+    return descriptions
 
 
-def write(optimizer: Optimizer, parameter: torch.Tensor, told: Mapping[str, Mapping[str, Any]]) -> None:
-    """Makes what of one parameter's state is in no slice exactly what ``read`` told."""
-    if parameter not in optimizer.state and not told:
+def write(optimizer: Optimizer, parameter: torch.Tensor, descriptions: Mapping[str, Mapping[str, Any]]) -> None:
+    """Makes that part of one parameter's state which is in no slice exactly what ``read`` returned."""
+    if parameter not in optimizer.state and not descriptions:
         return
     state = optimizer.state[parameter]
-    for key in [key for key, value in state.items() if is_unsliced(parameter, value) and key not in told]:
+    for key in [key for key, value in state.items() if is_unsliced(parameter, value) and key not in descriptions]:
         del state[key]
-    for key, entry in told.items():
+    for key, entry in descriptions.items():
         meta = TensorMeta(entry["dtype"], tuple(entry["shape"]), not entry.get("cpu", False))
         make(optimizer, parameter, key, meta)
         if "value" in entry:

@@ -23,7 +23,7 @@ Named = tuple[tuple[str, nn.Module], ...]
 
 
 class Walk:
-    """What a model consists of.
+    """The parameters and modules of a model.
 
     Attributes:
         parameters: By name, each once.
@@ -54,11 +54,11 @@ class Walk:
         keeping = {id(module) for _, module in (*self.buffered, *self.with_extra, *self.with_own)}
         self.shared = tuple((clean_name(raw), first[id(m)], m) for raw, m in again if id(m) in keeping)
         self._watch = [_Modules([m for _, m in modules[at : at + _PART]]) for at in range(0, len(modules), _PART)]
-        self._known = type(model).named_parameters is nn.Module.named_parameters
+        self._named_by_torch = type(model).named_parameters is nn.Module.named_parameters
 
     def is_current(self) -> bool:
-        """False once a module or parameter was added, replaced, renamed or taken away, or a buffer came or went."""
-        return self._known and all(part.same() for part in self._watch)
+        """Returns False once a module or parameter was added, replaced, renamed or lost, or a buffer came or went."""
+        return self._named_by_torch and all(part.same() for part in self._watch)
 
 
 class _Modules:
@@ -87,13 +87,13 @@ class _Modules:
 def _once(named: Iterable[tuple[str, nn.Module]]) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
     """(each module under its first name, modules under their other names)."""
     seen: set[int] = set()
-    found: tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]] = ([], [])
-    for each in named:
-        found[id(each[1]) in seen].append(each)
-        seen.add(id(each[1]))
-    return found
+    modules: tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]] = ([], [])
+    for pair in named:
+        modules[id(pair[1]) in seen].append(pair)
+        seen.add(id(pair[1]))
+    return modules
 
 
 def _overriding(named: Named, method: str) -> Named:
-    own = getattr(nn.Module, method)
-    return tuple((name, module) for name, module in named if getattr(type(module), method) is not own)
+    default = getattr(nn.Module, method)
+    return tuple((name, module) for name, module in named if getattr(type(module), method) is not default)

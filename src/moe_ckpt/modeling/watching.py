@@ -1,4 +1,4 @@
-"""Whether live objects are still the very same ones, asked at every step.
+"""Checks that live objects are still the very same ones, asked at every step.
 
 A model of thousands of experts has tens of thousands of tensors, the same at every step. So nothing here runs bytecode
 per object: all comparisons are loops of built-in functions over lists that were made once. Everything is looked at in
@@ -38,16 +38,16 @@ class Entries:
 
     def __init__(self, dicts: Sequence[dict[Any, Any]], kind: type = object) -> None:
         self._kind = kind
-        self._plain = all(isinstance(each, dict) for each in dicts)
+        self._plain = all(isinstance(entries, dict) for entries in dicts)
         self._dicts = dicts
         self._lengths = list(map(len, dicts))
-        self._filled = [each for each in dicts if each]  # most modules have no children
+        self._filled = [entries for entries in dicts if entries]  # most modules have no children
         self._keys = list(chain.from_iterable(dicts))
-        values = [value for each in dicts for value in each.values()]
+        values = [value for entries in dicts for value in entries.values()]
         self._held = [isinstance(value, kind) for value in values]
         self._free = [] if all(self._held) else list(map(not_, self._held))
         self.values = list(compress(values, self._held))
-        self.loose = [any(not isinstance(value, kind) for value in each.values()) for each in dicts]
+        self.loose = [any(not isinstance(value, kind) for value in entries.values()) for entries in dicts]
 
     def same(self) -> bool:
         if not self._plain or list(map(len, self._dicts)) != self._lengths:
@@ -56,15 +56,15 @@ class Entries:
             return False
         values: Any = chain.from_iterable(map(dict.values, self._filled))
         if self._free:
-            found = list(values)
-            if any(map(isinstance, compress(found, self._free), repeat(self._kind))):
+            present = list(values)
+            if any(map(isinstance, compress(present, self._free), repeat(self._kind))):
                 return False
-            values = compress(found, self._held)
+            values = compress(present, self._held)
         return all(map(is_, values, self.values))
 
 
-class Memory:
-    """Where the memory of tensors lies: that of a DTensor's local block, of any other its own.
+class TensorAddresses:
+    """The addresses of the memory of tensors: that of a DTensor's local block, of any other its own.
 
     It changes without another tensor object by ``p.data = other``, and where FSDP2 allocates anew. Not noticed is
     ``p.data = other`` with another view of the very same memory (``p.data.t()``): to compare shapes and strides
@@ -96,7 +96,7 @@ class Memory:
         self._places = np.fromiter(map(itemgetter(1), pairs), np.int64, len(pairs))[np.argsort(owners, kind="stable")]
 
     def same(self, of: Numbers | None = None) -> bool:
-        """Whether it lies where it lay.
+        """Returns whether the memory lies where it lay.
 
         Args:
             of: Places of views. Asked of all tensors of their parameters alone.
@@ -123,6 +123,6 @@ def places_among(tensors: Sequence[StateTensor], of: Reading | None) -> Numbers 
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
-    """Returns where the memory of each tensor begins."""
+    """Returns the address at which the memory of each tensor begins."""
     with torch._C.DisableTorchFunction():  # ``torch.set_default_device`` would run Python for each tensor
         return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))

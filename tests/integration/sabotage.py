@@ -55,7 +55,7 @@ def apply(names: str) -> None:
 
 def _norms_not_given() -> None:
     """Replay clips by the norm of the gradients that are there, not by the one that was recorded."""
-    ClipNorms.given = property(lambda self: [], lambda self, value: None)  # type: ignore[assignment]
+    ClipNorms.prescribed = property(lambda self: [], lambda self, value: None)  # type: ignore[assignment]
 
 
 def _hyperparameters_not_loaded() -> None:

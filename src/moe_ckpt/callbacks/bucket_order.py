@@ -50,7 +50,7 @@ class BucketOrder:
 
     @classmethod
     def of(cls, trainer: Any) -> BucketOrder | None:
-        """Returns that of the trainer's model; None where the order never changes, or does not matter."""
+        """Returns the order of the trainer's model; None where the order never changes, or does not matter."""
         strategy = trainer.strategy
         model = getattr(strategy, "model", None)
         if trainer.world_size < _LEAST_RANKS or not isinstance(strategy, DDPStrategy):
@@ -63,7 +63,7 @@ class BucketOrder:
 
     @property
     def why_not(self) -> str | None:
-        """What keeps the buckets from being laid out by a backward pass of zeros; None if nothing does."""
+        """Returns what keeps the buckets from being laid out by a backward pass of zeros; None if nothing does."""
         model = self._model
         parameters = self._parameters()
         if model.static_graph:
@@ -74,12 +74,12 @@ class BucketOrder:
             return "DDP's own mixed precision"
         if model._use_python_reducer or model._delay_all_reduce_params:
             return "a reducer of another kind"
-        tables = (each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
-        if any(each.sparse for each in tables):
+        tables = (table for table in model.modules() if isinstance(table, (nn.Embedding, nn.EmbeddingBag)))
+        if any(table.sparse for table in tables):
             return "sparse gradients"
-        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):
+        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
             return "hooks on parameters, which would see the zeros"
-        if any(hasattr(each, "_in_backward_optimizers") for each in parameters):
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
             return "updates in the backward pass"
         return None
 
@@ -118,8 +118,8 @@ class BucketOrder:
         self._model._has_rebuilt_buckets |= self._model.reducer._rebuild_buckets()
         logger: Any = self._model.logger
         logger.set_runtime_stats_and_log()
-        found = logger._get_ddp_logging_data().strs_map.get(_REBUILT)
-        if not found:
+        buckets = logger._get_ddp_logging_data().strs_map.get(_REBUILT)
+        if not buckets:
             if self._recorded is None and self._model._has_rebuilt_buckets:  # else no pass has been reduced yet
                 self._settled = True
                 log.warning(
@@ -129,7 +129,7 @@ class BucketOrder:
                 )
             return
         self._settled = True
-        order = encoded([int(index) for bucket in found.split(",") for index in bucket.split()])
+        order = encoded([int(index) for bucket in buckets.split(",") for index in bucket.split()])
         if self._recorded not in (None, order):
             log.warning(
                 "DDP's buckets are not laid out as they were before: the gradients of steps may differ in their last "
@@ -139,22 +139,22 @@ class BucketOrder:
 
     def _parameters(self) -> list[nn.Parameter]:
         """Those that DDP reduces, in the order in which it numbers them."""
-        return [each for each in self._model._module_parameters if each.requires_grad]
+        return [parameter for parameter in self._model._module_parameters if parameter.requires_grad]
 
 
 def _backward_of_zeros(model: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
     """Makes gradients ready in the order of ``parameters``, lays the buckets out by it, and puts gradients back."""
-    before = [each.grad for each in parameters]
-    for each in parameters:
-        each.grad = None
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
     reducer = model.reducer
     with torch.enable_grad():
         reducer.prepare_for_backward([])
-        for each in parameters:
-            torch.autograd.backward(each, torch.zeros_like(each))
+        for parameter in parameters:
+            torch.autograd.backward(parameter, torch.zeros_like(parameter))
     model._has_rebuilt_buckets |= reducer._rebuild_buckets()
-    for each, gradient in zip(parameters, before, strict=True):
-        each.grad = gradient
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = gradient
 
 
 def encoded(order: Sequence[int]) -> str:

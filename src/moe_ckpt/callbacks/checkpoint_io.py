@@ -92,17 +92,17 @@ def _load_together(comm: Communicator, opens: Opens) -> dict[str, Any]:
         reader, manifest = opens()
         return of_lightning(reader, manifest, rank_of_state(manifest, comm.rank))
 
-    found = together(comm, opened)
-    return _as_lightning_loads(replace(found, loaded=whole_tensors(comm, found.reader, found.manifest)))
+    whole = together(comm, opened)
+    return _as_lightning_loads(replace(whole, loaded=whole_tensors(comm, whole.reader, whole.manifest)))
 
 
-def _as_lightning_loads(found: WholeCheckpoint) -> dict[str, Any]:
-    checkpoint = lightning_dict(found)
-    stored = zip(checkpoint["optimizer_states"], found.state["plain"]["optimizers"], strict=True)
+def _as_lightning_loads(whole: WholeCheckpoint) -> dict[str, Any]:
+    checkpoint = lightning_dict(whole)
+    stored = zip(checkpoint["optimizer_states"], whole.state["plain"]["optimizers"], strict=True)
     checkpoint["optimizer_states"] = [
         StoredOptimizer(index, described.get("class"), state) for index, (state, described) in enumerate(stored)
     ]
-    return checkpoint | _resumed(found.reader, found.manifest, found.state)
+    return checkpoint | _resumed(whole.reader, whole.manifest, whole.state)
 
 
 def _resumed(reader: StoreReader, manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,12 +50,12 @@ class BatchDealer:
 
     @property
     def whole(self) -> int:
-        """Batches of a whole epoch."""
+        """The number of batches of a whole epoch."""
         return self.batches(self.sampler.num_samples)
 
     @property
-    def left(self) -> int:
-        """Batches of this epoch from the sampler's position on."""
+    def remaining(self) -> int:
+        """The number of batches of this epoch from the sampler's position on."""
         return self.batches(self.sampler.left)
 
     def consumed(self, start: int, first: int, batches: int, *, cycled: bool) -> int:
@@ -113,7 +113,7 @@ class _Start:
     epoch: int
     batches: int
     consumed: tuple[int, ...]
-    left: tuple[int, ...]
+    remaining: tuple[int, ...]
 
 
 class DataPosition:
@@ -157,10 +157,12 @@ class DataPosition:
         if trainer.reload_dataloaders_every_n_epochs > 1 and math.isfinite(reload_epoch):
             checkpoint[RELOAD_KEY] = reload_epoch
         loader = Private(trainer.fit_loop).combined_loader
-        dealers = [] if loader is None else [dealer_of(each) for each in loader.flattened]
-        generators = [] if loader is None else [_generator_of(each) for each in loader.flattened]
+        dealers = [] if loader is None else [dealer_of(part) for part in loader.flattened]
+        generators = [] if loader is None else [_generator_of(part) for part in loader.flattened]
         if any(generators):
-            checkpoint[GENERATORS_KEY] = [None if each is None else each.get_state() for each in generators]
+            checkpoint[GENERATORS_KEY] = [
+                None if generator is None else generator.get_state() for generator in generators
+            ]
         if any(dealers):
             checkpoint[POSITION_KEY] = [
                 None if dealer is None else self._position(trainer, at, dealer) for at, dealer in enumerate(dealers)
@@ -177,7 +179,7 @@ class DataPosition:
                 consumed = dealer.consumed(0, dealer.whole, trained, cycled=cycled)
             else:
                 since = trained - start.batches
-                consumed = dealer.consumed(start.consumed[at], start.left[at], since, cycled=cycled)
+                consumed = dealer.consumed(start.consumed[at], start.remaining[at], since, cycled=cycled)
         return sampler.state_dict() | {"consumed": consumed}
 
     def load(self, checkpoint: dict[str, Any]) -> None:
@@ -208,9 +210,9 @@ class DataPosition:
         self._stored, self._generators, self._fetch, self._start = None, [], {}, None
         if loader is None:
             return
-        dealers = [dealer_of(each) for each in loader.flattened]
+        dealers = [dealer_of(part) for part in loader.flattened]
         epoch = loop.epoch_progress.current.processed
-        setters = [setter for each in loader.flattened for setter in _epoch_setters(each)] if resumed and epoch else []
+        setters = [setter for part in loader.flattened for setter in _epoch_setters(part)] if resumed and epoch else []
         before = [dealer and dealer.sampler.state_dict() for dealer in dealers]
         ahead = None if self._lookahead is None else self._lookahead.states
         states = Private(loader).state_dicts() if ahead is None and (setters or any(dealers)) else ahead or []
@@ -218,7 +220,7 @@ class DataPosition:
         for set_epoch in setters:
             set_epoch(epoch)
         if any(dealers) and loop.restarted_mid_epoch:
-            self._start = _set_loops(trainer, dealers, known=stored is not None)
+            self._start = _set_loops(trainer, dealers, positioned=stored is not None)
         if setters or fetch or before != [dealer and dealer.sampler.state_dict() for dealer in dealers]:
             states = _without(states, loader.flattened, dealers)
             if ahead is not None and self._lookahead is not None:
@@ -226,8 +228,8 @@ class DataPosition:
             else:
                 Private(loader).load_state_dicts(states)
                 iter(Private(loop).data_fetcher)
-        for each, state in zip(loader.flattened, drawn, strict=False):
-            generator = _generator_of(each)
+        for part, state in zip(loader.flattened, drawn, strict=False):
+            generator = _generator_of(part)
             if generator is not None and state is not None:
                 generator.set_state(state)
 
@@ -265,21 +267,21 @@ def _move(trainer: Any, dealers: list[BatchDealer | None], stored: list[dict[str
 
 def _check_world(trainer: Any, sampler: RecoverableDistributedSampler) -> None:
     """Raises ``ConfigError`` unless ranks that hold parts of one replica get the same samples."""
-    wanted = trainer.distributed_sampler_kwargs
-    if sampler.follows_process_group and wanted and wanted["num_replicas"] != sampler.num_replicas:
+    layout = trainer.distributed_sampler_kwargs
+    if sampler.follows_process_group and layout and layout["num_replicas"] != sampler.num_replicas:
         raise ConfigError(
             f"RecoverableDistributedSampler divides the data among {sampler.num_replicas} ranks, those of the process "
-            f"group, but {type(trainer.strategy).__name__} trains {wanted['num_replicas']} replicas of the model: give "
+            f"group, but {type(trainer.strategy).__name__} trains {layout['num_replicas']} replicas of the model: give "
             "it num_replicas= and rank= of the data-parallel mesh"
         )
 
 
-def _set_loops(trainer: Any, dealers: list[BatchDealer | None], *, known: bool) -> _Start:
+def _set_loops(trainer: Any, dealers: list[BatchDealer | None], *, positioned: bool) -> _Start:
     """Sets the loops to the samplers' positions."""
     loop = trainer.fit_loop
-    dealt = [None if dealer is None else (dealer.whole, dealer.left) for dealer in dealers]
-    whole, left = whole_and_left(trainer, dealt)
-    if not known:
+    dealt = [None if dealer is None else (dealer.whole, dealer.remaining) for dealer in dealers]
+    whole, rest = whole_and_left(trainer, dealt)
+    if not positioned:
         log.warning(
             "the checkpoint does not say where the RecoverableDistributedSampler stood: the rest of epoch %d is "
             "trained on from the beginning of its order",
@@ -287,17 +289,17 @@ def _set_loops(trainer: Any, dealers: list[BatchDealer | None], *, known: bool) 
         )
         batches = loop.epoch_loop.batch_progress.current.processed
     else:
-        batches = go_on_at(trainer, whole, left)
+        batches = go_on_at(trainer, whole, rest)
         _say(trainer, dealers)
     progress = loop.epoch_loop.batch_progress
     for dealer in dealers:
-        if dealer is not None and known and progress.is_last_batch:
+        if dealer is not None and positioned and progress.is_last_batch:
             dealer.sampler.load_state_dict(dealer.sampler.state_dict() | {"consumed": dealer.sampler.length})
     return _Start(
         epoch=loop.epoch_progress.current.processed,
         batches=batches,
         consumed=tuple(dealer.sampler.consumed if dealer else 0 for dealer in dealers),
-        left=tuple(dealer.left if dealer else 0 for dealer in dealers),
+        remaining=tuple(dealer.remaining if dealer else 0 for dealer in dealers),
     )
 
 
@@ -309,7 +311,7 @@ def _say(trainer: Any, dealers: list[BatchDealer | None]) -> None:
                 "the data continues at sample %d of %d in epoch %d", sampler.consumed, sampler.length, sampler.epoch
             )
     loaders = Private(trainer.fit_loop).combined_loader.flattened
-    if all(dealer or isinstance(each, Stateful) for dealer, each in zip(dealers, loaders, strict=True)):
+    if all(dealer or isinstance(loader, Stateful) for dealer, loader in zip(dealers, loaders, strict=True)):
         # Lightning looks at the loader only, and would say that this one cannot be resumed.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
@@ -318,7 +320,7 @@ def _without(
     states: list[dict[str, Any]], loaders: list[Any], dealers: list[BatchDealer | None]
 ) -> list[dict[str, Any]]:
     """Returns states of stateful loaders, empty for those that start at the position of their recoverable sampler."""
-    ours = [dealer is not None for dealer, each in zip(dealers, loaders, strict=True) if isinstance(each, Stateful)]
+    ours = [dealer is not None for dealer, loader in zip(dealers, loaders, strict=True) if isinstance(loader, Stateful)]
     return [{} if has else state for has, state in zip(ours, states, strict=True)]
 
 
@@ -326,5 +328,5 @@ def _epoch_setters(loader: object) -> list[Any]:
     """Returns ``set_epoch`` of the loader's sampler and of its batch sampler's, unless they are stateful."""
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     stateless = [sampler for sampler in samplers if not hasattr(sampler, "load_state_dict")]
-    found = {id(sampler): getattr(sampler, "set_epoch", None) for sampler in stateless}
-    return [set_epoch for set_epoch in found.values() if callable(set_epoch)]
+    setters = {id(sampler): getattr(sampler, "set_epoch", None) for sampler in stateless}
+    return [set_epoch for set_epoch in setters.values() if callable(set_epoch)]

@@ -89,7 +89,7 @@ def go_on_from_end(
     dirpath: str,
     manifest: Manifest,
     finished: Finished,
-    found: Sequence[Change],
+    differences: Sequence[Change],
     policy: Policy,
     *,
     extend: bool,
@@ -101,7 +101,7 @@ def go_on_from_end(
         dirpath: The store.
         manifest: Of the last checkpoint.
         finished: How the run ended.
-        found: How this script's hyperparameters differ from the run's.
+        differences: How this script's hyperparameters differ from the run's.
         policy: This script's.
         extend: Train on even if hyperparameters changed.
 
@@ -113,9 +113,11 @@ def go_on_from_end(
         ConfigError: Hyperparameters have changed, and the user did not say that they may; or nothing is left to
             train, and the run had another policy.
     """
-    if not extend and any(change.decides for change in found):
-        changed, kept = (tuple(str(each) for each in found if each.kept or not only) for only in (False, True))
-        raise finished_run(dirpath, manifest.step, finished.reason, changed, kept)
+    if not extend and any(change.decides for change in differences):
+        changed, retained = (
+            tuple(str(change) for change in differences if change.kept or not only) for only in (False, True)
+        )
+        raise finished_run(dirpath, manifest.step, finished.reason, changed, retained)
     _already_saved(trainer, finished)
     if _something_left(trainer, finished, extend=extend):
         return _until(trainer)
@@ -193,9 +195,9 @@ def may_stop(trainer: Any) -> bool:
 def _short_of(trainer: Any) -> list[str]:
     """Returns the minimum lengths of training that are not reached yet."""
     epochs = trainer.current_epoch + bool(trainer.is_last_batch)
-    wanted = {"min_steps": trainer.min_steps or 0, "min_epochs": trainer.min_epochs or 0}
+    minimum = {"min_steps": trainer.min_steps or 0, "min_epochs": trainer.min_epochs or 0}
     reached = {"min_steps": trainer.global_step, "min_epochs": epochs}
-    return [f"{name}={wanted[name]}" for name in wanted if reached[name] < wanted[name]]
+    return [f"{name}={minimum[name]}" for name in minimum if reached[name] < minimum[name]]
 
 
 def refusal(trainer: Any, reason: str) -> str:

@@ -58,38 +58,38 @@ class ClipNorms:
 
     Attributes:
         taken: Norms of the current step, one per clipped optimizer.
-        given: Norms to clip by instead, in the same order.
+        prescribed: Norms to clip by instead, in the same order.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.taken: list[torch.Tensor] = []
-        self.given: list[torch.Tensor] = []
+        self.prescribed: list[torch.Tensor] = []
         self._plugin = trainer.precision_plugin
-        self.known = type(self._plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
-        if self.known:
+        self.active = type(self._plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
+        if self.active:
             self._plugin.clip_grad_by_norm = self._clip
 
     def _clip(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Replaces ``Precision.clip_grad_by_norm``: records the norm, or uses a given one."""
         parameters = list(self._plugin.main_params(optimizer))
-        if self.given:
-            norm = self.given.pop(0).to(parameters[0].device)
+        if self.prescribed:
+            norm = self.prescribed.pop(0).to(parameters[0].device)
         else:
-            norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+            norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
             # Of sharded gradients it is a partial sum; torch 2.9 rounds differently with that than with a whole norm.
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         nn.utils.clip_grads_with_norm_(parameters, clip_val, _alike(norm, parameters))
         self.taken.append(norm)
 
     def close(self) -> None:
-        if self.known:
-            self.known = False
+        if self.active:
+            self.active = False
             del self._plugin.clip_grad_by_norm
 
 
 def _alike(norm: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns ``norm`` as a DTensor, where gradients are."""
-    sharded = next((each.grad for each in parameters if isinstance(each.grad, DTensor)), None)
+    sharded = next((parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)), None)
     if sharded is None:
         return norm
     return DTensor.from_local(norm, sharded.device_mesh, [Replicate()] * sharded.device_mesh.ndim, run_check=False)
@@ -119,7 +119,7 @@ class SparingRecompute(StepSource):
         self._frozen, self._step = replay.frozen_parameters(), replay.upcoming_step
         facts = recorded["replay"]
         with loading_state("the steps of a sparse window", replay.upcoming_path):
-            self._norms.given = list(facts["norms"])
+            self._norms.prescribed = list(facts["norms"])
             self._expected = frozenset(facts["without_gradient"]) if "without_gradient" in facts else None
         frozen = [self._parameters[name] for name in sorted(self._frozen) if self._parameters[name].requires_grad]
         eager = not facts.get("compiled", False)
@@ -156,7 +156,7 @@ class SparingRecompute(StepSource):
 
     def close(self) -> None:
         self._release()
-        self._norms.given = []
+        self._norms.prescribed = []
 
 
 class _Reducing:
@@ -174,8 +174,8 @@ class _Reducing:
             plain = Private(strategy).ddp_comm_hook is None and not strategy.model.static_graph
             return _InBuckets(strategy.model, module) if plain else None
         if isinstance(strategy, ModelParallelStrategy) and Private(strategy).tensor_parallel_size == 1:
-            sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
-            if sharded and all(hasattr(each, "set_reduce_scatter_unused_params") for each in sharded):
+            sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+            if sharded and all(hasattr(part, "set_reduce_scatter_unused_params") for part in sharded):
                 return _InShards(sharded)
         return None
 
@@ -236,7 +236,7 @@ def may_leave_out(trainer: Any, module: pl.LightningModule, norms: ClipNorms, ou
     """Returns whether only the optimizers read gradients."""
     if not module.automatic_optimization or getattr(trainer.precision_plugin, "scaler", None) is not None:
         return False
-    if trainer.gradient_clip_val and not norms.known:
+    if trainer.gradient_clip_val and not norms.active:
         return False
     others = [callback for callback in trainer.callbacks if callback not in ours]
     return not any(is_overridden(name, module) for name in _LOOKS_AT_GRADIENTS) and not any(

@@ -1,4 +1,4 @@
-"""What the optimizers of a Lightning fit consume.
+"""The gradients that the optimizers of a Lightning fit consume.
 
 Gradients of an update stay where they are through the next forward pass: under automatic optimization Lightning zeroes
 them after ``training_step``. A copy can be made meanwhile, and must be done (``release``) before that, and before a
@@ -45,7 +45,7 @@ def capture_gradients(
         UnsupportedError: Steps of an optimizer cannot be repeated from gradients, or it holds a parameter that is not
             the model's.
     """
-    capture = GradientCapture(trainer.optimizers, _Describe(module), consumer, rounded, stopwatch)
+    capture = GradientCapture(trainer.optimizers, _ModuleUnits(module), consumer, rounded, stopwatch)
     wrapped = module.optimizers(use_pl_optimizer=True)
     # Under manual optimization a user zeroes gradients through Lightning's wrapper, which has a method of its own.
     capture.release_before([*trainer.optimizers, *(wrapped if isinstance(wrapped, list) else [wrapped])], "zero_grad")
@@ -53,14 +53,14 @@ def capture_gradients(
     return capture
 
 
-class _Describe:
+class _ModuleUnits:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __call__(self, number: int, group: int, parameter: torch.Tensor) -> Unit:
         if id(parameter) not in self._names:  # which keeps the tensors, so that no other has the number of one
-            self._names = {id(each): (each, name) for name, each in parameters_of(self._module)}
+            self._names = {id(tensor): (tensor, name) for name, tensor in parameters_of(self._module)}
         _, name = self._names.get(id(parameter), (parameter, None))
         if name is None:
             raise UnsupportedError(

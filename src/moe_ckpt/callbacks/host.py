@@ -71,7 +71,7 @@ class LightningHost(Host):
         self.settled, self.ended = True, False
         self._options = options
         self._configured: _Plain = configured(trainer) | {"frozen": _frozen(self.state)}
-        self._kept: tuple[int, _Plain] | None = None
+        self._retained_state: tuple[int, _Plain] | None = None
 
     @property
     def step(self) -> int:
@@ -88,11 +88,11 @@ class LightningHost(Host):
         thawed = [*_thawed(self.state, plain["plain"], plain.get("configured", {}), self._configured)]
         with loading_state("the model and its optimizers", restored.path):
             self.state.load_plain(plain["plain"])
-        found = changes(self.trainer, plain, self._configured) + thawed
+        differences = changes(self.trainer, plain, self._configured) + thawed
         self._configured = plain.get("configured", self._configured)
         restore_checkpoint(self.trainer, plain["checkpoint"], restored.path)
         self.generators.take(plain["rng"])
-        return found, other_ranks(restored.manifest, self.trainer.world_size)
+        return differences, other_ranks(restored.manifest, self.trainer.world_size)
 
     def advance_counts(self, missed: Mapping[str, int]) -> None:
         self.state.advance_counts(missed)
@@ -110,10 +110,12 @@ class LightningHost(Host):
         )
 
     def go_on_from_end(
-        self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
+        self, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
         dirpath, extend = self._options.dirpath, self._options.resume == "extend"
-        until = go_on_from_end(self.trainer, dirpath, manifest, finished, found, self._options.policy, extend=extend)
+        until = go_on_from_end(
+            self.trainer, dirpath, manifest, finished, differences, self._options.policy, extend=extend
+        )
         say_finished(finished, plt, until, dirpath, self.trainer.global_rank)
         return until is not None, ""
 
@@ -121,25 +123,25 @@ class LightningHost(Host):
         return _REPEATED
 
     def capture(self, *, described: bool = False) -> _Plain:
-        if self._kept is not None and self._kept[0] == self.step:
-            return self._kept[1]
-        found = self.boosting.captured() | {
+        if self._retained_state is not None and self._retained_state[0] == self.step:
+            return self._retained_state[1]
+        state = self.boosting.captured() | {
             "framework": "lightning",
             "checkpoint": capture_checkpoint(self.trainer),
             "plain": self.state.plain(described=described),
             "rng": self.generators.state,
             "configured": self._configured,
         }
-        return found if self.windows is None else found | {"replay": self.windows.recorded()}
+        return state if self.windows is None else state | {"replay": self.windows.recorded()}
 
     def keep(self) -> None:
         """Keeps the plain state of this step, which Lightning and callbacks change before training may end with it."""
-        self._kept = self.step, deepcopy(self.capture())
+        self._retained_state = self.step, deepcopy(self.capture())
 
     @property
     def has_newest(self) -> bool:
-        """Whether the newest step's plain state is still known, so that a checkpoint of it can be made now."""
-        return self.settled or (self._kept is not None and self._kept[0] == self.step)
+        """Returns whether the newest step's plain state is still known, so that a checkpoint of it can be made now."""
+        return self.settled or (self._retained_state is not None and self._retained_state[0] == self.step)
 
     def count_update(self) -> bool:
         return self._count_update()
@@ -195,8 +197,8 @@ def _thawed(state: TorchTrainingState, plain: Mapping[str, Any], before: _Plain,
         return
     frozen, names = frozenset(stored), state.parameters()
     for was, some in (
-        (False, [name for name, each in names.items() if name in frozen and each.requires_grad]),
-        (True, [name for name, each in names.items() if name not in frozen and not each.requires_grad]),
+        (False, [name for name, parameter in names.items() if name in frozen and parameter.requires_grad]),
+        (True, [name for name, parameter in names.items() if name not in frozen and not parameter.requires_grad]),
     ):
         if some:
             more = f" and {len(some) - 1} more" if len(some) > 1 else ""
@@ -217,41 +219,41 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
         stored: Plain state of the checkpoint; in checkpoints of earlier releases without optimizers.
         now: Result of ``configured``.
     """
-    found: list[Change] = []
+    differences: list[Change] = []
     checkpoint = stored.get("checkpoint", {})
     for name, owner, key in zip(
         ("module", "datamodule"), (trainer.lightning_module, trainer.datamodule), HYPER_PARAMETERS, strict=True
     ):
         if owner is not None and key in checkpoint:
-            found += differing(f"{name}.", checkpoint[key], plain_hparams(owner, key), kept=False)
+            differences += differing(f"{name}.", checkpoint[key], plain_hparams(owner, key), kept=False)
     before = stored.get("configured")
     if before is None:
-        return found
+        return differences
     for number, (old, new) in enumerate(zip(before["optimizers"], now["optimizers"], strict=False)):
         if not before["schedulers"]:  # else values in force are those of the moment
             old = _in_force(old, new, trainer.optimizers[number].param_groups)
-        found += _of_groups(f"optimizer {number} " if len(now["optimizers"]) > 1 else "optimizer ", old, new)
+        differences += _of_groups(f"optimizer {number} " if len(now["optimizers"]) > 1 else "optimizer ", old, new)
     for old, new in zip(before["schedulers"], now["schedulers"], strict=False):
-        old, new = ({key: value for key, value in each.items() if key != "base_lrs"} for each in (old, new))
-        found += differing("scheduler ", old, new, kept=True, decides=False)
+        old, new = ({key: value for key, value in settings.items() if key != "base_lrs"} for settings in (old, new))
+        differences += differing("scheduler ", old, new, kept=True, decides=False)
     if "training" in before:
-        found += differing("trainer ", before["training"], now["training"], kept=False, decides=False)
-    return found
+        differences += differing("trainer ", before["training"], now["training"], kept=False, decides=False)
+    return differences
 
 
 def _in_force(
     before: list[Mapping[str, Any]], now: list[Mapping[str, Any]], groups: list[dict[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """Returns ``before`` with what training had set by hand since, where the script's value is another one."""
-    found: list[Mapping[str, Any]] = []
+    in_force: list[Mapping[str, Any]] = []
     for old, new, group in zip(before, now, map(plain_values, groups), strict=False):
         set_since = {key: group[key] for key in old if key in group and not same(old[key], new.get(key))}
-        found.append({**old, **set_since})
-    return found
+        in_force.append({**old, **set_since})
+    return in_force
 
 
 def _of_groups(name: str, before: list[Mapping[str, Any]], now: list[Mapping[str, Any]]) -> Iterable[Change]:
     """Returns each change once, also where several groups have it, or a scheduler repeats it as ``initial_lr``."""
     pairs = zip(before, now, strict=False)
-    found = (change for old, new in pairs for change in differing(name, old, new, kept=True))
-    return dict.fromkeys(replace(change, where=change.where.replace("initial_lr", "lr")) for change in found)
+    all_changes = (change for old, new in pairs for change in differing(name, old, new, kept=True))
+    return dict.fromkeys(replace(change, where=change.where.replace("initial_lr", "lr")) for change in all_changes)

@@ -81,8 +81,8 @@ def _scaler_state(precision: Any) -> dict[str, Any]:
     """Returns the precision plugin's state; of a scaler on a device the live tensors, so that nothing waits for it."""
     scaler: Any = getattr(precision, "scaler", None)
     scaled = isinstance(scaler, GradScaler) and type(scaler).state_dict is GradScaler.state_dict
-    known = scaled and type(precision).state_dict in _STATES_OF_SCALER
-    if not known or scaler._scale is None or scaler._scale.device.type == "cpu":
+    standard = scaled and type(precision).state_dict in _STATES_OF_SCALER
+    if not standard or scaler._scale is None or scaler._scale.device.type == "cpu":
         state: dict[str, Any] = precision.state_dict()
         return state
     return {
@@ -108,7 +108,11 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
     due = validation_due(trainer)
     if not due and not trainer.is_last_batch:
         return state
-    batches, validated, own = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress", "epoch_loop.state_dict"
+    batches, validated, counters = (
+        "epoch_loop.batch_progress",
+        "epoch_loop.val_loop.batch_progress",
+        "epoch_loop.state_dict",
+    )
     progress = state[batches]
     state[batches] = progress | {
         span: progress[span] | {"completed": progress[span]["processed"]} for span in ("total", "current")
@@ -123,7 +127,7 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
     else:
         # The step counter for loggers; where a validation runs, Lightning advances it on that path.
         steps = NAMES["batches_that_stepped"]
-        state[own] = state[own] | {steps: state[own][steps] + 1}
+        state[counters] = state[counters] | {steps: state[counters][steps] + 1}
     return state
 
 
@@ -144,14 +148,14 @@ def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:
     that a checkpoint takes before training goes on."""
     if type(loop).state_dict is not Loop.state_dict:
         return dict(loop.state_dict(prefix=prefix))
-    found = {f"{prefix}state_dict": loop.on_save_checkpoint()}
+    state = {f"{prefix}state_dict": loop.on_save_checkpoint()}
     for name, value in vars(loop).items():
         if isinstance(value, BaseProgress):
-            own = type(value).state_dict is not BaseProgress.state_dict
-            found[prefix + name] = value.state_dict() if own else _as_dict(value)
+            overridden = type(value).state_dict is not BaseProgress.state_dict
+            state[prefix + name] = value.state_dict() if overridden else _as_dict(value)
         elif isinstance(value, Loop):
-            found |= loop_state(value, f"{prefix}{name}.")
-    return found
+            state |= loop_state(value, f"{prefix}{name}.")
+    return state
 
 
 def _as_dict(progress: Any) -> dict[str, Any]:
@@ -305,10 +309,10 @@ def go_on_finetuning(trainer: Any) -> None:
     callbacks = [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]
     for callback in callbacks:
         Private(callback).restarting = False
-    for each in trainer.lightning_module.modules() if callbacks else ():
-        if isinstance(each, _BatchNorm) and each.running_mean is not None:
-            own = list(each.parameters(recurse=False))
-            each.track_running_stats |= bool(own) and all(parameter.requires_grad for parameter in own)
+    for module in trainer.lightning_module.modules() if callbacks else ():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            parameters = list(module.parameters(recurse=False))
+            module.track_running_stats |= bool(parameters) and all(parameter.requires_grad for parameter in parameters)
 
 
 def _go_on_averaging(trainer: Any) -> None:

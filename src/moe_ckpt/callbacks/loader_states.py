@@ -1,4 +1,4 @@
-"""What training loaders make of the state that a checkpoint has of them.
+"""The state of training loaders in a checkpoint, and what they make of it.
 
 torchdata's loaders take their state when their next iterator is made, long after ``load_state_dict`` has returned: in
 Lightning's ``setup_data``, where what they raise names neither the loader nor the checkpoint.

@@ -47,10 +47,10 @@ class Lookahead:
         load, begin, end = (getattr(owner, name) for owner, name in self._replaced)
 
         def loaded() -> None:
-            given = Private(loop).combined_loader_states_to_load if loop.restarting else []
+            loaded_states = Private(loop).combined_loader_states_to_load if loop.restarting else []
             load()
-            if any(sized_len(each) is None for each in Private(loop).combined_loader.flattened):
-                self._note(given)
+            if any(sized_len(loader) is None for loader in Private(loop).combined_loader.flattened):
+                self._note(loaded_states)
 
         def begins() -> None:
             begin()
@@ -90,14 +90,14 @@ class Lookahead:
 
     @property
     def states(self) -> list[dict[str, Any]] | None:
-        """States of all stateful loaders before the batch that waits was fetched; None if none waits."""
+        """Returns the states of all stateful loaders before the batch that waits was fetched; None if none waits."""
         return self._states if self._ahead else None
 
-    def _note(self, given: list[dict[str, Any]] | None = None) -> None:
-        """Notes where the loaders are; ``given``: states they have just got, and may not return before a fetch."""
+    def _note(self, loaded_states: list[dict[str, Any]] | None = None) -> None:
+        """Notes where the loaders are; ``loaded_states`` they have just got, and may not return before a fetch."""
         loader = Private(self._loop).combined_loader
         # a dataset may return what its next sample changes
-        self._states = given or deepcopy(Private(loader).state_dicts())
+        self._states = loaded_states or deepcopy(Private(loader).state_dicts())
         self._consumed = list(getattr(Private(loader).iterator, NAMES["consumed"], ()))
         self._rng, self._drew = _rng(), True  # until the fetch has ended, of which the first is not seen
 
@@ -139,7 +139,7 @@ def _rng() -> dict[str, Any]:
     """Returns ``capture_rng()`` without arrays of numpy's, which Lightning's own files would not be loaded with."""
     state = capture_rng()
     if isinstance(state["numpy"], tuple):
-        state["numpy"] = tuple(each.tolist() if isinstance(each, np.ndarray) else each for each in state["numpy"])
+        state["numpy"] = tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in state["numpy"])
     return state
 
 

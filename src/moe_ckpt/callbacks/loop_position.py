@@ -45,17 +45,17 @@ def whole_and_left(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[f
     loader = Private(trainer.fit_loop).combined_loader
     done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
     counts: list[tuple[float, float]] = []
-    for each, known in zip(loader.flattened, dealt, strict=True):
-        length = math.inf if (sized := sized_len(each)) is None else sized
-        counts.append(known or (length, length - done))
+    for part, batches in zip(loader.flattened, dealt, strict=True):
+        length = math.inf if (sized := sized_len(part)) is None else sized
+        counts.append(batches or (length, length - done))
     if Private(loader).mode == "min_size":
-        return min(whole for whole, _ in counts), min(left for _, left in counts)
+        return min(whole for whole, _ in counts), min(rest for _, rest in counts)
     longest = max(whole for whole, _ in counts)  # shorter ones are cycled through, or give None
-    return longest, max(left for whole, left in counts if whole == longest)
+    return longest, max(rest for whole, rest in counts if whole == longest)
 
 
-def go_on_at(trainer: Any, whole: float, left: float) -> int:
-    """Sets the epoch loop's batch count so that ``left`` of ``whole`` batches are to come, and returns it.
+def go_on_at(trainer: Any, whole: float, rest: float) -> int:
+    """Sets the epoch loop's batch count so that ``rest`` of ``whole`` batches are to come, and returns it.
 
     Called in ``on_train_start`` of a run that resumes in the middle of an epoch.
     """
@@ -64,7 +64,7 @@ def go_on_at(trainer: Any, whole: float, left: float) -> int:
     current = progress.current
     if math.isinf(whole):
         return int(current.processed)
-    done = int(min(whole - left, trainer.fit_loop.max_batches))
+    done = int(min(whole - rest, trainer.fit_loop.max_batches))
     # Lightning's flag alone also holds after a validation that was repeated after a restart, and ended.
     broken_off = loop.val_loop.restarted_mid_evaluation and not loop.val_loop.batch_progress.is_last_batch
     ended = progress.is_last_batch
@@ -116,7 +116,7 @@ def end_whole_epoch(trainer: Any) -> None:
     if not loop.restarting or not Private(loop).num_ready_batches_reached() or Private(loop).is_validation_done:
         return
     loaders = Private(trainer.fit_loop).combined_loader.flattened
-    datasets = [dataset for each in loaders if (dataset := _stateful_stream(each))]
+    datasets = [dataset for loader in loaders if (dataset := _stateful_stream(loader))]
     before = [deepcopy(dataset.state_dict()) for dataset in datasets]
     with isolate_rng():
         for loader in _loaders_begun(trainer, fetcher):
@@ -138,8 +138,8 @@ def end_whole_epoch(trainer: Any) -> None:
 def _stateful_stream(loader: Any) -> Any:
     """Returns the stream in this process that a loader reads, if that keeps its position; else None."""
     dataset = getattr(loader, "dataset", None)
-    own = isinstance(dataset, IterableDataset) and getattr(loader, "num_workers", 0) == 0
-    return dataset if own and isinstance(dataset, Stateful) else None
+    in_process = isinstance(dataset, IterableDataset) and getattr(loader, "num_workers", 0) == 0
+    return dataset if in_process and isinstance(dataset, Stateful) else None
 
 
 def _is_where_it_says(dataset: Any) -> bool:
@@ -206,6 +206,6 @@ def update_plateaus(trainer: Any) -> None:
     Called in ``on_train_epoch_end``.
     """
     loop = trainer.fit_loop
-    monitored = [each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+    monitored = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
     if loop.restarting and monitored and all(name in trainer.callback_metrics for name in monitored):
         Private(loop).restarting = False

@@ -115,7 +115,7 @@ class MoECheckpoint(_Unranked):
         restored_step: Step of the checkpoint that training resumed from; None before, and for a new run.
         recovery_plan: Where each operator of that checkpoint came from on this rank: memory of this node, of others, or
             storage. None for a new run, and where ``fit(ckpt_path=...)`` was given.
-        kept: The part of the callback that ``inprocess.Restart.keeping`` uses.
+        current_fit: The part of the callback that ``inprocess.Restart.keeping`` uses.
 
     Raises:
         ConfigError: An unknown option, or an impossible value.
@@ -137,7 +137,7 @@ class MoECheckpoint(_Unranked):
         self.policy, self.dirpath = self.options.policy, self.options.dirpath
         self.restored_step: int | None = None
         self.recovery_plan: RecoveryPlan | None = None
-        self.kept = KeptFit(self)
+        self.current_fit = KeptFit(self)
         self._first = FirstCallback()
         self._fit: Fit | None = None
         self._data = DataPosition()
@@ -152,7 +152,7 @@ class MoECheckpoint(_Unranked):
 
     @property
     def last(self) -> StepRecord | None:
-        """What the newest step cost, logged as ``moe_ckpt/...`` every ``log_every_n_steps``; None before the first."""
+        """The newest step's costs, logged as ``moe_ckpt/...`` every ``log_every_n_steps``; None before the first."""
         return None if self._fit is None else self._fit.driver.last
 
     @property
@@ -166,7 +166,7 @@ class MoECheckpoint(_Unranked):
 
     @property
     def last_model_path(self) -> str:
-        """Directory of the newest committed step, or ""."""
+        """The directory of the newest committed step, or ""."""
         step = None if self._fit is None else self._fit.session.committed_directory
         return "" if step is None else os.path.join(self.dirpath, step)
 
@@ -265,7 +265,7 @@ class MoECheckpoint(_Unranked):
         return self.state_in_own_store() | {"tokens": self._fit.session.run_ledger.tokens.to_dict()}
 
     def state_in_own_store(self) -> dict[str, Any]:
-        """``state_dict`` without the token counts, which are long, and in the manifest anyway."""
+        """Returns ``state_dict`` without the token counts, which are long, and in the manifest anyway."""
         if self._fit is None:
             return {}
         index, k = self._fit.session.run_ledger.index, self._step_log.k

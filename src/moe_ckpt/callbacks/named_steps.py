@@ -83,7 +83,7 @@ def load_named(
 def load_named_together(
     path: str | os.PathLike[str], load: Callable[[Communicator, Opens], Loaded], *, fitting: bool
 ) -> Loaded:
-    """As ``load_named``, but a collective of all ranks for a step, too.
+    """Loads as ``load_named`` does, but in a collective of all ranks for a step, too.
 
     Args:
         path: As of ``load_named``.

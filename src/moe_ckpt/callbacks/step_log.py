@@ -97,8 +97,8 @@ def _of_memory(record: StepRecord) -> dict[str, float | None]:
 
 
 def _say_k(record: StepRecord, before: int) -> None:
-    left = "" if record.plt_budget_left is None else f", {record.plt_budget_left:.2%} of all tokens may still be lost"
+    budget = "" if record.plt_budget_left is None else f", {record.plt_budget_left:.2%} of all tokens may still be lost"
     log.info(
         "step %d: each checkpoint now saves %d experts per layer (before: %d); PLT %.2f%%%s",
-        record.step, record.k, before, 100 * record.plt, left,
+        record.step, record.k, before, 100 * record.plt, budget,
     )  # fmt: skip

@@ -35,7 +35,7 @@ SHARDINGS = {
     "replicated": "every rank holds all parameters and optimizer state, as ordinary tensors (DDP)",
     "dtensor": "state that is sharded over ranks is in DTensors, optimizer state too (FSDP2, tensor parallel)",
 }
-_KNOWN: dict[type[Strategy], str] = {
+_SHARDING_OF: dict[type[Strategy], str] = {
     SingleDeviceStrategy: "replicated",
     DDPStrategy: "replicated",
     ModelParallelStrategy: "dtensor",
@@ -54,9 +54,9 @@ def sharding_of(strategy: Any) -> str:
         ConfigError: The attribute is not a key of ``SHARDINGS``.
     """
     name = type(strategy).__name__
-    known = _KNOWN.get(type(strategy))
-    if known is not None:
-        return known
+    sharding = _SHARDING_OF.get(type(strategy))
+    if sharding is not None:
+        return sharding
     if isinstance(strategy, FSDPStrategy):
         raise UnsupportedError(
             f"MoECheckpoint with {name} (FSDP1): its flat parameters mix experts, so no expert can be saved alone. "
@@ -79,7 +79,7 @@ def sharding_of(strategy: Any) -> str:
             "Megatron-Core, which the Lightning callback does not see. In a Megatron training loop use "
             f"moe_ckpt.megatron.attach(model_chunks, optimizer, ...) instead. {_ADVICE}"
         )
-    parents = ", ".join(kind.__name__ for kind in type(strategy).__mro__[1:] if kind in _KNOWN) or "none of them"
+    parents = ", ".join(kind.__name__ for kind in type(strategy).__mro__[1:] if kind in _SHARDING_OF) or "none of them"
     raise UnsupportedError(
         f"MoECheckpoint with {name} (a subclass of {parents}): this strategy is not known, and saving it as if it held "
         f"its state like another would lose experts. {_ADVICE} If you know how it holds its state, declare it by the "
@@ -148,7 +148,7 @@ def inexact(trainer: Any, buckets: BucketOrder | None) -> list[str]:
 def warn_of_timers(trainer: Any) -> None:
     """Warns of a ``Timer`` (``max_time``) that ends training after the first step, since its time goes on counting."""
     for callback in trainer.callbacks if trainer.is_global_zero else ():
-        if isinstance(callback, Timer) and (left := callback.time_remaining()) is not None and left <= 0:
+        if isinstance(callback, Timer) and (remaining := callback.time_remaining()) is not None and remaining <= 0:
             log.warning(
                 "the Timer (Trainer(max_time=...)) has no time left: it counts the time of all starts of the run "
                 "together, and ends training after one batch. Raise max_time, or set max_steps in its place and let "
@@ -158,7 +158,7 @@ def warn_of_timers(trainer: Any) -> None:
 
 def warn_of_partial_means(trainer: Any) -> None:
     """Warns, at the end of an epoch that was resumed in its middle, of what training logs as means over epochs."""
-    logged = [each.meta for each in Private(trainer.fit_loop.epoch_loop).results.values()]
+    logged = [result.meta for result in Private(trainer.fit_loop.epoch_loop).results.values()]
     names = sorted({meta.name for meta in logged if meta.on_epoch and "epoch" not in meta.fx})
     if names and trainer.is_global_zero:
         log.warning(
@@ -170,7 +170,7 @@ def warn_of_partial_means(trainer: Any) -> None:
 
 
 def require_restartable(trainer: Any) -> None:
-    """A run that no restart could go on with is refused before its first step.
+    """Refuses a run that no restart could go on with, before its first step.
 
     Raises:
         UnsupportedError: A scheduler asks for a metric after a batch. A restarted run lacks it until it is logged,
@@ -194,11 +194,11 @@ def _draws_anew(sampler: object) -> bool:
 
 def _samplers(loader: object) -> Iterator[object]:
     """Yields the samplers that set the loader's order, also one that torchdata's loader wraps in a batch sampler."""
-    found = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    candidates = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     seen: set[int] = set()
-    while found:
-        sampler = found.pop()
+    while candidates:
+        sampler = candidates.pop()
         if sampler is not None and id(sampler) not in seen:
             seen.add(id(sampler))
             yield sampler
-            found.append(getattr(sampler, "sampler", None))
+            candidates.append(getattr(sampler, "sampler", None))

@@ -26,7 +26,7 @@ _HOOK = "on_train_batch_end"
 
 
 class Batch(NamedTuple):
-    """What a batch did.
+    """The updates that a batch made.
 
     Attributes:
         stepped: ``trainer.global_step`` moved.
@@ -105,12 +105,12 @@ class UpdateWatch:
 
     @property
     def unbooked(self) -> int:
-        """Updates since the last call of ``book``."""
+        """The number of updates since the last call of ``book``."""
         return self._updates - self._booked
 
     @property
     def moved(self) -> bool:
-        """Whether any update was booked."""
+        """Returns whether any update was booked."""
         return self._booked > 0
 
     def book(self, global_step: int) -> Batch:
@@ -146,12 +146,12 @@ class UpdateWatch:
         if not self.hooks_began and any(old is new for old, new in zip(self._rates, self._rates_now(), strict=True)):
             raise RuntimeError("its update is made, but its learning rate schedules have not come to their ends")
         cut_off, due = self._hooks_after(error)
-        if states := [type(each).__name__ for each in due if _has_state(each)]:
+        if states := [type(owner).__name__ for owner in due if _has_state(owner)]:
             raise RuntimeError(
                 f"its update is made, but {_HOOK} of {' and '.join(states)} had still to run, which changes what is "
                 "saved. Place callbacks that may fail behind others"
             )
-        if others := [type(each).__name__ for each in (*cut_off, *due)]:
+        if others := [type(owner).__name__ for owner in (*cut_off, *due)]:
             log.warning(
                 "%s of %s has not come to its end in step %d: that step is kept without what was still to change",
                 *(_HOOK, " and ".join(others), self._trainer.global_step),
@@ -177,7 +177,7 @@ class UpdateWatch:
             elif calls == call_callback_hooks.__name__ and names.get("callback") in due:
                 at = due.index(names["callback"])
                 failed, due = due[at : at + 1], due[at + 1 :]
-        return [each for each in failed if _is_asked(each)], [each for each in due if _is_asked(each)]
+        return [owner for owner in failed if _is_asked(owner)], [owner for owner in due if _is_asked(owner)]
 
     def forget(self) -> None:
         """Ignores the updates since the last call of ``book``: they are no part of the run."""
@@ -192,7 +192,7 @@ class UpdateWatch:
         self._after_update()
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Removes the hooks. Safe to call twice."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -202,8 +202,8 @@ class UpdateWatch:
 
 def _is_asked(owner: Any) -> bool:
     """Returns whether the batch-end hook of a callback or module may change what training reads."""
-    known = type(owner).__module__.split(".")[0] in ("lightning", "moe_ckpt") or isinstance(owner, Checkpoint)
-    return isinstance(owner, (pl.LightningModule, WeightAveraging)) or (not known and is_overridden(_HOOK, owner))
+    trusted = type(owner).__module__.split(".")[0] in ("lightning", "moe_ckpt") or isinstance(owner, Checkpoint)
+    return isinstance(owner, (pl.LightningModule, WeightAveraging)) or (not trusted and is_overridden(_HOOK, owner))
 
 
 def _has_state(owner: Any) -> bool:

@@ -36,10 +36,10 @@ def weight_readers(trainer: Any, module: pl.LightningModule) -> list[str]:
 
     Forward and backward passes do not count: what those read can be watched.
     """
-    found = [type(callback).__name__ for callback in trainer.callbacks if _may_keep(callback)]
+    readers = [type(callback).__name__ for callback in trainer.callbacks if _may_keep(callback)]
     if any(is_overridden(name, module) for name in _OF_MODULES) and _has_room(module):
-        found.append(f"the hooks of {type(module).__name__}")
-    return list(dict.fromkeys(found))
+        readers.append(f"the hooks of {type(module).__name__}")
+    return list(dict.fromkeys(readers))
 
 
 def _may_keep(callback: Callback) -> bool:
@@ -50,8 +50,8 @@ def _may_keep(callback: Callback) -> bool:
 
 def overrides(callback: Callback, name: str) -> bool:
     """Returns whether the callback overrides a hook of ``Callback``, also where it is set on the object."""
-    own, plain = getattr(type(callback), name, None), getattr(Callback, name, None)
-    return plain is not None and (name in vars(callback) or own is not plain)
+    override, plain = getattr(type(callback), name, None), getattr(Callback, name, None)
+    return plain is not None and (name in vars(callback) or override is not plain)
 
 
 def _of_others(callback: Callback, names: tuple[str, ...]) -> Iterator[bool]:

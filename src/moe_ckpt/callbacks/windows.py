@@ -41,7 +41,7 @@ _PROBED_BATCHES = 4
 
 
 class Windows:
-    """From ``on_fit_start`` until ``close``, under a policy with windows, or during a replay of one.
+    """Watches a fit from ``on_fit_start`` until ``close``, under a policy with windows, or during a replay of one.
 
     Args:
         trainer: Of the fit.
@@ -158,7 +158,7 @@ class Windows:
             self._probe.start()
 
     def gradients_done(self) -> None:
-        """Called after a backward pass: reads of the optimizers do not count."""
+        """Ends the watch of reads after a backward pass: reads of the optimizers do not count."""
         if self._probe is not None:
             self._probe.stop()
 
@@ -176,10 +176,10 @@ class Windows:
 
     def recorded(self) -> Mapping[str, Any]:
         """Returns what a replay needs of this step beside the rest of its plain state."""
-        found: dict[str, Any] = {"norms": list(self._norms.taken), "compiled": has_compiled()}
+        facts: dict[str, Any] = {"norms": list(self._norms.taken), "compiled": has_compiled()}
         if self._state.parameters(described=True) is self._parameters:  # else gradients of new ones were not looked at
-            found["without_gradient"] = list(self._without)
-        return found if self._reentrant is None else found | {"reentrant": self._reentrant.seen}
+            facts["without_gradient"] = list(self._without)
+        return facts if self._reentrant is None else facts | {"reentrant": self._reentrant.seen}
 
     def step_ends(self, session: CheckpointSession) -> None:
         """Forgets this step's norms; after a few steps, begins to agree on the types that kernels read. On all ranks.
@@ -245,29 +245,29 @@ class _OwnValues:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._stored = [deepcopy({key: value for key, value in g.items() if key != "params"}) for g in self._groups]
-        self._own: list[dict[str, Any]] | None = None
+        self._user_values: list[dict[str, Any]] | None = None
         self.changes: Collection[str] = ()
 
     def set_aside(self) -> bool:
         """Puts the restored values back, the first time. Returns whether there are others."""
-        if self._own is not None:
+        if self._user_values is not None:
             return False
         pairs = list(zip(self._groups, self._stored, strict=True))
-        self._own = [{key: g[key] for key in old if not same_plain(old[key], g.get(key))} for g, old in pairs]
-        said = [
+        self._user_values = [{key: g[key] for key in old if not same_plain(old[key], g.get(key))} for g, old in pairs]
+        texts = [
             f"{key} {old[key]} -> {value}"
-            for own, (_, old) in zip(self._own, pairs, strict=True)
-            for key, value in own.items()
+            for values, (_, old) in zip(self._user_values, pairs, strict=True)
+            for key, value in values.items()
         ]
-        self.changes = dict.fromkeys(said)
+        self.changes = dict.fromkeys(texts)
         for group, old in pairs:
             group.update(old)
         return bool(self.changes)
 
     def put_back(self) -> None:
         """Puts the user's values back."""
-        for group, own in zip(self._groups, self._own or (), strict=False):
-            group.update(own)
+        for group, values in zip(self._groups, self._user_values or (), strict=False):
+            group.update(values)
 
 
 def _casts(trainer: Any, module: pl.LightningModule) -> bool:

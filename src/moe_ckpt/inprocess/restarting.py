@@ -125,7 +125,7 @@ class Restart:
         Raises:
             UnsupportedError: It is something else.
         """
-        kept: Any = getattr(checkpoint, "kept", checkpoint)
+        kept: Any = getattr(checkpoint, "current_fit", checkpoint)
         if not all(hasattr(kept, name) for name in ("surviving", "finish", "close")):
             raise UnsupportedError(
                 f"restart.keeping({type(checkpoint).__name__}): give the result of megatron.attach, or a MoECheckpoint "

@@ -43,7 +43,7 @@ def compare(rank: int, world_size: int, setup: Setup, seed: int) -> tuple[int, i
     inventory, optimizer = take_inventory(built.chunks), built.optimizer
     assert may_spare(built.chunks, optimizer)
     facts = GradientFacts(optimizer)
-    assert facts.known
+    assert facts.is_supported
 
     def gradients() -> dict[str, torch.Tensor]:
         torch.manual_seed(5)
@@ -119,7 +119,7 @@ def tell(path: str) -> None:
 def norms_not_given() -> None:
     from moe_ckpt.megatron.sparing import GradientFacts
 
-    GradientFacts.given = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
+    GradientFacts.prescribed = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
 
 
 @pytest.mark.skipif(version("megatron-core") < "0.19", reason="heads that are clipped by themselves came with 0.19")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.megatron.blocks import BlockPart, place
+from moe_ckpt.megatron.blocks import BlockPart, placed_blocks
 from moe_ckpt.megatron.inventory import (
     Sharding,
     _require_known_state,
@@ -49,7 +49,7 @@ def test_ranks_blocks_put_together_are_the_whole(dim, gated):
         shape, axes = sharded(tuple(mine.shape), dim, Sharding(rank, ranks), gated)
         assert shape == (8, 8)
         part = BlockPart("w", shape, 0, axes)
-        for placed in place(part, 0, part.stop):
+        for placed in placed_blocks(part, 0, part.stop):
             block = mine.view(-1)[placed.first :][: torch.Size(placed.memory_shape).numel()].view(placed.memory_shape)
             for axis, (low, length) in enumerate(placed.narrow):
                 block = block.narrow(axis, low, length)

@@ -1,4 +1,4 @@
-"""Where the memory of a live Megatron parameter lies in the model's tensors, under any parallel layout.
+"""The place of a live Megatron parameter's memory in the model's tensors, under any parallel layout.
 
 A checkpoint has *whole* tensors under names that do not depend on the layout: one per expert and matrix, in the
 orientation of ``SequentialMLP`` and Transformer Engine. A rank may hold a block of rows or columns (tensor
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Segment:
+class AxisSegment:
     """Indices ``[start, stop)`` of an axis in memory, which begin at ``at`` along an axis of the whole tensor."""
 
     start: int
@@ -31,7 +31,7 @@ class Axis:
     """One axis in memory, along axis ``target`` of the whole tensor; ``segments`` tile it."""
 
     target: int
-    segments: tuple[Segment, ...]
+    segments: tuple[AxisSegment, ...]
 
     @property
     def size(self) -> int:
@@ -91,10 +91,10 @@ def whole(name: str, shape: Shape) -> BlockPart:
 
 def straight(shape: Shape) -> tuple[Axis, ...]:
     """Returns the axes of an untransposed block of ``shape`` at the beginning of the whole tensor."""
-    return tuple(Axis(dim, (Segment(0, size, 0),)) for dim, size in enumerate(shape))
+    return tuple(Axis(dim, (AxisSegment(0, size, 0),)) for dim, size in enumerate(shape))
 
 
-def place(part: BlockPart, start: int, stop: int) -> Iterator[Placed]:
+def placed_blocks(part: BlockPart, start: int, stop: int) -> Iterator[Placed]:
     """Yields the blocks of ``part`` in elements ``[start, stop)`` of the parameter's flat memory.
 
     At most ``2 * ndim - 1`` per combination of segments. ``Placed.first`` counts from ``start``.
@@ -151,12 +151,12 @@ def _split(part: BlockPart, first: int, corner: Shape, shape: Shape) -> Iterator
 
 def _overlaps(axis: Axis, start: int, stop: int) -> list[tuple[int, int, int]]:
     """Returns (start in memory, length, start in the whole tensor) of each segment's share of ``[start, stop)``."""
-    found = []
+    overlaps = []
     for segment in axis.segments:
         low, high = max(start, segment.start), min(stop, segment.stop)
         if low < high:
-            found.append((low, high - low, segment.at + low - segment.start))
-    return found
+            overlaps.append((low, high - low, segment.at + low - segment.start))
+    return overlaps
 
 
 def _permutation(axes: Sequence[Axis]) -> Shape:

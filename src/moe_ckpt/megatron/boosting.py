@@ -1,4 +1,4 @@
-"""How ``TopKRouter`` of Megatron-Core takes a capacity boost (``modeling.boosting``).
+"""The port by which ``TopKRouter`` of Megatron-Core takes a capacity boost (``modeling.boosting``).
 
 * With a capacity factor: ``apply_router_token_dropping`` knows one capacity for all experts. Its result is kept, and
   tokens that it dropped are put back, in the order of its drop policy, as many as the boost allows; see ``dropping``.
@@ -35,7 +35,7 @@ class RouterPort:
         self._real: torch.Tensor | None = None
         self._watch = Watch()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._replaced: _Chosen | None = None
+        self._replaced: _BoostedChoice | None = None
 
     def refusal(self) -> str | None:
         config = self._router.config
@@ -59,7 +59,7 @@ class RouterPort:
             self._watch.adjust = lambda dropping: _put_back(dropping, boost, self._real)
             attach(self._watch)
         else:
-            self._replaced = _Chosen(self._router.router_replay, boost, self)
+            self._replaced = _BoostedChoice(self._router.router_replay, boost, self)
             self._router.router_replay = self._replaced
         self._handles.append(self._router.register_forward_pre_hook(self._before, with_kwargs=True))
         self._handles.append(self._router.register_forward_hook(self._after, always_call=True))
@@ -75,7 +75,7 @@ class RouterPort:
 
     @property
     def real(self) -> torch.Tensor | None:
-        """``[T]`` of the pass under way, False for padding; None without any."""
+        """Returns ``[T]`` of the pass under way, False for padding; None without any."""
         return self._real
 
     @property
@@ -92,7 +92,7 @@ class RouterPort:
         self._watch.running, self._real = False, None
 
 
-class _Chosen:
+class _BoostedChoice:
     """Stands for a router's ``router_replay``. before: What was there."""
 
     def __init__(self, before: Any, boost: LayerBoost, port: RouterPort) -> None:
@@ -131,13 +131,13 @@ def _put_back(dropping: Dropping, boost: LayerBoost, real: torch.Tensor | None) 
 
     With drop_policy "probs" those of the highest weights come first, of equal ones, and with "position", the first.
     """
-    kept, capacity = dropping.kept, dropping.capacity
-    dropped = dropping.routing_map & ~kept if real is None else dropping.routing_map & ~kept & real[:, None]
-    over, unused = dropped.sum(dim=0), (capacity - kept.sum(dim=0)).clip(min=0)
+    retained, capacity = dropping.retained, dropping.capacity
+    dropped = dropping.routing_map & ~retained if real is None else dropping.routing_map & ~retained & real[:, None]
+    over, unused = dropped.sum(dim=0), (capacity - retained.sum(dim=0)).clip(min=0)
     extra = boost.extra(over, unused, capacity)
     weight = dropping.probs.detach().float() if dropping.policy == "probs" else torch.zeros_like(dropping.probs)
     order = weight.masked_fill(~dropped, -torch.inf).argsort(dim=0, descending=True, stable=True)
-    place = torch.arange(len(order), device=order.device)[:, None].expand_as(order)
-    rank = torch.zeros_like(order).scatter(0, order, place)
-    final = kept | (dropped & (rank < extra))
+    positions = torch.arange(len(order), device=order.device)[:, None].expand_as(order)
+    rank = torch.zeros_like(order).scatter(0, order, positions)
+    final = retained | (dropped & (rank < extra))
     return dropping.probs * final, final

@@ -19,7 +19,7 @@ _MODULE, _CLASS, _METHOD = "megatron.core.pipeline_parallel.p2p_communication", 
 
 
 def make_gate(options: Options, chunks: Sequence[nn.Module]) -> BubbleGate | None:
-    """Returns what holds this rank's copies and sends back; None where they go at once.
+    """Returns the gate that holds this rank's copies and sends back; None where they go at once.
 
     Args:
         options: The user's.
@@ -73,11 +73,11 @@ def _watched(gate: BubbleGate, requests: Any, receives: dict[str, bool]) -> Any:
     """The same requests by name, or in a row; only those that receive tell of a micro-batch."""
     if isinstance(requests, dict):
         return {
-            name: _Request(gate, each, {key: value and name.startswith("recv") for key, value in receives.items()})
-            for name, each in requests.items()
+            name: _Request(gate, request, {key: value and name.startswith("recv") for key, value in receives.items()})
+            for name, request in requests.items()
         }
     if isinstance(requests, Iterable):
-        return [_Request(gate, each, receives) for each in requests]
+        return [_Request(gate, request, receives) for request in requests]
     return requests
 
 

@@ -102,13 +102,13 @@ def attach_with(
     stateful: Mapping[str, Stateful] | None,
     count_update: Callable[[], bool] = lambda: False,
 ) -> MegatronCheckpoint:
-    """As ``attach``, with checked options, for a loop whose counters are known (``driver.host.Host.count_update``)."""
+    """Attaches as ``attach`` does, with checked options, and ``driver.host.Host.count_update`` of a loop."""
     require_groups()
-    chunks, beside = chunks_of(model_chunks), all_stateful(scheduler, stateful or {})
+    chunks, objects = chunks_of(model_chunks), all_stateful(scheduler, stateful or {})
     ask_ahead(optimizer)
     if options.needs.windows or options.needs.gradients:
         require_quiet_weights(optimizer)
-    return MegatronCheckpoint(chunks, optimizer, beside, options, count_update)
+    return MegatronCheckpoint(chunks, optimizer, objects, options, count_update)
 
 
 class MegatronCheckpoint:
@@ -147,7 +147,7 @@ class MegatronCheckpoint:
         self._driver = Driver(self._host, options, "iteration", _ADVICE)
         self.stopwatch = stopwatch = self._driver.stopwatch
         self._counter = RouterCounter(
-            [(numbers[found.name], found.router) for found in inventory.layers],
+            [(numbers[layer.name], layer.router) for layer in inventory.layers],
             *grid_of(world.layers),
             soft=options.needs.soft_counts,
             frozen=world.frozen_experts,
@@ -213,18 +213,17 @@ class MegatronCheckpoint:
 
     @property
     def restored_step(self) -> int | None:
-        """Iteration of the checkpoint that training resumed from."""
+        """The iteration of the checkpoint that training resumed from."""
         return self._driver.restored_step
 
     @property
     def iteration(self) -> int:
-        """Number of iterations done."""
+        """The number of iterations done."""
         return self._host.step
 
     @property
     def replaying(self) -> bool:
-        """Whether a sparse window is being replayed; until that is done, the model holds no complete state of the
-        run."""
+        """Returns whether a sparse window is replayed now; until that is done, the model holds no complete state."""
         return self._driver.replaying is not None
 
     # --- once, before training ---
@@ -256,7 +255,7 @@ class MegatronCheckpoint:
         self._driver.resume(
             None if otherwise is None else functools.partial(begin, otherwise),
             replayer=replayer,
-            logs=None if self.upstream is None else self.upstream.kept,
+            logs=None if self.upstream is None else self.upstream.earlier_logs,
         )
         if self.upstream is not None:
             self.upstream.resumed(self.iteration)
@@ -364,7 +363,7 @@ class MegatronCheckpoint:
     def skip(
         self, iteration: int, consumed_samples: int | None = None, *, counters: Mapping[str, Any] | None = None
     ) -> None:
-        """Called instead of ``after_step`` for an iteration that consumed data, but computed and changed nothing.
+        """Counts an iteration that consumed data, but computed and changed nothing; call it instead of ``after_step``.
 
         It gets no checkpoint; the checkpoint of the next iteration includes its data position.
 
@@ -446,9 +445,9 @@ class MegatronCheckpoint:
         self._watch.close()
         self._host.spares.close()
         self._log.close()
-        for each in (self._first, self._pipeline, self.upstream):
-            if each is not None:
-                each.close()
+        for watcher in (self._first, self._pipeline, self.upstream):
+            if watcher is not None:
+                watcher.close()
 
     def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
         """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``.
@@ -492,7 +491,7 @@ def end_iteration(
     ckpt._host.loop.step(iteration, consumed_samples, counters)
     ckpt._host.generators.note()
     ckpt._counter.iteration_ends(iteration, updated=updated and not ckpt.replaying)
-    tokens = ckpt._counter.take().then(lambda found: found.of_iteration(updated))
+    tokens = ckpt._counter.take().then(lambda routed: routed.of_iteration(updated))
     return ckpt._host.boosting.step_ends(tokens, applied=updated)
 
 

@@ -88,14 +88,14 @@ def version() -> str:
 
 def look_up(module: str, name: str) -> Any:
     """Returns ``name`` (dotted) in ``module``. Raises ``UnsupportedError`` that names it if it is not there."""
-    found: ModuleType | Any
+    value: ModuleType | Any
     try:
-        found = importlib.import_module(module)
+        value = importlib.import_module(module)
         for attribute in name.split("."):
-            found = getattr(found, attribute)
+            value = getattr(value, attribute)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
             f"megatron-core {version()} has no {module}.{name}, which moe_ckpt.megatron needs. Versions 0.16.1 to "
             "0.19.2 have it: install one of them, or a newer moe_ckpt."
         ) from error
-    return found
+    return value

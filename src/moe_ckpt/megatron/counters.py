@@ -1,4 +1,4 @@
-"""What Megatron-LM's ``train`` counts beside iterations and samples, and checkpoints keep."""
+"""The counters of Megatron-LM's ``train`` beside iterations and samples, and checkpoints keep."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def counters_of(settings: Any, floating_point_operations: Any) -> dict[str, Any]
         settings: Megatron's arguments.
         floating_point_operations: So far.
     """
-    found = {name: getattr(settings, name) for name in COUNTED if hasattr(settings, name)}
-    found["num_floating_point_operations_so_far"] = floating_point_operations
+    counters = {name: getattr(settings, name) for name in COUNTED if hasattr(settings, name)}
+    counters["num_floating_point_operations_so_far"] = floating_point_operations
     largest = getattr(rerun_machine(), "max_values", None)
-    return found if largest is None else {**found, "rerun_max_values": dict(largest)}
+    return counters if largest is None else {**counters, "rerun_max_values": dict(largest)}
 
 
 def rerun_machine() -> Any:

@@ -31,20 +31,20 @@ class Dropping:
     Attributes:
         probs: Gate weights before it, [tokens, experts].
         routing_map: Before it, bool [tokens, experts].
-        kept: After it, likewise.
+        retained: After it, likewise.
         capacity: Of each expert.
         policy: "probs" or "position": whose tokens are kept.
     """
 
     probs: torch.Tensor
     routing_map: torch.Tensor
-    kept: torch.Tensor
+    retained: torch.Tensor
     capacity: int
     policy: str
 
 
 class Watch:
-    """What one counter sees of dropping, or one router's boost.
+    """One counter's view of dropping, or one router's boost.
 
     Attributes:
         adjust: Returns another result, (probs, map), for the running router; None for counters.
@@ -72,9 +72,9 @@ def attach(watch: Watch) -> None:
         UnsupportedError: The router's module has no such name.
     """
     global _wrapper, _unwrapped
-    found = look_up(ROUTER, DROPPING)
-    if not _watches and found is not _wrapper:
-        _wrapper, _unwrapped = _observed(found), found
+    dropping = look_up(ROUTER, DROPPING)
+    if not _watches and dropping is not _wrapper:
+        _wrapper, _unwrapped = _observed(dropping), dropping
         setattr(importlib.import_module(ROUTER), DROPPING, _wrapper)
     watch.was_attached = True
     _watches.append(watch)
@@ -110,14 +110,14 @@ def _observed(dropping: Callable[..., Any]) -> Callable[..., Any]:
 def _described(dropping: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Dropping:
     named = inspect.signature(dropping).bind(*args, **kwargs)
     named.apply_defaults()
-    given = named.arguments
+    arguments = named.arguments
     try:
-        probs, factor = given["routing_probs"], given["capacity_factor"]
-        tokens = len(probs) * given["router_topk"]
+        probs, factor = arguments["routing_probs"], arguments["capacity_factor"]
+        tokens = len(probs) * arguments["router_topk"]
         capacity = look_up("megatron.core.transformer.moe.moe_utils", "get_capacity")(
             num_tokens=tokens, num_experts=probs.shape[1], capacity_factor=factor
         )
-        return Dropping(probs, given["routing_map"], result[1], capacity, given["drop_policy"])
+        return Dropping(probs, arguments["routing_map"], result[1], capacity, arguments["drop_policy"])
     except KeyError as error:
         raise changed_hook(f"{ROUTER}.{DROPPING}", f"a function with an argument {error}") from None
 

@@ -1,4 +1,4 @@
-"""What Megatron's inner optimizers consume: main gradients, or a distributed optimizer's shards of them.
+"""The gradients that Megatron's inner optimizers consume: main gradients, or a distributed optimizer's shards of them.
 
 They are final when the inner optimizer steps: reduced, unscaled, clipped; it does not step where fp16 overflowed. What
 it updates is the unit: a parameter, its fp32 master weights, or a flat range of either. Gradients stay in Megatron's
@@ -19,7 +19,7 @@ from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.coupling import Coupling, register
 from moe_ckpt.gradients.units import Unit, UnitBlock
 from moe_ckpt.gradients.updates import GradientConsumer
-from moe_ckpt.megatron.blocks import Placed, place
+from moe_ckpt.megatron.blocks import Placed, placed_blocks
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
 from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
 from moe_ckpt.stopwatch import Stopwatch
@@ -76,7 +76,7 @@ def capture_gradients(
             "layer of its own (--untie-embeddings-and-output-weights), or use a policy that saves full state."
         )
     capture = GradientCapture(
-        inner_optimizers(optimizer), _Describe(inventory, optimizer), consumer, rounded, stopwatch
+        inner_optimizers(optimizer), _ShardUnits(inventory, optimizer), consumer, rounded, stopwatch
     )
     capture.release_before(chunks, "zero_grad_buffer")
     return capture
@@ -93,17 +93,17 @@ def weights_from_masters(optimizer: Any, chunks: Sequence[Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-class _Describe:
+class _ShardUnits:
     def __init__(self, inventory: ModelInventory, optimizer: Any) -> None:
-        known = {live.parameter: live for live in inventory.parameters}
-        self._found = {
-            id(slot.updated): (at, known[parameter], slot)
+        live_of = {live.parameter: live for live in inventory.parameters}
+        self._entries = {
+            id(slot.updated): (at, live_of[parameter], slot)
             for at, (parameter, slot) in enumerate(slots(optimizer).items())
             if slot.updated is not None
         }
 
     def __call__(self, number: int, group: int, updated: torch.Tensor) -> Unit:
-        at, live, slot = self._found[id(updated)]
+        at, live, slot = self._entries[id(updated)]
         start, stop = slot.range or (0, live.parameter.numel())
         return Unit(
             name=f"{at}: {live.parts[0].name}[{start}:{stop}]",  # a tied embedding is two parameters of one name
@@ -120,9 +120,9 @@ class _Describe:
 def _pieces(live: LiveParameter, slot: StateSlot, start: int, stop: int) -> Iterator[UnitBlock]:
     """Yields the blocks in elements ``[start, stop)`` of a parameter, which are contiguous in what is updated."""
     for part in live.parts:
-        # Without a range ``place`` counts from the part's own first element.
+        # Without a range ``placed_blocks`` counts from the part's own first element.
         low = start if slot.range is not None else part.start
-        for placed in place(part, low, min(stop, part.stop)):
+        for placed in placed_blocks(part, low, min(stop, part.stop)):
             yield _piece(part.name, placed, low - start)
 
 

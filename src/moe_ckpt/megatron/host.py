@@ -109,25 +109,25 @@ class MegatronHost(Host):
             ConfigError: The checkpoint is of a run with other stateful objects or buffers.
             StoreError: An object does not take the state that is stored of it.
         """
-        plain, found = restored.plain, restored.plain["plain"]
-        if not self.state.buffers <= found["buffers"].keys():
+        plain, stored = restored.plain, restored.plain["plain"]
+        if not self.state.buffers <= stored["buffers"].keys():
             reader = StoreReader(open_storage(self._options.dirpath))
-            found = found | {"buffers": all_buffers(reader, restored.manifest, self.state.buffers)}
+            stored = stored | {"buffers": all_buffers(reader, restored.manifest, self.state.buffers)}
         with loading_state("the model and its optimizer", restored.path):
-            self.state.load_plain(found)
+            self.state.load_plain(stored)
         # After the optimizer, as Megatron does: a schedule that overrides the checkpoint's writes its rates there.
         restore_stateful(self._stateful, plain["stateful"], restored.path)
         if follows(self._stateful.get(SCHEDULER), plain["stateful"].get(SCHEDULER)):
             # The loop may have changed what the schedule wrote, and loading has written that once more.
             with loading_state("the hyperparameters of the optimizer", restored.path):
-                write_settings(self._optimizer, found["optimizer"]["groups"])
+                write_settings(self._optimizer, stored["optimizer"]["groups"])
         iteration, consumed, counters = plain["iteration"], plain["consumed_samples"], plain.get("counters", {})
         self.loop.stand_at(Progress(int(iteration), int(consumed), restored=True, counters=counters))
         inexact, trained = other_layout(plain["layout"], self._layout), self.state.trained
         resting = trained.resting()
         changed = settings_changed(restored, self._configured, self._settings())
         if inexact is None:
-            trained.rest(found.get(RESTING))
+            trained.rest(stored.get(RESTING))
             changed += resting_changed(plain.get("configured", {}).get(RESTING), resting, trained.resting())
             self._configured = plain.get("configured", self._configured)
             self.generators.take(plain["rng"])
@@ -142,7 +142,7 @@ class MegatronHost(Host):
         return load_into(path, self.state, comm)
 
     def go_on_from_end(
-        self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
+        self, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
         return True, (  # only the loop knows its length
             f". The run is finished ({finished.reason}): a loop that ends at iteration {manifest.step} trains nothing, "
@@ -151,7 +151,7 @@ class MegatronHost(Host):
 
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
         idle = idle_generators(before["rng"], recorded["rng"])
-        numbers = lambda state: {name: each for name, each in state["rng"].items() if name not in idle}  # noqa: E731
+        numbers = lambda state: {name: value for name, value in state["rng"].items() if name not in idle}  # noqa: E731
         return (("the state of the random number generators", numbers), *_REPEATED)
 
     def skipper(self) -> StepSource:
@@ -169,7 +169,7 @@ class MegatronHost(Host):
             "counters": self.loop.counters,
             "layout": self._layout,
             "plain": self.state.plain(),
-            "stateful": {name: dict(each.state_dict()) for name, each in self._stateful.items()},
+            "stateful": {name: dict(stateful.state_dict()) for name, stateful in self._stateful.items()},
             "configured": self._configured,
             "rng": self.generators.state,
         }

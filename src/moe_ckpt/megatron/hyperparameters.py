@@ -47,7 +47,7 @@ def settings(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def write(optimizer: Any, stored: Mapping[str, Any]) -> None:
-    """Inverse of ``read``, after the optimizers' tensors were made."""
+    """Writes what ``read`` returned, after the optimizers' tensors were made."""
     write_settings(optimizer, stored["groups"])
     write_step(optimizer, stored["step"])
     scales = [state for state in stored["scalers"] if state]  # a constant scale has no state
@@ -57,9 +57,9 @@ def write(optimizer: Any, stored: Mapping[str, Any]) -> None:
             scaler.load_state_dict(scales[min(number, len(scales) - 1)])
 
 
-def write_settings(optimizer: Any, there: Sequence[Mapping[str, Any]]) -> None:
+def write_settings(optimizer: Any, stored: Sequence[Mapping[str, Any]]) -> None:
     """Writes what ``settings`` gave into the param groups."""
-    for group, entry in matched(list(_groups(optimizer)), there):
+    for group, entry in matched(list(_groups(optimizer)), stored):
         for key in entry.keys() - {EXPERT}:
             group[key] = fitted(group.get(key), entry[key])
 
@@ -74,23 +74,23 @@ def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def matched(
-    here: Sequence[dict[str, Any]], there: Sequence[Mapping[str, Any]]
+    here: Sequence[dict[str, Any]], stored: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Yields each group with the stored one of its kind: by position, if the kinds are equal throughout.
 
     Several of one kind (``decoupled_lr`` makes two) have the same order on every layout. Experts have groups of their
     own under expert parallelism, and are in the dense ones without it.
     """
-    if [_kind(group) for group in here] == [_kind(entry) for entry in there]:
-        yield from zip(here, there, strict=True)
+    if [_kind(group) for group in here] == [_kind(entry) for entry in stored]:
+        yield from zip(here, stored, strict=True)
         return
     used: Counter[_Kind] = Counter()
     for group in here:
         kind = _kind(group)
-        found = [entry for entry in there if _kind(entry) == kind]
-        found = found or [entry for entry in there if _without_expert(_kind(entry)) == _without_expert(kind)]
-        if found:
-            yield group, found[min(used[kind], len(found) - 1)]
+        candidates = [entry for entry in stored if _kind(entry) == kind]
+        candidates = candidates or [entry for entry in stored if _without_expert(_kind(entry)) == _without_expert(kind)]
+        if candidates:
+            yield group, candidates[min(used[kind], len(candidates) - 1)]
             used[kind] += 1
         else:
             log.info("no param group of kind %s in the checkpoint; the scheduler sets its rates", kind)
@@ -128,7 +128,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], used: Mapping[str
         now: When this process began.
         used: After the checkpoint was loaded, so that it tells whose value is used.
     """
-    found: dict[tuple[str, str, str], Change] = {}
+    differences: dict[tuple[str, str, str], Change] = {}
     places = {id(group): number for number, group in enumerate(now["groups"])}
     pairs = [
         ("optimizer ", old, new, used["groups"][places[id(new)]])
@@ -138,9 +138,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], used: Mapping[str
         for change in differing(name, old, new, kept=True):
             key = change.where.removeprefix(name)
             if key != EXPERT:  # a flag of the layout
-                kept = same(old.get(key), in_force.get(key))
-                found.setdefault((key, change.before, change.now), replace(change, kept=kept))
-    return list(found.values())
+                retained = same(old.get(key), in_force.get(key))
+                differences.setdefault((key, change.before, change.now), replace(change, kept=retained))
+    return list(differences.values())
 
 
 def _without(values: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What this rank holds of the model: every parameter of its chunks, under names that do not depend on the layout.
+"""The part of the model that this rank holds: each parameter of its chunks, under a name that no layout changes.
 
 Layers are numbered over all pipeline stages, experts over all expert-parallel ranks. Each expert's matrices are tensors
 of their own (``decoder.layers.3.mlp.experts.5.linear_fc1.weight``), so that ``SequentialMLP``, ``GroupedMLP`` and
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.megatron.blocks import Axis, BlockPart, Segment, straight
+from moe_ckpt.megatron.blocks import Axis, AxisSegment, BlockPart, straight
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.world import Owner
 
@@ -70,7 +70,7 @@ class LiveParameter:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Place of this rank in tensor parallelism: of experts or of everything else."""
+    """The place of this rank in tensor parallelism: of experts or of everything else."""
 
     rank: int
     size: int
@@ -82,7 +82,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class ModelInventory:
-    """What this rank holds.
+    """The part of the model that this rank holds.
 
     Attributes:
         buffers: By name, those that change results: persistent ones, and those of routers.
@@ -128,18 +128,18 @@ def chunks_of(model_chunks: Sequence[nn.Module] | nn.Module) -> list[nn.Module]:
     return list(chunks)
 
 
-def _named(found: Any) -> str:
-    if isinstance(found, Sequence) and not isinstance(found, str):
-        return f"a {type(found).__name__} of {', '.join(sorted({type(each).__name__ for each in found}))}"
-    return f"of class {type(found).__name__}"
+def _named(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"a {type(value).__name__} of {', '.join(sorted({type(entry).__name__ for entry in value}))}"
+    return f"of class {type(value).__name__}"
 
 
 def require_halves(chunks: Sequence[nn.Module]) -> None:
     """Raises ``UnsupportedError`` where gate and up alternate, which Megatron's own checkpoints take for two halves."""
     for part in (part for live in take_inventory(chunks).parameters for part in live.parts):
-        if found := re.search(rf"({INTERLEAVED}|{INTERLEAVED_SHARED})_", part.name):
+        if match := re.search(rf"({INTERLEAVED}|{INTERLEAVED_SHARED})_", part.name):
             raise UnsupportedError(
-                f"{found[1]} makes rows of gate and up alternate, and Megatron's own checkpoints cut them into halves: "
+                f"{match[1]} makes rows of gate and up alternate, and Megatron's own checkpoints cut them into halves: "
                 "another layout, or a converter, would mix hidden units. Train without it to write such a checkpoint"
             )
 
@@ -152,7 +152,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def has_unread(model: Any) -> bool:
-    """Whether the last pipeline stage has an output layer that nothing reads; alike on all ranks.
+    """Returns whether the last pipeline stage has an output layer that nothing reads; alike on all ranks.
 
     With tied embeddings and multi-token prediction that stage holds the embedding, and Megatron takes it in place of
     the output layer. In a layout of one stage it makes none.
@@ -196,21 +196,23 @@ def _require_known_state(model: nn.Module) -> None:
 def _require_current_scaling(config: Any) -> None:
     """Raises ``UnsupportedError`` unless fp8 scales by current values alone."""
     recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
-    kept = "a history of maxima that Transformer Engine keeps internally and that is not saved, so a resumed run would"
+    history = (
+        "a history of maxima that Transformer Engine keeps internally and that is not saved, so a resumed run would"
+    )
     if recipe in ("delayed", "custom"):
         how = "scales" if recipe == "delayed" else "may scale"
         raise UnsupportedError(
-            f"fp8={config.fp8!r} with fp8_recipe={recipe!r} {how} by {kept} scale differently. Set fp8_recipe to "
+            f"fp8={config.fp8!r} with fp8_recipe={recipe!r} {how} by {history} scale differently. Set fp8_recipe to "
             "'tensorwise', 'blockwise' or 'mxfp8', which scale by the current values."
         )
     # Of attention's matrices Transformer Engine scales some with a delay whatever the recipe, unless that is mxfp8.
     attention = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-    for name in (each for each in attention if getattr(config, each, False)):
+    for name in (option for option in attention if getattr(config, option, False)):
         switched = "NVTE_DPA_FP8_RECIPE" in os.environ
         if recipe != "mxfp8" or switched:
             raise UnsupportedError(
                 f"{name} with fp8_recipe={recipe!r}{' and NVTE_DPA_FP8_RECIPE' if switched else ''} scales attention "
-                f"by {kept} scale differently. Turn it off{', or unset that variable' if switched else ''}."
+                f"by {history} scale differently. Turn it off{', or unset that variable' if switched else ''}."
             )
 
 
@@ -294,8 +296,8 @@ class _Chunk:
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         routers = tuple(f"{name}.router." for name in self._moe)
         for name, buffer in self._model.named_buffers():
-            module, _, own = name.rpartition(".")
-            persistent = own not in self._modules[module]._non_persistent_buffers_set
+            module, _, leaf = name.rpartition(".")
+            persistent = leaf not in self._modules[module]._non_persistent_buffers_set
             if persistent or name.startswith(routers):
                 yield self._name(name), buffer
 
@@ -339,8 +341,8 @@ class _Chunk:
         Raises:
             UnsupportedError: The axis is not known (Mamba, gated delta nets).
         """
-        module, _, own = name.rpartition(".")
-        if own == "softmax_offset":  # one per attention head; nothing on the parameter says that the heads are divided
+        module, _, leaf = name.rpartition(".")
+        if leaf == "softmax_offset":  # one per attention head; nothing on the parameter says that the heads are divided
             return 0
         # Transformer Engine marks every weight as divided, those too of the layers that Megatron calls "duplicated".
         if getattr(self._modules[module], "parallel_mode", "") is None:
@@ -363,11 +365,13 @@ class _Chunk:
             name: Of the parameter.
             rows: Of this rank.
         """
-        unit, found, _ = name.rpartition(".linear_fc1.")
-        config = getattr(self._modules[unit], "config", None) if found else None
+        unit, separator, _ = name.rpartition(".linear_fc1.")
+        config = getattr(self._modules[unit], "config", None) if separator else None
         if not getattr(config, "gated_linear_unit", False):
             return False
-        return rows == max(len(each) for each in self._modules[f"{unit}.linear_fc1"].parameters() if each.dim())
+        return rows == max(
+            len(parameter) for parameter in self._modules[f"{unit}.linear_fc1"].parameters() if parameter.dim()
+        )
 
     # --- experts ---
 
@@ -379,11 +383,11 @@ class _Chunk:
         interleaving = _interleaving(experts.config, INTERLEAVED) if gated else ""
         whole_moe = self._name(moe)
         if match := re.fullmatch(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))", inner):
-            found = {self._index(moe, int(match[1])): self._straight(match[2], parameter, gated)}
+            by_expert = {self._index(moe, int(match[1])): self._straight(match[2], parameter, gated)}
         elif inner in ("weight1", "weight2"):
-            found = self._grouped(inner, parameter, indices, gated)
+            by_expert = self._grouped(inner, parameter, indices, gated)
         elif match := re.fullmatch(r"(linear_fc[12]\.(?:weight|bias))(\d+)", inner):
-            found = {self._index(moe, int(match[2])): self._straight(match[1], parameter, gated, interleaving)}
+            by_expert = {self._index(moe, int(match[2])): self._straight(match[1], parameter, gated, interleaving)}
         else:
             raise UnsupportedError(
                 f"{name}: {type(experts).__name__} keeps its experts in a way that is not supported. Supported are "
@@ -391,9 +395,9 @@ class _Chunk:
             )
         parts = tuple(
             BlockPart(f"{whole_moe}.experts.{expert}.{suffix}", shape, start, axes)
-            for expert, (suffix, shape, start, axes) in found.items()
+            for expert, (suffix, shape, start, axes) in by_expert.items()
         )
-        return LiveParameter(parameter, parts, tuple((whole_moe, expert) for expert in found))
+        return LiveParameter(parameter, parts, tuple((whole_moe, expert) for expert in by_expert))
 
     def _index(self, moe: str, local: int) -> int:
         """Returns the number in the whole model of this rank's ``local``-th expert."""
@@ -447,9 +451,9 @@ def sharded(
     axes = list(straight(shape))
     if gated:
         half = shape[dim] // 2
-        axes[dim] = Axis(dim, (Segment(0, half, rank * half), Segment(half, 2 * half, (size + rank) * half)))
+        axes[dim] = Axis(dim, (AxisSegment(0, half, rank * half), AxisSegment(half, 2 * half, (size + rank) * half)))
     else:
-        axes[dim] = Axis(dim, (Segment(0, shape[dim], rank * shape[dim]),))
+        axes[dim] = Axis(dim, (AxisSegment(0, shape[dim], rank * shape[dim]),))
     return whole, tuple(axes)
 
 

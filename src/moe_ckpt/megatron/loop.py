@@ -26,7 +26,7 @@ log = logging.getLogger("moe_ckpt")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training starts or resumes.
+    """The position at which training starts or resumes.
 
     Attributes:
         iteration: Iterations done; the next one to compute is ``iteration + 1``, counted from 1.
@@ -201,7 +201,7 @@ class StepWatch:
             )
 
     def before_writing(self, call: Callable[[], None]) -> None:
-        """From here on, ``call`` runs when an inner optimizer is about to write to parameters."""
+        """Runs ``call``, from here on, when an inner optimizer is about to write to parameters."""
 
         def begins(inner: Any, *_: Any) -> None:
             self._begun.add(id(inner))

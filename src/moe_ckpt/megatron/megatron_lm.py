@@ -162,14 +162,14 @@ def find_training(replaced: Mapping[str, tuple[str, tuple[str, ...]]]) -> Any:
 def _missing_names(training: Any, replaced: Mapping[str, tuple[str, tuple[str, ...]]]) -> Iterator[str]:
     """Yields what of ``replaced`` this version lacks."""
     for name, (caller, parameters) in replaced.items():
-        absent = [each for each in (name, caller) if not callable(getattr(training, each, None))]
+        absent = [function for function in (name, caller) if not callable(getattr(training, function, None))]
         if absent:
-            yield from (f"{TRAINING}.{each}" for each in absent)
+            yield from (f"{TRAINING}.{function}" for function in absent)
             continue
         if name not in inspect.unwrap(getattr(training, caller)).__code__.co_names:
             yield f"{TRAINING}.{caller} calling {name}"
-        known = inspect.signature(getattr(training, name)).parameters
-        yield from (f"{TRAINING}.{name}({each})" for each in parameters if each not in known)
+        accepted = inspect.signature(getattr(training, name)).parameters
+        yield from (f"{TRAINING}.{name}({parameter})" for parameter in parameters if parameter not in accepted)
 
 
 class MegatronLM:
@@ -239,8 +239,8 @@ class MegatronLM:
         if self.checkpoint is not None:  # restarted within this process
             self.checkpoint.close(CLOSE_SECS)
             self.checkpoint = None
-        found = self._newest_stored_step()
-        with changed(settings, **({} if found is None else {"load": None, "pretrained_checkpoint": None})):
+        stored_step = self._newest_stored_step()
+        with changed(settings, **({} if stored_step is None else {"load": None, "pretrained_checkpoint": None})):
             built = self._original["setup_model_and_optimizer"](*args, **kwargs)
         model, optimizer, scheduler = built[:3]
         self.checkpoint = attach_with(self.options, model, optimizer, scheduler, self._stateful, self._count_update)
@@ -249,7 +249,7 @@ class MegatronLM:
         )
         self._set_counters(settings, progress)
         self._late_validation.agree(self.checkpoint, settings, progress)
-        if found is not None:
+        if stored_step is not None:
             self._warn_of_newer_load(settings, progress.iteration)
         return built
 
@@ -313,15 +313,15 @@ class MegatronLM:
             return
         try:
             with open(os.path.join(settings.load, _TRACKER)) as file:
-                there = int(file.read())
+                newer = int(file.read())
         except (OSError, ValueError):
             return
-        if there > iteration:
+        if newer > iteration:
             announce(
                 "--load %s is at iteration %d, but was not loaded: the checkpoint in %s was, which is at iteration %d. "
                 "To continue from --load, give megatron.install another dirpath",
                 settings.load,
-                there,
+                newer,
                 self.options.dirpath,
                 iteration,
                 level=logging.WARNING,
@@ -369,9 +369,9 @@ class MegatronLM:
             ckpt.upstream.begin()
         self._late_validation.run(ckpt, self._args, self._evaluate_and_print_results)
         with ckpt.stopwatch:
-            name, given = "forward_backward_func", self._arguments("train_step", args, kwargs)
-            inner = given[name]
-            self._iteration = StartedIteration(ckpt, self._args, self._training, given["opt_param_scheduler"])
+            name, arguments = "forward_backward_func", self._arguments("train_step", args, kwargs)
+            inner = arguments[name]
+            self._iteration = StartedIteration(ckpt, self._args, self._training, arguments["opt_param_scheduler"])
 
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             ckpt.discard_tokens()
@@ -380,7 +380,7 @@ class MegatronLM:
         if name in kwargs:
             kwargs[name] = forward_backward
         else:
-            args = tuple(forward_backward if each is inner else each for each in args)
+            args = tuple(forward_backward if argument is inner else argument for argument in args)
         result = self._original["train_step"](*args, **kwargs)
         if not isinstance(result, tuple) or len(result) < 4:
             raise unknown_release(
@@ -409,9 +409,9 @@ class MegatronLM:
 
     def _checkpoint_and_decide_exit(self, *args: Any, **kwargs: Any) -> Any:
         ckpt, settings = self._attached, self._args
-        given = self._arguments("checkpoint_and_decide_exit", args, kwargs)
-        iteration = given["iteration"]
-        self._floating_point_operations = given["num_floating_point_operations_so_far"]
+        arguments = self._arguments("checkpoint_and_decide_exit", args, kwargs)
+        iteration = arguments["iteration"]
+        self._floating_point_operations = arguments["num_floating_point_operations_so_far"]
         stage = ckpt.upstream
         is_alone = stage is not None and stage.is_alone
         record = ckpt.after_step(
@@ -439,9 +439,9 @@ class MegatronLM:
 
     def _training_log(self, *args: Any, **kwargs: Any) -> Any:
         """Logs the first iteration of a start, at which stages may stand at different ones, as it does any other."""
-        given = inspect.signature(self._original["training_log"]).bind(*args, **kwargs)
-        given.arguments["is_first_iteration"] = False
-        return self._original["training_log"](*given.args, **given.kwargs)
+        bound = inspect.signature(self._original["training_log"]).bind(*args, **kwargs)
+        bound.arguments["is_first_iteration"] = False
+        return self._original["training_log"](*bound.args, **bound.kwargs)
 
     def _evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
         stage, settings = self._attached.upstream, self._args
@@ -450,8 +450,8 @@ class MegatronLM:
                 within.enter_context(self._iteration.validating())
             if stage is not None and can_pass_over(settings):
                 if stage.is_alone:
-                    given = self._arguments("evaluate_and_print_results", args, kwargs)
-                    return pass_over(settings, given["data_iterator"])
+                    arguments = self._arguments("evaluate_and_print_results", args, kwargs)
+                    return pass_over(settings, arguments["data_iterator"])
                 within.enter_context(stage.aside())
             return self._original["evaluate_and_print_results"](*args, **kwargs)
 

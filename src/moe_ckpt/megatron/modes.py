@@ -1,4 +1,4 @@
-"""What of Megatron-LM's arguments matters to checkpoints before there is a model, and which release is known."""
+"""The arguments of Megatron-LM that matter to checkpoints before there is a model, and the releases that are known."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.topology import is_rank_zero
 from moe_ckpt.notices import announce
 
-KNOWN = "core_v0.16.1 and core_v0.19.0"
+KNOWN_RELEASES = "core_v0.16.1 and core_v0.19.0"
 """The releases of Megatron-LM with which ``megatron.install`` is tested."""
 ARGUMENTS = ("consumed_train_samples", "train_iters", "micro_batch_size", "load", "save")
 
 
 def unknown_release(what: str) -> UnsupportedError:
-    """The error of a Megatron-LM that lacks ``what``."""
+    """Returns the error of a Megatron-LM that lacks ``what``."""
     return UnsupportedError(
         f"this Megatron-LM (megatron-core {megatron_core().version}) has no {what}, which moe_ckpt.megatron.install "
-        f"needs. {KNOWN} have it: use one of them, or put attach, resume, after_step and finish into the training loop "
-        "(docs/megatron.md), or take a newer moe_ckpt."
+        f"needs. {KNOWN_RELEASES} have it: use one of them, or put attach, resume, after_step and finish into the "
+        "training loop (docs/megatron.md), or take a newer moe_ckpt."
     )
 
 

@@ -17,8 +17,8 @@ from moe_ckpt.recovery.index import split_key
 
 def read(optimizer: Any) -> list[dict[str, str]]:
     """Returns ``{"class": ..., "kind": ...}`` of the rank's inner optimizers, each once; kinds: Adam, AdamW, SGD."""
-    found = {(class_name(leaf.optimizer), _kind(leaf.optimizer)) for leaf in leaves(optimizer)}
-    return [{"class": name, "kind": kind} for name, kind in sorted(found)]
+    kinds = {(class_name(leaf.optimizer), _kind(leaf.optimizer)) for leaf in leaves(optimizer)}
+    return [{"class": name, "kind": kind} for name, kind in sorted(kinds)]
 
 
 def require_same(optimizer: Any, plain: Mapping[str, Any], keys: Collection[str]) -> None:
@@ -32,11 +32,11 @@ def require_same(optimizer: Any, plain: Mapping[str, Any], keys: Collection[str]
     """
     running, stored = read(optimizer), plain.get("optimizer_classes")
     if stored is None:
-        there, here = _family(plain, keys), {entry["kind"].removesuffix("W") for entry in running}
+        stored_kinds, here = _family(plain, keys), {entry["kind"].removesuffix("W") for entry in running}
     else:
-        there, here = {entry["kind"] for entry in stored}, {entry["kind"] for entry in running}
-    if there and here and not there & here:  # a rank whose parameters are all frozen has no optimizer
-        names = [entry["class"] for entry in stored] if stored else sorted(there)
+        stored_kinds, here = {entry["kind"] for entry in stored}, {entry["kind"] for entry in running}
+    if stored_kinds and here and not stored_kinds & here:  # a rank whose parameters are all frozen has no optimizer
+        names = [entry["class"] for entry in stored] if stored else sorted(stored_kinds)
         raise optimizer_changed("the optimizer", ", ".join(names), ", ".join(e["class"] for e in running))
 
 

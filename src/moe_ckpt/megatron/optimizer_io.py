@@ -85,12 +85,12 @@ def make_loadable(optimizer: Any) -> None:
 def load_optimizer(optimizer: Any, loaded: Any) -> None:
     """Calls ``optimizer.load_state_dict(loaded)`` such that each parameter has its own, right step count."""
     chain = isinstance(optimizer, megatron_core().chained_optimizer)
-    each = optimizer.chained_optimizers if chain else [optimizer]
-    states = [loaded] if len(each) == 1 else [state for _, state in sorted(loaded.items())]
+    optimizers = optimizer.chained_optimizers if chain else [optimizer]
+    states = [loaded] if len(optimizers) == 1 else [state for _, state in sorted(loaded.items())]
     steps = {step for state in states if (step := _step_in(state)) is not None}
     if len(steps) > 1:
         raise ConfigError(f"the optimizers in the checkpoint have made {sorted(steps)} steps; Megatron counts one")
-    for leaf, state in zip(each, states, strict=True):
+    for leaf, state in zip(optimizers, states, strict=True):
         if getattr(leaf, "is_stub_optimizer", False):
             continue
         if type(leaf) is megatron_core().distributed_optimizer:
@@ -107,10 +107,10 @@ def load_optimizer(optimizer: Any, loaded: Any) -> None:
 def _step_in(state: Mapping[str, Any]) -> int | None:
     """Returns the step count in Megatron's state of one optimizer: FP32, with masters, or distributed."""
     inner = state.get("optimizer", state)
-    found = inner.get("state", {}).get("common_step")
-    if found is None:
-        found = next((group[STEP] for group in inner["param_groups"] if STEP in group), None)
-    return None if found is None else int(found)
+    count = inner.get("state", {}).get("common_step")
+    if count is None:
+        count = next((group[STEP] for group in inner["param_groups"] if STEP in group), None)
+    return None if count is None else int(count)
 
 
 def _load_distributed(leaf: Any, state: dict[str, Any]) -> None:

@@ -59,13 +59,13 @@ class StateSlot:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The inner optimizer's live state; empty before its first step."""
-        found: Mapping[Any, dict[str, Any]] = self.leaf.optimizer.state
-        return found.get(self.updated, {})
+        """Returns the inner optimizer's live state; empty before its first step."""
+        states: Mapping[Any, dict[str, Any]] = self.leaf.optimizer.state
+        return states.get(self.updated, {})
 
     @property
     def writes(self) -> bool:
-        """False on further instances of the distributed optimizer, which hold copies of the first one's state."""
+        """Returns False on further instances of the distributed optimizer, which hold copies of the first's state."""
         return not getattr(self.leaf, "distributed_optimizer_instance_id", 0)
 
 
@@ -85,15 +85,15 @@ def leaves(optimizer: Any) -> tuple[Any, ...]:
             "get_megatron_optimizer(config, model_chunks) returned; the order is model_chunks, optimizer, scheduler"
         )
     is_chain = type(optimizer) is core.chained_optimizer  # subclasses divide parameters in other ways
-    found = []
+    updating = []
     for leaf in optimizer.chained_optimizers if is_chain else [optimizer]:
-        known = (core.fp32_optimizer, core.float16_optimizer, core.distributed_optimizer)
-        if type(leaf) not in known:
+        supported = (core.fp32_optimizer, core.float16_optimizer, core.distributed_optimizer)
+        if type(leaf) not in supported:
             raise UnsupportedError(_unknown(type(leaf).__name__, core.version))
         if not getattr(leaf, "is_stub_optimizer", False) and leaf.optimizer is not None:
             _check(leaf, core.version)
-            found.append(leaf)
-    return tuple(found)
+            updating.append(leaf)
+    return tuple(updating)
 
 
 def _unknown(name: str, version: str) -> str:
@@ -132,11 +132,11 @@ def finish_update(optimizer: Any, ended: Collection[int]) -> bool:
         Whether all that this rank updates is that of the next iteration. Not with parameters of 8 bits, whose scales
         the ranks agree on.
     """
-    found = leaves(optimizer)
-    if any(_quantizes(leaf) for leaf in found):
+    members = leaves(optimizer)
+    if any(_quantizes(leaf) for leaf in members):
         return False
     with torch.no_grad():
-        for leaf in found:
+        for leaf in members:
             with changed(leaf.config, timers=None):  # which may wait for all ranks
                 if id(leaf.optimizer) in ended:
                     getattr(leaf, "_copy_main_params_to_model_params", lambda: None)()
@@ -188,10 +188,10 @@ def slots(optimizer: Any) -> dict[nn.Parameter, StateSlot]:
         core.float16_optimizer: _of_float16,
         core.distributed_optimizer: _of_distributed,
     }
-    found: dict[nn.Parameter, StateSlot] = {}
+    by_parameter: dict[nn.Parameter, StateSlot] = {}
     for leaf in leaves(optimizer):
-        found.update(readers[type(leaf)](leaf))
-    return found
+        by_parameter.update(readers[type(leaf)](leaf))
+    return by_parameter
 
 
 def _of_fp32(leaf: Any) -> Iterator[tuple[nn.Parameter, StateSlot]]:
@@ -217,9 +217,9 @@ def _of_distributed(leaf: Any) -> Iterator[tuple[nn.Parameter, StateSlot]]:
             if updated is None:
                 yield parameter, StateSlot(leaf, None, None, (0, 0), gathered)
                 continue
-            own = leaf._get_model_param_range_map(parameter)["param"]
+            shard = leaf._get_model_param_range_map(parameter)["param"]
             master = None if parameter.dtype is torch.float32 else updated
-            yield parameter, StateSlot(leaf, updated, master, (own.start, own.end), gathered)
+            yield parameter, StateSlot(leaf, updated, master, (shard.start, shard.end), gathered)
 
 
 def _gathered(leaf: Any, buffer: Any, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:
@@ -232,8 +232,8 @@ def _gathered(leaf: Any, buffer: Any, parameter: nn.Parameter) -> Iterator[tuple
     first, last, number = buffer.param_index_map[parameter]
     bucket, ranks = buffer.buckets[number], dist.get_process_group_ranks(buffer.data_parallel_group)
     part = bucket.grad_data.numel() // len(ranks)
-    for place, rank in enumerate(ranks):
-        begin = bucket.offset + place * part
+    for index, rank in enumerate(ranks):
+        begin = bucket.offset + index * part
         start, stop = max(first, begin) - first, min(last, begin + part) - first
         if start < stop and rank != dist.get_rank():
             yield rank, start, stop

@@ -80,7 +80,7 @@ class RouterCounter:
         self._dropped: dict[int, torch.Tensor] = {}
         self._soft: dict[int, torch.Tensor] = {}
         self._watch = Watch()
-        self._routed = self._told = False  # in training mode, since the last iteration; that none did
+        self._routed = self._warned = False  # in training mode, since the last iteration; that none did
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         if any(_may_drop(router) for _, router in routers):
             attach(self._watch)
@@ -99,14 +99,14 @@ class RouterCounter:
         soft = soft_on_host(self._soft, self._shape) if self._soft_wanted else None
         self.discard()
 
-        def found() -> StepTokens:
+        def tokens() -> StepTokens:
             arrived, weights = applied.result(), None if soft is None else soft.result()
             assigned = None if dropped is None else arrived + dropped.result()
             if self._frozen is None:
                 return StepTokens(arrived, weights, assigned)
             return StepTokens(np.where(self._frozen, 0, arrived), weights, arrived if assigned is None else assigned)
 
-        return Deferred(found)
+        return Deferred(tokens)
 
     def iteration_ends(self, iteration: int, *, updated: bool) -> None:
         """Warns once if an update was made and no router of this rank ran in training mode since the last iteration.
@@ -118,9 +118,9 @@ class RouterCounter:
             updated: False where nothing is counted: skipped updates, and iterations that are computed again.
         """
         routed, self._routed = self._routed, False
-        if routed or self._told or not updated or not self._handles:
+        if routed or self._warned or not updated or not self._handles:
             return
-        self._told = True
+        self._warned = True
         state = megatron_core().parallel_state
         if state.get_data_parallel_rank(with_context_parallel=True) or state.get_tensor_model_parallel_rank():
             return
@@ -235,8 +235,8 @@ def _check(routers: Sequence[tuple[int, nn.Module]], layers: int, experts: int) 
     seen = set()
     for at, router in routers:
         _check_router(router, expected)
-        found: Any = router
-        width = found.config.num_moe_experts
+        untyped_router: Any = router
+        width = untyped_router.config.num_moe_experts
         if at in seen or not 0 <= at < layers or width > experts:
             raise ConfigError(
                 f"a router of {width} experts is given as MoE layer {at}: indices must differ and be in [0, {layers}), "

@@ -41,7 +41,7 @@ _BEHIND_THE_INPUT = re.compile(r"(.*\blayers\.\d+\.|output_layer\.|decoder\.fina
 
 
 class GradientFacts:
-    """What an iteration's update was made by: norms and overflows. From the constructor until ``close``.
+    """The facts that an iteration's update was made by: norms and overflows. From the constructor until ``close``.
 
     Megatron computes them in methods of its optimizers, which are replaced on these objects.
 
@@ -49,18 +49,18 @@ class GradientFacts:
         optimizer: Megatron's.
 
     Attributes:
-        known: They are found where Megatron-Core 0.16 to 0.19 computes them.
-        given: ``recorded`` of the iteration that is computed again; None to use what is computed.
+        is_supported: They are found where Megatron-Core 0.16 to 0.19 computes them.
+        prescribed: ``recorded`` of the iteration that is computed again; None to use what is computed.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.given: Mapping[str, Any] | None = None
+        self.prescribed: Mapping[str, Any] | None = None
         self._norms: list[float] = []
         self._overflows: list[bool] = []
         self._replaced: list[tuple[Any, str]] = []
         scaled = _scaled(leaves(optimizer))
-        self.known = _has_known_facts(optimizer, scaled)
-        if self.known:
+        self.is_supported = _has_known_facts(optimizer, scaled)
+        if self.is_supported:
             self._replace(optimizer, "get_grad_norm", "norms", self._norms)
             if hasattr(optimizer, _NORM_OF_GROUP):
                 self._replace(optimizer, _NORM_OF_GROUP, "norms", self._norms)
@@ -71,11 +71,11 @@ class GradientFacts:
         original: Callable[..., Any] = getattr(owner, name)
 
         def computed(*args: Any, **kwargs: Any) -> Any:
-            found = original(*args, **kwargs)  # in a replay too, for it asks other ranks
-            if self.given is not None and len(taken) < len(self.given[kind]):
-                found = self.given[kind][len(taken)]
-            taken.append(found)
-            return found
+            fact = original(*args, **kwargs)  # in a replay too, for it asks other ranks
+            if self.prescribed is not None and len(taken) < len(self.prescribed[kind]):
+                fact = self.prescribed[kind][len(taken)]
+            taken.append(fact)
+            return fact
 
         setattr(owner, name, computed)
         self._replaced.append((owner, name))
@@ -86,12 +86,12 @@ class GradientFacts:
         self._overflows.clear()
 
     def recorded(self) -> dict[str, Any]:
-        """Returns the newest iteration's, for its plain state."""
+        """Returns the facts of the newest iteration, for its plain state."""
         return {"norms": list(self._norms), "overflows": list(self._overflows)}
 
     def close(self) -> None:
-        """Safe to call twice."""
-        self.given = None
+        """Removes the replacements. Safe to call twice."""
+        self.prescribed = None
         while self._replaced:
             owner, name = self._replaced.pop()
             vars(owner).pop(name, None)
@@ -121,7 +121,7 @@ class Sparing(StepSource):
             return  # written by an earlier release, or behind the window
         with loading_state("the iterations of a sparse window", replay.upcoming_path):
             facts = recorded[FACTS]
-            self._facts.given = {"norms": list(facts["norms"]), "overflows": list(facts["overflows"])}
+            self._facts.prescribed = {"norms": list(facts["norms"]), "overflows": list(facts["overflows"])}
         names = replay.frozen_parameters()
         frozen = [live for live in self._inventory.parameters if all(part.name in names for part in live.parts)]
         behind = [live.parameter for live in frozen if _BEHIND_THE_INPUT.match(live.parts[0].name)]
@@ -129,8 +129,8 @@ class Sparing(StepSource):
         modules = [module for chunk in self._chunks for module in chunk.modules()]
         self._spared = WithoutGradients(modules, behind, connected=False)
         self._skip_updates([self._slots[live.parameter] for live in frozen if live.parameter in self._slots])
-        owners = (each for each in modules if isinstance(getattr(each, "layers", None), nn.ModuleList))
-        self._handles += [each.register_forward_pre_hook(_require_gradients, with_kwargs=True) for each in owners]
+        owners = (module for module in modules if isinstance(getattr(module, "layers", None), nn.ModuleList))
+        self._handles += [owner.register_forward_pre_hook(_require_gradients, with_kwargs=True) for owner in owners]
 
     def _without_overlap(self) -> None:
         """Reductions wait for the whole backward pass, instead of for each parameter's gradient."""
@@ -147,15 +147,17 @@ class Sparing(StepSource):
     def _skip_updates(self, frozen: Sequence[StateSlot]) -> None:
         for leaf in self._leaves:
             # What has no state yet gets it, and its count, by an update.
-            own = [slot for slot in frozen if slot.leaf is leaf and slot.updated is not None and slot.state]
+            frozen_slots = [slot for slot in frozen if slot.leaf is leaf and slot.updated is not None and slot.state]
 
-            def before(optimizer: Any, args: Any, kwargs: Any, own: Sequence[StateSlot] = own) -> None:
-                for slot in own:
+            def before(
+                optimizer: Any, args: Any, kwargs: Any, frozen_slots: Sequence[StateSlot] = frozen_slots
+            ) -> None:
+                for slot in frozen_slots:
                     if slot.updated is not None:
                         slot.updated.grad = None
 
-            def after(optimizer: Any, args: Any, kwargs: Any, own: Sequence[StateSlot] = own) -> None:
-                for slot in own:
+            def after(optimizer: Any, args: Any, kwargs: Any, frozen_slots: Sequence[StateSlot] = frozen_slots) -> None:
+                for slot in frozen_slots:
                     if isinstance(count := slot.state.get(STEP), torch.Tensor):
                         count += 1  # all parameters have one count
 
@@ -163,7 +165,7 @@ class Sparing(StepSource):
             self._handles.append(leaf.optimizer.register_step_post_hook(after))
 
     def _release(self) -> None:
-        self._facts.given = None
+        self._facts.prescribed = None
         if self._spared is not None:
             self._spared.close()
             self._spared = None
@@ -178,13 +180,13 @@ class Sparing(StepSource):
 
 def _require_gradients(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Before the forward pass of what owns layers."""
-    given = kwargs.get("hidden_states", args[0] if args else None)
-    if torch.is_grad_enabled() and isinstance(given, torch.Tensor) and given.is_floating_point():
-        given.requires_grad_()
+    hidden_states = kwargs.get("hidden_states", args[0] if args else None)
+    if torch.is_grad_enabled() and isinstance(hidden_states, torch.Tensor) and hidden_states.is_floating_point():
+        hidden_states.requires_grad_()
 
 
 class Spares:
-    """Whether, and how, this rank leaves out work in replays.
+    """Decides whether, and how, this rank leaves out work in replays.
 
     Args:
         chunks: The model on this rank.
@@ -203,7 +205,7 @@ class Spares:
         self._facts = GradientFacts(optimizer) if records and self._possible else None
 
     def update_begins(self) -> None:
-        """Before ``optimizer.step``."""
+        """Begins an update, before ``optimizer.step``."""
         if self._facts is not None:
             self._facts.begin()
 
@@ -212,7 +214,7 @@ class Spares:
         return {} if self._facts is None else {FACTS: self._facts.recorded()}
 
     def source(self) -> StepSource:
-        """Returns what leaves out work, beside what computes the iterations."""
+        """Returns the source that leaves out work, beside what computes the iterations."""
         chunks, inventory, optimizer = self._parts
         if self._possible and self._facts is None:
             self._facts = GradientFacts(optimizer)
@@ -238,17 +240,17 @@ def may_spare(chunks: Sequence[nn.Module], optimizer: Any) -> bool:
             return False
         if getattr(config, "cuda_graph_impl", "none") != "none":
             return False
-    found = leaves(optimizer)
-    if any(getattr(leaf.config, "log_num_zeros_in_grad", False) for leaf in found):
+    members = leaves(optimizer)
+    if any(getattr(leaf.config, "log_num_zeros_in_grad", False) for leaf in members):
         return False
-    return _has_known_facts(optimizer, _scaled(found))
+    return _has_known_facts(optimizer, _scaled(members))
 
 
-def _scaled(found: Sequence[Any]) -> list[Any]:
-    return [leaf for leaf in found if getattr(leaf, "grad_scaler", None) is not None]
+def _scaled(members: Sequence[Any]) -> list[Any]:
+    return [leaf for leaf in members if getattr(leaf, "grad_scaler", None) is not None]
 
 
 def _has_known_facts(optimizer: Any, scaled: Sequence[Any]) -> bool:
     """Whether norms and overflows are found where Megatron-Core 0.16 to 0.19 computes them."""
     chained = hasattr(optimizer, "chained_optimizers") and hasattr(optimizer, "get_grad_norm")
-    return chained and all(hasattr(each, _OVERFLOWS) for each in scaled)
+    return chained and all(hasattr(leaf, _OVERFLOWS) for leaf in scaled)

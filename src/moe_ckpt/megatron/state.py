@@ -13,7 +13,7 @@ from torch import nn
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.megatron import hyperparameters, optimizer_class
-from moe_ckpt.megatron.blocks import BlockPart, Placed, place
+from moe_ckpt.megatron.blocks import BlockPart, Placed, placed_blocks
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
 from moe_ckpt.megatron.optimizers import MASTER, STEP, StateSlot, make_state, slots, state_tensors
 from moe_ckpt.megatron.trained import Trained
@@ -55,7 +55,7 @@ class MegatronTrainingState:
         self._tensors: tuple[StateTensor, ...] = ()
         self._states: tuple[tuple[str, str], ...] = ()
         self._prepared = False
-        self._views: _Views | None = None
+        self._views: _ShardViews | None = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[tuple[str, str], ...] | None = None
         for name, buffer in inventory.buffers.items():
@@ -71,21 +71,21 @@ class MegatronTrainingState:
     def holding(self, stage: int, expert_rank: int, may_spare: bool = False) -> Holding:
         """Returns what this rank holds, for the other ranks. Arguments: see ``Holding``."""
         layers = tuple((layer.name, layer.experts, layer.top_k) for layer in self._inventory.layers)
-        found: dict[str, HeldTensor] = {}
+        tensors: dict[str, HeldTensor] = {}
         for live in self._inventory.parameters:
             for tensor in self._held(live):
-                known = found.get(tensor.name)
+                earlier = tensors.get(tensor.name)
                 # A tied embedding is two parameters of one name where both its ends are on this rank.
-                found[tensor.name] = tensor if known is None or tensor.trained else known
+                tensors[tensor.name] = tensor if earlier is None or tensor.trained else earlier
         updates = any(slot.updated is not None for slot in self._slots.values())
-        return Holding(stage, layers, tuple(found.values()), expert_rank, updates, may_spare)
+        return Holding(stage, layers, tuple(tensors.values()), expert_rank, updates, may_spare)
 
     def _held(self, live: LiveParameter) -> Iterator[HeldTensor]:
         slot = self._slots.get(live.parameter)
         dtype = dtype_name(live.parameter.dtype, f"parameter {live.parts[0].name}")
         master = dtype_name(torch.float32) if slot is not None and dtype in ("BF16", "F16") else None
         for part, owner in zip(live.parts, live.owners, strict=True):
-            blocks = sorted({(placed.offsets, placed.shape) for placed in place(part, part.start, part.stop)})
+            blocks = sorted({(placed.offsets, placed.shape) for placed in placed_blocks(part, part.start, part.stop)})
             yield HeldTensor(part.name, dtype, part.global_shape, owner, slot is not None, master, blocks=tuple(blocks))
 
     def bind(self, world: World, rank: int, groups: Groups) -> None:
@@ -99,16 +99,16 @@ class MegatronTrainingState:
 
     @property
     def shards(self) -> bool:
-        """Whether a distributed optimizer divides the state over ranks."""
+        """Returns whether a distributed optimizer divides the state over ranks."""
         return any(slot.range is not None for slot in self._slots.values())
 
     @property
     def buffers(self) -> Set[str]:
-        """Names of the buffers that this rank holds."""
+        """Returns the names of the buffers that this rank holds."""
         return self._inventory.buffers.keys()
 
     def live_buffers(self) -> Mapping[str, torch.Tensor]:
-        """The buffers, ready to be written into without rounding."""
+        """Returns the buffers, ready to be written into without rounding."""
         for layer in self._inventory.layers:
             _keep_bias_exact(layer.router)
         return self._inventory.buffers
@@ -124,7 +124,7 @@ class MegatronTrainingState:
         views = self._views
         if views is None or not (listed or views.are_there()) or not views.lie_there(of):
             self._tensors = tuple(tensor for live in self._inventory.parameters for tensor in self._of(live))
-            self._views = _Views(self._inventory.parameters, self._slots, self._tensors)
+            self._views = _ShardViews(self._inventory.parameters, self._slots, self._tensors)
             self._states = self._state_names()
         self._prepared = False
         return self._tensors
@@ -156,11 +156,11 @@ class MegatronTrainingState:
         optimizer_class.require_same(self._optimizer, plain, keys)
         self.trained.require_same(plain, keys)
 
-    def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
-        """All trained parameters get the same kinds of state, those too that ``wanted`` leaves out for now."""
+    def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
+        """All trained parameters get the same kinds of state, those too that ``stored`` leaves out for now."""
         self._prepared = True
         kinds: dict[str, torch.dtype] = {}
-        for key, meta in wanted.items():
+        for key, meta in stored.items():
             state = split_key(key).state
             if state is not None and state != MASTER:
                 kinds[state] = TORCH_DTYPES[meta.dtype]
@@ -168,7 +168,7 @@ class MegatronTrainingState:
             make_state(slot, sorted(kinds), kinds)
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
-        """Everything is checked before anything is changed.
+        """Loads the plain state; everything is checked before anything is changed.
 
         Raises:
             ConfigError: a buffer of this model is not in the checkpoint, or has another shape.
@@ -176,8 +176,8 @@ class MegatronTrainingState:
         stored = plain["buffers"]
         for name, buffer in self._inventory.buffers.items():
             if name not in stored or tuple(stored[name].shape) != tuple(buffer.shape):
-                found = f"has shape {tuple(stored[name].shape)}" if name in stored else "is not"
-                raise ConfigError(f"buffer {name} of shape {tuple(buffer.shape)} {found} in the checkpoint")
+                difference = f"has shape {tuple(stored[name].shape)}" if name in stored else "is not"
+                raise ConfigError(f"buffer {name} of shape {tuple(buffer.shape)} {difference} in the checkpoint")
         with torch.no_grad():
             for name, buffer in self.live_buffers().items():
                 buffer.copy_(stored[name])
@@ -195,8 +195,8 @@ class MegatronTrainingState:
         for live in self._inventory.parameters:
             slot = self._slots.get(live.parameter)
             if slot is not None and slot.updated is not None and slot.state:
-                found = state_tensors(slot, live.parts[0].name)
-                named = ((name, f"optimizer state {name!r}", value.dtype) for name, value in found)
+                tensors = state_tensors(slot, live.parts[0].name)
+                named = ((name, f"optimizer state {name!r}", value.dtype) for name, value in tensors)
                 return tuple(sorted((name, dtype_name(dtype, of)) for name, of, dtype in named))
         return ()
 
@@ -208,7 +208,7 @@ class MegatronTrainingState:
                 yield from self._sharded(live, part, slot, weights)
                 continue
             states = [] if slot is None else list(_optimizer_tensors(slot, part.name))
-            for placed in place(part, part.start, part.stop):
+            for placed in placed_blocks(part, part.start, part.stop):
                 replicated, writer = self._written(part.name, (placed.offsets, placed.shape), live.is_expert)
                 for key, flat in [(f"model/{part.name}", weights), *states]:
                     flags = {"replicated": replicated, "duplicate": writer is not None}
@@ -221,16 +221,16 @@ class MegatronTrainingState:
         start, stop = slot.range or (0, 0)
         group = self.groups.expert if live.is_expert else self.groups.dense
         # The block that tensor parallelism gives this rank. Other blocks are written by the ranks that hold them.
-        block = next((placed.offsets, placed.shape) for placed in place(part, part.start, part.stop))
+        block = next((placed.offsets, placed.shape) for placed in placed_blocks(part, part.start, part.stop))
         writes = slot.writes and self._require_world().holders[part.name, block][0] in group
         for writer, low, high in _divided(slot, start, stop, weights.numel()):
-            own = (low, high) == (start, stop)
-            known = writer if writes and writer in group else None
-            for placed in place(part, low, high):
-                flags = {"replicated": False, "duplicate": not (own and writes), "updated_here": own}
-                yield _tensor(f"model/{part.name}", part, placed, weights[low:], **flags, writer=known)
+            updated_here = (low, high) == (start, stop)
+            group_writer = writer if writes and writer in group else None
+            for placed in placed_blocks(part, low, high):
+                flags = {"replicated": False, "duplicate": not (updated_here and writes), "updated_here": updated_here}
+                yield _tensor(f"model/{part.name}", part, placed, weights[low:], **flags, writer=group_writer)
         for key, flat in _optimizer_tensors(slot, part.name):
-            for placed in place(part, start, stop):
+            for placed in placed_blocks(part, start, stop):
                 yield _tensor(key, part, placed, flat, replicated=False, duplicate=not writes)
 
     def _written(self, name: str, block: Block, is_expert: bool) -> tuple[bool, int | None]:
@@ -243,7 +243,7 @@ class MegatronTrainingState:
         return False, None if writer == self._rank else writer
 
 
-class _Views:
+class _ShardViews:
     """What views were made of, to find changes quickly: once or twice per step."""
 
     def __init__(
@@ -255,7 +255,7 @@ class _Views:
         self._tensors = tensors
         used = [slot for live in parameters if (slot := slots.get(live.parameter)) and slot.updated is not None]
         inner = [leaf.optimizer for leaf in {id(slot.leaf): slot.leaf for slot in used}.values()]
-        self._states = [(each, each.state) for each in inner]
+        self._states = [(optimizer, optimizer.state) for optimizer in inner]
         self._held = Entries([state for _, state in self._states])
         self._entries = Entries([slot.state for slot in used], torch.Tensor)
         named = (

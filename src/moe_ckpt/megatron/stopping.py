@@ -34,8 +34,8 @@ def uninterrupted() -> AbstractContextManager[Any]:
     while frame is not None and frame.f_code.co_name != "pretrain":
         frame = frame.f_back
     call = None if frame is None else frame.f_locals.get("inprocess_call_wrapper")
-    found: AbstractContextManager[Any] = contextlib.nullcontext() if call is None else call.atomic()
-    return found
+    guard: AbstractContextManager[Any] = contextlib.nullcontext() if call is None else call.atomic()
+    return guard
 
 
 class StartedIteration:

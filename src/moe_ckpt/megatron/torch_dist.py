@@ -101,7 +101,7 @@ def export_torch_dist(
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": iteration,
         "consumed_train_samples": consumed_samples,
-        **{place.key: place.of(value) for place, value in _generators().items()},
+        **{cell.key: cell.of(value) for cell, value in _generators().items()},
     }
     if scheduler is not None:
         state["opt_param_scheduler"] = dict(scheduler.state_dict())
@@ -186,8 +186,8 @@ def import_torch_dist(
 
 def _arguments() -> argparse.Namespace | None:
     """The command line of Megatron-LM's training script, if this is a job of it."""
-    found = sys.modules.get("megatron.training.global_vars")
-    return getattr(found, "_GLOBAL_ARGS", None)
+    module = sys.modules.get("megatron.training.global_vars")
+    return getattr(module, "_GLOBAL_ARGS", None)
 
 
 def _serialization() -> Any:
@@ -201,7 +201,7 @@ def _serialization() -> Any:
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, Any]]:
     """Returns chunks under Megatron's names."""
     inner = [unwrapped(chunk) for chunk in chunks]
-    return [("model", inner[0])] if len(inner) == 1 else [(f"model{at}", each) for at, each in enumerate(inner)]
+    return [("model", inner[0])] if len(inner) == 1 else [(f"model{at}", chunk) for at, chunk in enumerate(inner)]
 
 
 def _model_state(chunks: Sequence[nn.Module], metadata: Mapping[str, Any] = _METADATA) -> dict[str, Any]:
@@ -237,16 +237,17 @@ def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> 
     if "optimizer" not in common:
         raise ConfigError(f"{path} holds no optimizer: set weights_only=True to start from its weights")
     stored = common["optimizer"]
-    there = list(stored.values()) if all(isinstance(key, int) for key in stored) else [stored]
+    stored_optimizers = list(stored.values()) if all(isinstance(key, int) for key in stored) else [stored]
     here = getattr(optimizer, "chained_optimizers", [optimizer])
     advice = "Do the same, or set weights_only=True, or use a checkpoint of moe_ckpt, which opens on any layout"
-    if len(here) != len(there):
+    if len(here) != len(stored_optimizers):
         raise ConfigError(
-            f"{path} holds {len(there)} optimizers, and this run has {len(here)}: Megatron keeps one for experts and "
-            f"one for the rest with expert parallelism above 1, and cannot load one from the other. {advice}"
+            f"{path} holds {len(stored_optimizers)} optimizers, and this run has {len(here)}: Megatron keeps one for "
+            f"experts and one for the rest with expert parallelism above 1, and cannot load one from the other. "
+            f"{advice}"
         )
-    saved = any(SHARDING in each for each in there)
-    used = any(type(each) is megatron_core().distributed_optimizer for each in here)
+    saved = any(SHARDING in entry for entry in stored_optimizers)
+    used = any(type(member) is megatron_core().distributed_optimizer for member in here)
     if saved != used:
         raise ConfigError(
             f"{path} was saved with{'' if saved else 'out'} the distributed optimizer, and this run is with"
@@ -255,7 +256,7 @@ def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> 
 
 
 @dataclass(frozen=True)
-class _Place:
+class _GridCell:
     """Place of one rank's random numbers in the checkpoint: entry ``offset`` of a grid of ``shape``."""
 
     key: str
@@ -268,7 +269,7 @@ class _Place:
         return kind(self.key, value, self.shape, self.offset, replica_id=self.replica)
 
 
-def _places() -> list[_Place]:
+def _grid_cells() -> list[_GridCell]:
     """Returns our place, Megatron's, and that of its newer versions under expert parallelism."""
     state = megatron_core().parallel_state
     ranks = [
@@ -281,15 +282,15 @@ def _places() -> list[_Place]:
     ]
     offset, shape = tuple(rank for rank, _ in ranks), tuple(size for _, size in ranks)
     return [
-        _Place(_OWN_RNG, (dist.get_world_size(),), (dist.get_rank(),), 0),
-        _Place("rng_state", shape[:2], offset[:2], offset[2]),
-        _Place("rng_state", shape, offset, 0),
+        _GridCell(_OWN_RNG, (dist.get_world_size(),), (dist.get_rank(),), 0),
+        _GridCell("rng_state", shape[:2], offset[:2], offset[2]),
+        _GridCell("rng_state", shape, offset, 0),
     ]
 
 
-def _generators() -> dict[_Place, Any]:
+def _generators() -> dict[_GridCell, Any]:
     """Returns the random number generators to write, by place."""
-    own, *others = _places()
+    ours, *others = _grid_cells()
     megatrons = others[megatron_core().parallel_state.get_expert_model_parallel_world_size() > 1]
     tracker = megatron_core().rng_tracker()
     state = {
@@ -299,15 +300,15 @@ def _generators() -> dict[_Place, Any]:
         "cuda_rng_state": torch.cuda.get_rng_state(),
         "rng_tracker_states": tracker.get_states(),
     }
-    return {own: capture_generators(), megatrons: [state]}
+    return {ours: capture_generators(), megatrons: [state]}
 
 
-def _stored_generators(stored: Mapping[str, Any]) -> _Place | None:
+def _stored_generators(stored: Mapping[str, Any]) -> _GridCell | None:
     """Returns the place of this rank's generators on this layout."""
-    found = next((place for place in _places() if place.of(None).unique_key in stored), None)
-    if found is None:
+    cell = next((candidate for candidate in _grid_cells() if candidate.of(None).unique_key in stored), None)
+    if cell is None:
         log.warning("the checkpoint has no random number generators for this layout: they are not changed")
-    return found
+    return cell
 
 
 def _restore(key: str, stored: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters are trained: those that the optimizer has, of which training may rest some as it goes on.
+"""The parameters that are trained: those that the optimizer has, of which training may rest some as it goes on.
 
 What the optimizer has needs its state, and nothing else has any, so a run is resumed with the same parameters only.
 Whether one of them requires gradients is state, which is restored.
@@ -32,7 +32,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Trained:
-    """What this rank's optimizer has.
+    """The parameters that this rank's optimizer has.
 
     Args:
         parameters: The model's on this rank.
@@ -55,7 +55,7 @@ class Trained:
         return {FROZEN: self._frozen, RESTING: self.resting()}
 
     def resting(self) -> FixedStrings:
-        """Returns what ``RESTING`` is the name of."""
+        """Returns the names of the parameters that rest (``RESTING``)."""
         return self._resting.names(self._updated)
 
     def rest(self, names: Collection[str] | None) -> None:
@@ -77,18 +77,21 @@ class Trained:
         here = {name for name, tensor in self._tensors.items() if tensor.trained}
         if FROZEN in plain:
             frozen = set(plain[FROZEN])
-            there = {name for name in self._tensors if not frozen & {name, _of_all_experts(name)}}
+            trained_then = {name for name in self._tensors if not frozen & {name, _of_all_experts(name)}}
         else:
-            there = self._with_state(plain, keys)
-        said = [
+            trained_then = self._with_state(plain, keys)
+        texts = [
             f"{_named(names)} {_be('was', names)} {then} in the run that wrote the checkpoint, and "
             f"{_be('is', names)} {now} now"
-            for names, then, now in ((there - here, "trained", "frozen"), (here - there, "frozen", "trained"))
+            for names, then, now in (
+                (trained_then - here, "trained", "frozen"),
+                (here - trained_then, "frozen", "trained"),
+            )
             if names
         ]
-        if said:
+        if texts:
             raise ConfigError(
-                f"{'; '.join(said)}. What is trained needs its optimizer state, so nothing was loaded. To continue "
+                f"{'; '.join(texts)}. What is trained needs its optimizer state, so nothing was loaded. To continue "
                 "that run, set requires_grad as it was before the optimizer is made. To train other parameters from "
                 "its weights, set another dirpath, and set weights_from= to the store, a step directory or an exported "
                 "file."
@@ -100,11 +103,11 @@ class Trained:
         Masters are there from the beginning, all other state since the first update.
         """
         parts = [split_key(key) for key in keys]
-        found = {each.fqn for each in parts if each.state is not None}
+        with_state = {part.fqn for part in parts if part.state is not None}
         counts = plain.get("optimizer", {}).get("step") is not None
-        stepped = counts and any(each.state not in (None, MASTER) for each in parts)
+        stepped = counts and any(part.state not in (None, MASTER) for part in parts)
         unknown = (name for name, tensor in self._tensors.items() if tensor.trained and tensor.master is None)
-        return found if stepped else found | set(unknown)
+        return with_state if stepped else with_state | set(unknown)
 
 
 def resting_changed(before: Sequence[str] | None, now: Sequence[str], used: Sequence[str]) -> list[Change]:
@@ -117,11 +120,11 @@ def resting_changed(before: Sequence[str] | None, now: Sequence[str], used: Sequ
     """
     if before is None or list(before) == list(now):
         return []
-    found = []
+    differences = []
     for names, was in ((set(used) - set(now), False), (set(now) - set(used), True)):
         if names:
-            found.append(Change(f"requires_grad of {_named(names)}", str(was), str(not was), kept=True))
-    return found
+            differences.append(Change(f"requires_grad of {_named(names)}", str(was), str(not was), kept=True))
+    return differences
 
 
 def _of_all_experts(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a Megatron run saves beside model and optimizer: random number generators and stateful objects."""
+"""The state of a Megatron run beside model and optimizer: random number generators and stateful objects."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Stateful(Protocol):
 def capture_generators() -> dict[str, Any]:
     """Returns the states of Python's, numpy's and torch's generators, and of Megatron's tracker."""
     tracker = megatron_core().rng_tracker()
-    return capture_rng() | {"tracker": {name: _state(found) for name, found in tracker.get_states().items()}}
+    return capture_rng() | {"tracker": {name: _state(state) for name, state in tracker.get_states().items()}}
 
 
 def restore_generators(stored: Mapping[str, Any]) -> None:
-    """Inverse of ``capture_generators``."""
+    """Restores what ``capture_generators`` returned."""
     restore_rng(stored)
     tracker = megatron_core().rng_tracker()
     states = tracker.get_states()
@@ -44,9 +44,9 @@ def restore_generators(stored: Mapping[str, Any]) -> None:
     tracker.set_states(states)
 
 
-def _state(found: Any) -> torch.Tensor:
+def _state(state: Any) -> torch.Tensor:
     """Returns a state; trackers for CUDA graphs hold generators instead."""
-    return found.get_state() if isinstance(found, torch.Generator) else found
+    return state.get_state() if isinstance(state, torch.Generator) else state
 
 
 def all_stateful(scheduler: Stateful | None, stateful: Mapping[str, Stateful]) -> dict[str, Stateful]:
@@ -60,14 +60,14 @@ def all_stateful(scheduler: Stateful | None, stateful: Mapping[str, Stateful]) -
             "megatron.attach was given a scheduler and stateful={'scheduler': ...}: one would replace the other. Give "
             "the second another name"
         )
-    found = dict(stateful) | ({} if scheduler is None else {SCHEDULER: scheduler})
-    for name, each in found.items():
-        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+    objects = dict(stateful) | ({} if scheduler is None else {SCHEDULER: scheduler})
+    for name, target in objects.items():
+        if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
             raise ConfigError(
-                f"{name} ({type(each).__name__}), given to megatron.attach, lacks state_dict or load_state_dict, so it "
-                "cannot be restored. Give it both, or leave it out"
+                f"{name} ({type(target).__name__}), given to megatron.attach, lacks state_dict or load_state_dict, so "
+                "it cannot be restored. Give it both, or leave it out"
             )
-    return found
+    return objects
 
 
 _OTHER_SCHEDULE = (
@@ -93,12 +93,12 @@ def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]
             f"the checkpoint holds the state of {sorted(stored)}, this run gives {sorted(stateful)} (scheduler and "
             "stateful= of megatron.attach); give the same ones"
         )
-    for name, each in stateful.items():
-        is_schedule = any(kind.__name__ == "OptimizerParamScheduler" for kind in type(each).__mro__)
-        with loading_state(f"{name} ({type(each).__name__})", path, _OTHER_SCHEDULE if is_schedule else ""):
+    for name, target in stateful.items():
+        is_schedule = any(kind.__name__ == "OptimizerParamScheduler" for kind in type(target).__mro__)
+        with loading_state(f"{name} ({type(target).__name__})", path, _OTHER_SCHEDULE if is_schedule else ""):
             if is_schedule:  # adds the steps that it is given to its own, which Megatron-LM's --load has set already
-                each.num_steps = 0  # type: ignore[attr-defined]
-            each.load_state_dict(stored[name])
+                target.num_steps = 0  # type: ignore[attr-defined]
+            target.load_state_dict(stored[name])
 
 
 def follows(scheduler: Stateful | None, stored: Mapping[str, Any] | None) -> bool:

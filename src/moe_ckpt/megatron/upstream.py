@@ -84,19 +84,19 @@ class PipelineStage:
         self._tier, self._driver = tier, driver
         files, comm = tier.files, driver.comm
         whose = Whose(files.run_id, files.life, files.generation, files.rank, comm.world_size, layout)
-        own, *left = files.paths
-        found = [each for path in left for each in sealed_logs(path)]
-        self._left = tuple(each for each in found if each.header.layout == layout)
+        log_path, *earlier_paths = files.paths
+        logs = [sealed for path in earlier_paths for sealed in sealed_logs(path)]
+        self._earlier_logs = tuple(sealed for sealed in logs if sealed.header.layout == layout)
         self._stage_of = tuple(stages[rank] for rank in range(comm.world_size))
-        self._log = UpstreamLog(own, whose, budget_bytes, found)
+        self._log = UpstreamLog(log_path, whose, budget_bytes, logs)
         self._boundary = Boundary(self._stage_of, self._log, driver.stopwatch)
         self._interception: Interception | None = None
         self._sealed: Future[None] | None = None
 
     @property
-    def kept(self) -> KeptLogs:
-        """What earlier lives left."""
-        return KeptLogs(self._stage_of, self._left, self._tier.files.diverged)
+    def earlier_logs(self) -> KeptLogs:
+        """The logs that earlier lives have written."""
+        return KeptLogs(self._stage_of, self._earlier_logs, self._tier.files.diverged)
 
     def resumed(self, iteration: int) -> None:
         """``resume`` is done: from here on messages are seen.
@@ -114,7 +114,7 @@ class PipelineStage:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this stage computes a step again that the others are done with."""
+        """Returns whether this stage computes a step again that the others are done with."""
         return self._boundary.is_alone
 
     def begin(self) -> None:
@@ -122,14 +122,14 @@ class PipelineStage:
         self._boundary.begin()
 
     def rest(self) -> None:
-        """After a step, for a loop whose stages talk before the next: until ``begin`` that belongs to no step.
+        """Ends a step, for a loop whose stages talk before the next: messages until ``begin`` belong to no step.
 
         Such a loop leaves it out after a step for which ``is_alone`` was true.
         """
         self._boundary.rest()
 
     def aside(self) -> AbstractContextManager[None]:
-        """A validation, for a loop that leaves it out after a step for which ``is_alone`` is true."""
+        """Encloses a validation, for a loop that leaves it out after a step for which ``is_alone`` is true."""
         return self._boundary.aside()
 
     def _begin(self, iteration: int) -> None:
@@ -146,7 +146,7 @@ class PipelineStage:
         self._sealed = self._log.step_ends()
 
     def step_begins(self, iteration: int) -> None:
-        """What is sent from here on belongs to ``iteration``. One that was skipped has no log."""
+        """Notes that messages from here on belong to ``iteration``. One that was skipped has no log."""
         since = self._tier.complete_since
         if since is not None:
             self._log.drop(since)
@@ -163,7 +163,7 @@ class PipelineStage:
                 return  # all ranks go back
 
     def close(self) -> None:
-        """Lets go of ``torch.distributed``. May be called twice."""
+        """Releases ``torch.distributed``. May be called twice."""
         interception, self._interception = self._interception, None
         if interception is not None:
             interception.close()

@@ -44,7 +44,7 @@ def can_pass_over(settings: Any) -> bool:
 
 
 def pass_over(settings: Any, data_iterator: Any) -> None:
-    """Draws and counts what a validation would have.
+    """Draws and counts the batches that a validation would have.
 
     Args:
         settings: Megatron's arguments.
@@ -86,8 +86,8 @@ class LateValidation:
             progress: That position.
         """
         is_due = bool(progress.counters.get(DUE, False))
-        own = json.dumps([progress.iteration, is_due, getattr(settings, "consumed_valid_samples", 0)]).encode()
-        everyone = [json.loads(raw) for raw in ckpt.session.comm.everyone(own)]
+        position = json.dumps([progress.iteration, is_due, getattr(settings, "consumed_valid_samples", 0)]).encode()
+        everyone = [json.loads(raw) for raw in ckpt.session.comm.everyone(position)]
         late = [(iteration, consumed) for iteration, is_due_there, consumed in everyone if is_due_there]
         self.iteration, consumed = max(late, default=(None, 0))
         if progress.iteration == self.iteration:
@@ -95,7 +95,7 @@ class LateValidation:
             settings.consumed_valid_samples = consumed
 
     def counted(self, settings: Any) -> AbstractContextManager[None]:
-        """While loaders are built: Megatron takes a count of 0 for one that its checkpoint lacks, and estimates it.
+        """Encloses the building of loaders: Megatron takes a count of 0 for one that a checkpoint lacks, and estimates.
 
         Args:
             settings: Megatron's arguments.
@@ -112,7 +112,7 @@ class LateValidation:
             settings: Megatron's arguments.
             evaluate: As ``evaluate_and_print_results``.
         """
-        iteration, given = self.iteration, self.arguments
+        iteration, arguments = self.iteration, self.arguments
         if iteration is None or ckpt.iteration != iteration:
             return
         self.iteration = None
@@ -124,12 +124,12 @@ class LateValidation:
         settings.curr_iteration = iteration - 1  # as it counts them, from 0
         evaluate(
             f"iteration {iteration}",
-            *(given[name] for name in ("forward_step_func", "valid_data_iterator", "model")),
+            *(arguments[name] for name in ("forward_step_func", "valid_data_iterator", "model")),
             iteration,
-            *(given[name] for name in ("process_non_loss_data_func", "config")),
+            *(arguments[name] for name in ("process_non_loss_data_func", "config")),
             verbose=False,
             write_to_tensorboard=True,
-            non_loss_data_func=given["non_loss_data_func"],
+            non_loss_data_func=arguments["non_loss_data_func"],
         )
         settings.curr_iteration = iteration
         if self._runs_again:

@@ -42,7 +42,7 @@ _LAYER = re.compile(r"\blayers\.\d+\.")
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """What one rank holds of one whole tensor; all but ``blocks`` is equal on every rank that holds it.
+    """One rank's part of one whole tensor; all but ``blocks`` is equal on every rank that holds it.
 
     Attributes:
         trained: The optimizer updates it.
@@ -60,7 +60,7 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds.
+    """One rank's part of the model.
 
     Attributes:
         stage: Its rank in pipeline parallelism.
@@ -96,9 +96,9 @@ def _blocks(rows: Sequence[Any]) -> tuple[Block, ...]:
     return tuple((tuple(offsets), tuple(shape)) for offsets, shape in rows)
 
 
-def exchange(own: Holding, comm: Communicator) -> World:
-    """Returns what all ranks hold, on every rank. A collective of the training thread."""
-    raw = own.encode()
+def exchange(holding: Holding, comm: Communicator) -> World:
+    """Returns the holdings of all ranks, on every rank. A collective of the training thread."""
+    raw = holding.encode()
     digests = all_digests(hashlib.sha256(raw).digest(), comm)
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank, digest in enumerate(digests):
@@ -111,8 +111,8 @@ def all_digests(digest: bytes, comm: Communicator) -> list[tuple[int, ...]]:
     words = np.frombuffer(digest[:16], dtype=np.int64)
     slots = np.full((comm.world_size, len(words)), np.iinfo(np.int64).min, dtype=np.int64)
     slots[comm.rank] = words
-    _, found = comm.agree(np.zeros(0, dtype=np.int64), slots.reshape(-1))
-    return [tuple(row) for row in found.reshape(slots.shape).tolist()]
+    _, agreed = comm.agree(np.zeros(0, dtype=np.int64), slots.reshape(-1))
+    return [tuple(row) for row in agreed.reshape(slots.shape).tolist()]
 
 
 @dataclass(frozen=True)
@@ -150,20 +150,20 @@ class World:
 
     @cached_property
     def operator_of(self) -> Mapping[str, str]:
-        """Tensor -> id of the operator that it belongs to."""
+        """Returns tensor -> id of the operator that it belongs to."""
         numbers = {layer.name: layer.index for layer in self.layers}
         return {name: _operator_id(tensor, numbers) for name, tensor in self.tensors.items()}
 
     @cached_property
     def frozen_experts(self) -> npt.NDArray[np.bool_] | None:
-        """``[L, E]`` experts of which the optimizer has no tensor, on any rank; None if there are none."""
-        found = np.zeros(self.catalog.expert_places.shape, dtype=bool)
-        found[tuple(self.catalog.all_experts.T)] = True
+        """Returns ``[L, E]`` experts of which the optimizer has no tensor, on any rank; None if there are none."""
+        frozen = np.zeros(self.catalog.expert_places.shape, dtype=bool)
+        frozen[tuple(self.catalog.all_experts.T)] = True
         numbers = {layer.name: layer.index for layer in self.layers}
         for moe, expert in (tensor.owner for tensor in self.tensors.values() if tensor.trained):
             if moe is not None and expert is not None:
-                found[numbers[moe], int(expert)] = False
-        return found if found.any() else None
+                frozen[numbers[moe], int(expert)] = False
+        return frozen if frozen.any() else None
 
     def _operator(self, op: str, names: Sequence[str]) -> Operator:
         spans = tuple(Span(name) for name in sorted(names, key=natural))
@@ -175,9 +175,9 @@ class World:
 
     def _require_whole(self) -> None:
         problems = []
-        found = set(self.operator_of.values())
+        operators = set(self.operator_of.values())
         for layer in self.layers:
-            lacking = [e for e in range(layer.experts) if expert_id(layer.index, e) not in found]
+            lacking = [e for e in range(layer.experts) if expert_id(layer.index, e) not in operators]
             problems += [f"expert {e} of {layer.name} is on no rank" for e in lacking]
         for name, tensor in self.tensors.items():
             elements = sum(prod(shape) for _, shape in tensor.blocks)
@@ -195,16 +195,16 @@ class World:
         Data-parallel ranks hold copies, and stages share parameters outside of layers (tied embeddings). Two
         expert-parallel ranks with the same expert, or stages with the same layer, would both get back one of the two.
         """
-        found: dict[str, str] = {}
+        sentences: dict[str, str] = {}
         for name, tensor in self.tensors.items():
             moe, expert = tensor.owner
             ranks = self.holders_of(name)
             if moe is not None and expert is not None and len({self.expert_ranks[r] for r in ranks}) > 1:
                 what = f"expert {expert} of {moe}"
-                found[what] = f"{what} is on several expert-parallel ranks (global ranks {_listed(ranks)})"
+                sentences[what] = f"{what} is on several expert-parallel ranks (global ranks {_listed(ranks)})"
             elif _LAYER.search(name) and len({self.stages[r] for r in ranks}) > 1:
-                found[name] = f"{name} is on several pipeline stages (global ranks {_listed(ranks)})"
-        return list(found.values())
+                sentences[name] = f"{name} is on several pipeline stages (global ranks {_listed(ranks)})"
+        return list(sentences.values())
 
     def require_updates(self) -> None:
         """Raises ``UnsupportedError`` if the optimizer updates something on some ranks only.
@@ -237,8 +237,8 @@ class World:
             if owner[0] is not None and owner[1] is not None:
                 experts.setdefault((owner[0], ranks), set()).add(owner[1])
         return {
-            (moe, ranks): {e: ranks[at * len(ranks) // len(found)] for at, e in enumerate(sorted(found))}
-            for (moe, ranks), found in experts.items()
+            (moe, ranks): {e: ranks[at * len(ranks) // len(members)] for at, e in enumerate(sorted(members))}
+            for (moe, ranks), members in experts.items()
         }
 
     def placement(self, peers: Sequence[int], *, experts_apart: bool, expert_peers: Sequence[int] = ()) -> Placement:
@@ -285,8 +285,8 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
         for layer in holding.layers:
             _agree(f"MoE layer {layer[0]}", layers.setdefault(layer[0], layer), layer, ranks)
         for tensor in holding.tensors:
-            known = tensors.setdefault(tensor.name, tensor)
-            _agree(f"tensor {tensor.name}", _facts(known), _facts(tensor), ranks)
+            earlier = tensors.setdefault(tensor.name, tensor)
+            _agree(f"tensor {tensor.name}", _facts(earlier), _facts(tensor), ranks)
             for block in tensor.blocks:
                 holders.setdefault((tensor.name, block), []).extend(ranks)
     blocks: dict[str, list[Block]] = {}
@@ -315,10 +315,10 @@ def _facts(tensor: HeldTensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.owner, tensor.trained, tensor.master
 
 
-def _agree(what: str, known: Any, found: Any, ranks: Sequence[int]) -> None:
-    if known != found:
+def _agree(what: str, earlier: Any, new: Any, ranks: Sequence[int]) -> None:
+    if earlier != new:
         raise ConfigError(
-            f"{what} is {found} on rank {ranks[0]}, but {known} on another: all ranks must build the same model"
+            f"{what} is {new} on rank {ranks[0]}, but {earlier} on another: all ranks must build the same model"
         )
 
 

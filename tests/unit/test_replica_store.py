@@ -72,7 +72,7 @@ def take(store: ReplicaStore, sequence: int, place: int | None = None) -> None:
     if place is not None:
         header = replace(header, only="gradients", place=place)
     incoming = store.reserve(header, b"", extents, extents.nbytes)
-    assert incoming.wanted == [(0, extents.nbytes)]
+    assert incoming.requested == [(0, extents.nbytes)]
     store.keep(1, sequence, incoming)
 
 
@@ -125,7 +125,7 @@ def test_only_what_is_not_here_is_asked_for(names: list[str], wanted: list[tuple
     memory = filled()
     incoming = Incoming(Place(200, []), b"", extents_of(memory))
     assert incoming.fill(mirror_of(memory, names)) == 0
-    assert incoming.wanted == wanted
+    assert incoming.requested == wanted
     for begin, end in wanted:
         incoming.memory[begin:end] = memory.numpy().data[begin:end]
         assert incoming.verify(end) is None
@@ -138,7 +138,7 @@ def test_other_bytes_are_asked_for_and_counted():
     other[50] ^= 1  # in c
     incoming = Incoming(Place(200, []), b"", extents_of(memory))
     assert incoming.fill(mirror_of(other, ["a", "c", "d"])) == 1
-    assert incoming.wanted == [(5, 53)], "b, which is not here, and c"
+    assert incoming.requested == [(5, 53)], "b, which is not here, and c"
     incoming.memory[5:53] = other.numpy().data[5:53]
     assert incoming.verify(45) is None
     assert incoming.verify(53) == 45, "what was sent is compared, too"

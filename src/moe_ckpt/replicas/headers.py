@@ -88,34 +88,34 @@ class HeaderReader:
         """
         begins, ends, names, checksums = _empty(), _empty(), _empty(), list[int]()
         for part in header.parts:
-            layout, found = self._recognized(part, header.step) or self._decoded(header, part, path)
+            layout, values = self._recognized(part, header.step) or self._decoded(header, part, path)
             if part.begin + int(layout.ends.max(initial=0)) > header.nbytes:
                 raise DamagedError(path, "a part ends beyond the slot", step=header.step, rank=header.rank)
             begins = np.concatenate([begins, layout.begins + part.begin])
             ends = np.concatenate([ends, layout.ends + part.begin])
             names = np.concatenate([names, layout.names])
-            checksums += found
+            checksums += values
         order = np.argsort(begins, kind="stable").tolist()
         listed = begins[order].tolist(), ends[order].tolist(), [checksums[at] for at in order]
         return Extents(*listed, names[order])
 
     def _recognized(self, part: SlotPart, step: int) -> tuple[_Layout, list[int]] | None:
         for number, layout in reversed(self._known.items()):
-            found = layout.checksums(part.raw, step)
-            if found is not None:
+            checksums = layout.checksums(part.raw, step)
+            if checksums is not None:
                 self._known.move_to_end(number)
-                return layout, found
+                return layout, checksums
         return None
 
     def _decoded(self, header: SlotHeader, part: SlotPart, path: str) -> tuple[_Layout, list[int]]:
         self.decoded += 1
         entries = header.slices(part, path)
-        begins, ends = (_numbers(getattr(each, name) for each in entries) for name in ("begin", "end"))
+        begins, ends = (_numbers(getattr(entry, name) for entry in entries) for name in ("begin", "end"))
         digits = [entry.checksum.encode() for entry in entries]
         checksums = _values(b"".join(digits), len(entries))
         digits_at, at = [], 0
-        for each in digits:
-            at = part.raw.find(b'\\"%b\\"' % each, at) + 2
+        for digest_text in digits:
+            at = part.raw.find(b'\\"%b\\"' % digest_text, at) + 2
             digits_at.append(at)
         begin = part.raw.find(_STEP) + len(_STEP)
         if checksums is None or 1 in digits_at or begin < len(_STEP) or {*map(len, digits)} - {16}:
@@ -130,7 +130,7 @@ class HeaderReader:
     def _keep(self, layout: _Layout) -> None:
         self._numbers += 1
         self._known[self._numbers] = layout
-        while len(self._known) > 1 and sum(len(each.text) for each in self._known.values()) > _KEPT_NBYTES:
+        while len(self._known) > 1 and sum(len(recent.text) for recent in self._known.values()) > _KEPT_NBYTES:
             self._known.popitem(last=False)
 
 
@@ -148,17 +148,17 @@ def _blank(text: npt.NDArray[np.uint8], step_at: slice, digits_at: _Numbers) -> 
 def _values(digits: bytes, count: int) -> list[int] | None:
     """Of so many checksums; None if they are not just that."""
     try:
-        found = bytes.fromhex(digits.decode())
+        raw = bytes.fromhex(digits.decode())
     except ValueError:
         return None
-    if found.hex().encode() != digits or len(found) != 8 * count:
+    if raw.hex().encode() != digits or len(raw) != 8 * count:
         return None
-    values: list[int] = np.frombuffer(found, dtype=">u8").tolist()
+    values: list[int] = np.frombuffer(raw, dtype=">u8").tolist()
     return values
 
 
-def _numbers(found: Iterable[int]) -> _Numbers:
-    return np.fromiter(found, dtype=np.int64)
+def _numbers(numbers: Iterable[int]) -> _Numbers:
+    return np.fromiter(numbers, dtype=np.int64)
 
 
 def _empty() -> _Numbers:

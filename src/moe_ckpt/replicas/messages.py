@@ -1,4 +1,4 @@
-"""What goes over one connection: a copy is offered, accepted or refused, sent, verified, and acknowledged or not.
+"""Messages of one connection: a copy is offered, accepted or refused, sent, verified, and acknowledged or not.
 
 An offer is a fixed record and the slot's header; the bytes follow only when the holder has reserved room for them. So
 nothing is allocated before its length was checked, and a refusal costs no bytes. Nothing is unpickled.
@@ -46,7 +46,7 @@ HeldBack = Callable[[int], Transfer | None]
 
 
 class Status(enum.IntEnum):
-    """What a holder says of a copy."""
+    """The answer of a holder about a copy."""
 
     SEND = 1
     """Room is reserved, and these bytes are wanted: ``needed`` runs of them follow, ``free`` bytes in all."""
@@ -125,13 +125,13 @@ def send_copy(
         return Sent(answer)
     if answer.needed > _MOST_RUNS:
         raise ConnectionAbortedError(f"{answer.needed:,} runs of copy {sequence} are wanted")
-    wanted = list(_RUN.iter_unpack(wire.receive(_RUN.size * answer.needed)))
-    if any(not begin <= end <= nbytes for begin, end in wanted):
+    runs = list(_RUN.iter_unpack(wire.receive(_RUN.size * answer.needed)))
+    if any(not begin <= end <= nbytes for begin, end in runs):
         raise ConnectionAbortedError(f"bytes are wanted of copy {sequence} that it does not have")
-    wanted_nbytes = sum(end - begin for begin, end in wanted)
+    wanted_nbytes = sum(end - begin for begin, end in runs)
     transfer = held_back(wanted_nbytes)
     began = time.perf_counter()
-    _send_runs(wire if transfer is None else _Held(wire, transfer), share.memory.numpy().data, wanted)
+    _send_runs(wire if transfer is None else _Held(wire, transfer), share.memory.numpy().data, runs)
     answer = _answer(wire, sequence)
     held_secs = 0.0 if transfer is None else transfer.held_secs
     return Sent(answer, wanted_nbytes, time.perf_counter() - began - held_secs)
@@ -254,8 +254,12 @@ def _receive(receiver: _Receiver, offer: _Offer) -> Answer:
                 "are sent to its copy",
                 *(differ, step, link.source, link.holder, link.source),
             )
-        _say(wire, sequence, Answer(Status.SEND, len(incoming.wanted), sum(end - at for at, end in incoming.wanted)))
-        wire.send(b"".join(_RUN.pack(*run) for run in incoming.wanted))
+        _say(
+            wire,
+            sequence,
+            Answer(Status.SEND, len(incoming.requested), sum(end - at for at, end in incoming.requested)),
+        )
+        wire.send(b"".join(_RUN.pack(*run) for run in incoming.requested))
         damaged = _take(wire, incoming)
     except OSError:
         store.discard(incoming)
@@ -278,14 +282,14 @@ def _receive(receiver: _Receiver, offer: _Offer) -> Answer:
 
 def _name_at(header: SlotHeader, begin: int) -> str:
     """Of the slice that begins there."""
-    entries = ((part.begin + each.begin, each) for part in header.parts for each in header.slices(part, "a copy"))
-    return next((f"{each.name} of {each.operator}" for at, each in entries if at == begin and each.nbytes), "?")
+    entries = ((part.begin + entry.begin, entry) for part in header.parts for entry in header.slices(part, "a copy"))
+    return next((f"{entry.name} of {entry.operator}" for at, entry in entries if at == begin and entry.nbytes), "?")
 
 
 def _take(wire: Wire, incoming: Incoming) -> int | None:
     """Receive what is wanted of a copy. Returns where the first damaged slice begins; None if there is none."""
     damaged: int | None = None
-    for first, end in incoming.wanted:
+    for first, end in incoming.requested:
         for begin in range(first, end, CHUNK_NBYTES):
             chunk = incoming.memory[begin : min(begin + CHUNK_NBYTES, end)]
             if not wire.receive_into(chunk):

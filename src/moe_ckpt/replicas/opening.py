@@ -79,7 +79,7 @@ def open_replication(
         return None
     if comm.rank == 0 and placement.short:
         _say_short(placement, memory.replicas)
-    addresses = tuple((str(each["address"][0]), int(each["address"][1])) for each in ranks)
+    addresses = tuple((str(answer["address"][0]), int(answer["address"][1])) for answer in ranks)
     secret = bytes.fromhex(ranks[0]["secret"])
     roster = Roster(comm.rank, run_id, generation, placement, addresses, secret)
     return Replicator(roster, listener, make, timeout_secs, gate)
@@ -87,21 +87,21 @@ def open_replication(
 
 def _placement(ranks: list[dict[str, Any]]) -> ReplicaPlacement:
     """The same on every rank, or the same error."""
-    trouble = next((each["trouble"] for each in ranks if each["trouble"]), "")
+    trouble = next((answer["trouble"] for answer in ranks if answer["trouble"]), "")
     if trouble:
         raise StoreError(trouble)
-    for rank, each in enumerate(ranks):
-        if each["replicas"] != ranks[0]["replicas"]:
+    for rank, answer in enumerate(ranks):
+        if answer["replicas"] != ranks[0]["replicas"]:
             raise ConfigError(
-                f"Memory(replicas=...): rank 0 has {ranks[0]['replicas']}, and rank {rank} has {each['replicas']}"
+                f"Memory(replicas=...): rank 0 has {ranks[0]['replicas']}, and rank {rank} has {answer['replicas']}"
             )
-        if (each["domain"] is None) != (ranks[0]["domain"] is None):
+        if (answer["domain"] is None) != (ranks[0]["domain"] is None):
             raise ConfigError(
                 f"Memory(failure_domain=...): rank 0 has {ranks[0]['domain']!r}, and rank {rank} has "
-                f"{each['domain']!r}; set it on all ranks, or on none"
+                f"{answer['domain']!r}; set it on all ranks, or on none"
             )
-    named = [(each["node"],) if each["domain"] is None else (each["node"], each["domain"]) for each in ranks]
-    kinds = [list(kind) for kind in zip(*(each["groups"] for each in ranks), strict=True)]
+    named = [(answer["node"],) if answer["domain"] is None else (answer["node"], answer["domain"]) for answer in ranks]
+    kinds = [list(kind) for kind in zip(*(answer["groups"] for answer in ranks), strict=True)]
     return place_replicas(named, ranks[0]["replicas"], [_groups(kind) for kind in kinds])
 
 

@@ -42,7 +42,7 @@ _CUT_SECS = 5.0
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part in one life of a run; equal on every rank, except ``rank``.
+    """The ranks that take part in one life of a run; equal on every rank, except ``rank``.
 
     Attributes:
         rank: This process's.
@@ -260,7 +260,7 @@ class Replicator:
             self._newest_step = step
 
     def all_hold(self, done: Future[int]) -> bool:
-        """Whether all peers that are not given up hold the copies of ``submit``."""
+        """Returns whether all peers that are not given up hold the copies of ``submit``."""
         return done.exception() is None and done.result() >= max(1, len(self._senders) - len(self.lost))
 
     def _note(self, done: Future[int], step: int) -> None:
@@ -293,13 +293,13 @@ class Replicator:
 
     @property
     def send_bytes_per_sec(self) -> float | None:
-        """What the slowest peer took lately, all others beside it; None until it took enough to tell."""
+        """Returns the rate of the slowest peer lately, all others beside it; None until it took enough."""
         rates = [median(tuple(sender.rates)) for sender in self._senders if sender.rates]
         return min(rates, default=None)
 
     @property
     def saved_bytes(self) -> int:
-        """Of those copies, what was not sent because the peers had it (``slices.mirroring``)."""
+        """Returns the bytes of those copies that were not sent because the peers had it (``slices.mirroring``)."""
         return sum(sender.saved_bytes for sender in self._senders)
 
     # --- as a holder ---
@@ -337,15 +337,17 @@ class Replicator:
         try:
             while awaited:
                 try:
-                    found = listener.accept(roster.secret, roster.generation, awaited, lambda: self._cutter.is_over)
+                    connection = listener.accept(
+                        roster.secret, roster.generation, awaited, lambda: self._cutter.is_over
+                    )
                 except StaleHelloError as error:
                     log.warning("copies of %s were refused", str(error))
                 except OSError as error:
                     log.info("a connection for copies was refused: %s", str(error))
                 else:
-                    if found is None:
+                    if connection is None:
                         return
-                    wire, link = found
+                    wire, link = connection
                     del awaited[link.source]
                     self._receive_from(self._cutter.add(wire), link)
         finally:

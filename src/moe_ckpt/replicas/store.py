@@ -19,7 +19,7 @@ from moe_ckpt.slices.mirroring import Mirror
 log = logging.getLogger("moe_ckpt")
 
 Key = tuple[int, int, int]
-"""Rank whose copy it is, sequence of the snapshot, and ``OWN`` or the place of a slot of gradients beside that."""
+"""Rank whose copy it is, sequence of the snapshot, and ``OWN`` or the index of a slot of gradients beside that."""
 OWN = -1
 Run = tuple[int, int]
 """First byte and end."""
@@ -34,17 +34,17 @@ class Incoming:
         slot: To receive it into.
         header: Of the slot, as its source sealed it.
         extents: What it says of the bytes that come.
-        place: Of a slot of gradients beside the snapshot's own, which is ``OWN``.
+        index: Of a slot of gradients beside the snapshot's own, which is ``OWN``.
 
     Attributes:
-        wanted: Bytes that the source must send, in order: all, unless some are here already (``fill``).
+        requested: Bytes that the source must send, in order: all, unless some are here already (``fill``).
     """
 
-    def __init__(self, slot: Slot, header: bytes, extents: Extents, place: int = OWN) -> None:
-        self.slot, self.place = slot, place
+    def __init__(self, slot: Slot, header: bytes, extents: Extents, index: int = OWN) -> None:
+        self.slot, self.index = slot, index
         self.header = header
         self.memory = slot.memory.numpy().data[: extents.nbytes]
-        self.wanted: list[Run] = [(0, extents.nbytes)] if extents.nbytes else []
+        self.requested: list[Run] = [(0, extents.nbytes)] if extents.nbytes else []
         self._extents = extents
         self._left = list(range(len(extents.ends)))
         self._next = 0
@@ -61,20 +61,20 @@ class Incoming:
         if not len(order):
             return 0
         at = np.searchsorted(mirror.part.names[order], extents.names).clip(max=len(order) - 1)
-        found = order[at]
+        candidates = order[at]
         wanted_sizes = np.asarray(extents.ends) - np.asarray(extents.begins)
-        there = (mirror.part.names[found] == extents.names) & (sizes[found] == wanted_sizes)
+        is_present = (mirror.part.names[candidates] == extents.names) & (sizes[candidates] == wanted_sizes)
         memory, differ, taken = mirror.memory.numpy().data, 0, set[int]()
-        for number in np.flatnonzero(there).tolist():
-            begin = int(begins[found[number]])
-            data = memory[begin : begin + int(sizes[found[number]])]
+        for number in np.flatnonzero(is_present).tolist():
+            begin = int(begins[candidates[number]])
+            data = memory[begin : begin + int(sizes[candidates[number]])]
             if xxhash.xxh3_64_intdigest(data) == extents.checksums[number]:
                 self.memory[extents.begins[number] : extents.ends[number]] = data
                 taken.add(number)
             else:
                 differ += 1
         self._left = [number for number in self._left if number not in taken]
-        self.wanted = _joined([(extents.begins[number], extents.ends[number]) for number in self._left])
+        self.requested = _joined([(extents.begins[number], extents.ends[number]) for number in self._left])
         return differ
 
     def verify(self, arrived: int) -> int | None:
@@ -87,9 +87,9 @@ class Incoming:
             Where the first damaged slice begins; None if there is none.
         """
         begins, ends, checksums = self._extents.begins, self._extents.ends, self._extents.checksums
-        left, memory = self._left, self.memory
-        while self._next < len(left) and ends[left[self._next]] <= arrived:
-            at = left[self._next]
+        remaining, memory = self._left, self.memory
+        while self._next < len(remaining) and ends[remaining[self._next]] <= arrived:
+            at = remaining[self._next]
             if xxhash.xxh3_64_intdigest(memory[begins[at] : ends[at]]) != checksums[at]:
                 return begins[at]
             self._next += 1
@@ -98,13 +98,13 @@ class Incoming:
 
 def _joined(runs: list[Run]) -> list[Run]:
     """The same bytes, in order, in as few runs as there are gaps."""
-    found: list[Run] = []
+    joined: list[Run] = []
     for begin, end in runs:
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], end)
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
         elif end > begin:
-            found.append((begin, end))
-    return found
+            joined.append((begin, end))
+    return joined
 
 
 class ReplicaStore:
@@ -155,8 +155,8 @@ class ReplicaStore:
 
         with self._mirrored:
             self._mirrored.wait_for(is_known, timeout_secs)
-            known = self._mirrors.get(sequence, {})
-            return known.get(source) if again else known.pop(source, None)
+            mirrors = self._mirrors.get(sequence, {})
+            return mirrors.get(source) if again else mirrors.pop(source, None)
 
     def reserve(self, header: SlotHeader, raw: bytes, extents: Extents, nbytes: int) -> Incoming:
         """Make ready to receive a copy.
@@ -177,8 +177,8 @@ class ReplicaStore:
                 f"the copy of rank {header.rank}",
                 f"{nbytes:,} bytes were announced, but its header says {extents.nbytes:,}",
             )
-        place = header.place if header.only == GRADIENTS else OWN
-        return Incoming(self._slot(header.nbytes), raw, extents, place)
+        index = header.place if header.only == GRADIENTS else OWN
+        return Incoming(self._slot(header.nbytes), raw, extents, index)
 
     def _slot(self, nbytes: int) -> Slot:
         while True:
@@ -191,8 +191,8 @@ class ReplicaStore:
     def _let_go_of_spare(self) -> bool:
         """Copies that only hold older versions go before the newest is refused, the oldest first; False without any."""
         with self._lock:
-            there = sorted((key for key in self._kept if key[1] in self._spare), key=lambda key: key[1])
-            oldest = [key for key in there if key[:2] == there[0][:2]]  # with its gradients
+            spare = sorted((key for key in self._kept if key[1] in self._spare), key=lambda key: key[1])
+            oldest = [key for key in spare if key[:2] == spare[0][:2]]  # with its gradients
             gone = [self._kept.pop(key) for key in oldest]
         for slot in gone:
             slot.remove()
@@ -208,7 +208,7 @@ class ReplicaStore:
             if self._is_closed:  # a later life may own the directory by now
                 raise ConnectionAbortedError("this start of the run has ended")
             incoming.slot.seal(incoming.header)
-            self._kept[source, sequence, incoming.place] = incoming.slot
+            self._kept[source, sequence, incoming.index] = incoming.slot
 
     def discard(self, incoming: Incoming) -> None:
         """Discards a copy that did not arrive complete."""
@@ -223,7 +223,7 @@ class ReplicaStore:
         Args:
             sequences: Of snapshots.
             spare: Likewise.
-            over: (sequence, place) of slots of gradients that are not needed, though the sequence is.
+            over: (sequence, index) of slots of gradients that are not needed, though the sequence is.
         """
         with self._lock:
             self._spare = frozenset(spare)
@@ -234,7 +234,7 @@ class ReplicaStore:
     def release(self, sequence: int) -> None:
         """Let go of all copies that are older than those of ``sequence``."""
         with self._lock:
-            stays = {each for _, each, _ in self._kept if each >= sequence}
+            stays = {newer for _, newer, _ in self._kept if newer >= sequence}
         self.release_except(stays)
 
     def _give_back(self, slots: Iterable[Slot]) -> None:
@@ -245,7 +245,7 @@ class ReplicaStore:
     def held(self) -> dict[tuple[int, int], Slot]:
         """(source, sequence) -> slot of the copies that lie here, whole and verified, without gradients beside it."""
         with self._lock:
-            return {(source, sequence): slot for (source, sequence, place), slot in self._kept.items() if place == OWN}
+            return {(source, sequence): slot for (source, sequence, index), slot in self._kept.items() if index == OWN}
 
     @property
     def nbytes(self) -> int:
@@ -270,8 +270,8 @@ def decoded(raw: bytes, run_id: str, generation: int, source: int, step: int) ->
             complete checkpoint beside a partial one of the same step counts as of a later one.
     """
     header = decode_slot(raw, f"the copy of rank {source}")
-    found = header.run_id, header.rank, header.step
-    if found != (run_id, source, step) or header.generation < generation:
+    identity = header.run_id, header.rank, header.step
+    if identity != (run_id, source, step) or header.generation < generation:
         raise DamagedError(
             f"the copy of rank {source}",
             f"it is of run {header.run_id}, generation {header.generation}, rank {header.rank}, step {header.step}; "

@@ -50,8 +50,8 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for each in list(_open):
-        each.close()
+    for connection in list(_open):
+        connection.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -63,7 +63,7 @@ class StaleHelloError(ConnectionError):
 
 @dataclass(frozen=True)
 class Link:
-    """Who is connected to whom, and in which life of the run.
+    """The two ends of a connection, and in which life of the run.
 
     Attributes:
         source: Whose copies go over it.
@@ -112,10 +112,10 @@ class Wire:
 
     def receive(self, nbytes: int) -> bytes:
         """Receives small messages, and messages whose size was checked."""
-        found = bytearray(nbytes)
-        if not self.receive_into(memoryview(found)):
+        buffer = bytearray(nbytes)
+        if not self.receive_into(memoryview(buffer)):
             raise ConnectionResetError("the peer ended the connection")
-        return bytes(found)
+        return bytes(buffer)
 
     def receive_into(self, view: memoryview, *, idle: bool = False) -> bool:
         """Fill ``view``.
@@ -190,13 +190,15 @@ def _hello(secret: bytes, role: bytes, link: Link, nonce: bytes, theirs: bytes) 
 
 def _read_hello(raw: bytes, secret: bytes, role: bytes, nonce: bytes, generation: int) -> tuple[Link, bytes]:
     """Returns who speaks, and its nonce. Raises ``ConnectionError`` unless it knows the secret."""
-    magic, found, source, holder, theirs, proof = _HELLO.unpack(raw)
-    link = Link(found, source, holder)
+    magic, their_generation, source, holder, theirs, proof = _HELLO.unpack(raw)
+    link = Link(their_generation, source, holder)
     if magic != _MAGIC:
         raise ConnectionRefusedError("a process that does not belong to this run")
-    if found != generation:
-        raise StaleHelloError(f"rank {source} of generation {found} of the run; this is generation {generation}")
-    fields = struct.pack("<QII", found, source, holder)
+    if their_generation != generation:
+        raise StaleHelloError(
+            f"rank {source} of generation {their_generation} of the run; this is generation {generation}"
+        )
+    fields = struct.pack("<QII", their_generation, source, holder)
     if not hmac.compare_digest(proof, hmac.digest(secret, role + nonce + theirs + fields, "sha256")):
         raise ConnectionRefusedError(f"a process that claims to be rank {source}, but does not know the run's secret")
     return link, theirs
@@ -316,15 +318,15 @@ def own_address() -> str:
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
     master = os.environ.get("MASTER_ADDR", "")
-    found = _of_interface(interface) if interface else ""
-    if not found and master in ("localhost", "127.0.0.1", "::1"):
+    chosen = _of_interface(interface) if interface else ""
+    if not chosen and master in ("localhost", "127.0.0.1", "::1"):
         return "::1" if master == "::1" else "127.0.0.1"
     for target in (master, socket.gethostname(), "192.0.2.1"):  # the last, of no network, takes the default route
-        if found:
+        if chosen:
             break
         address = _towards(target) if target else ""
-        found = "" if address.startswith(_LOOPBACKS) else address
-    return found or "127.0.0.1"
+        chosen = "" if address.startswith(_LOOPBACKS) else address
+    return chosen or "127.0.0.1"
 
 
 def _of_interface(name: str) -> str:

@@ -132,7 +132,7 @@ class CompiledPart:
 
     def release(self) -> None:
         """Drops all references to live tensors: everything is copied."""
-        self.copies.let_go()
+        self.copies.release()
         self._shelf.release()
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How live tensors are copied into a host buffer: with few calls, worked out once per part of a plan.
+"""Copies live tensors into a host buffer: with few calls, worked out once per part of a plan.
 
 In host memory the bytes move outside the interpreter lock on one core, so that the training threads keep theirs. Which
 thread makes the calls, and when: ``slices.copier``.
@@ -67,13 +67,13 @@ class CopyProgram:
         if at_once:
             now = np.array([shelf.entries[number].key in at_once for number in numbers.tolist()], dtype=bool)
             early = zip(numbers[now].tolist(), begins[now].tolist(), strict=True)
-            self._at_once = [(moved(shelf.entries[each], begin), shelf.source(each)) for each, begin in early]
+            self._at_once = [(moved(shelf.entries[number], begin), shelf.source(number)) for number, begin in early]
             numbers, table, begins = numbers[~now], table[~now], begins[~now]
         self._numbers, self._table, self._begins = numbers, table, begins
         self._watched = ascending(table[:, BLOCK], len(shelf.blocks))
         self.is_cuda = on_cuda(table, shelf)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drops all references to live tensors: nothing more is copied from them."""
         self.__dict__.pop("steps", None)
 
@@ -83,15 +83,15 @@ class CopyProgram:
         return int(self._table[:, NBYTES].sum())
 
     def versions(self) -> npt.NDArray[np.uint32]:
-        """How often each tensor that is copied was written to."""
+        """Returns how often each tensor that is copied was written to."""
         blocks = map(self._shelf.blocks.__getitem__, self._watched.tolist())
         with torch._C.DisableTorchFunction():  # a default device would run Python for each
             return np.fromiter(map(_VERSION, blocks), np.uint32, len(self._watched))
 
     def keys(self, places: Numbers) -> Iterator[str]:
-        """Of what is copied from the tensors at ``places`` among ``versions``."""
-        there = np.isin(self._table[:, BLOCK], self._watched[places])
-        return (self._shelf.entries[number].key for number in self._numbers[there].tolist())
+        """Returns the keys of what is copied from the tensors at ``places`` among ``versions``."""
+        is_copied = np.isin(self._table[:, BLOCK], self._watched[places])
+        return (self._shelf.entries[number].key for number in self._numbers[is_copied].tolist())
 
     @cached_property
     def steps(self) -> tuple[CopyStep, ...]:
@@ -235,5 +235,5 @@ def _lock_ends(memory: torch.Tensor) -> list[int]:
 
 
 def target(entry: SliceEntry, memory: torch.Tensor) -> torch.Tensor:
-    """Where in a part's memory the slice goes, as a tensor of its type and shape."""
+    """Returns the place of the slice in a part's memory, as a tensor of its type and shape."""
     return memory[entry.begin : entry.end].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)

@@ -37,7 +37,7 @@ def _killed_there(process: int, _: int, root: str) -> tuple:
     life.session.close(5.0)
     join(root, "second", process, 2)
     if process == 1:
-        MemoryFiles.take_left = lambda self, own: os.kill(os.getpid(), signal.SIGKILL)
+        MemoryFiles.take_left = lambda self, same_rank: os.kill(os.getpid(), signal.SIGKILL)
     try:
         Life(root, False, 1, MEMORY, Dense(every_n_steps=1))
         raised = False
@@ -46,7 +46,7 @@ def _killed_there(process: int, _: int, root: str) -> tuple:
     held = _held(root, process)
     join(root, "third", 0, 1)
     last = Life(root, False, 2, MEMORY, Dense(every_n_steps=1))
-    found = [each.header.step for each in last.session.tier.left.found]
+    found = [each.header.step for each in last.session.tier.left_slots.slots]
     last.session.close(1.0)
     return raised, held, found[:1]
 

@@ -300,8 +300,8 @@ def test_copies_outlive_their_holder_and_say_whose_they_are(failing):
     """Rank 3 was killed; whoever starts on its node next finds what rank 1 had sent there, and rank 3's own."""
     files = MemoryFiles(str(failing[0]["root"] / "node_1"), RUN, 8, "another-life", 0, "a-store")
     try:
-        files.take_left(own=True)
-        found = files.take_left(own=False)
+        files.take_left(same_rank=True)
+        found = files.take_left(same_rank=False)
         assert {(each.header.rank, each.header.step) for each in found} == {(1, 1), (1, 3), (3, 1)}
         for each in found:
             expected = bytes_of(each.header.rank, each.header.step, LARGE)

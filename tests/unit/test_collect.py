@@ -307,11 +307,11 @@ def test_what_is_known_spares_reading_and_is_kept_up_to_date(storage):
     known = Known()
     for step in (1, 2, 3):
         commit(storage, step)
-    collect(storage, RetentionPolicy(keep_last=2), NOW, known=known)
+    collect(storage, RetentionPolicy(keep_last=2), NOW, memo=known)
     assert sorted(known.records) == sorted(known.names) == ["step_00000002", "step_00000003"]
     commit(storage, 4)
     watched = FaultyStorage(storage, fail_at=None, verbs={"read", "list"})
-    collect(watched, RetentionPolicy(keep_last=2), NOW, known=known)
+    collect(watched, RetentionPolicy(keep_last=2), NOW, memo=known)
     assert {path.partition("/")[0] for _, path in watched.calls} == {"", "step_00000004"}
     assert sorted(known.records) == sorted(known.names) == sorted(tree(storage)) == ["step_00000003", "step_00000004"]
 
@@ -321,10 +321,10 @@ def test_what_a_failed_collection_left_is_looked_at_again(storage):
     for step in (1, 2, 3):
         commit(storage, step)
     known = Known()
-    collect(storage, RetentionPolicy(keep_last=5), NOW, known=known)
+    collect(storage, RetentionPolicy(keep_last=5), NOW, memo=known)
     with pytest.raises(OSError, match="injected"):
-        collect(FaultyStorage(storage, 4, verbs={"delete"}), LAST, NOW, known=known)
-    collect(storage, LAST, NOW, known=known)
+        collect(FaultyStorage(storage, 4, verbs={"delete"}), LAST, NOW, memo=known)
+    collect(storage, LAST, NOW, memo=known)
     assert tree(storage) == {"step_00000003": WHOLE}
 
 
@@ -415,14 +415,14 @@ def test_other_ranks_delete_their_own_files(storage):
             for rank in (1, 2):
                 storage.write(f"{step_dir(step, 0)}/{name.replace('00000', f'0000{rank}')}", [b"theirs"])
     known = Known()
-    report = collect(storage, LAST, NOW, known=known, others=others)
-    assert report.left == {
+    report = collect(storage, LAST, NOW, memo=known, others=others)
+    assert report.delegated == {
         "step_00000001": (False, ["non_expert", "state"]),
         "step_00000002": (True, ["expert", "non_expert", "state"]),
     }
     left = storage.list("step_00000002")
     assert left == sorted(others), "their files and nothing else"
-    for directory, (whole, groups) in report.left.items():
+    for directory, (whole, groups) in report.delegated.items():
         for group in groups:
             storage.delete(group_path(directory, 1, group))
         if whole:
@@ -431,7 +431,7 @@ def test_other_ranks_delete_their_own_files(storage):
     assert [name for name in storage.list("step_00000001") if name != PART_NAME] == [
         f"rank_0000{rank}_expert.safetensors" for rank in range(3)
     ]
-    assert collect(storage, LAST, NOW, known=known, others=others).left == {}
+    assert collect(storage, LAST, NOW, memo=known, others=others).delegated == {}
 
 
 def test_what_other_ranks_did_not_delete_is_told_again(storage):
@@ -441,6 +441,6 @@ def test_what_other_ranks_did_not_delete_is_told_again(storage):
         storage.write(state_path(step_dir(step, 0), 1), [b"theirs"])
     known = Known()
     for _ in range(2):
-        assert collect(storage, LAST, NOW, known=known, others=others).left == {"step_00000001": (True, ["state"])}
-    assert collect(storage, LAST, NOW, known=known).deleted == (state_path("step_00000001", 1),)
+        assert collect(storage, LAST, NOW, memo=known, others=others).delegated == {"step_00000001": (True, ["state"])}
+    assert collect(storage, LAST, NOW, memo=known).deleted == (state_path("step_00000001", 1),)
     assert storage.list() == ["step_00000002"]

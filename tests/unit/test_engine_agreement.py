@@ -278,8 +278,8 @@ def test_a_restarted_meter_knows_what_was_measured_before():
     before.resolved(0.75)
     before.record_transfers([Resolution(0, 9, "s", True, None, 0.75, nbytes=600, copy_secs=0.5, write_secs=2.0)])
     meter = Meter()
-    assert meter.known == {}
-    meter.resume(before.known)
+    assert meter.measurements == {}
+    meter.resume(before.measurements)
     assert meter.measured() == before.measured() == Measured(1.0, 0.5, 0.75, 1200.0, 300.0, 1.0, 0.25)
     now = laps(meter, [(60.0, False)] * 5, now)
     assert meter.measured() == before.measured()

@@ -336,10 +336,10 @@ def test_what_one_rank_cannot_take_over_stops_all(where, tmp_path, monkeypatch, 
     store, _ = where
     take_left, raised = MemoryFiles.take_left, {}
 
-    def failing(self, *, own):
-        if self.rank == 1 and not own:
+    def failing(self, *, same_rank):
+        if self.rank == 1 and not same_rank:
             raise OSError(5, "Input/output error")
-        return take_left(self, own=own)
+        return take_left(self, same_rank=same_rank)
 
     monkeypatch.setattr(MemoryFiles, "take_left", failing)
     nodes = [tmp_path / "here", tmp_path / "there"]

@@ -103,7 +103,7 @@ def test_memory_is_let_go_of_for_the_next_session_of_the_process(tmp_path, monke
     held = [path for _, _, path in rank_directories(run) if holder_of(path)]
     with Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings) as last:
         assert held == []
-        assert [found.header.step for found in last.session.tier.left.found][:1] == [3]
+        assert [found.header.step for found in last.session.tier.left_slots.slots][:1] == [3]
 
 
 @pytest.mark.parametrize("what", ["threads", "observer", "memory"])

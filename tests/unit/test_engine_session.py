@@ -216,7 +216,7 @@ def test_a_second_life_knows_what_the_first_one_measured(tmp_path):
     """So that an interval or a window is right at once, not only after another checkpoint was timed."""
     with Life(LocalStorage(tmp_path), policy=Heard(Dense(2))) as life:
         life.go(8, settle=True)
-        known = life.session._booking.meter.known
+        known = life.session._booking.meter.measurements
     [*_, newest] = manifests(tmp_path)
     without_peers_and_probes = vars(Measured()).keys() - {"send_bytes_per_sec", "copy_interference_secs"}
     assert newest.measured.keys() == known.keys() == without_peers_and_probes

@@ -107,7 +107,7 @@ def run(policy: MoEtion, slopes: tuple[float, float], noise: float = 0.0, restar
     told, sizes = [], weighing(MODEL)
     for step in range(1, STEPS + 1):
         if step == restart_at:
-            known, meters = meters[0].known | {"copy_interference_secs": told[-1].copy_interference_secs}, two()
+            known, meters = meters[0].measurements | {"copy_interference_secs": told[-1].copy_interference_secs}, two()
             for meter in meters:
                 meter.resume(known)
         measured = _agreed(meters)

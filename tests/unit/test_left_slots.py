@@ -24,10 +24,10 @@ def test_who_deletes_slots_is_the_last_to_know_them(taken):
     left = LeftSlots([_found(at) for at in range(3)], delete)
     if taken is not None:
         left.take_over = lambda over: over[taken:]
-    used = left.found[0]
+    used = left.slots[0]
     left.keep([used])
     assert len(known) == 2 - (taken or 0)
-    assert left.found == (used,)
+    assert left.slots == (used,)
 
 
 def _found(number: int) -> FoundSlot:

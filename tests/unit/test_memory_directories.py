@@ -127,8 +127,8 @@ def test_a_life_that_begins_while_others_remove_keeps_its_directory(root):
             slot = begun.make(4096)
             begun.open_arena(1 << 20)
             begun.grow(4096)
-            begun.take_left(own=True)
-            begun.take_left(own=False)
+            begun.take_left(same_rank=True)
+            begun.take_left(same_rank=False)
             assert slot.is_there, generation
             assert not begun.arena.is_gone, generation
             begun.close(keep=False)
@@ -288,8 +288,8 @@ def test_an_odd_entry_of_one_directory_costs_no_other(root, caplog):
     (odd / LOCK).mkdir()
     (odd.parent / "rank_00000" / "directory").mkdir()
     begun = life_of(root, 1, rank=0)
-    begun.take_left(own=True)
-    begun.take_left(own=False)
+    begun.take_left(same_rank=True)
+    begun.take_left(same_rank=False)
     assert [path.parent.name + "/" + path.name for path in begun.paths[1:]] == [
         "000000/rank_00000",
         "000000/rank_00002",
@@ -353,7 +353,7 @@ def test_a_copy_of_the_store_leaves_the_slots_of_the_first_alone(where, tmp_path
     shutil.copytree(where[0], copy)
     with caplog.at_level(logging.INFO, "moe_ckpt"), life((copy, where[1])) as other:
         assert isinstance(other.session.tier, MemoryTier)
-        assert other.session.tier.left.found == ()
+        assert other.session.tier.left_slots.slots == ()
         assert other.session._resources.generation == 1, "a life of the same number would meet the other's directory"
         come_back(other)
         assert_state(other, EVERYTHING_AT_6)
@@ -362,7 +362,7 @@ def test_a_copy_of_the_store_leaves_the_slots_of_the_first_alone(where, tmp_path
     assert f"it belongs to the store {where[0]}" in caplog.text
     assert {path: path.read_bytes() for path in files(where[1])} == before
     with life(where) as again:
-        assert len(again.session.tier.left.found) >= 1
+        assert len(again.session.tier.left_slots.slots) >= 1
         come_back(again)
         again.finish()
     assert files(where[1]) == []

@@ -79,7 +79,7 @@ class Boosting:
         Args:
             plain: This rank's plain state in the checkpoint, or the one that stands in for it.
             lacking: ``[L, E]`` tokens that the loaded experts lack; None if none.
-            run_ledger: Gets the tokens to make up, ``owed``.
+            run_ledger: Gets the tokens to make up, ``deficit``.
             ranks: That wrote the checkpoint; None if as many as now.
             of_rank: Reads the plain state of one of them; None where that cannot be read.
         """
@@ -98,7 +98,7 @@ class Boosting:
         self._set_up(stored, fresh)
         owed = self._summed([self._state()])
         if owed.any():
-            self._run_ledger, run_ledger.owed = run_ledger, owed
+            self._run_ledger, run_ledger.deficit = run_ledger, owed
             messages.say_boosted(self._boost, int(owed.sum()), int((owed > 0).sum()), self._comm.rank)
 
     def _stored_elsewhere(self, own: Plain, ranks: int, of_rank: Callable[[int], Plain] | None) -> Iterable[Plain]:
@@ -154,13 +154,13 @@ class Boosting:
                 why = "it ran a training step without reading moe_boost, as compiled modules do"
             if why is not None:
                 self._give_up(at, why)
-        if self._run_ledger.owed is None or not self._run_ledger.owed.any():
+        if self._run_ledger.deficit is None or not self._run_ledger.deficit.any():
             self.close()
             self._layers = {}
             return tokens
         tables = {at: torch.cat([layer.backlog, layer.backlog.new_zeros(1)]) for at, layer in self._layers.items()}
         owed = counts_on_host(tables, self._shape)
-        return tokens.then(lambda found: replace(found, owed=owed.result()))
+        return tokens.then(lambda found: replace(found, deficit=owed.result()))
 
     def _give_up(self, at: int, why: str) -> None:
         """It turned out in the first forward pass that the router cannot take a boost, on every rank alike."""

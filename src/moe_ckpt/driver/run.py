@@ -250,8 +250,8 @@ class Driver:
             if finished is not None:
                 goes_on, besides = self._host.go_on_from_end(manifest, finished, changes, plt)
             if not goes_on:
-                if self.session.tier.left is not None:  # of a rank that died after the end had been noted
-                    self.session.tier.left.remove()
+                if self.session.tier.left_slots is not None:  # of a rank that died after the end had been noted
+                    self.session.tier.left_slots.remove()
                 return
             messages.say_resumed(
                 self._unit,

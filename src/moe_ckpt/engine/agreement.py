@@ -1,4 +1,4 @@
-"""What the ranks send each other once per step, so that all plan from the same numbers.
+"""The numbers that ranks send each other once per step, so that all plan from the same numbers.
 
 ``StepConsensus`` declares it: its fields say how values of all ranks become one, and what is sent follows from that.
 Token counts are summed; everything else is sent as numbers of which a maximum is right. On several ranks, and where
@@ -30,7 +30,7 @@ _MOST_ENDED = 32
 
 
 class Way(NamedTuple):
-    """How a field travels: as whole numbers, the largest of which over all ranks says what the ranks agree on.
+    """The form in which a field travels: as whole numbers, the largest of which over all ranks is what they agree on.
 
     Attributes:
         pack: Makes the number of a value, or its numbers: as many for any value that ranks may have at the same step.
@@ -113,7 +113,7 @@ differently."""
 
 @dataclass(frozen=True)
 class StepConsensus:
-    """What a rank says at the end of a step, and what the ranks agree on: equal on every rank then.
+    """A rank's message at the end of a step, and what the ranks agree on: equal on every rank then.
 
     Attributes:
         busy: Some rank cannot take another snapshot now.
@@ -177,13 +177,13 @@ class StepTokens:
         soft: ``[L, E]`` of their gate weights, in whole numbers of any unit; None if the policy does not go by them.
         assigned: ``[L, E]`` tokens that the router assigned, those too that were dropped or whose step was skipped;
             None if they are the same.
-        owed: ``[L, E]`` tokens that experts have still to make up after the step; None if none has or had any.
+        deficit: ``[L, E]`` tokens that experts have still to make up after the step; None if none has or had any.
     """
 
     applied: Counts
     soft: Counts | None = None
     assigned: Counts | None = None
-    owed: Counts | None = None
+    deficit: Counts | None = None
 
     @property
     def popularity(self) -> Counts:
@@ -191,7 +191,7 @@ class StepTokens:
 
     def of_iteration(self, updated: bool) -> StepTokens:
         """With ``assigned``, which ranks must have alike; without an update nothing was applied."""
-        return StepTokens(self.applied * int(updated), self.soft, self.popularity, self.owed)
+        return StepTokens(self.applied * int(updated), self.soft, self.popularity, self.deficit)
 
     def joined(self) -> Counts:
         """All of it in one array, for ``split``."""
@@ -229,10 +229,10 @@ class StepAgreement:
         self._sent = step, tokens, agreed
         applied: Future[Counts] = Future()
 
-        def deliver(found: Future[tuple[Counts, Counts]]) -> None:
-            error = found.exception()
+        def deliver(reduced: Future[tuple[Counts, Counts]]) -> None:
+            error = reduced.exception()
             if error is None:
-                applied.set_result(tokens.result().split(found.result()[0]).applied)
+                applied.set_result(tokens.result().split(reduced.result()[0]).applied)
             else:
                 applied.set_exception(error)
 

@@ -1,4 +1,4 @@
-"""What happens to a checkpoint that is due while storage is behind with earlier ones."""
+"""The handling of a checkpoint that is due while storage is behind with earlier ones."""
 
 from __future__ import annotations
 

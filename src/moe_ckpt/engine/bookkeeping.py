@@ -72,10 +72,10 @@ class Bookkeeper:
 
     @property
     def measured(self) -> dict[str, float]:
-        """What a restarted run begins with: what this rank measured, and the interference of copying as ranks agreed on
-        it, for that is not measured again."""
+        """Returns measurements for a restarted run: what this rank measured, and the interference of copying as ranks
+        agreed on it, for that is not measured again."""
         agreed = self._consensus.measured.copy_interference_secs
-        return self.meter.known | ({} if agreed is None else {"copy_interference_secs": agreed})
+        return self.meter.measurements | ({} if agreed is None else {"copy_interference_secs": agreed})
 
     @property
     def late(self) -> bool:
@@ -148,8 +148,8 @@ class Bookkeeper:
             step, tokens, consensus = received
             self.run_ledger.routed(tokens.applied, tokens.soft, tokens.popularity)
             self.run_ledger.exact(step)
-            if tokens.owed is not None:
-                self.run_ledger.owed = tokens.owed
+            if tokens.deficit is not None:
+                self.run_ledger.deficit = tokens.deficit
             if pipeline.memory is not None:
                 self.settle(pipeline.memory, consensus.in_memory)
             self._resolve(consensus)

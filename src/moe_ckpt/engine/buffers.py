@@ -107,8 +107,8 @@ class BufferPool:
             return False
 
     def acquire(self, sizes: Sequence[int], require: Callable[[int], None] | None = None) -> list[Buffer] | None:
-        """As ``take``, of memory that is made if need be; None if the budget has no room for all of them. Not for the
-        training thread.
+        """Takes buffers as ``take`` does, making memory if need be; None if the budget has no room for all of them. Not
+        for the training thread.
 
         Args:
             sizes: See ``take``.
@@ -188,8 +188,8 @@ class BufferPool:
         """
         arena, files = self._arenas[0], self._files
         with self._lock:
-            lent, free = sum(self._lent.values()), self.budget_bytes - self._lent_nbytes
-        lacking = min(count - lent, free // max(1, nbytes))
+            in_use, free = sum(self._lent.values()), self.budget_bytes - self._lent_nbytes
+        lacking = min(count - in_use, free // max(1, nbytes))
         sizes = next(
             (sizes for more in range(1, lacking + 1) if arena.end_for(sizes := [nbytes] * more) > arena.ready), None
         )

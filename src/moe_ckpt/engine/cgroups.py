@@ -1,4 +1,4 @@
-"""How much memory a container, a scheduler's job, or the machine still leaves this process."""
+"""Reads how much memory a container, a scheduler's job, or the machine still leaves this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_LIMIT = 1 << 60
 
 
 def free_bytes(
-    root: str = "/sys/fs/cgroup", left_bytes: int = 0, own: str = "/proc/self/cgroup", *, any_cache: bool = False
+    root: str = "/sys/fs/cgroup", left_bytes: int = 0, membership: str = "/proc/self/cgroup", *, any_cache: bool = False
 ) -> int | None:
     """Bytes left under the lowest memory limit of this process's cgroups once ``left_bytes`` are freed; None without.
 
@@ -22,12 +22,12 @@ def free_bytes(
     Args:
         root: Where cgroups are mounted.
         left_bytes: That will be freed.
-        own: Names the process's cgroups.
+        membership: Names the process's cgroups.
         any_cache: Page cache in use makes room, too, and not only what nobody has used lately.
     """
     names = ("inactive_file", "active_file") if any_cache else ("inactive_file",)
-    found = [_left_below(place, left_bytes, names) for place in _cgroups(root, own)]
-    return min((free for free in found if free is not None), default=None)
+    limits = [_left_below(cgroup, left_bytes, names) for cgroup in _cgroups(root, membership)]
+    return min((free for free in limits if free is not None), default=None)
 
 
 def available_bytes(meminfo: str = "/proc/meminfo") -> int | None:
@@ -43,38 +43,38 @@ def available_bytes(meminfo: str = "/proc/meminfo") -> int | None:
     return None
 
 
-def _cgroups(root: str, own: str) -> list[Path]:
+def _cgroups(root: str, membership: str) -> list[Path]:
     """Where the limits of this process may be. In a container its own cgroup is mounted as the root."""
     places = [Path(root), Path(root, "memory")]
-    with contextlib.suppress(OSError, ValueError), open(own) as lines:
+    with contextlib.suppress(OSError, ValueError), open(membership) as lines:
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if controllers in ("", "memory"):
                 inside = Path(path.lstrip("/"))
                 bases = (Path(root, controllers), Path(root, "unified")) if not controllers else (Path(root, "memory"),)
-                places += (base / each for base in bases for each in (inside, *inside.parents))
+                places += (base / folder for base in bases for folder in (inside, *inside.parents))
     return list(dict.fromkeys(places))
 
 
-def _left_below(place: Path, left_bytes: int, reclaimed: Sequence[str]) -> int | None:
+def _left_below(cgroup: Path, left_bytes: int, reclaimed: Sequence[str]) -> int | None:
     """What one cgroup's limit leaves; None if it has none. reclaimed: page cache of memory.stat that makes room."""
     for limit_name, used_name, prefix in _LIMITS:
         try:
-            limit, used = ((place / name).read_text().strip() for name in (limit_name, used_name))
+            limit, used = ((cgroup / name).read_text().strip() for name in (limit_name, used_name))
             if limit == "max" or int(limit) >= _NO_LIMIT:
                 return None
             # What was left may count elsewhere: in the cgroup of the life that died.
-            free = int(limit) - max(0, int(used) - _reclaimed(place, prefix, reclaimed) - left_bytes)
+            free = int(limit) - max(0, int(used) - _reclaimed(cgroup, prefix, reclaimed) - left_bytes)
         except (OSError, ValueError):
             continue
         return max(0, free)
     return None
 
 
-def _reclaimed(place: Path, prefix: str, names: Sequence[str]) -> int:
+def _reclaimed(cgroup: Path, prefix: str, names: Sequence[str]) -> int:
     """Page cache counts as used, and is reclaimed when memory is needed."""
     try:
-        stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         return sum(int(stat.get(prefix + name, 0)) for name in names)
     except (OSError, ValueError):
         return 0

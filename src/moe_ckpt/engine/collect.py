@@ -31,21 +31,21 @@ from moe_ckpt.storage.steps import each_step
 
 @dataclass(frozen=True)
 class CollectReport:
-    """What a collection did. All but the last two are step directories, oldest first.
+    """The outcome of a collection. All but the last two are step directories, oldest first.
 
     Attributes:
         damaged: Their manifest exists but is not what was written; left untouched, with all that is older. When one is
             of another format version, nothing at all was deleted.
         deleted: File paths.
-        left: To the other ranks, of whose files nothing was deleted: step directory -> (True if nothing else is in it,
-            groups that go).
+        delegated: To the other ranks, of whose files nothing was deleted: step directory -> (True if nothing else is in
+            it, groups that go).
     """
 
     retained: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
     deleted: tuple[str, ...] = ()
-    left: Mapping[str, tuple[bool, Sequence[str]]] = field(default_factory=dict)
+    delegated: Mapping[str, tuple[bool, Sequence[str]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -68,7 +68,7 @@ def collect(
     now_unix_secs: float,
     *,
     abandoned: Collection[str] = (),
-    known: Known | None = None,
+    memo: Known | None = None,
     others: frozenset[str] = frozenset(),
 ) -> CollectReport:
     """Delete the checkpoints that ``retention`` drops, and every file that no remaining checkpoint names.
@@ -79,31 +79,31 @@ def collect(
         abandoned: Directories of saves that failed and that no rank writes to any more. Other directories newer than
             the newest commit are left alone, for a faster rank may have begun the next step.
         others: Names of files that are not deleted here, because the ranks that wrote them will be told to (see
-            ``left``).
+            ``delegated``).
 
     Raises:
         OSError: while reading: nothing was deleted. While deleting: what was deleted was rightly so.
     """
-    known = Known() if known is None else known
-    contents = _read_store(storage, known, abandoned)
+    memo = Known() if memo is None else memo
+    contents = _read_store(storage, memo, abandoned)
     if contents.is_foreign:
         return CollectReport(damaged=contents.damaged)
     unjudged = contents.needed_by_damaged()
     stay = retained(tuple(contents.records.values()), retention, now_unix_secs)
-    kept = [contents.records[directory] for directory in contents.records if directory in stay]
+    remaining = [contents.records[directory] for directory in contents.records if directory in stay]
     dropped = tuple(directory for directory in contents.records if directory not in stay | unjudged)
     untouchable = unjudged | (contents.begun_after_newest() - set(abandoned))
-    gone = groups_to_delete(contents.groups(), kept, untouchable)
-    deleted, left = _delete(storage, contents, gone, others, known)
+    gone = groups_to_delete(contents.groups(), remaining, untouchable)
+    deleted, delegated = _delete(storage, contents, gone, others, memo)
     for directory in contents.names:
         if directory not in untouchable:
-            _tidy(storage, contents, directory, known)
+            _tidy(storage, contents, directory, memo)
     for directory in dropped:
-        known.records.pop(directory, None)
-    return CollectReport(tuple(record.directory for record in kept), dropped, contents.damaged, deleted, left)
+        memo.records.pop(directory, None)
+    return CollectReport(tuple(record.directory for record in remaining), dropped, contents.damaged, deleted, delegated)
 
 
-def clean_start(storage: Storage, known: Known | None = None) -> CollectReport:
+def clean_start(storage: Storage, memo: Known | None = None) -> CollectReport:
     """Remove what dead writers left: the files of uncommitted steps (except files that a commit names) and temporaries.
 
     Called by rank 0 at the start of a run, with the store's lock held and before any rank writes.
@@ -111,30 +111,30 @@ def clean_start(storage: Storage, known: Known | None = None) -> CollectReport:
     Raises:
         OSError: while reading: nothing was deleted.
     """
-    known = Known() if known is None else known
-    contents = _read_store(storage, known)
+    memo = Known() if memo is None else memo
+    contents = _read_store(storage, memo)
     if contents.damaged:
         return CollectReport(tuple(contents.records), (), contents.damaged)
     committed = set(contents.records)
     gone = groups_to_delete(contents.groups(), contents.records.values(), committed)
-    deleted, _ = _delete(storage, contents, gone, frozenset(), known)
+    deleted, _ = _delete(storage, contents, gone, frozenset(), memo)
     storage.clean_temporaries("")
     for directory in contents.names:
         if directory in committed:
             storage.clean_temporaries(directory)
         else:
-            _tidy(storage, contents, directory, known)
+            _tidy(storage, contents, directory, memo)
     return CollectReport(tuple(contents.records), (), (), deleted)
 
 
 def grouped(names: Collection[str]) -> dict[str, frozenset[str]]:
     """The files of this format among ``names`` in a step directory, by group."""
-    found: dict[str, set[str]] = {}
+    by_group: dict[str, set[str]] = {}
     for name in names:
         group = group_of(name)
         if group is not None:
-            found.setdefault(group, set()).add(name)
-    return {group: frozenset(those) for group, those in found.items()}
+            by_group.setdefault(group, set()).add(name)
+    return {group: frozenset(members) for group, members in by_group.items()}
 
 
 def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:
@@ -183,86 +183,86 @@ class _Contents:
         return {directory for directory in self.names if age_of(directory) > newest}
 
 
-def _read_store(storage: Storage, known: Known, abandoned: Collection[str] = ()) -> _Contents:
+def _read_store(storage: Storage, memo: Known, abandoned: Collection[str] = ()) -> _Contents:
     """List every step directory, and decode every manifest, that is not known.
 
     Directories of steps after the newest that is known are not looked into unless they were ``abandoned``, or have a
     manifest that is not known: what is being written must not be touched.
     """
     contents = _Contents()
-    newest = max((record.order for record in known.records.values()), default=None)
+    newest = max((record.order for record in memo.records.values()), default=None)
 
     def look(directory: str) -> Names:
-        if directory in known.names:
-            return known.names[directory]
+        if directory in memo.names:
+            return memo.names[directory]
         is_begun = newest is not None and age_of(directory) > newest and directory not in abandoned
         if is_begun and not storage.exists(f"{directory}/{MANIFEST_NAME}"):
             return {}
         names = storage.list(directory)
-        found = grouped(names)
-        if sum(map(len, found.values())) < len(names):
+        groups = grouped(names)
+        if sum(map(len, groups.values())) < len(names):
             contents.strewn.add(directory)
-        return found
+        return groups
 
     contents.names = each_step(storage, look)
     parts: dict[PartRecord, Part] = {}
     for directory, names in contents.names.items():
         if MANIFEST_NAME not in names:
-            known.records.pop(directory, None)
+            memo.records.pop(directory, None)
             continue
         try:
-            if directory not in known.records:
+            if directory not in memo.records:
                 manifest = read_manifest(storage, directory, parts)
-                known.records[directory] = record_of(manifest, needed_of(manifest))
+                memo.records[directory] = record_of(manifest, needed_of(manifest))
         except (DamagedError, FormatVersionError) as error:
             contents.damaged += (directory,)
             contents.is_foreign |= isinstance(error, FormatVersionError)
             continue
-        contents.records[directory] = known.records[directory]
-    for directory in known.records.keys() - contents.records.keys():
-        del known.records[directory]
+        contents.records[directory] = memo.records[directory]
+    for directory in memo.records.keys() - contents.records.keys():
+        del memo.records[directory]
     needed = frozenset[str]().union(*(record.directories for record in contents.records.values()))
-    known.names = {name: contents.names[name] for name in contents.names if name in needed - contents.strewn}
+    memo.names = {name: contents.names[name] for name in contents.names if name in needed - contents.strewn}
     return contents
 
 
 def _delete(
-    storage: Storage, contents: _Contents, gone: Collection[str], others: frozenset[str], known: Known
+    storage: Storage, contents: _Contents, gone: Collection[str], others: frozenset[str], memo: Known
 ) -> tuple[tuple[str, ...], dict[str, tuple[bool, Sequence[str]]]]:
     """Delete the groups, commit records first and older checkpoints before newer ones."""
     by_directory: dict[str, set[str]] = {}
-    for each in gone:
-        directory, _, group = each.partition("/")
+    for group_path in gone:
+        directory, _, group = group_path.partition("/")
         by_directory.setdefault(directory, set()).add(group)
     going = {directory: by_directory[directory] for directory in contents.names if directory in by_directory}
     records = [f"{directory}/{MANIFEST_NAME}" for directory, groups in going.items() if MANIFEST_NAME in groups]
-    own = cache(lambda names: names - others)  # often the same names in all directories
+    without_others = cache(lambda names: names - others)  # often the same names in all directories
     rest = [
         f"{directory}/{name}"
         for directory, groups in going.items()
-        for name in sorted(chain(*(own(contents.names[directory][g]) for g in groups if g != MANIFEST_NAME)))
+        for name in sorted(chain(*(without_others(contents.names[directory][g]) for g in groups if g != MANIFEST_NAME)))
     ]
     for directory in going:
-        known.names.pop(directory, None)  # looked at again, unless all went well
+        memo.names.pop(directory, None)  # looked at again, unless all went well
     for path in (*records, *rest):
         storage.delete(path)
-    left: dict[str, tuple[bool, Sequence[str]]] = {}
+    delegated: dict[str, tuple[bool, Sequence[str]]] = {}
     for directory, groups in going.items():
         names = contents.names[directory]
         stay = {group: names[group] for group in names if group not in groups}
         contents.names[directory] = stay
         if stay and directory not in contents.strewn:
-            known.names[directory] = stay
+            memo.names[directory] = stay
         theirs = [group for group in GROUPS if group in groups and not others.isdisjoint(names[group])]
         if theirs:
-            left[directory] = (not stay, theirs)
-    return (*records, *rest), left
+            delegated[directory] = (not stay, theirs)
+    return (*records, *rest), delegated
 
 
-def _tidy(storage: Storage, contents: _Contents, directory: str, known: Known) -> None:
+def _tidy(storage: Storage, contents: _Contents, directory: str, memo: Known) -> None:
     """Remove temporaries, and then the directory, if nothing of this format is left in it."""
     if directory in contents.strewn:
         storage.clean_temporaries(directory)
     if not contents.names[directory]:
         storage.delete_dir(directory)  # which leaves it alone if it holds other files
-        known.names.pop(directory, None)
+        memo.names.pop(directory, None)

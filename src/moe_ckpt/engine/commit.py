@@ -37,7 +37,7 @@ from moe_ckpt.storage.base import Storage
 
 
 class CoverDiffersError(CoverageError):
-    """What the ranks wrote is not what was planned; what is wrong is not known yet."""
+    """The ranks did not write what was planned; what is wrong is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SavedOperators:
         self._found: Callable[[tuple[str, ...]], tuple[Fragment, Counts]]
 
     def of(self, request: SnapshotRequest, claims: Claims) -> tuple[Fragment, Counts]:
-        """As a list of ids, for documents, and by place. Found once for the newest few requests."""
+        """Returns operators as a list of ids, for documents, and by place. Found once for the newest few requests."""
         if claims.operators != self._claimed:
             self._claimed, self._found = claims.operators, Remembered(partial(self._find, claims.operators))
         return self._found(request.operators)
@@ -92,7 +92,7 @@ class SavedOperators:
 
 @dataclass
 class Committer:
-    """What is committed so far, and how the next step joins it. Lives on rank 0's persist thread.
+    """Commits steps, and knows what is committed so far. Lives on rank 0's persist thread.
 
     Attributes:
         parent: Directory of the checkpoint that this life of the run returned to; for a generation that was begun
@@ -174,7 +174,7 @@ class Committer:
             self._slots = [*before, slot]
             if request.slot + 1 < request.window.size:
                 return None
-        view = (self._nothing if request.window else self._view).beneath(each.part for each in (*before, slot))
+        view = (self._nothing if request.window else self._view).beneath(written.part for written in (*before, slot))
         missing = view.versions.lacks(self.catalog.sets.places(snapshot.plan.claims.operators))
         if missing:
             raise CoverageError(where, tuple(f"{op} has never been saved" for op in sorted(missing)))
@@ -183,7 +183,9 @@ class Committer:
             self.parent = self._newest.directory
         manifest = self._manifest(request, view, tokens, before)
         try:
-            self.require_whole(manifest, view.needed() | {each.directory: dict(each.names) for each in (*before, slot)})
+            self.require_whole(
+                manifest, view.needed() | {written.directory: dict(written.names) for written in (*before, slot)}
+            )
         except FilesGoneError:
             self._forget()
             raise

@@ -1,4 +1,4 @@
-"""What a session is given when it is made, in one record for all its parts."""
+"""The context of a session: what it gets when it is made, in one record for all its parts."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ class RunContext:
 
     @cached_property
     def model(self) -> ModelRecord:
-        """What manifests say of the model."""
+        """Returns what manifests say of the model."""
         layers = tuple(LayerRecord(layer.name, layer.experts, layer.top_k) for layer in self.catalog.layers)
         return ModelRecord(self.catalog.fingerprint(), layers, dict(self.aliases))

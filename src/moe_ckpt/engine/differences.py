@@ -15,37 +15,37 @@ _SHOWN = 3
 
 
 def describe_differences(storage: Storage, directories: Sequence[str], here: Shapes) -> str:
-    """How the parameters of the newest readable checkpoint differ from ``here``; "" where that cannot be told.
+    """Describes how the newest readable checkpoint's parameters differ from ``here``; "" where that cannot be told.
 
     Args:
         directories: Step directories, oldest first. For a message only: no tensor is read.
     """
     for directory in reversed(directories):
         try:
-            there = _stored(storage, directory)
+            stored = _stored(storage, directory)
         except (OSError, DamagedError, FormatVersionError):
             continue
-        return "; ".join(_differences(there, here))
+        return "; ".join(_differences(stored, here))
     return ""
 
 
 def _stored(storage: Storage, directory: str) -> Shapes:
-    found: dict[str, Sequence[int]] = {}
+    shapes: dict[str, Sequence[int]] = {}
     for record in read_manifest(storage, directory, {}).files:
         for entry in read_header(storage, record).slices:
             if entry.key.startswith(_MODEL):
-                found[entry.key.removeprefix(_MODEL)] = entry.global_shape
-    return found
+                shapes[entry.key.removeprefix(_MODEL)] = entry.global_shape
+    return shapes
 
 
-def _differences(there: Shapes, here: Shapes) -> list[str]:
+def _differences(stored: Shapes, here: Shapes) -> list[str]:
     shapes = [
-        f"{name} has shape {list(here[name])} in the model, {list(there[name])} in the checkpoint"
-        for name in sorted(here.keys() & there.keys())
-        if tuple(here[name]) != tuple(there[name])
+        f"{name} has shape {list(here[name])} in the model, {list(stored[name])} in the checkpoint"
+        for name in sorted(here.keys() & stored.keys())
+        if tuple(here[name]) != tuple(stored[name])
     ]
-    lacking = [f"{name} of the model is not in the checkpoint" for name in sorted(here.keys() - there.keys())]
-    surplus = [f"{name} of the checkpoint is not in the model" for name in sorted(there.keys() - here.keys())]
+    lacking = [f"{name} of the model is not in the checkpoint" for name in sorted(here.keys() - stored.keys())]
+    surplus = [f"{name} of the checkpoint is not in the model" for name in sorted(stored.keys() - here.keys())]
     return [text for kind in (shapes, lacking, surplus) for text in _some(kind)]
 
 

@@ -60,40 +60,40 @@ def read_commit(storage: Storage, directory: str) -> Manifest:
     return manifest
 
 
-def read_manifest(storage: Storage, directory: str, known: MutableMapping[PartRecord, Part]) -> Manifest:
+def read_manifest(storage: Storage, directory: str, cached_parts: MutableMapping[PartRecord, Part]) -> Manifest:
     """The commit record of a step directory, with all that its parts hold.
 
     Args:
-        known: Parts that were read before and need not be read again; gets those that are read now.
+        cached_parts: Parts that were read before and need not be read again; gets those that are read now.
 
     Raises:
         DamagedError, FormatVersionError, FileNotFoundError, OSError: as ``read_commit`` and ``read_part``.
     """
     manifest = read_commit(storage, directory)
-    return composed(manifest, read_parts(manifest, known, lambda record: read_part(storage, record)))
+    return composed(manifest, read_parts(manifest, cached_parts, lambda record: read_part(storage, record)))
 
 
 def read_parts(
-    manifest: Manifest, known: MutableMapping[PartRecord, Part], read: Callable[[PartRecord], Chunk]
+    manifest: Manifest, cached_parts: MutableMapping[PartRecord, Part], read: Callable[[PartRecord], Chunk]
 ) -> Sequence[Part]:
-    """The parts that a manifest names, in its order. Those that are not ``known`` are read, several at a time.
+    """The parts that a manifest names, in its order. Those that are not ``cached_parts`` are read, several at a time.
 
     They are decoded here: threads that do that together take twice the processor time, for they wait for one another.
 
     Args:
         manifest: That names them.
-        known: Parts by how they are named; gets those that are read now.
+        cached_parts: Parts by how they are named; gets those that are read now.
         read: Returns a part's bytes (``read_part``).
 
     Raises:
         DamagedError, OSError: Those of the first part in the manifest's order; no more are begun to be read.
     """
-    todo = [record for record in manifest.parts if record not in known]
+    todo = [record for record in manifest.parts if record not in cached_parts]
     if todo:
         with named_pool(ThreadName.PARTS, min(_READERS, len(todo))) as pool:
             for record, raw in zip(todo, pool.map(read, todo), strict=True):
-                known[record] = _decoded(record, raw)
-    return [known[record] for record in manifest.parts]
+                cached_parts[record] = _decoded(record, raw)
+    return [cached_parts[record] for record in manifest.parts]
 
 
 def _decoded(record: PartRecord, raw: Chunk) -> Part:

@@ -1,4 +1,4 @@
-"""Whether weights and optimizer state are unchanged after other code could write to them."""
+"""Checks whether weights and optimizer state are unchanged after other code could write to them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Fingerprint:
         """Returns whether ``tensors`` are the same, and seem not to have been written to."""
         if [_place(tensor) for tensor in tensors] != self._places:
             return False
-        found = (_sample(tensor.local) for tensor in _sampled(tensors))
-        return all(map(torch.equal, found, self._samples))
+        samples = (_sample(tensor.local) for tensor in _sampled(tensors))
+        return all(map(torch.equal, samples, self._samples))
 
 
 def _sampled(tensors: Sequence[StateTensor]) -> Sequence[StateTensor]:

@@ -44,8 +44,8 @@ class StorageFlush:
         self._last = (step, None)
 
     def expects(self, step: int, consensus: StepConsensus, ledger: RunLedger) -> bool:
-        """Whether a snapshot of ``step`` would go to storage, or the window that it begins, as far as that is known
-        beforehand."""
+        """Tells whether a snapshot of ``step`` would go to storage, or the window that it begins, as far as that is
+        known beforehand."""
         behind = consensus.storage_busy and not self._waits
         return self._cadence is None or (not behind and self._is_due_by_cadence(step, consensus, ledger))
 
@@ -54,7 +54,7 @@ class StorageFlush:
         return None if self._last is None else max(0, step - self._last[0])
 
     def goes(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger, *, tight: bool = False) -> bool:
-        """Whether the snapshot of ``plan``, which begins now, goes to storage.
+        """Returns whether the snapshot of ``plan``, which begins now, goes to storage.
 
         Args:
             plan: Of the snapshot.
@@ -149,7 +149,7 @@ class PeerCopies:
         self._said = False
 
     def go(self, plan: SnapshotPlan, consensus: StepConsensus) -> bool:
-        """Whether the snapshot of ``plan``, which begins now, goes to peers. Of a window all do, or none."""
+        """Returns whether the snapshot of ``plan``, which begins now, goes to peers. Of a window all do, or none."""
         if plan.slot:
             return self._window_goes
         self._window_goes = goes_to_peers(plan, behind=consensus.copies_behind, waits=self._waits)

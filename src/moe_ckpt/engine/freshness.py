@@ -34,15 +34,17 @@ class FreshnessWatch:
         """
         request = snapshot.request
         updates = request.updates
-        found = of_all(self._of(each, updates) for each in parts if each.part.cuts and each.part.kind != GRADIENTS)
-        if found == FRESH:
+        verdict = of_all(
+            self._of(sealed, updates) for sealed in parts if sealed.part.cuts and sealed.part.kind != GRADIENTS
+        )
+        if verdict == FRESH:
             self._fresh_after = updates
-        elif found == STALE and updates == self._fresh_after:
-            found = FRESH
-        consumed = any(each.part.cuts for each in parts if each.part.kind == GRADIENTS)
+        elif verdict == STALE and updates == self._fresh_after:
+            verdict = FRESH
+        consumed = any(sealed.part.cuts for sealed in parts if sealed.part.kind == GRADIENTS)
         if request.window is None:
-            return UNKNOWN if consumed and found == STALE else found
-        self._of_window = found if request.slot == 0 else of_all((self._of_window, found))
+            return UNKNOWN if consumed and verdict == STALE else verdict
+        self._of_window = verdict if request.slot == 0 else of_all((self._of_window, verdict))
         is_last = request.slot + 1 == request.window.size
         return self._of_window if is_last or self._of_window == FRESH else UNKNOWN
 

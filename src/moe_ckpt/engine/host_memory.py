@@ -76,8 +76,8 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
     generation, replicator = files.generation, None
     try:
         # Each rank has taken over its own slots; now those that no rank has. ``open_replication`` shares the error.
-        found, trouble = _attempt(memory, lambda: (node_of(memory.root), files.take_left(own=False)))
-        node, others = found or ("", [])
+        taken, trouble = _attempt(memory, lambda: (node_of(memory.root), files.take_left(same_rank=False)))
+        node, others = taken or ("", [])
         slots.add(others)
         pool = BufferPool(agreed.budget, pinned=settings.pinned, files=files)
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
@@ -107,12 +107,12 @@ def _inspect(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _F
         say_file_system(memory.root)
     newest = newest_generation(memory.root, run_id)
     sweep(memory.root, run_id)
-    left = left_bytes(memory.root, run_id, run.storage.root)
-    budget = run.settings.host_memory_bytes or default_budget_bytes(run.settings.local_ranks, left)
+    leftover_nbytes = left_bytes(memory.root, run_id, run.storage.root)
+    budget = run.settings.host_memory_bytes or default_budget_bytes(run.settings.local_ranks, leftover_nbytes)
     available = cgroups.available_bytes()
-    machine = None if available is None else available + left
-    limits = {CGROUP: cgroups.free_bytes(left_bytes=left), MACHINE: machine}
-    return newest, budget, (free_bytes(memory.root) + left, limits)
+    machine = None if available is None else available + leftover_nbytes
+    limits = {CGROUP: cgroups.free_bytes(left_bytes=leftover_nbytes), MACHINE: machine}
+    return newest, budget, (free_bytes(memory.root) + leftover_nbytes, limits)
 
 
 def _say_room(run: RunContext, memory: Memory, agreed: _Agreed, replicator: Replicator | None) -> None:
@@ -124,8 +124,8 @@ def _say_room(run: RunContext, memory: Memory, agreed: _Agreed, replicator: Repl
     share = ExpectedShare(run.state.tensors(), run.state.specs())
     of_node = settings.max_in_flight + 2, agreed.budget, sum(map(len, held)), settings.local_ranks, share.is_estimated
     needed = RoomNeeded(share.most_nbytes, *of_node)
-    known = (limit for limit in limits.values() if limit is not None)
-    if needed.nbytes > min(free, *known):  # else there is no need to weigh what peers share
+    known_limits = (limit for limit in limits.values() if limit is not None)
+    if needed.nbytes > min(free, *known_limits):  # else there is no need to weigh what peers share
         exact = share.nbytes(run.catalog, run.placement, run.comm.rank)
         say_room(memory.root, replace(needed, share_bytes=exact), free, limits)
 
@@ -158,11 +158,11 @@ def _agree(run: RunContext, memory: Memory | None, run_id: str) -> _Agreed:
     """
     rank, is_on, alike = run.comm.rank, memory is not None, _shared_settings(memory)
     number, life = _digest_of(alike), secrets.randbits(_NUMBER_BITS) if rank == 0 else 0
-    found: tuple[int, int, _Free] | None = None
+    inspected: tuple[int, int, _Free] | None = None
     trouble: Exception | None = None
     if memory is not None:
-        found, trouble = _attempt(memory, lambda: _inspect(run, memory, run_id))
-    newest, budget, free = found or (-1, 0, (0, {}))
+        inspected, trouble = _attempt(memory, lambda: _inspect(run, memory, run_id))
+    newest, budget, free = inspected or (-1, 0, (0, {}))
     failed = 0 if trouble is None else rank + 1
     mine = [(rank + 1) * is_on, (rank + 1) * (not is_on), number, -number, life, failed, newest]
     on, off, most, least, life, failed, newest = largest(run.comm, mine)
@@ -194,18 +194,19 @@ def _shared_settings(memory: Memory | None) -> list[str]:
 
 def _digest_of(alike: Sequence[str]) -> int:
     """A digest, as a number that ranks can agree on."""
-    found = hashlib.blake2b(json.dumps(alike).encode(), digest_size=8).digest()
-    return int.from_bytes(found, "little") >> (64 - _NUMBER_BITS)
+    raw = hashlib.blake2b(json.dumps(alike).encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little") >> (64 - _NUMBER_BITS)
 
 
 def _disagreement(rank: int, settings: Sequence[Sequence[str]]) -> str:
     """Names the values of this rank, and of the first with others."""
     mine = settings[rank]
-    other = next(place for place, theirs in enumerate(settings) if theirs != mine)
+    other = next(position for position, theirs in enumerate(settings) if theirs != mine)
     pairs = [(one, two) for one, two in zip(mine, settings[other], strict=True) if one != two]
-    said = [", ".join(those) for those in zip(*pairs, strict=True)]
+    values = [", ".join(texts) for texts in zip(*pairs, strict=True)]
     return (
-        f"ranks disagree on Memory(...): {said[0]} on rank {rank}, {said[1]} on rank {other}. Set the same on all ranks"
+        f"ranks disagree on Memory(...): {values[0]} on rank {rank}, {values[1]} on rank {other}. "
+        "Set the same on all ranks"
     )
 
 
@@ -215,10 +216,10 @@ def _take_over(
     """Makes this life's directory, and takes over what this rank left; a thread verifies that from here on."""
     files = MemoryFiles(memory.root, run_id, generation, agreed.life, run.comm.rank, run.storage.root)
     try:
-        left = files.take_left(own=True)
+        leftovers = files.take_left(same_rank=True)
         files.open_arena(arena_limit(agreed.budget), locks=run.settings.pinned)
-        left = files.adopt(left)
-        return files, LeftSlots(left, files.remove, newest_of(left, run.comm.rank))
+        leftovers = files.adopt(leftovers)
+        return files, LeftSlots(leftovers, files.remove, newest_of(leftovers, run.comm.rank))
     except BaseException:
         files.close(keep=True)
         raise
@@ -235,18 +236,18 @@ def _take_over_on_all_ranks(
     tries = 0
     while True:
         tries += 1
-        found, trouble = _attempt(memory, partial(_take_over, run, memory, run_id, generation, agreed))
+        taken, trouble = _attempt(memory, partial(_take_over, run, memory, run_id, generation, agreed))
         ahead = trouble.ahead if isinstance(trouble, HeldByCopyError) and tries < _TRIES else 0
         try:
             failed, ahead = largest(run.comm, [0 if trouble is None or ahead else run.comm.rank + 1, ahead])
-            if not failed and not ahead and found is not None:
-                return found
+            if not failed and not ahead and taken is not None:
+                return taken
         except BaseException:
-            if found is not None:
-                _release(found)
+            if taken is not None:
+                _release(taken)
             raise
-        if found is not None:
-            _release(found)
+        if taken is not None:
+            _release(taken)
         if failed:
             _raise_on_all_ranks(trouble, failed)
         generation += ahead

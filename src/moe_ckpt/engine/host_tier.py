@@ -65,7 +65,7 @@ class KeptPart:
 
     @cached_property
     def entries(self) -> tuple[SliceEntry, ...]:
-        """What ``list_entries`` lists, worked out once."""
+        """Returns the entries that ``list_entries`` lists, worked out once."""
         return self.list_entries()
 
 
@@ -119,10 +119,10 @@ def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:
 
 
 def hold(snapshot: Snapshot, run_id: str, share: SealedShare) -> KeptCheckpoint:
-    """What a written snapshot leaves in memory."""
+    """Returns the checkpoint that a written snapshot leaves in memory."""
     parts = [
-        KeptPart(each.begin, each.part.is_written, partial(_listed, each.part.slices, each.checksums))
-        for each in share.parts
+        KeptPart(sealed.begin, sealed.part.is_written, partial(_listed, sealed.part.slices, sealed.checksums))
+        for sealed in share.parts
     ]
     step, generation = snapshot.request.step, snapshot.request.generation
     return KeptCheckpoint(run_id, step, generation, tuple(parts), snapshot.buffer, digest(share.state))
@@ -147,19 +147,19 @@ class HostTier:
 
     outlives_process = False
     replicator: Replicator | None = None
-    left: LeftSlots | None = None
-    kept = 0
+    left_slots: LeftSlots | None = None
+    retained_count = 0
     paths: Sequence[Path] = ()
 
-    def __init__(self, rank: int, run_id: str, pool: BufferPool, left: tuple[KeptCheckpoint, ...] = ()) -> None:
+    def __init__(self, rank: int, run_id: str, pool: BufferPool, inherited: tuple[KeptCheckpoint, ...] = ()) -> None:
         self.rank = rank
         self._run_id = run_id
         self._pool = pool
-        self._kept = left
+        self._kept = inherited
         self._offered: KeptCheckpoint | None = None
         self._retired = False
         self._lock = threading.Lock()
-        for checkpoint in left:
+        for checkpoint in inherited:
             pool.adopt(checkpoint.buffer)
 
     def retire(self, *, keep: bool) -> None:
@@ -201,8 +201,8 @@ class HostTier:
             if committed:
                 free = [checkpoint.buffer for checkpoint in self._kept] + ([] if offered else [buffer])
                 self._kept = (offered,) if offered else ()
-            for each in free:
-                self._pool.give_back(each)
+            for unused in free:
+                self._pool.give_back(unused)
 
     def drop(self, *, chain: bool = True, last: bool = False) -> bool:
         """Give the recovery buffer up early, because there is no other; True if there was one.
@@ -212,16 +212,20 @@ class HostTier:
             last: Not used here.
         """
         with self._lock:
-            kept, self._kept = self._kept, ()
-            for checkpoint in kept:
+            checkpoints, self._kept = self._kept, ()
+            for checkpoint in checkpoints:
                 self._pool.give_back(checkpoint.buffer)
-            return bool(kept)
+            return bool(checkpoints)
 
     def find(self, run_id: str, step: int, generation: int) -> tuple[KeptCheckpoint, ...]:
-        """What is kept of exactly this checkpoint: at most one share, or those of several ranks that are gone."""
+        """Returns the shares of exactly this checkpoint: at most one share, or those of several ranks that are gone."""
         with self._lock:
-            wanted = (run_id, step, generation)
-            return tuple(each for each in self._holds() if (each.run_id, each.step, each.generation) == wanted)
+            identity = (run_id, step, generation)
+            return tuple(
+                checkpoint
+                for checkpoint in self._holds()
+                if (checkpoint.run_id, checkpoint.step, checkpoint.generation) == identity
+            )
 
     @property
     def has_more(self) -> bool:
@@ -275,32 +279,32 @@ def claim(root: str, run_id: str, rank: int, pool: BufferPool) -> HostTier:
         pool: For the session's buffers.
     """
     with _registry_lock:
-        found = _claimable(root, run_id, rank)
-        kept: tuple[KeptCheckpoint, ...] = ()
-        if found is not None:
-            _registry.remove(found)
-            kept = found.tier.surrender() if isinstance(found.tier, HostTier) else ()
-        tier = HostTier(rank, run_id, pool, kept)
+        earlier = _claimable(root, run_id, rank)
+        inherited: tuple[KeptCheckpoint, ...] = ()
+        if earlier is not None:
+            _registry.remove(earlier)
+            inherited = earlier.tier.surrender() if isinstance(earlier.tier, HostTier) else ()
+        tier = HostTier(rank, run_id, pool, inherited)
         _registry.append(_Registered(root, run_id, tier))
     return tier
 
 
 def claimable_bytes(root: str, run_id: str, rank: int) -> int:
-    """What ``claim`` will take over, whose room the new session's buffers may have.
+    """Returns the bytes that ``claim`` will take over, whose room the new session's buffers may have.
 
     What runs on other stores left, and their storage has, too, is freed first: it is worth time to a run that may never
     come back, and room to this one.
     """
     with _registry_lock:
         _forget(lambda r: not r.in_use and r.root != root and not r.tier.has_more)
-        found = _claimable(root, run_id, rank)
-        return 0 if found is None else found.tier.nbytes
+        earlier = _claimable(root, run_id, rank)
+        return 0 if earlier is None else earlier.tier.nbytes
 
 
 def _claimable(root: str, run_id: str, rank: int) -> _Registered | None:
     """What an earlier session left for this one; of several, where ranks are threads, that of this rank."""
-    left = [r for r in _left_by(root, run_id) if isinstance(r.tier, HostTier)]
-    return min(left, key=lambda r: r.tier.rank != rank, default=None)
+    candidates = [r for r in _left_by(root, run_id) if isinstance(r.tier, HostTier)]
+    return min(candidates, key=lambda r: r.tier.rank != rank, default=None)
 
 
 def register(root: str, run_id: str, tier: BufferTier) -> None:

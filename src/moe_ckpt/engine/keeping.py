@@ -94,37 +94,37 @@ class StoreKeeper:
         listed = self._listings.names([directory for directory in sorted(needed) if directory in names])
         proven, self._proven = self._proven, {}
         for directory, groups in needed.items():
-            there = listed.get(directory, frozenset())
+            present = listed.get(directory, frozenset())
             before, had = proven.get(directory, (None, {}))
-            if before is not there or not groups.items() <= had.items():
-                missing = [name for group in groups.values() if not group <= there for name in group - there]
+            if before is not present or not groups.items() <= had.items():
+                missing = [name for group in groups.values() if not group <= present for name in group - present]
                 gone += [f"{directory}/{name}" for name in missing]
-                self._note(directory, there, groups, whole=not missing)
-            self._proven[directory] = there, groups
+                self._note(directory, present, groups, whole=not missing)
+            self._proven[directory] = present, groups
         for directory in self._known.records.keys() - needed.keys():
             if directory not in names or not self._storage.exists(f"{directory}/{MANIFEST_NAME}"):
                 self._known.names.pop(directory, None)  # somebody removed it
         if gone:
             self._proven = {}
             raise FilesGoneError(self._storage.root, manifest.step, tuple(sorted(gone)))
-        own = self._known.names.get(manifest.directory)
-        if own is not None:
-            self._known.names[manifest.directory] = {**own, MANIFEST_NAME: frozenset({MANIFEST_NAME})}
+        groups_of_step = self._known.names.get(manifest.directory)
+        if groups_of_step is not None:
+            self._known.names[manifest.directory] = {**groups_of_step, MANIFEST_NAME: frozenset({MANIFEST_NAME})}
         self._known.records[manifest.directory] = record_of(manifest, needed)
         self._listings.expect_change(manifest.directory)
 
-    def _note(self, directory: str, there: frozenset[str], needed: Names, *, whole: bool) -> None:
+    def _note(self, directory: str, present: frozenset[str], needed: Names, *, whole: bool) -> None:
         """What a directory holds: looked at name by name only if that is not what is needed, or known already.
 
         whole: all that is needed is there.
         """
-        known = self._known.names.get(directory, {})
-        if whole and len(there) == sum(map(len, needed.values())):
+        noted = self._known.names.get(directory, {})
+        if whole and len(present) == sum(map(len, needed.values())):
             self._known.names[directory] = needed
-        elif len(there) != sum(map(len, known.values())) or not all(map(there.issuperset, known.values())):
-            found = grouped(there)
-            self._known.names[directory] = found
-            if sum(map(len, found.values())) < len(there):
+        elif len(present) != sum(map(len, noted.values())) or not all(map(present.issuperset, noted.values())):
+            groups = grouped(present)
+            self._known.names[directory] = groups
+            if sum(map(len, groups.values())) < len(present):
                 del self._known.names[directory]
 
     def look_ahead(self, begun: Sequence[str]) -> None:
@@ -137,13 +137,13 @@ class StoreKeeper:
             self._listings.names(begun[:-1], begun[-1])
 
     def looks_gone(self, directory: str) -> bool:
-        """Whether the commit record of the newest checkpoint, which memory follows, was deleted."""
+        """Returns whether the commit record of the newest checkpoint, which memory follows, was deleted."""
         path = f"{directory}/{MANIFEST_NAME}"
         try:
             self._storage.size(path)
         except FileNotFoundError:
-            said = "%s/%s is gone: something deleted it during training. The next checkpoint saves everything anew"
-            log.warning(said, self._storage.root, path)
+            message = "%s/%s is gone: something deleted it during training. The next checkpoint saves everything anew"
+            log.warning(message, self._storage.root, path)
             return True
         except (OSError, MoECheckpointError) as error:
             log.info("%s/%s cannot be looked for: %s", self._storage.root, path, error)
@@ -167,13 +167,13 @@ class StoreKeeper:
             self._retention,
             time.time(),
             abandoned=self._abandoned,
-            known=self._known,
+            memo=self._known,
             others=frozenset() if failed else self._others,
         )
         self._abandoned.clear()
-        for directory in report.left:  # other ranks may fail to delete it, which no stamp tells
+        for directory in report.delegated:  # other ranks may fail to delete it, which no stamp tells
             self._proven.pop(directory, None)
-        return report.left
+        return report.delegated
 
     def clear_away(self, abandoned: Abandoned) -> None:
         """After a failed step, when no rank writes any more: delete its files at once, because the next step needs the
@@ -212,18 +212,18 @@ class StoreKeeper:
         trouble = f"{STORE_NAME} is gone from {root}: something deleted or replaced the store during training"
         if STORE_NAME in names:
             try:
-                found = self._read_identity()
+                identity = self._read_identity()
             except DamagedError as damage:
                 trouble = str(damage)
             except FileNotFoundError:
                 pass
             else:
-                if found.run_id != self._identity.run_id:
+                if identity.run_id != self._identity.run_id:
                     raise StoreError(
                         f"the store {root} was this run's ({self._identity.run_id}), but holds another run "
-                        f"({found.run_id}) now: something replaced it during training. Nothing is committed there, and "
-                        "shards of this run are removed again. Put this run's store back, or start the run again with "
-                        "another dirpath."
+                        f"({identity.run_id}) now: something replaced it during training. Nothing is committed there, "
+                        "and shards of this run are removed again. Put this run's store back, or start the run again "
+                        "with another dirpath."
                     )
                 return
         self._lock.retake()

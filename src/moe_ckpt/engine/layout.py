@@ -1,4 +1,4 @@
-"""Which tensors exist for each parameter, and which operators must be saved again when that changes.
+"""Knows the tensors of each parameter, and the operators that must be saved again when that changes.
 
 Optimizer state comes into being when it is first needed: at the first step, or much later, when a frozen
 expert thaws. A partial checkpoint that combined rows saved with it and rows saved without would not be
@@ -28,7 +28,7 @@ class Layout:
         self.changes = 0
 
     @property
-    def owed(self) -> Mapping[str, int]:
+    def mandatory(self) -> Mapping[str, int]:
         """See ``Ledger.owed``."""
         return self._ledger.owed
 
@@ -37,19 +37,19 @@ class Layout:
         if specs is not self._seen:
             self._compare(specs)
             self._seen = specs
-        return self.owed
+        return self.mandatory
 
     def _compare(self, specs: Sequence[TensorSpec]) -> None:
         keys: dict[str, set[str]] = {}
         for tensor in specs:
             keys.setdefault(tensor.parameter, set()).add(tensor.key)
-        found = {parameter: frozenset(those) for parameter, those in keys.items()}
-        if self._known is not None and found != self._known:
+        current = {parameter: frozenset(key_set) for parameter, key_set in keys.items()}
+        if self._known is not None and current != self._known:
             self.changes += 1
-            for parameter in found.keys() | self._known.keys():
-                if found.get(parameter) != self._known.get(parameter):
+            for parameter in current.keys() | self._known.keys():
+                if current.get(parameter) != self._known.get(parameter):
                     self._ledger.owe(self._holders(parameter), self.changes)
-        self._known = found
+        self._known = current
 
     def _holders(self, parameter: str) -> set[str]:
         catalog = self._ledger.catalog

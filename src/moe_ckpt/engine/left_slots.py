@@ -28,12 +28,12 @@ class LeftSlots:
 
     def __init__(
         self,
-        found: Sequence[FoundSlot],
+        slots: Sequence[FoundSlot],
         delete: Callable[[list[FoundSlot]], None],
         likely: Sequence[FoundSlot] = (),
     ) -> None:
         self.checker = SlotChecker(likely)
-        self._found = list(found)
+        self._slots = list(slots)
         self._delete = delete
         self._noted: list[FoundSlot] = []
         self._lasting: list[FoundSlot] = []
@@ -41,20 +41,20 @@ class LeftSlots:
         self._lock = threading.Lock()
 
     @property
-    def found(self) -> tuple[FoundSlot, ...]:
+    def slots(self) -> tuple[FoundSlot, ...]:
         """Those that are still there."""
         with self._lock:
-            return tuple(self._found)
+            return tuple(self._slots)
 
-    def add(self, found: Iterable[FoundSlot]) -> None:
+    def add(self, slots: Iterable[FoundSlot]) -> None:
         """More slots that this process owns now; nothing was decided yet."""
         with self._lock:
-            self._found = newest_first((*self._found, *found))
+            self._slots = newest_first((*self._slots, *slots))
 
     @property
     def nbytes(self) -> int:
         """Memory of those."""
-        return sum(found.slot.memory.numel() for found in self.found)
+        return sum(leftover.slot.memory.numel() for leftover in self.slots)
 
     def keep(self, used: Collection[FoundSlot]) -> None:
         """The run resumes from these slots, or from none: the others are deleted."""
@@ -62,25 +62,25 @@ class LeftSlots:
         self._noted.clear()
         self.checker.only(())
         with self._lock:
-            over = [found for found in self._found if found not in used]
-            self._found = [found for found in self._found if found in used]
+            over = [leftover for leftover in self._slots if leftover not in used]
+            self._slots = [leftover for leftover in self._slots if leftover in used]
         self._delete(over)  # the only one to know them now: who is last frees their memory, which takes long
 
-    def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:
+    def note_start(self, leftover: FoundSlot, *, lasting: bool = False) -> None:
         """This start resumed from a slot.
 
         Args:
             lasting: It counts until a step ends.
         """
-        found.slot.note_start()
-        self._noted.append(found)
+        leftover.slot.note_start()
+        self._noted.append(leftover)
         if lasting:
-            self._lasting.append(found)
+            self._lasting.append(leftover)
 
     def withdraw_starts(self) -> None:
         """This start ends by an error that is no slot's fault, before anything was computed."""
-        for found in self._noted:
-            found.slot.withdraw_start()
+        for leftover in self._noted:
+            leftover.slot.withdraw_start()
         self._noted.clear()
 
     def training_begins(self) -> None:
@@ -92,8 +92,8 @@ class LeftSlots:
         """Training advances: the next start may resume from these slots, too."""
         if not self._gets_on:
             self._gets_on = self._replays = True
-            for found in self.found:
-                found.slot.forget_starts()
+            for leftover in self.slots:
+                leftover.slot.forget_starts()
 
     def step_replayed(self, *, equal: bool) -> None:
         """A step was computed again, here or on ranks that this one waits for.
@@ -101,18 +101,18 @@ class LeftSlots:
         Args:
             equal: To what was recorded.
         """
-        for found in () if equal and self._replays else self.found:
-            if not self._replays and found not in self._lasting:
-                found.slot.withdraw_start()
+        for leftover in () if equal and self._replays else self.slots:
+            if not self._replays and leftover not in self._lasting:
+                leftover.slot.withdraw_start()
             if not equal:
-                found.slot.note_start()
+                leftover.slot.note_start()
         self._replays = True
 
     def remove(self) -> bool:
         """Remove them all, and do not use their directories again; returns whether there were any."""
-        found = self.forget()
-        were_any = bool(found)
-        self._delete(found)
+        slots = self.forget()
+        were_any = bool(slots)
+        self._delete(slots)
         return were_any
 
     def forget(self) -> list[FoundSlot]:
@@ -120,5 +120,5 @@ class LeftSlots:
         self._noted.clear()
         self.checker.only(())
         with self._lock:
-            found, self._found = self._found, []
-        return found
+            slots, self._slots = self._slots, []
+        return slots

@@ -53,16 +53,16 @@ class LimitedSlots:
             """Of what the arena lacks, as if it were all."""
             free, limit = _least_free() if self._counts else (None, "")
             if free is not None:
-                own = max(0, self._pool.budget_bytes - self._pool.held_bytes)
+                unused_budget = max(0, self._pool.budget_bytes - self._pool.held_bytes)
                 again = _once_more_bytes()
-                left = free - self._ranks * (own + again) - (_COPIES * self._ranks - 1) * nbytes
-                if left < nbytes:
-                    self._say(nbytes, limit, free, own, again)
-                    raise MemoryFullError(str(self._files.path), nbytes, max(0, left))
+                room = free - self._ranks * (unused_budget + again) - (_COPIES * self._ranks - 1) * nbytes
+                if room < nbytes:
+                    self._say(nbytes, limit, free, unused_budget, again)
+                    raise MemoryFullError(str(self._files.path), nbytes, max(0, room))
 
         return self._files.make(nbytes, require)
 
-    def _say(self, nbytes: int, limit: str, free: int, own: int, again: int) -> None:
+    def _say(self, nbytes: int, limit: str, free: int, unused_budget: int, again: int) -> None:
         if self._said:
             return
         self._said = True
@@ -70,15 +70,15 @@ class LimitedSlots:
             "no copy of another rank's snapshot (%s bytes) is kept here: %s leaves %s bytes, and each rank of this "
             "node (%d) may still take %s bytes of its budget (%s) for its own snapshots, and %s bytes as at its "
             "largest. %s, or replicas",
-            *(f"{nbytes:,}", limit, f"{free:,}", self._ranks, f"{own:,}", f"{self._pool.budget_bytes:,}"),
+            *(f"{nbytes:,}", limit, f"{free:,}", self._ranks, f"{unused_budget:,}", f"{self._pool.budget_bytes:,}"),
             *(f"{again:,}", _mend(limit)),
         )
 
 
 def _least_free() -> tuple[int | None, str]:
     """(bytes left, what leaves no more than these); None where nothing says."""
-    found = (cgroups.free_bytes(any_cache=True), CGROUP), (cgroups.available_bytes(), MACHINE)
-    return min(((free, name) for free, name in found if free is not None), default=(None, ""))
+    limits = (cgroups.free_bytes(any_cache=True), CGROUP), (cgroups.available_bytes(), MACHINE)
+    return min(((free, name) for free, name in limits if free is not None), default=(None, ""))
 
 
 def requires_room(path: Path, local_ranks: int) -> Callable[[int], None]:
@@ -98,10 +98,10 @@ def requires_room(path: Path, local_ranks: int) -> Callable[[int], None]:
         free, limit = _least_free() if counts else (None, "")
         if free is None:
             return
-        left = free - (local_ranks - 1) * (nbytes + _once_more_bytes()) - _BESIDE_NBYTES
-        if left < nbytes:
-            beside = f"That is what {limit} leaves beside {local_ranks - 1} other ranks. {_mend(limit)}"
-            raise MemoryFullError(str(path), nbytes, max(0, left), beside)
+        room = free - (local_ranks - 1) * (nbytes + _once_more_bytes()) - _BESIDE_NBYTES
+        if room < nbytes:
+            hint = f"That is what {limit} leaves beside {local_ranks - 1} other ranks. {_mend(limit)}"
+            raise MemoryFullError(str(path), nbytes, max(0, room), hint)
 
     return require
 
@@ -113,10 +113,10 @@ def _mend(limit: str) -> str:
 
 def _once_more_bytes() -> int:
     """Bytes by which this process was larger at its peak: gradients will take them again. 0 if unknown."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as lines:
         for line in lines:
             name, _, value = line.partition(":")
             if name in ("VmHWM", "VmRSS"):
-                found[name] = int(value.split()[0]) * 1024
-    return max(0, found.get("VmHWM", 0) - found.get("VmRSS", 0))
+                sizes[name] = int(value.split()[0]) * 1024
+    return max(0, sizes.get("VmHWM", 0) - sizes.get("VmRSS", 0))

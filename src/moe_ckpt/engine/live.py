@@ -64,7 +64,7 @@ class LiveState:
         return self._described
 
     def describe_for(self, plan: SnapshotPlan) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
-        """As ``describe``, with the current addresses of what the plan saves or the ledger requires."""
+        """Describes as ``describe`` does, with the current addresses of what the plan saves or the ledger requires."""
         listed = self._described is not None
         tensors = self._state.tensors(of=self._read_by(plan), listed=listed)
         if self._here is None or self._here.tensors is not tensors:
@@ -74,7 +74,7 @@ class LiveState:
 
     def _read_by(self, plan: SnapshotPlan) -> Reading | None:
         """This rank's tensors of which the plan's operators have a part; None for all."""
-        saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, self.layout.owed
+        saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, self.layout.mandatory
         if self._here is None or sum(map(len, saved)) * _MANY >= len(self._catalog.everything):
             return None
         chosen = np.concatenate([places_of(self._catalog, operators) for operators in saved if operators])
@@ -91,7 +91,7 @@ class LiveState:
 
     @property
     def is_held_alike(self) -> bool:
-        """Whether each peer holds all of every tensor, and not a part of it (FSDP2, sharded optimizers)."""
+        """Returns whether each peer holds all of every tensor, and not a part of it (FSDP2, sharded optimizers)."""
         if self._alike_at != self.layout.changes:
             tensors, _ = self.describe()
             self._alike_at, self._alike = self.layout.changes, all(tensor.replicated for tensor in tensors)
@@ -99,7 +99,7 @@ class LiveState:
 
     @property
     def is_held_by_each(self) -> bool:
-        """Whether each rank holds all training state: under plain data parallelism, if nothing is sharded."""
+        """Returns whether each rank holds all training state: under plain data parallelism, if nothing is sharded."""
         return self.placement.experts_whole and self.is_held_alike
 
     def weigh(self) -> int:
@@ -125,14 +125,14 @@ class _Here:
 
     def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
         self.tensors = tensors
-        found: dict[str, list[int]] = {}
+        positions: dict[str, list[int]] = {}
         for at, tensor in enumerate(tensors):
-            found.setdefault(tensor.parameter, []).append(at)
+            positions.setdefault(tensor.parameter, []).append(at)
         sharing: list[list[int]] = [[] for _ in catalog.operators]
-        for parameter, those in found.items():
+        for parameter, indices in positions.items():
             operators = {op.id for op, _ in catalog.spans_of[parameter]} | {catalog.home[parameter]}
             for operator in operators:
-                sharing[catalog.place[operator]] += those
+                sharing[catalog.place[operator]] += indices
         self._counts = np.array(list(map(len, sharing)), dtype=np.int64)
         self._firsts = np.cumsum(self._counts) - self._counts
         self._tensors_of = np.fromiter(chain.from_iterable(sharing), np.int64, int(self._counts.sum()))

@@ -44,7 +44,7 @@ class WrittenShare:
 
     @property
     def rows(self) -> tuple[bytes, bytes]:
-        """Of files and of the state, as they will be in the part document."""
+        """Returns the rows of files and of the state, as they will be in the part document."""
         return b"".join(map(file_row, self.files)), state_row(self.state)
 
     @property
@@ -69,7 +69,7 @@ def write_made_share(
         OSError: They cannot be written.
         NotFiniteError: There is NaN or infinity in them.
     """
-    spoiled = (each.key for each, data in slices if each.operator and not all_finite(data.numpy().data, each.dtype))
+    spoiled = (entry.key for entry, data in slices if entry.operator and not all_finite(data.numpy().data, entry.dtype))
     judged = judged_in(unseal(state, state_path(of.directory, rank))["state"])
     first = next(filter(judged, spoiled), "")
     if first:
@@ -77,7 +77,9 @@ def write_made_share(
     by_kind: dict[str, list[tuple[SliceEntry, torch.Tensor]]] = {kind: [] for kind in KINDS}
     for entry, data in slices:
         by_kind[kind_of(entry.operator)].append((entry, data))
-    files = tuple(_write_shard(storage, of, rank, kind, those) for kind, those in by_kind.items() if those)
+    files = tuple(
+        _write_shard(storage, of, rank, kind, shard_slices) for kind, shard_slices in by_kind.items() if shard_slices
+    )
     path = state_path(of.directory, rank)
     write_named(storage, path, [state])
     return WrittenShare(files, StateRecord(path, len(state), digest(state), rank))
@@ -88,10 +90,10 @@ def _write_shard(
 ) -> FileRecord:
     data = {entry.name: values.numpy().data for entry, values in slices}
     placed = lay_out([entry for entry, _ in slices])
-    entries = tuple(replace(each, checksum=xxhash.xxh3_64_hexdigest(data[each.name])) for each in placed)
+    entries = tuple(replace(entry, checksum=xxhash.xxh3_64_hexdigest(data[entry.name])) for entry in placed)
     header = encode_header(ShardHeader(of.run_id, of.step, of.generation, rank, entries))
     path = shard_path(of.directory, rank, kind)
-    nbytes = write_named(storage, path, [header, *(data[each.name] for each in entries)])
+    nbytes = write_named(storage, path, [header, *(data[entry.name] for entry in entries)])
     return FileRecord(path, nbytes, len(header), digest(header), of.step, rank)
 
 

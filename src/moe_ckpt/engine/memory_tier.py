@@ -54,7 +54,7 @@ wait for the former. Others wait for a later step."""
 
 
 class Settled(NamedTuple):
-    """What became of a snapshot.
+    """The outcome of a snapshot.
 
     Attributes:
         complete: Every rank has it.
@@ -107,17 +107,17 @@ class _Entry:
         sealed = (slot for slot in slots if slot is not None)
         return next((str(slot.path) for slot in sealed if not (slot.is_there and slot.is_sealed)), "")
 
-    def let_go(self, places: Collection[int]) -> list[Buffer]:
+    def take_unneeded(self, places: Collection[int]) -> list[Buffer]:
         """Returns what is not needed once the ranks know what became of the snapshot: duplicates, and gradients."""
         mirrored, self.mirrored = self.mirrored, None
-        found = [self.pieces.pop(place) for place in places]
-        return found if mirrored is None else [mirrored, *found]
+        buffers = [self.pieces.pop(index) for index in places]
+        return buffers if mirrored is None else [mirrored, *buffers]
 
-    def let_go_of_all(self) -> list[Buffer]:
+    def take_all(self) -> list[Buffer]:
         """Returns all that it has."""
         buffer, self.buffer = self.buffer, None
-        found = self.let_go(tuple(self.pieces))
-        return found if buffer is None else [buffer, *found]
+        buffers = self.take_unneeded(tuple(self.pieces))
+        return buffers if buffer is None else [buffer, *buffers]
 
 
 class MemoryTier:
@@ -149,12 +149,12 @@ class MemoryTier:
         model: ModelRecord,
         pool: BufferPool,
         files: MemoryFiles,
-        left: LeftSlots,
+        left_slots: LeftSlots,
         *,
         replicator: Replicator | None = None,
     ) -> None:
         self.rank, self.node, self.model, self.files = rank, node, model, files
-        self.left, self.replicator = left, replicator
+        self.left_slots, self.replicator = left_slots, replicator
         self.complete_step: int | None = None
         self.complete_since: int | None = None
         self._pool = pool
@@ -174,9 +174,9 @@ class MemoryTier:
                 return
             entry.readers -= 1
             if committed and entry.step.slot + 1 == entry.step.size:
-                for each in self._entries.values():
-                    if each is entry or (entry.step.window is not None and each.step.window == entry.step.window):
-                        each.step = replace(each.step, on_storage=True)
+                for other in self._entries.values():
+                    if other is entry or (entry.step.window is not None and other.step.window == entry.step.window):
+                        other.step = replace(other.step, on_storage=True)
             self._release_unneeded()
 
     def give_up(self) -> bool:
@@ -184,7 +184,7 @@ class MemoryTier:
 
         On any thread.
         """
-        if self.left.remove():
+        if self.left_slots.remove():
             self.complete_step = None  # those of this life are still to come
             self.files.wait_removed()
             return True
@@ -211,7 +211,7 @@ class MemoryTier:
         )
         entry = _Entry(step, request.step, snapshot.buffer, int(request.stored), mirrored=snapshot.mirrored)
         entry.groups = () if request.groups is None else request.groups.groups
-        places = (place for place, _ in snapshot.plan.pieces)
+        places = (index for index, _ in snapshot.plan.pieces)
         entry.pieces = dict(zip(places, snapshot.pieces, strict=True))
         with self._lock:
             self._unsettled.begun(step.sequence)
@@ -272,9 +272,9 @@ class MemoryTier:
             Those whose fate is known now, in order.
         """
         with self._lock:
-            found = list(zip(self._unsettled.answered(), reduced[::2], reduced[1::2], strict=False))
-            ended = {sequence: _judged(*each) for sequence, *each in found if each[0] != NOT_YET}
-            for sequence, state, freshness in found:
+            answers = list(zip(self._unsettled.answered(), reduced[::2], reduced[1::2], strict=False))
+            ended = {sequence: _judged(*answer) for sequence, *answer in answers if answer[0] != NOT_YET}
+            for sequence, state, freshness in answers:
                 if freshness == STALE and state not in (NOT_YET, FAILED) and self.rank == 0:
                     step = self._entries[sequence].training_step
                     log.warning("memory does not hold the checkpoint of step %d: %s", step, CAUSE)
@@ -291,18 +291,18 @@ class MemoryTier:
                 self.forget_gone()
             self._release_unneeded()
             steps = [entry.step for entry in self._entries.values()]
-            kept = {
+            retained = {
                 *self._needed(steps),
                 *self._unsettled.open,
                 *range(self._unsettled.next, self._unsettled.next + _AHEAD),
             }
-            spare = set(with_newest_experts(steps)) - kept
+            spare = set(with_newest_experts(steps)) - retained
             over = _over(self._entries.values())
         if newest:
-            self.left.remove()
+            self.left_slots.remove()
         if self.replicator is not None and ended:
-            self.replicator.release_except(kept | spare, spare, over)
-        return [Settled(each, state != FAILED, state == SEALED) for each, state in sorted(ended.items())]
+            self.replicator.release_except(retained | spare, spare, over)
+        return [Settled(sequence, state != FAILED, state == SEALED) for sequence, state in sorted(ended.items())]
 
     def _note_newest(self) -> list[MemoryStep]:
         """Returns the snapshots of the newest checkpoint of this life that the ranks hold."""
@@ -331,9 +331,9 @@ class MemoryTier:
 
     def _release_unneeded(self) -> None:
         steps = [entry.step for entry in self._entries.values()]
-        kept = self._needed(steps) | frozenset(with_newest_experts(steps))
+        retained = self._needed(steps) | frozenset(with_newest_experts(steps))
         for sequence, entry in list(self._entries.items()):
-            if sequence in kept or entry.readers or entry.state == NOT_YET or entry.step.complete is None:
+            if sequence in retained or entry.readers or entry.state == NOT_YET or entry.step.complete is None:
                 continue
             if sequence in self._unsettled.open:  # given up here, of which the others are still to hear
                 continue
@@ -341,14 +341,14 @@ class MemoryTier:
             _give_up(entry, self._pool)
         over = _over(self._entries.values())
         for sequence, entry in self._entries.items():
-            known = entry.state != NOT_YET and entry.step.complete is not None
-            if known and sequence not in self._unsettled.open and not entry.readers:
-                for buffer in entry.let_go({place for place in entry.pieces if (sequence, place) in over}):
+            is_settled = entry.state != NOT_YET and entry.step.complete is not None
+            if is_settled and sequence not in self._unsettled.open and not entry.readers:
+                for buffer in entry.take_unneeded({index for index in entry.pieces if (sequence, index) in over}):
                     self._pool.give_back(buffer)
 
     @property
     def is_settled(self) -> bool:
-        """Of every snapshot that began, it is known whether all ranks have it; equal on all ranks."""
+        """Returns whether it is known of every snapshot that all ranks have it, or not; equal on all ranks."""
         return not self._unsettled.open
 
     def drop(self, *, chain: bool = True, last: bool = False) -> bool:
@@ -393,7 +393,7 @@ class MemoryTier:
                 self.complete_step = None
 
     @property
-    def kept(self) -> int:
+    def retained_count(self) -> int:
         """Snapshots that stay for their copies or for older experts only."""
         with self._lock:
             return len(_superseded(self._entries.values()))
@@ -418,7 +418,7 @@ class MemoryTier:
         """Memory of what is kept."""
         with self._lock:
             copies = 0 if self.replicator is None else self.replicator.held_bytes
-            return self.left.nbytes + copies + sum(entry.nbytes for entry in self._entries.values())
+            return self.left_slots.nbytes + copies + sum(entry.nbytes for entry in self._entries.values())
 
     def retire(self, *, keep: bool) -> None:
         """The session ended.
@@ -430,15 +430,15 @@ class MemoryTier:
             self.replicator.close(0.0 if keep else _PARTING_SECS)
         with self._lock:
             self._pool.retire()
-            self.left.forget()
-            self.left.checker.close()
+            self.left_slots.forget()
+            self.left_slots.checker.close()
             self._unsettled.open.clear()
             self._entries.clear()  # whoever still uses their bytes keeps them
             self.files.close(keep=keep)
 
 
 def _give_up(entry: _Entry, pool: BufferPool) -> None:
-    for buffer in entry.let_go_of_all():
+    for buffer in entry.take_all():
         pool.give_back(buffer)
 
 
@@ -446,9 +446,9 @@ def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
     """(sequence, place) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
     live = live_groups(entry.step for entry in entries)
     return {
-        (entry.step.sequence, place)
+        (entry.step.sequence, index)
         for entry in entries
-        for place, groups in enumerate(entry.groups)
+        for index, groups in enumerate(entry.groups)
         if not is_live(entry.step, groups, live)
     }
 
@@ -465,8 +465,8 @@ def _superseded(entries: Collection[_Entry]) -> list[_Entry]:
     complete, but not at all peers, or without those experts."""
     newest = newest_checkpoint(entry.step for entry in entries)
     older = [entry for entry in entries if newest and entry.step.sequence < newest[0].sequence]
-    there = [each for each in older if each.step.complete and not each.readers and each.buffer is not None]
-    return sorted(there, key=lambda each: each.step.sequence)
+    superseded = [entry for entry in older if entry.step.complete and not entry.readers and entry.buffer is not None]
+    return sorted(superseded, key=lambda entry: entry.step.sequence)
 
 
 def _judged(state: int, freshness: int) -> int:

@@ -40,10 +40,10 @@ class _Copying:
         self._beside.append(Beside(secs, self.nbytes))
         self._laps += 1
         if self._laps % _LOOK_LAPS == 0:
-            found = secs_per_byte(self._beside)
-            self._per_byte = self._per_byte if found is None else found
+            slope = secs_per_byte(self._beside)
+            self._per_byte = self._per_byte if slope is None else slope
         if self._per_byte is not None:
-            self.secs = self._per_byte * median(each.nbytes for each in list(self._beside)[-_RECENT_LAPS:])
+            self.secs = self._per_byte * median(sample.nbytes for sample in list(self._beside)[-_RECENT_LAPS:])
 
 
 class Meter:
@@ -85,7 +85,7 @@ class Meter:
         self._copying.nbytes = 0
 
     def update_begins(self, now: float) -> None:
-        """What was copied is joined at ``now``, and the update of the lap under way may change it."""
+        """Notes that copies are joined at ``now``, and that the update of the lap under way may change it."""
         self._update_began = now
 
     def copies(self, nbytes: int) -> None:
@@ -118,9 +118,9 @@ class Meter:
     def resume(self, before: Mapping[str, float]) -> None:
         """Begin with what ``Manifest.measured`` tells of the run before it was restarted."""
 
-        def tell(known: deque[float], name: str, times: int = 1) -> None:
+        def tell(history: deque[float], name: str, times: int = 1) -> None:
             if name in before:
-                known.extend([before[name]] * times)
+                history.extend([before[name]] * times)
 
         tell(self._clean, "iteration_secs", _KNOWN_LAPS)
         tell(self._all, "recent_iteration_secs", _KNOWN_LAPS)
@@ -133,8 +133,8 @@ class Meter:
         self._copying.secs = before.get("copy_interference_secs")
 
     @property
-    def known(self) -> dict[str, float]:
-        """What is measured by now, for ``Manifest.measured``."""
+    def measurements(self) -> dict[str, float]:
+        """Returns the measurements by now, for ``Manifest.measured``."""
         return {name: value for name, value in vars(self.measured()).items() if value is not None}
 
     def measured(self) -> Measured:

@@ -26,7 +26,7 @@ log = logging.getLogger("moe_ckpt")
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """What ``store.json`` says, and the generation that this life of the run writes under.
+    """The identity in ``store.json``, and the generation that this life of the run writes under.
 
     Attributes:
         keeper: On rank 0.

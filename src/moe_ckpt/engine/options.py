@@ -117,13 +117,13 @@ class Options(Settings):
         self._set("mlt_budget", None)
 
     def _require_replicas(self) -> None:
-        wanted, kept = self.needs.replicas, 0 if self.memory is None else self.memory.replicas
-        if wanted > kept:
-            given = "None" if self.memory is None else f"Memory(replicas={kept})"
+        required, available = self.needs.replicas, 0 if self.memory is None else self.memory.replicas
+        if required > available:
+            setting = "None" if self.memory is None else f"Memory(replicas={available})"
             raise ConfigError(
                 f"policy={_said(self.policy, self.needs)} needs copies of checkpoints in the memory of at least "
-                f"{wanted} peer{'s' * (wanted > 1)}, and memory={given} keeps copies on {kept}: give "
-                f"memory=moe_ckpt.Memory(replicas={wanted}), or "
+                f"{required} peer{'s' * (required > 1)}, and memory={setting} keeps copies on {available}: give "
+                f"memory=moe_ckpt.Memory(replicas={required}), or "
                 + (self.needs.instead or "a policy for storage, such as Dense or CheckFreq")
             )
 
@@ -139,8 +139,8 @@ class Options(Settings):
             )
 
     def _require_other_store(self, weights_from: str) -> None:
-        source, own = (text if "://" in text else os.path.realpath(text) for text in (weights_from, self.dirpath))
-        if f"{source}/".startswith(f"{own.rstrip('/')}/"):
+        source, store = (text if "://" in text else os.path.realpath(text) for text in (weights_from, self.dirpath))
+        if f"{source}/".startswith(f"{store.rstrip('/')}/"):
             raise ConfigError(
                 f"weights_from={weights_from!r} lies in dirpath={self.dirpath!r}: a run resumes from its own "
                 "checkpoints automatically, and a new run that starts from its weights needs another store. Set "
@@ -149,7 +149,7 @@ class Options(Settings):
 
     @property
     def needs(self) -> Needs:
-        """What the policy needs."""
+        """Returns the policy's needs."""
         return needs_of(self.policy)
 
 
@@ -158,7 +158,7 @@ def make_options(
     policy: Policy | None,
     dirpath: str | os.PathLike[str],
     values: OptionValues,
-    own: Sequence[str] = (),
+    adapter_options: Sequence[str] = (),
 ) -> Options:
     """Returns the checked options of an adapter that was called with ``values``.
 
@@ -167,18 +167,18 @@ def make_options(
         policy: None for the default, ``CheckFreq()``.
         dirpath: See ``Options``.
         values: The other keyword arguments, as given. None stands for the default of ``retention``.
-        own: Names of the adapter's own arguments, which are not in ``values``; for messages.
+        adapter_options: Names of the adapter's own arguments, which are not in ``values``; for messages.
 
     Raises:
         ConfigError: An unknown option, or a value that cannot be.
     """
-    given: dict[str, Any] = {name: value for name, value in values.items() if (name, value) != ("retention", None)}
-    known = [f.name for f in fields(Options) if f.name not in _FOR_ADAPTERS]
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{where}({name}=...): no such option; {_hint(name, [*known, *own])}")
+    chosen: dict[str, Any] = {name: value for name, value in values.items() if (name, value) != ("retention", None)}
+    names = [f.name for f in fields(Options) if f.name not in _FOR_ADAPTERS]
+    for name in chosen:
+        if name not in names:
+            raise ConfigError(f"{where}({name}=...): no such option; {_hint(name, [*names, *adapter_options])}")
     try:
-        return Options(policy=default_policy() if policy is None else policy, dirpath=dirpath, **given)  # type: ignore[arg-type]
+        return Options(policy=default_policy() if policy is None else policy, dirpath=dirpath, **chosen)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -188,23 +188,23 @@ def _said(policy: Policy, needs: Needs) -> str:
     return needs.asked_by or f"{type(policy).__name__}(...)"
 
 
-def _not_a_policy(given: object) -> str:
+def _not_a_policy(value: object) -> str:
     """What to write in place of something that was given as the policy."""
-    if isinstance(given, type) and isinstance(given, Policy):
-        return f"policy={given.__name__} is the class of a policy; create a policy from it: policy={given.__name__}()"
-    name = class_of(given) if isinstance(given, str) else None
+    if isinstance(value, type) and isinstance(value, Policy):
+        return f"policy={value.__name__} is the class of a policy; create a policy from it: policy={value.__name__}()"
+    name = class_of(value) if isinstance(value, str) else None
     if name is not None:
-        return f"policy={given!r} is text; give the policy itself: policy={name}(), with {name} from moe_ckpt.policies"
+        return f"policy={value!r} is text; give the policy itself: policy={name}(), with {name} from moe_ckpt.policies"
     advice = f"give a policy such as {EXAMPLES}, from moe_ckpt.policies"
-    if isinstance(given, (str, os.PathLike)):
-        return f"policy={given!r}: {advice}. The directory of the checkpoints is given by name: dirpath={str(given)!r}"
-    return f"policy={given!r}: {advice}"
+    if isinstance(value, (str, os.PathLike)):
+        return f"policy={value!r}: {advice}. The directory of the checkpoints is given by name: dirpath={str(value)!r}"
+    return f"policy={value!r}: {advice}"
 
 
-def _hint(name: str, known: Sequence[str]) -> str:
+def _hint(name: str, names: Sequence[str]) -> str:
     owner = with_option(name)
     if owner is not None:
         return f"it is an option of the policy: policy={owner}({name}=...)"
-    if name in (each.name for each in fields(RetentionPolicy)):
+    if name in (option.name for option in fields(RetentionPolicy)):
         return f"it is an option of the retention: retention=RetentionPolicy({name}=...)"
-    return nearest(name, known)
+    return nearest(name, names)

@@ -1,4 +1,4 @@
-"""How snapshots ended, and how many checkpoints failed."""
+"""Outcomes of snapshots, and the count of failed checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Superseded = Mapping[str, tuple[bool, Sequence[str]]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What rank 0 tells all ranks of one snapshot.
+    """The message of rank 0 to all ranks about one snapshot.
 
     Attributes:
         cause: Why it was not committed; None if it was.
@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Resolution:
-    """How one snapshot ended.
+    """The end of one snapshot.
 
     Attributes:
         sequence: See ``Snapshot``.

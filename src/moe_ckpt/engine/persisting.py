@@ -80,7 +80,10 @@ class Persister:
             return None if self._taken is None else (self._taken[0], time.monotonic() - self._taken[1])
 
     def is_gone(self, directory: str) -> bool:
-        """Whether a checkpoint was gone when the thread looked last. It looks again now, if it has nothing to write."""
+        """Returns whether a checkpoint was gone when the thread looked last.
+
+        It looks again now, if it has nothing to write.
+        """
         with self._changed:
             gone, due = self._looked
             if gone != directory and not self._in_flight and time.monotonic() >= due:
@@ -166,13 +169,13 @@ class Persister:
         """The next snapshot, or None at the end; keeps the store's lock alive meanwhile."""
         while True:
             try:
-                found = self._queue.get(timeout=_KEEP_ALIVE_SECS)
+                item = self._queue.get(timeout=_KEEP_ALIVE_SECS)
             except queue.Empty:
-                found = ""
-            if not isinstance(found, str):
-                return found
-            if found:
-                self._look(found)
+                item = ""
+            if not isinstance(item, str):
+                return item
+            if item:
+                self._look(item)
             self._renew_lock()
 
     def _renew_lock(self) -> None:

@@ -70,7 +70,7 @@ class Planner:
         return plan
 
     def is_tight(self, plan: SnapshotPlan) -> bool:
-        """Whether host memory has no room for two of the window that a plan begins; equal on every rank."""
+        """Returns whether host memory has no room for two of the window that a plan begins; equal on every rank."""
         window, room = plan.window, self.room
         if window is None or plan.slot or window.size == 1 or room is None or not self._live.sizes:
             return False
@@ -152,12 +152,12 @@ def anchoring(plan: SnapshotPlan, operators: Collection[str]) -> SnapshotPlan:
     moved = tuple(op for op in plan.gradients if op in operators)
     if not moved:
         return plan
-    left = tuple(op for op in plan.gradients if op not in operators)
+    logged = tuple(op for op in plan.gradients if op not in operators)
     host_only = plan.operators(Tier.HOST)
     return save_logged(
         plan.step,
         (*plan.operators(), *moved),
-        left,
+        logged,
         host_only=host_only,
         k=plan.k,
         sends_host_only=plan.sends_host_only,

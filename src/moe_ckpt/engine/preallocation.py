@@ -43,7 +43,7 @@ class Preallocator:
         self._thread.start(lambda: self._room.make_ready(share))
 
     def least_nbytes(self) -> int:
-        """Of a complete snapshot, at least: of what there is now, as far as other ranks do not share it."""
+        """Returns the least bytes of a complete snapshot: of what there is now, as far as no other rank shares it."""
         run = self._run
         tensors = [tensor for tensor in run.state.tensors() if not tensor.duplicate]
         alone = run.comm.world_size == 1
@@ -68,5 +68,5 @@ class Preallocator:
             self._room.is_topping_up = False
 
     def close(self) -> None:
-        """As ``WorkThread.close``."""
+        """Closes the thread as ``WorkThread.close`` does."""
         self._thread.close()

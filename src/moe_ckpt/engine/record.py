@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What checkpointing did at one step, with the token counts and PLT of that step. Bytes are this rank's tensor
+    """The record of checkpointing at one step, with the token counts and PLT of that step. Bytes are this rank's tensor
     bytes.
 
     On several ranks the counts of a step are exchanged while the next one is computed, so tokens, PLT and committed

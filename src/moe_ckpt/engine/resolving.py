@@ -68,8 +68,8 @@ class SnapshotResolver:
         """Bring one snapshot to its end. All ranks, in the same order."""
         taken_at = time.perf_counter()
         refusal = snapshot.refused or self._refusal(snapshot)
-        own = Acknowledgement.failed(self._comm.rank, refusal) if refusal else self._write(snapshot)
-        columns = self._comm.combine(own.columns)
+        acknowledged = Acknowledgement.failed(self._comm.rank, refusal) if refusal else self._write(snapshot)
+        columns = self._comm.combine(acknowledged.columns)
         outcome = self._announced(Outcome() if columns is None else self._commit(snapshot, Acknowledgement(*columns)))
         if outcome.differs:
             outcome = self._announced(self._explain(snapshot))

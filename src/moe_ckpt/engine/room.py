@@ -165,11 +165,11 @@ class Room:
             before = nbytes if request.window is not None else max(nbytes, self._most_nbytes)
             self._two_nbytes = self._window_size * (before + nbytes)
         until = time.monotonic() + patience_secs
-        left = self._settings.max_in_flight - 1
+        most = self._settings.max_in_flight - 1
         waited = False
         while True:
-            waited = waited or self._stages.in_flight > left
-            if not self._stages.wait(left, max(0.0, until - time.monotonic())):
+            waited = waited or self._stages.in_flight > most
+            if not self._stages.wait(most, max(0.0, until - time.monotonic())):
                 return None, waited
             buffers = self._acquire(request, sizes, until, waits=waits, starts=starts)
             while buffers is None and not self.trouble:
@@ -182,7 +182,7 @@ class Room:
                 logged = request.since is not None and not self._pool.is_making  # a full snapshot takes its place
                 if logged or not self._comes_back(until):
                     return None, waited
-            left = max(0, min(left, self._stages.in_flight) - 1)
+            most = max(0, min(most, self._stages.in_flight) - 1)
 
     def _acquire(
         self,
@@ -256,7 +256,7 @@ class Room:
         if partial or again:
             more |= nbytes > self._usual_nbytes
             self._usual_nbytes = max(nbytes, self._usual_nbytes)
-        return more or (partial and self._tier.kept > 0)
+        return more or (partial and self._tier.retained_count > 0)
 
     def make_ready(self, share: Callable[[], int] | None) -> bool:
         """Make memory for one of the first snapshots of this life; False if there is enough.
@@ -276,8 +276,8 @@ class Room:
         count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
         if share is None or self._snapshots or not share():
             return False  # a rank that saves nothing needs no room, either
-        beside = share() // _SLACK + min(_PLAIN_NBYTES, share() // 2)
-        return self._pool.make_ahead(share() + beside, count, early=True)
+        slack = share() // _SLACK + min(_PLAIN_NBYTES, share() // 2)
+        return self._pool.make_ahead(share() + slack, count, early=True)
 
     def top_up(self) -> bool:
         """Make memory for one of the next snapshots; False if there is enough. On another thread."""
@@ -287,7 +287,7 @@ class Room:
     def _make_one_more(self) -> bool:
         try:
             early = self._tier.outlives_process and self._snapshots == 1  # from the second one on it is due
-            return self._pool.make_ahead(self._usual_nbytes, self._buffers + self._tier.kept, early=early)
+            return self._pool.make_ahead(self._usual_nbytes, self._buffers + self._tier.retained_count, early=early)
         except OSError as error:  # a snapshot makes it, at the expense of something, or says why it cannot
             log.info("no memory is made before it is needed: %s", error)
         except RuntimeError as error:

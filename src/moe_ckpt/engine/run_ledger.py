@@ -59,7 +59,7 @@ class Pending:
         return self.window is None or self.slot + 1 == self.window.size
 
     def operators_in(self, tier: Tier) -> tuple[str, ...]:
-        """What memory holds of it in full, or that of peers, once it is a checkpoint there."""
+        """Returns the operators that memory holds in full, or that of peers, once it is a checkpoint there."""
         if self.window is not None:
             return operators_at_step((), self.catalog.everything, self.window, self.slot)
         if tier is Tier.PEER and not self.copied:
@@ -87,7 +87,7 @@ class Pending:
 
     @property
     def stored_operators(self) -> tuple[str, ...]:
-        """What storage has as of ``step``, once it is committed."""
+        """Returns the operators that storage has as of ``step``, once it is committed."""
         return operators_at_step(self.operators, self.catalog.everything, self.window, self.slot)
 
 
@@ -131,7 +131,7 @@ class RunLedger:
         pending: Snapshots under way to storage, by sequence.
         sealing: Snapshots of which it is not known whether every rank has them in its memory, by memory sequence.
         window: The sparse window under way; ``next_slot`` is the place in it that comes next.
-        owed: ``[L, E]`` lost tokens that boosted experts have still to make up; None without a boost in this process.
+        deficit: ``[L, E]`` lost tokens that boosted experts must still make up; None without a boost in this process.
     """
 
     def __init__(self, catalog: Catalog, *, outlives_process: bool = False) -> None:
@@ -147,13 +147,13 @@ class RunLedger:
         self.sealing: dict[int, Pending] = {}
         self.window: Window | None = None
         self.next_slot = 0
-        self.owed: Counts | None = None
+        self.deficit: Counts | None = None
         self._rescued: frozenset[str] = frozenset()
         self._lacks = _Lacks()
 
     @property
     def tokens(self) -> TokenBook:
-        """What was routed, saved and lost."""
+        """Returns the tokens routed, saved and lost."""
         return self.ledger.tokens
 
     @property
@@ -167,10 +167,10 @@ class RunLedger:
         Before anything of it is loaded: ``resume_from`` would find the token counts to be of another shape.
         """
         here = [(layer.name, layer.experts) for layer in self.catalog.layers]
-        there = [(layer.name, layer.experts) for layer in manifest.model.layers]
-        if here != there:
+        stored = [(layer.name, layer.experts) for layer in manifest.model.layers]
+        if here != stored:
             path = f"{manifest.directory}/{MANIFEST_NAME}"
-            raise DamagedError(path, f"its MoE layers are {there}, the model's {here}", step=manifest.step)
+            raise DamagedError(path, f"its MoE layers are {stored}, the model's {here}", step=manifest.step)
 
     def resume_from(
         self,
@@ -230,9 +230,9 @@ class RunLedger:
         for under_way in (self.pending, self.sealing):
             for sequence, pending in under_way.items():
                 if pending.step == step:
-                    known = replace(pending, applied=self.tokens.applied.copy())
-                    self.newest = known if self.newest is pending else self.newest
-                    under_way[sequence] = known
+                    updated = replace(pending, applied=self.tokens.applied.copy())
+                    self.newest = updated if self.newest is pending else self.newest
+                    under_way[sequence] = updated
 
     def begun(self, sequence: int, pending: Pending, memory_sequence: int | None = None) -> None:
         """A snapshot began.
@@ -279,9 +279,9 @@ class RunLedger:
             self._lacks.on_storage = pending.window
             self._end_window_that_is_lost(in_memory=not self.outlives_process)
         if committed and pending.is_checkpoint:
-            kept = None if self.outlives_process else pending.host_only
+            in_host = None if self.outlives_process else pending.host_only
             whole = pending.window is None
-            self.ledger.record(pending.step, pending.stored_operators, pending.applied, kept=kept, whole=whole)
+            self.ledger.record(pending.step, pending.stored_operators, pending.applied, kept=in_host, whole=whole)
             self.ledger.pay(pending.relaid)
             self._lacks.everything = self._lacks.everything and not pending.is_complete
             self.committed_step = pending.step
@@ -363,7 +363,7 @@ class RunLedger:
         """
         if not self._rescued:
             return self._rescued
-        begun = (each.operators_in(Tier.HOST) for each in self.sealing.values())
+        begun = (pending.operators_in(Tier.HOST) for pending in self.sealing.values())
         return self._rescued.difference(*begun)
 
     def _memory_facts(self) -> MemoryFacts:
@@ -371,12 +371,12 @@ class RunLedger:
         under_way = [self.sealing[sequence] for sequence in sorted(self.sealing)]
         expected, chosen_at = {}, {}
         for tier in (Tier.HOST, Tier.PEER):
-            found = [each for each in under_way if tier is Tier.HOST or each.copied]
-            arriving = [(places(self.catalog, each.operators_in(tier)), each) for each in found]
-            expected[tier] = self.tokens.expecting(((experts, each.applied) for experts, each in arriving), tier)
+            arriving_snapshots = [pending for pending in under_way if tier is Tier.HOST or pending.copied]
+            arriving = [(places(self.catalog, pending.operators_in(tier)), pending) for pending in arriving_snapshots]
+            expected[tier] = self.tokens.expecting(((experts, pending.applied) for experts, pending in arriving), tier)
             chosen_at[tier] = self.ledger.expert_steps(tier)
-            for experts, each in arriving:
-                chosen_at[tier][tuple(experts.T)] = each.step
+            for experts, pending in arriving:
+                chosen_at[tier][tuple(experts.T)] = pending.step
         return MemoryFacts(expected_unsaved=expected, chosen_at=chosen_at)
 
     def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:

@@ -90,28 +90,28 @@ class MemorySealer:
     def _seal(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
         """Headers of the slots, as peers get them, that of the snapshot's own after those of gradients beside it; none
         if something lies in private memory, for want of room."""
-        own, found = snapshot.buffer.slot, list[bytes]()
-        beside = [buffer.slot for buffer in snapshot.pieces if buffer.slot is not None]
-        if own is None or len(beside) < len(snapshot.pieces):
-            return found
-        for (place, _), sealed, slot in zip(snapshot.plan.pieces, share.pieces, beside, strict=True):
-            found.append(encode_slot(self._header_beside(snapshot, share, place, sealed)))
-            slot.seal(found[-1])
+        own_slot, headers = snapshot.buffer.slot, list[bytes]()
+        piece_slots = [buffer.slot for buffer in snapshot.pieces if buffer.slot is not None]
+        if own_slot is None or len(piece_slots) < len(snapshot.pieces):
+            return headers
+        for (index, _), sealed, slot in zip(snapshot.plan.pieces, share.pieces, piece_slots, strict=True):
+            headers.append(encode_slot(self._header_beside(snapshot, share, index, sealed)))
+            slot.seal(headers[-1])
         # The one that says which others belong to it comes last: it is never there without them.
-        return [*found, self._seal_own(snapshot, share, own)]
+        return [*headers, self._seal_own(snapshot, share, own_slot)]
 
-    def _header_beside(self, snapshot: Snapshot, share: SealedShare, place: int, sealed: SealedPart) -> SlotHeader:
+    def _header_beside(self, snapshot: Snapshot, share: SealedShare, index: int, sealed: SealedPart) -> SlotHeader:
         """Of a slot of gradients. What the step's other slot tells is not said again."""
         request = snapshot.request
         facts = StepFacts(request.index, request.base, (), None, _NO_TOKENS, since=request.since)
         part = SlotPart(sealed.part.kind, 0, b"".join(sealed.header))
         nbytes = max(1, sealed.part.nbytes)
-        return self._header(snapshot, share, nbytes, facts, (part,), state=b"", only=GRADIENTS, place=place)
+        return self._header(snapshot, share, nbytes, facts, (part,), state=b"", only=GRADIENTS, place=index)
 
     def _seal_own(self, snapshot: Snapshot, share: SealedShare, slot: Slot) -> bytes:
         request = snapshot.request
         nbytes = max(1, snapshot.plan.own_nbytes())
-        parts = tuple(SlotPart(each.part.kind, each.begin, b"".join(each.header)) for each in share.parts)
+        parts = tuple(SlotPart(sealed.part.kind, sealed.begin, b"".join(sealed.header)) for sealed in share.parts)
         header = self._header(
             snapshot,
             share,
@@ -120,15 +120,15 @@ class MemorySealer:
             parts,
             state=share.state,
             only=TENSORS if snapshot.writer != self._comm.rank and request.is_whole(self._catalog) else "",
-            beside=tuple(place for place, _ in snapshot.plan.pieces),
+            beside=tuple(index for index, _ in snapshot.plan.pieces),
         )
         raw = encode_slot(header)
         slot.seal(raw)
-        kept = tuple(part for part in header.parts if part.kind != HOST_ONLY)
-        if not request.copied or request.sends_host_only or len(kept) == len(header.parts):
+        sent_parts = tuple(part for part in header.parts if part.kind != HOST_ONLY)
+        if not request.copied or request.sends_host_only or len(sent_parts) == len(header.parts):
             return raw
         sent_nbytes = max(1, snapshot.plan.own_nbytes(host_only=False))
-        return encode_slot(replace(header, parts=kept, nbytes=sent_nbytes, sent=True))
+        return encode_slot(replace(header, parts=sent_parts, nbytes=sent_nbytes, sent=True))
 
     def _header(
         self,

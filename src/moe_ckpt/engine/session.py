@@ -164,8 +164,8 @@ class CheckpointSession:
             self._snapshots.flush.resumed(stored.step)
             self._booking.committed_directory = stored.directory
             if needs_of(self._run.policy).windows:
-                known = 0 if keeper is None else keeper.dense_step(stored)
-                [self._planner.dense_step] = largest(self.comm, [known])
+                dense_step = 0 if keeper is None else keeper.dense_step(stored)
+                [self._planner.dense_step] = largest(self.comm, [dense_step])
         if rebuilds:
             self.run_ledger.forget()
         self._resources.pipeline.training_begins(whole=self.run_ledger.needs_everything)
@@ -183,7 +183,7 @@ class CheckpointSession:
     def training_begins(self) -> None:
         """The state is complete, and the loop is entered. No collective."""
         if self._resources.memory is not None:
-            self._resources.memory.left.training_begins()
+            self._resources.memory.left_slots.training_begins()
         ledger = self.run_ledger
         is_new = ledger.newest is None and ledger.committed_step is None
         self._resources.pipeline.training_begins(whole=is_new or ledger.needs_everything)
@@ -227,7 +227,7 @@ class CheckpointSession:
 
     @property
     def tier(self) -> HostTier | MemoryTier:
-        """What memory holds: from an earlier session, until this one's first checkpoint."""
+        """Returns the tier in memory: from an earlier session, until this one's first checkpoint."""
         return self._resources.pipeline.tier
 
     @property
@@ -292,7 +292,7 @@ class CheckpointSession:
         self.survivor.step_ends(step, plain, tokens)
         self._snapshots.step_begins(updated=updated)
         if self._resources.memory is not None:
-            self._resources.memory.left.step_ended()
+            self._resources.memory.left_slots.step_ended()
         booking, pipeline = self._booking, self._resources.pipeline
         pipeline.stages.raise_fatal()
         pipeline.join()
@@ -362,7 +362,7 @@ class CheckpointSession:
             mlt_newest=tokens.faults[-1].mlt if tokens.faults else None,
             mlt_worst=tokens.worst_mlt,
             lost_tokens=tokens.lost_tokens,
-            owed_tokens=None if self.run_ledger.owed is None else int(self.run_ledger.owed.sum()),
+            owed_tokens=None if self.run_ledger.deficit is None else int(self.run_ledger.deficit.sum()),
             routed_tokens=tokens.routed_tokens,
             committed_step=self.run_ledger.committed_step,
             failed_checkpoints=self._booking.failures.total,

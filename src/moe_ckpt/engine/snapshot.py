@@ -94,7 +94,7 @@ class Snapshot:
 
     @property
     def frozen_nbytes(self) -> int:
-        """Of ``nbytes``, the weights of operators that the window anchors later."""
+        """Returns the bytes, of ``nbytes``, of weights of operators that the window anchors later."""
         return sum(part.frozen_nbytes for part in self.written)
 
     @property
@@ -104,15 +104,15 @@ class Snapshot:
 
     def mirrors(self) -> dict[int, Mirror]:
         """Rank -> the part of that rank's share of the same snapshot that this rank's state also holds."""
-        found: dict[int, Mirror] = {}
+        mirrors: dict[int, Mirror] = {}
         for part, memory in placed(self.plan, self.buffers):
             if part.source is not None:
-                found[part.source] = Mirror(part, memory, found.get(part.source))
-        return found
+                mirrors[part.source] = Mirror(part, memory, mirrors.get(part.source))
+        return mirrors
 
     def bytes_of(self, part: CompiledPart) -> torch.Tensor:
         """One part's bytes inside its buffer, as a uint8 tensor view."""
-        return next(memory for each, memory in placed(self.plan, self.buffers) if each is part)
+        return next(memory for candidate, memory in placed(self.plan, self.buffers) if candidate is part)
 
 
 def buffer_sizes(plan: CompiledPlan) -> list[int]:
@@ -152,13 +152,13 @@ def side_tensors(state: Any, rank: int) -> Plain:
         UnencodableStateError: names the path of a value that only pickle could hold.
     """
     encoded, tensors = encode_tree(state)
-    found = []
+    slices = []
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         dtype = dtype_name(tensor.dtype, name)
         entry = SliceEntry(f"side/{rank}/{name}", "", dtype, (0,) * len(shape), shape, shape)
-        found.append((entry, tensor.detach()))
-    return encoded, found
+        slices.append((entry, tensor.detach()))
+    return encoded, slices
 
 
 def copy_at_once(
@@ -169,9 +169,9 @@ def copy_at_once(
     Returns:
         As ``copy_here``.
     """
-    given = {entry.name: source for entry, source in side}
+    sources = {entry.name: source for entry, source in side}
     on_device = False
     for part, inside in parts:
-        beside = [(entry, given[entry.name]) for entry in part.side_entries()]
-        on_device |= part.copies.copy_at_once(inside) | copy_here(beside, inside)
+        side_copies = [(entry, sources[entry.name]) for entry in part.side_entries()]
+        on_device |= part.copies.copy_at_once(inside) | copy_here(side_copies, inside)
     return on_device

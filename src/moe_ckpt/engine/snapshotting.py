@@ -300,7 +300,7 @@ class Snapshotter:
         tensors, specs = live.describe_for(plan)
         request, pending = self._request(plan, specs, step_is_agreed=step_is_agreed, ways=ways)
         consumed = None if self._run.gradients is None else self._run.gradients.step(tensors)
-        told = live.layout.changes, specs, request.compute_types, live.is_held_by_each
+        layout_facts = live.layout.changes, specs, request.compute_types, live.is_held_by_each
         live.forget()
         began = time.perf_counter()
         parts = request, tensors, specs, plain, patience_secs, consumed
@@ -320,7 +320,7 @@ class Snapshotter:
         self.booking.run_ledger.begun(snapshot.sequence, pending, in_memory)
         if ways.stored:
             self.planner.begun(pending)
-        self._run.tell(SnapshotBegan(snapshot.nbytes, *told))
+        self._run.tell(SnapshotBegan(snapshot.nbytes, *layout_facts))
         return snapshot
 
     def _agree_on(self, plan: SnapshotPlan) -> Callable[[bool], bool] | None:
@@ -377,11 +377,11 @@ class Snapshotter:
         window = plan.window if plan.window is not None and plan.window.size > 1 else None
         operators, host_only = plan.operators(), plan.operators(Tier.HOST)
         rescued = run_ledger.rescued
-        owed = {op for op, since in relaid.items() if not plan.gradients or self._anchored_as.get(op) != since}
+        overdue = {op for op, since in relaid.items() if not plan.gradients or self._anchored_as.get(op) != since}
         if self._leaves_out:  # what gradients alone lead to, and is left out now, would be lost with them
-            owed |= {*self.booking.anchors.owed}.difference(plan.gradients)
-        if (owed or rescued) and window is None:
-            due = owed | rescued | set(operators)
+            overdue |= {*self.booking.anchors.owed}.difference(plan.gradients)
+        if (overdue or rescued) and window is None:
+            due = overdue | rescued | set(operators)
             operators = tuple(op for op in self._run.catalog.everything if op in due)
         if host_only:
             chosen = frozenset(operators)
@@ -448,12 +448,14 @@ class Snapshotter:
         """What to raise when earlier snapshots were not out of the way after so long."""
         pipeline, newest = self._resources.pipeline, self.booking.run_ledger.committed_step
         writing, root = pipeline.stages.writing, self._run.storage.root
-        kept = "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
+        newest_text = (
+            "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
+        )
         if writing is None and pipeline.memory is not None:
             cause = f"earlier snapshots were still being copied, or sent to peers, after {secs:g} s (timeout_secs)"
             hint = "check whether this machine has memory left, and whether peers are slow"
-            return SaveFailedError(step, (cause, f"{kept} on storage; {hint}, or raise timeout_secs"))
+            return SaveFailedError(step, (cause, f"{newest_text} on storage; {hint}, or raise timeout_secs"))
         cause = f"the storage of {root} did not finish within {secs:g} s (timeout_secs)"
         if writing is not None:
             cause += f", it has been writing the checkpoint of step {writing[0]} for {writing[1]:.0f} s"
-        return SaveFailedError(step, (cause, f"{kept}; check whether that storage hangs, or raise timeout_secs"))
+        return SaveFailedError(step, (cause, f"{newest_text}; check whether that storage hangs, or raise timeout_secs"))

@@ -53,13 +53,13 @@ class Stages:
         self._sealer.expect()
         self._sealer.submit(snapshot)
 
-    def wait(self, left: int, timeout_secs: float) -> bool:
-        """Wait until at most ``left`` snapshots are in the next one's way; False if the time ran out."""
-        return (self._sealer or self._persister).wait(left, timeout_secs)
+    def wait(self, most: int, timeout_secs: float) -> bool:
+        """Wait until at most ``most`` snapshots are in the next one's way; False if the time ran out."""
+        return (self._sealer or self._persister).wait(most, timeout_secs)
 
     def wait_for_seal(self, timeout_secs: float) -> None:
-        """Of the newest step of a gradient log: one that is not sealed breaks it off, so a failure costs the step
-        before, not two. A warning tells if the time ran out.
+        """Waits until the newest step of a gradient log is sealed: one that is not sealed breaks it off, so a failure
+        costs the step before, not two. A warning tells if the time ran out.
         """
         if not self.wait(0, timeout_secs):
             log.warning(

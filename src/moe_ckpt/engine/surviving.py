@@ -44,19 +44,19 @@ _Counted = tuple[Counts, Counts | None]
 
 
 class Sealing(Protocol):
-    """What ``Stages`` tells of sealing."""
+    """The part of ``Stages`` that seals."""
 
     @property
     def in_flight(self) -> int:
         """Snapshots that are not sealed yet."""
 
-    def wait(self, left: int, timeout_secs: float) -> bool:
-        """Until at most ``left`` are; False if the time ran out."""
+    def wait(self, most: int, timeout_secs: float) -> bool:
+        """Until at most ``most`` are; False if the time ran out."""
 
 
 @dataclass(frozen=True)
 class Survived:
-    """What this rank keeps of the newest step.
+    """The share that this rank keeps of the newest step.
 
     Attributes:
         step: Its number.
@@ -74,7 +74,7 @@ class Survived:
 
 
 class Patience:
-    """How long updates wait for snapshots that are still being sealed: at most 5 % of an iteration each.
+    """The time that updates wait for snapshots that are still being sealed: at most 5 % of an iteration each.
 
     Where sealing takes longer than an iteration, no wait is long enough: after one that timed out there is none until a
     snapshot has been sealed in time without it.
@@ -125,7 +125,7 @@ class Survivor:
 
     @property
     def is_on(self) -> bool:
-        """Whether the user wants it, and there is memory that outlives the process."""
+        """Returns whether the user wants it, and there is memory that outlives the process."""
         memory = self._run.settings.memory
         return memory is not None and memory.sealing_secs > 0
 
@@ -140,7 +140,9 @@ class Survivor:
             self._step, self._plain, self._tokens = step, plain, tokens
 
     def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:
-        """As ``step_ends``, where training stops right after the update: no snapshot is due, and no rank is asked.
+        """Ends a step as ``step_ends`` does, where training stops right after the update.
+
+        No snapshot is due, and no rank is asked.
 
         Args:
             updated: False if the update was left out because gradients overflowed.
@@ -153,7 +155,7 @@ class Survivor:
         self._weights = Fingerprint(self._run.state.tensors())
 
     def has_noted_weights(self) -> bool:
-        """Whether they are what they were at ``note_weights``."""
+        """Returns whether weights are what they were at ``note_weights``."""
         return self._weights is not None and self._weights.fits(self._run.state.tensors())
 
     def keep_plain(self, *, described: bool) -> None:
@@ -231,26 +233,26 @@ class Survivor:
         whole = whole and tokens[1] is None  # else it waits for tokens that no rank will tell any more
         if not whole:
             _require_room(self._run, self._resources)
-        found = [] if newest is None or not whole else [newest]
+        snapshots = [] if newest is None or not whole else [newest]
         begin = functools.partial(self._begin, tokens, until)
         if not whole:
-            found.append(begin(save_full(step, catalog.everything), plain, rank))
-        lent, logs = _lent(self._run) if self.lends else None, needs_of(self._run.policy).gradients
-        if lent is not None and not whole:
+            snapshots.append(begin(save_full(step, catalog.everything), plain, rank))
+        peer, logs = _lent(self._run) if self.lends else None, needs_of(self._run.policy).gradients
+        if peer is not None and not whole:
             # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
             every = catalog.everything if self._is_lent_whole or logs else tuple(op.id for op in catalog.experts)
             try:
-                found.append(begin(save_full(step, every), lambda **_: ({}, []), lent))
+                snapshots.append(begin(save_full(step, every), lambda **_: ({}, []), peer))
             except (MoECheckpointError, OSError) as error:  # its own goes on
-                log.warning("rank %d does not keep what rank %d writes of step %d: %s", rank, lent, step, error)
-        self._wait(found[0], until)
-        return sum(each.nbytes for each in found if each is not newest)
+                log.warning("rank %d does not keep what rank %d writes of step %d: %s", rank, peer, step, error)
+        self._wait(snapshots[0], until)
+        return sum(snapshot.nbytes for snapshot in snapshots if snapshot is not newest)
 
     def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int) -> Snapshot:
-        applied, own = tokens
-        if own is not None and of != self._run.comm.rank:
-            own = np.zeros_like(own)  # the other rank's are beside its plain state
-        return self._snapshots.begin_survivor(plan, plain, (applied, own), of, _left(until))
+        applied, own_counts = tokens
+        if own_counts is not None and of != self._run.comm.rank:
+            own_counts = np.zeros_like(own_counts)  # the other rank's are beside its plain state
+        return self._snapshots.begin_survivor(plan, plain, (applied, own_counts), of, _left(until))
 
     def _counted(self, step: int, until: float) -> _Counted:
         """Tokens by the end of the step, if the ranks have agreed on it; else those before it, and this rank's own."""
@@ -266,19 +268,19 @@ class Survivor:
             raise RuntimeError("nothing was counted")
         return booking.run_ledger.tokens.applied.copy(), self._tokens.result().applied
 
-    def _wait(self, own: Snapshot, until: float) -> None:
+    def _wait(self, snapshot: Snapshot, until: float) -> None:
         """Until it is sealed, and what was begun after it as well."""
-        pipeline, slot = self._resources.pipeline, own.buffer.slot
+        pipeline, slot = self._resources.pipeline, snapshot.buffer.slot
         pipeline.join()
         in_time = pipeline.stages.wait(0, _left(until))
         if slot is not None and slot.is_sealed:
             return
         if not in_time:
             raise TimeoutError
-        first = "" if own.share is None else own.share.not_finite()
+        first = "" if snapshot.share is None else snapshot.share.not_finite()
         if first:
             raise NotFiniteError("it", first)
-        raise RuntimeError(own.refused or "its slot could not be sealed; see the warning above")
+        raise RuntimeError(snapshot.refused or "its slot could not be sealed; see the warning above")
 
 
 def _require_room(run: RunContext, resources: SessionResources) -> None:
@@ -291,10 +293,10 @@ def _require_room(run: RunContext, resources: SessionResources) -> None:
 def _lent(run: RunContext) -> int | None:
     """Whose share this rank seals besides its own."""
     placement, rank = run.placement, run.comm.rank
-    found = lends(rank, placement.expert_peers or placement.peers)
-    if found is None and needs_of(run.policy).gradients:  # nobody has its experts, but some have the rest
+    peer = lends(rank, placement.expert_peers or placement.peers)
+    if peer is None and needs_of(run.policy).gradients:  # nobody has its experts, but some have the rest
         return lends(rank, placement.peers)
-    return found
+    return peer
 
 
 def _left(until: float) -> float:

@@ -35,7 +35,7 @@ class BufferTier(Protocol):
     replicator: Replicator | None
 
     @property
-    def left(self) -> LeftSlots | None: ...
+    def left_slots(self) -> LeftSlots | None: ...
 
     def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
         """This rank's share is on storage, and will be acknowledged next."""
@@ -66,7 +66,7 @@ class BufferTier(Protocol):
         ...
 
     @property
-    def kept(self) -> int:
+    def retained_count(self) -> int:
         """Buffers of older snapshots that no next one gets."""
         ...
 

@@ -27,9 +27,9 @@ class Unsettled:
 
     def ask(self, most: int, copied: Callable[[int], bool]) -> list[int]:
         """Returns the oldest, at most so many that peers get and so many others: what the next agreement is about."""
-        those = [sequence for sequence in self.open if copied(sequence)]
+        sent = [sequence for sequence in self.open if copied(sequence)]
         others = [sequence for sequence in self.open if not copied(sequence)]
-        self.asked = [*those[:most], *others[:most]]
+        self.asked = [*sent[:most], *others[:most]]
         return self.asked
 
     def answered(self) -> list[int]:
@@ -37,6 +37,6 @@ class Unsettled:
         asked, self.asked = self.asked, []
         return asked
 
-    def ended(self, those: Collection[int]) -> None:
+    def ended(self, sequences: Collection[int]) -> None:
         """The ranks know what became of them."""
-        self.open = [sequence for sequence in self.open if sequence not in those]
+        self.open = [sequence for sequence in self.open if sequence not in sequences]

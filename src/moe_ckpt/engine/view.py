@@ -1,4 +1,4 @@
-"""Where the newest committed checkpoint lies on storage: on rank 0, for the next one to build upon.
+"""Knows where the newest committed checkpoint lies on storage: on rank 0, for the next one to build upon.
 
 ``core.versions`` computes which part has the newest version of every operator; here is which files those are.
 """
@@ -23,7 +23,7 @@ PART = {PART_NAME: frozenset({PART_NAME})}
 
 @dataclass(frozen=True, eq=False)
 class WrittenPart:
-    """What one step wrote.
+    """The part that one step wrote.
 
     Attributes:
         record: Of its part.
@@ -61,8 +61,8 @@ class View:
         numbers = {part.directory: number for number, part in enumerate(reversed(manifest.parts), start=1)}
         versions = Versions(catalog)
         first = (manifest.files[record.files[0]] for record in manifest.operators.values())
-        found = (numbers[file.path.partition("/")[0]] for file in first)
-        versions.replace(catalog.places_of(tuple(manifest.operators)), list(found))
+        first_numbers = (numbers[file.path.partition("/")[0]] for file in first)
+        versions.replace(catalog.places_of(tuple(manifest.operators)), list(first_numbers))
         parts = {
             number: WrittenPart(part, _frozen(names[part.directory]), versions.places_of(number), manifest.not_finite)
             for part in manifest.parts
@@ -88,16 +88,16 @@ class View:
         for number, part in written.items():
             versions.record(part.operators, number)
         live = versions.live()
-        left = {number: part for number, part in self.numbered.items() if number in live}
-        return View(versions, dict(reversed(written.items())) | left)
+        rest = {number: part for number, part in self.numbered.items() if number in live}
+        return View(versions, dict(reversed(written.items())) | rest)
 
     def needed(self) -> Needed:
         """Returns what it needs on storage."""
-        found: Needed = {}
+        needed_names: Needed = {}
         for number, part in self.numbered.items():
             kinds = (kind for kind, live in self._live.items() if number in live)
-            found[part.record.directory] = {kind: part.names.get(kind, frozenset()) for kind in kinds} | PART
-        return found
+            needed_names[part.record.directory] = {kind: part.names.get(kind, frozenset()) for kind in kinds} | PART
+        return needed_names
 
     @cached_property
     def _live(self) -> Mapping[str, frozenset[int]]:
@@ -108,12 +108,12 @@ class View:
 
 def needed_of(manifest: Manifest) -> Needed:
     """Returns what a committed checkpoint needs on storage, its own record aside."""
-    found: dict[str, dict[str, set[str]]] = {}
+    by_directory: dict[str, dict[str, set[str]]] = {}
     for path in manifest.paths:
         directory, _, name = path.partition("/")
-        found.setdefault(directory, {}).setdefault(group_of(name) or "", set()).add(name)
-    return {directory: _frozen(groups) for directory, groups in found.items()}
+        by_directory.setdefault(directory, {}).setdefault(group_of(name) or "", set()).add(name)
+    return {directory: _frozen(groups) for directory, groups in by_directory.items()}
 
 
 def _frozen(sets: Mapping[str, set[str]]) -> dict[str, frozenset[str]]:
-    return {name: frozenset(each) for name, each in sets.items()}
+    return {name: frozenset(members) for name, members in sets.items()}

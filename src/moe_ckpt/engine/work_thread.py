@@ -77,7 +77,7 @@ class WorkThread:
         while True:
             with self._lock:
                 if self._closing:
-                    self._works = deque(each for each in self._works if each[1])
+                    self._works = deque(entry for entry in self._works if entry[1])
                 if not self._works:
                     self._thread = None
                     return

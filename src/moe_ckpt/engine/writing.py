@@ -37,7 +37,7 @@ _SMALL_NBYTES, _MANY = 512, 32
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """What one rank made durable, or several: each field is that of one rank after the other, in their order.
+    """The files that one rank made durable, or several: each field is that of one rank after the other, in their order.
 
     So acknowledgements are put together by joining bytes, and rank 0 does nothing for each single rank. It commits only
     on the content of these, never on a mere barrier. Their size does not grow with the model.
@@ -73,7 +73,7 @@ class Acknowledgement:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it is of."""
+        """Returns the number of ranks it is of."""
         return len(self.covers) // _COVER_NBYTES
 
     @property
@@ -134,7 +134,7 @@ def acknowledge(
         freshness: Of its share.
         not_finite: As of ``SealedPart``, of what it wrote.
     """
-    names = {kind: b"".join(_line(each.path) for each in files if each.kind == kind) for kind in KINDS}
+    names = {kind: b"".join(_line(record.path) for record in files if record.kind == kind) for kind in KINDS}
     return Acknowledgement(
         covers=cover.to_bytes(_COVER_NBYTES, "little"),
         experts=names["expert"],
@@ -174,7 +174,7 @@ class SealedShare:
 
     def detached(self) -> SealedShare:
         """A copy with headers of its own. Rendered headers are valid only until the next ones of their plan."""
-        parts = (replace(each, header=tuple(map(bytes, each.header))) for each in self.parts)
+        parts = (replace(part, header=tuple(map(bytes, part.header))) for part in self.parts)
         return replace(self, parts=tuple(parts))
 
     def not_finite(self, *, written: bool = False) -> str:
@@ -183,8 +183,8 @@ class SealedShare:
         Args:
             written: Of what goes to storage only.
         """
-        every = (each for each in (*self.parts, *self.pieces) if each.part.is_written or not written)
-        return next((each.not_finite for each in every if each.not_finite), "")
+        every = (sealed for sealed in (*self.parts, *self.pieces) if sealed.part.is_written or not written)
+        return next((sealed.not_finite for sealed in every if sealed.not_finite), "")
 
 
 def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> SealedShare:
@@ -238,7 +238,7 @@ def write_share(
     storage: Storage, snapshot: Snapshot, share: SealedShare, rank: int
 ) -> tuple[tuple[FileRecord, ...], StateRecord]:
     """Write this rank's shards and state durably. Raises ``OSError`` when storage fails."""
-    files = tuple(_write_shard(storage, snapshot, each, rank) for each in share.parts if each.part.is_written)
+    files = tuple(_write_shard(storage, snapshot, sealed, rank) for sealed in share.parts if sealed.part.is_written)
     path = state_path(snapshot.directory, rank)
     write_named(storage, path, [share.state])
     return files, StateRecord(path, len(share.state), digest(share.state), rank)
@@ -253,17 +253,17 @@ def _write_shard(storage: Storage, snapshot: Snapshot, sealed: SealedPart, rank:
 def checksums_of(part: CompiledPart, memory: torch.Tensor) -> Checksums:
     """XXH3-64 of each of the part's slices, whose bytes lie in ``memory`` (uint8, host)."""
     data, ends = memory.numpy().data, part.ends
-    found = bytearray()
+    digests = bytearray()
     for first, stop, nbytes in _stretches(ends):
         begin = int(ends[first - 1]) if first else 0
         if nbytes:
             pieces = iter_unpack(f"{nbytes}s", data[begin : int(ends[stop - 1])])
-            found += b"".join(starmap(xxhash.xxh3_64_digest, pieces))
+            digests += b"".join(starmap(xxhash.xxh3_64_digest, pieces))
         else:
             bounds = ends[first:stop].tolist()
             views = map(data.__getitem__, map(slice, [begin, *bounds], bounds))
-            found += b"".join(map(xxhash.xxh3_64_digest, views))
-    return np.frombuffer(found, dtype=">u8").astype(np.uint64)
+            digests += b"".join(map(xxhash.xxh3_64_digest, views))
+    return np.frombuffer(digests, dtype=">u8").astype(np.uint64)
 
 
 def not_finite_in(part: CompiledPart, memory: torch.Tensor, judged: Callable[[str], bool]) -> str:

@@ -66,7 +66,7 @@ class Buffer:
         return self.memory.numel()
 
     def overlaps(self, other: Buffer) -> bool:
-        """Whether both have bytes of the same arena in common."""
+        """Returns whether both have bytes of the same arena in common."""
         apart = self.begin + self.nbytes <= other.begin or other.begin + other.nbytes <= self.begin
         return self.arena is other.arena and not apart
 
@@ -120,12 +120,12 @@ class Arena:
 
     @property
     def is_locked(self) -> bool:
-        """Whether CUDA was told to page-lock it."""
+        """Returns whether CUDA was told to page-lock it."""
         return self._pages.is_locked
 
     @property
     def identity(self) -> Identity | None:
-        """Of its file; None without one."""
+        """Returns the identity of its file; None without one."""
         return self._identity
 
     @property
@@ -173,7 +173,7 @@ class Arena:
             self._adopted -= buffer.nbytes * buffer.is_adopted
 
     def fits(self, nbytes: int) -> bool:
-        """Whether ``take`` finds a room of so many bytes."""
+        """Returns whether ``take`` finds a room of so many bytes."""
         with self._lock:
             return self._space.fits(nbytes)
 

@@ -46,16 +46,16 @@ class SlotChecker:
             else:
                 self._thread = thread
 
-    def only(self, wanted: Collection[FoundSlot]) -> None:
+    def only(self, slots: Collection[FoundSlot]) -> None:
         """Nobody will ask for others."""
         with self._changed:
-            self._todo = deque(each for each in self._todo if each in wanted)
-            self._sound.intersection_update(wanted)
-            if self._current not in wanted:
+            self._todo = deque(candidate for candidate in self._todo if candidate in slots)
+            self._sound.intersection_update(slots)
+            if self._current not in slots:
                 self._current = None
 
     def is_sound(self, slot: FoundSlot) -> bool:
-        """Whether every slice is as it was written, as far as that is known; waits for a slot that is being read."""
+        """Returns whether every slice is as it was written, if that is known; waits for a slot that is being read."""
         with self._changed:
             self._changed.wait_for(lambda: self._current is not slot)
             if slot in self._todo:  # the caller is as quick
@@ -86,20 +86,20 @@ class SlotChecker:
                 self._changed.notify_all()
             del slot  # whoever removes it frees its memory
 
-    def _is_sound(self, found: FoundSlot) -> bool:
-        path, memory = str(found.slot.path), found.slot.memory
-        for part in found.header.parts:
-            for entry in found.header.slices(part, path):
+    def _is_sound(self, candidate: FoundSlot) -> bool:
+        path, memory = str(candidate.slot.path), candidate.slot.memory
+        for part in candidate.header.parts:
+            for entry in candidate.header.slices(part, path):
                 data = memory[part.begin + entry.begin : part.begin + entry.end]
-                if not self._is_as_written(found, data, entry.checksum):
+                if not self._is_as_written(candidate, data, entry.checksum):
                     return False
         return True
 
-    def _is_as_written(self, found: FoundSlot, data: torch.Tensor, checksum: str) -> bool:
+    def _is_as_written(self, candidate: FoundSlot, data: torch.Tensor, checksum: str) -> bool:
         """False, too, once nobody wants to know."""
         hasher = xxhash.xxh3_64()
         for begin in range(0, data.numel(), _PIECE_NBYTES):
-            if self._current is not found:
+            if self._current is not candidate:
                 return False
             hasher.update(data[begin : begin + _PIECE_NBYTES].numpy().data)
         return hasher.hexdigest() == checksum
@@ -113,23 +113,23 @@ def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS
         rank: That goes on.
         most: Snapshots, each with what belongs to it.
     """
-    own = [found for found in slots if found.header.rank == rank and found.header.only != STATE]  # which is small
-    found: list[FoundSlot] = []
-    whole = [each for each in own if each.header.only != GRADIENTS]
+    shares = [slot for slot in slots if slot.header.rank == rank and slot.header.only != STATE]  # which is small
+    chosen: list[FoundSlot] = []
+    whole = [candidate for candidate in shares if candidate.header.only != GRADIENTS]
     for _ in range(most):
-        newest = next((each for each in whole if each not in found), None)
+        newest = next((candidate for candidate in whole if candidate not in chosen), None)
         if newest is None:
             break
-        found += [each for each in own if each not in found and _goes_with(each, newest)]
-    return found
+        chosen += [candidate for candidate in shares if candidate not in chosen and _goes_with(candidate, newest)]
+    return chosen
 
 
-def _goes_with(found: FoundSlot, newest: FoundSlot) -> bool:
+def _goes_with(candidate: FoundSlot, newest: FoundSlot) -> bool:
     """Whether a checkpoint that ends with ``newest`` needs this one."""
-    header, last = found.header, newest.header
-    if found is newest or header.life != last.life:
-        return found is newest
+    header, last = candidate.header, newest.header
+    if candidate is newest or header.life != last.life:
+        return candidate is newest
     if last.facts.since is not None:
         return last.facts.since <= header.sequence <= last.sequence
-    window, own = last.facts.window, header.facts.window
-    return window is not None and own is not None and own.start == window.start
+    window, window_of_candidate = last.facts.window, header.facts.window
+    return window is not None and window_of_candidate is not None and window_of_candidate.start == window.start

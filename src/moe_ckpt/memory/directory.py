@@ -58,7 +58,7 @@ _owned_guard = threading.Lock()
 
 @dataclass(frozen=True)
 class Owner:
-    """Who made a rank's directory; what is not known is 0 or empty."""
+    """The process that made a rank's directory; what is not known is 0 or empty."""
 
     pid: int = 0
     host: str = ""
@@ -140,7 +140,7 @@ class RankDirectory:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds nothing but what says whose it is."""
+        """Returns whether it holds nothing but what says whose it is."""
         return all(path.name in (LOCK, OWNER) or _NAMED.fullmatch(path.name) for path in entries(self.path))
 
     def note_generation(self, generation: int) -> None:
@@ -169,12 +169,12 @@ class RankDirectory:
 
     def clear_unsealed(self) -> None:
         """Delete what nobody can read: bytes without a header, and what was set aside as damaged."""
-        there = {path.name: path for path in entries(self.path)} if self._is_held else {}
-        sealed = [path for path in slots_in(self.path) if data_of(path)[0].name in there]
+        present = {path.name: path for path in entries(self.path)} if self._is_held else {}
+        sealed = [path for path in slots_in(self.path) if data_of(path)[0].name in present]
         stays = {f"{path.name}{suffix}" for path in sealed for suffix in (HEADER_SUFFIX, STARTS_SUFFIX)}
         stays |= {LOCK, OWNER, DIVERGED, *(data_of(path)[0].name for path in sealed)}
-        for name, path in there.items():
-            if name not in stays and not _NAMED.fullmatch(name) and not is_log(name, there.keys()):
+        for name, path in present.items():
+            if name not in stays and not _NAMED.fullmatch(name) and not is_log(name, present.keys()):
                 _delete(path)
 
     def drop_arenas(self) -> None:
@@ -232,7 +232,7 @@ def _is_owned(path: Path) -> bool:
 
 
 def entries(path: Path) -> list[Path]:
-    """What lies in a directory, sorted; nothing, with a warning, if it cannot be read."""
+    """Lists a directory, sorted; nothing, with a warning, if it cannot be read."""
     try:
         return sorted(path.iterdir())
     except OSError as error:
@@ -259,7 +259,7 @@ def remove_empty(*paths: Path) -> None:
 
 
 def user_directory(root: str) -> Path:
-    """What holds all runs of this user below ``root``.
+    """Returns the directory of all runs of this user below ``root``.
 
     Raises:
         ConfigError: ``root`` is no directory, or another user has taken the name.
@@ -272,11 +272,11 @@ def user_directory(root: str) -> Path:
     path = Path(root, f"moe_ckpt-{os.geteuid()}")  # it is never removed: another user could take the name
     with contextlib.suppress(FileExistsError):
         PRIVATE.make_directory(str(path))
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
-            f"{path} is not a private directory of user {os.geteuid()} (owner {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):o}), so nothing in it can be trusted. Remove it, or give "
+            f"{path} is not a private directory of user {os.geteuid()} (owner {status.st_uid}, mode "
+            f"{stat.S_IMODE(status.st_mode):o}), so nothing in it can be trusted. Remove it, or give "
             "Memory(directory=...) another one"
         )
     return path
@@ -311,7 +311,7 @@ def make_rank_directory(root: str, run_id: str, generation: int, rank: int, stor
 def _in_use(root: str, path: Path, store: str) -> ConfigError:
     """Why a directory cannot be had. store: for which it was wanted."""
     other = owner_of(path).store
-    said = (
+    message = (
         f"{path} is in use by {said_holder(holder_of(path))}, for the store {other or '(unknown)'}; this process has "
         f"the store {store}. "
     )
@@ -319,9 +319,9 @@ def _in_use(root: str, path: Path, store: str) -> ConfigError:
         advice = (
             "Copies of a store have one run id: give each its own Memory(directory=...), or start one of them later"
         )
-        return HeldByCopyError(said + advice, 1 if store < other else 2)
+        return HeldByCopyError(message + advice, 1 if store < other else 2)
     return ConfigError(
-        said + f"Nodes of one run must not share Memory(directory={root!r}), and a store serves one job at a time"
+        message + f"Nodes of one run must not share Memory(directory={root!r}), and a store serves one job at a time"
     )
 
 
@@ -354,16 +354,16 @@ def rank_directories(run: Path) -> Iterator[tuple[int, int, Path]]:
 
 def newest_named(path: Path) -> int:
     """The newest generation that ``note_generation`` wrote down in a rank's directory; -1 if none."""
-    found = (_NAMED.fullmatch(each.name) for each in entries(path))
-    return max((int(match[1]) for match in found if match), default=-1)
+    matches = (_NAMED.fullmatch(entry.name) for entry in entries(path))
+    return max((int(match[1]) for match in matches if match), default=-1)
 
 
 def _named(path: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return [each for each in entries(path) if pattern.fullmatch(each.name)]
+    return [entry for entry in entries(path) if pattern.fullmatch(entry.name)]
 
 
 def owner_of(path: Path) -> Owner:
-    """Who made a rank's directory, as far as that can be told."""
+    """Returns who made a rank's directory, as far as that can be told."""
     try:
         recorded = json.loads((path / OWNER).read_bytes()[:_MOST_OWNER_NBYTES])
         host, boot, store = (str(recorded[name]) for name in ("host", "boot_id", "store"))
@@ -395,7 +395,7 @@ def holder_of(path: Path) -> int:
 
 
 def said_holder(pid: int) -> str:
-    """What ``holder_of`` gives, for people."""
+    """Describes a holder from ``holder_of``, for people."""
     return "nobody" if not pid else "a process of another namespace" if pid == ELSEWHERE else f"process {pid}"
 
 
@@ -410,8 +410,8 @@ def node_of(root: str) -> str:
     Raises:
         OSError: There is no such directory.
     """
-    found = os.stat(root)
-    return f"{boot_id() or socket.gethostname()} {found.st_dev}:{found.st_ino}"
+    status = os.stat(root)
+    return f"{boot_id() or socket.gethostname()} {status.st_dev}:{status.st_ino}"
 
 
 def boot_id() -> str:

@@ -83,12 +83,12 @@ class MemoryFiles:
 
     @property
     def path(self) -> Path:
-        """Of this life's slots."""
+        """Returns the directory of this life's slots."""
         return self._own.path
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Of all rank directories that are owned."""
+        """Returns the paths of all rank directories that are owned."""
         return tuple(directory.path for directory in (self._own, *self._left))
 
     def open_arena(self, limit: int, *, locks: bool = False) -> None:
@@ -122,21 +122,21 @@ class MemoryFiles:
             raise RuntimeError("the memory of this life has no arena yet")
         return self._arena
 
-    def adopt(self, found: Sequence[FoundSlot]) -> list[FoundSlot]:
+    def adopt(self, slots: Sequence[FoundSlot]) -> list[FoundSlot]:
         """Keep slots of the arena from being overwritten.
 
         Returns:
             Those that can be used: all, unless a fault of this library gave two of them the same bytes.
         """
         sound = []
-        for each in newest_first(found):
+        for leftover in newest_first(slots):
             try:
                 for arena in filter(None, (self._arena, self._copies)):
-                    each.slot.adopt(arena)
-                sound.append(each)
+                    leftover.slot.adopt(arena)
+                sound.append(leftover)
             except ValueError as error:
-                log.error("the memory slot %s is set aside, and not used: %s", each.slot.path, error)
-                each.slot.quarantine()
+                log.error("the memory slot %s is set aside, and not used: %s", leftover.slot.path, error)
+                leftover.slot.quarantine()
         return sound
 
     def slot(self, buffer: Buffer) -> Slot:
@@ -144,7 +144,7 @@ class MemoryFiles:
         return Slot.of(self._next_path(OWN), buffer)
 
     def grow(self, end: int, **how: Any) -> bool:
-        """As ``Arena.grow``, once what is being deleted is gone, and in a directory of this life."""
+        """Grows the arena as ``Arena.grow`` does, once deletions have ended, and in a directory of this life."""
         with self._making:
             if self._own.is_gone or self.arena.is_gone:
                 self._make_again()
@@ -207,7 +207,7 @@ class MemoryFiles:
         return Slot.of(self._next_path(COPY), rooms[0], frees=True)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a slot may be had. At once, and no promise."""
+        """Returns whether a slot may be had. At once, and no promise."""
         try:
             return free_bytes(str(self.path)) >= nbytes
         except FileNotFoundError:  # it is made again
@@ -238,7 +238,7 @@ class MemoryFiles:
 
     @property
     def diverged(self) -> bool:
-        """Whether an earlier life that left something here computed steps again, and they were others."""
+        """Returns whether an earlier life that left something here computed steps again, and they were others."""
         return any(directory.diverged for directory in self._left)
 
     def note_divergence(self) -> None:
@@ -253,34 +253,34 @@ class MemoryFiles:
         for directory in self._left:
             directory.forget_divergence()
 
-    def remove(self, found: list[FoundSlot]) -> None:
+    def remove(self, leftovers: list[FoundSlot]) -> None:
         """Delete slots of earlier lives, in the background. Their memory is free when nobody else knows them.
 
         Args:
-            found: Emptied.
+            leftovers: Emptied.
         """
-        slots = [each.slot for each in found]
-        found.clear()
+        slots = [leftover.slot for leftover in leftovers]
+        leftovers.clear()
         self._remover.remove(slots)
 
-    def take_left(self, *, own: bool) -> list[FoundSlot]:
+    def take_left(self, *, same_rank: bool) -> list[FoundSlot]:
         """Take over what ended lives left on this node, except what living processes hold, or a copy's life left.
 
         Trouble with one directory or slot is a warning, and costs no other. Who holds a directory of this rank may be
         a process that is dying, or a command at work there: that is waited for, some seconds in all.
 
         Args:
-            own: What this rank left; else whatever nobody has taken yet. Ranks of a node call it for the former first,
-                and for the latter when all of them have.
+            same_rank: What this rank left; else whatever nobody has taken yet. Ranks of a node call it for the former
+                first, and for the latter when all of them have.
 
         Returns:
             Every slot that opens, of what this call took, the newest step first (``newest_first``).
         """
-        before, until = len(self._left), time.monotonic() + _PATIENCE_SECS if own else None
+        before, until = len(self._left), time.monotonic() + _PATIENCE_SECS if same_rank else None
         for generation, rank, path in list(rank_directories(self._run)):
-            if generation != self.generation and (rank == self.rank) == own:
+            if generation != self.generation and (rank == self.rank) == same_rank:
                 self._take(path, until)
-        return newest_first(each for directory in self._left[before:] for each in _open_slots(directory))
+        return newest_first(slot for directory in self._left[before:] for slot in _open_slots(directory))
 
     def _take(self, path: Path, until: float | None) -> None:
         """until: ``time.monotonic`` to which whoever holds sealed slots is waited for; None: nobody is."""
@@ -316,8 +316,8 @@ class MemoryFiles:
         """
         self._remover.wait()
         self._arena = self._copies = None  # their memory lives as long as its users
-        left, self._left = self._left, []
-        for directory in (self._own, *left):
+        directories, self._left = self._left, []
+        for directory in (self._own, *directories):
             if keep:
                 directory.clear_unsealed()
             if keep and (directory.slots or directory.diverged):
@@ -347,8 +347,8 @@ class MemoryFiles:
 
 def _most_nbytes(path: str) -> int:
     """Returns the bytes that copies of others may take here at most: more than they ever will."""
-    machine, found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), os.statvfs(path)
-    return min(machine, found.f_blocks * found.f_frsize or machine)
+    machine, status = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), os.statvfs(path)
+    return min(machine, status.f_blocks * status.f_frsize or machine)
 
 
 def _has_sealed(path: Path) -> bool:
@@ -357,7 +357,7 @@ def _has_sealed(path: Path) -> bool:
 
 def newest_first(slots: Iterable[FoundSlot]) -> list[FoundSlot]:
     """Returns slots by step and life."""
-    return sorted(slots, key=lambda each: (-each.header.step, -each.header.generation))
+    return sorted(slots, key=lambda slot: (-slot.header.step, -slot.header.generation))
 
 
 def _open_slots(directory: RankDirectory) -> Iterator[FoundSlot]:
@@ -372,13 +372,13 @@ def _open_slots(directory: RankDirectory) -> Iterator[FoundSlot]:
 
 
 def newest_generation(root: str, run_id: str) -> int:
-    """Of what lies below ``root`` of a run; -1 if nothing does. Raises ``ConfigError`` as ``user_directory``."""
-    found = list(rank_directories(user_directory(root) / run_id))
-    return max((max(generation, newest_named(path)) for generation, _, path in found), default=-1)
+    """Returns the newest generation of a run below ``root``, or -1. Raises ``ConfigError`` as ``user_directory``."""
+    directories = list(rank_directories(user_directory(root) / run_id))
+    return max((max(generation, newest_named(path)) for generation, _, path in directories), default=-1)
 
 
 def left_bytes(root: str, run_id: str, store: str) -> int:
-    """What slots take that ended lives of a run left: free again when a life that takes them over has its own.
+    """Returns the bytes that ended lives of a run left: free again when a life that takes them over has its own.
 
     Raises:
         ConfigError: As ``user_directory``.
@@ -423,13 +423,13 @@ def _swept(run: Path) -> int:
 
 
 def used_bytes(*paths: Path) -> int:
-    """Of all files below, as far as they are still there; of one that lives have in common, once."""
+    """Counts the bytes of all files below that are still there; of one that lives have in common, once."""
     sizes: dict[Identity, int] = {}
     for directory, _, names in itertools.chain.from_iterable(map(os.walk, paths)):
         for name in names:
             with contextlib.suppress(OSError):
-                found = os.lstat(os.path.join(directory, name))
-                sizes[identity(found)] = found.st_size
+                status = os.lstat(os.path.join(directory, name))
+                sizes[identity(status)] = status.st_size
     return sum(sizes.values())
 
 

@@ -1,4 +1,4 @@
-"""Which file a name stands for: somebody else may delete it, and make another of the same name."""
+"""The identity of a file: somebody else may delete it, and make another of the same name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Identity = tuple[int, int]
 """Device and inode."""
 
 
-def identity(found: os.stat_result) -> Identity:
-    return found.st_dev, found.st_ino
+def identity(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino
 
 
 def identity_at(path: Path) -> Identity | None:
-    """Of what has this name now; None if nothing has."""
+    """Returns the identity of what has this name now; None if nothing has."""
     try:
         return identity(path.lstat())
     except (FileNotFoundError, NotADirectoryError):

@@ -15,12 +15,12 @@ def log_path(directory: Path, step: int) -> Path:
     return directory / f"upstream_{step:08d}"
 
 
-def is_log(name: str, beside: Collection[str]) -> bool:
+def is_log(name: str, siblings: Collection[str]) -> bool:
     """Returns whether a file is of a sealed log.
 
     Args:
-        beside: Names of all files of its directory.
+        siblings: Names of all files of its directory.
     """
     path = Path(name)
     is_named = _NAME.fullmatch(path.stem) is not None and path.suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX)
-    return is_named and all(path.stem + suffix in beside for suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX))
+    return is_named and all(path.stem + suffix in siblings for suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX))

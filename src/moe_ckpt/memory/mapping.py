@@ -68,12 +68,12 @@ class Pages:
 
     @property
     def descriptor(self) -> int:
-        """Of the file; -1 without one."""
+        """Returns the descriptor of the file; -1 without one."""
         return self._descriptor
 
     @property
     def file_nbytes(self) -> int:
-        """Of the file; 0 without one."""
+        """Returns the bytes of the file; 0 without one."""
         return os.fstat(self._descriptor).st_size if self._descriptor >= 0 else 0
 
     def bytes(self, begin: int, nbytes: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ class Pages:
 
     @property
     def is_locked(self) -> bool:
-        """Whether CUDA was told to page-lock any of them."""
+        """Returns whether CUDA was told to page-lock any of them."""
         return bool(self._locked)
 
     def _lock(self, begin: int, end: int) -> None:

@@ -80,12 +80,12 @@ class Memory:
                 raise ConfigError(f"Memory(failure_domain={domain!r}) says where copies lie; give replicas=1 or more")
 
     def _check_survivors(self) -> None:
-        given = self.survivor_secs
-        off = given == 0 and not isinstance(given, (bool, str))
-        secs = 0.0 if off else _of_memory(lambda: parse_secs(given, "survivor_secs", 3600.0), "0 for never, or ")
+        value = self.survivor_secs
+        off = value == 0 and not isinstance(value, (bool, str))
+        secs = 0.0 if off else _of_memory(lambda: parse_secs(value, "survivor_secs", 3600.0), "0 for never, or ")
         if secs > TORCHRUN_GRACE_SECS and "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError(
-                f"Memory(survivor_secs={given!r}): torchrun kills ranks {TORCHRUN_GRACE_SECS:g} s after it has asked "
+                f"Memory(survivor_secs={value!r}): torchrun kills ranks {TORCHRUN_GRACE_SECS:g} s after it has asked "
                 "them to end, which cuts off anything longer. Set less than that"
             )
         object.__setattr__(self, "survivor_secs", secs)
@@ -105,7 +105,7 @@ class Memory:
 
     @property
     def cadence(self) -> StorageCadence:
-        """Which checkpoints go on to storage."""
+        """Returns the cadence with which checkpoints go on to storage."""
         return StorageCadence(self.storage_every)
 
     @property

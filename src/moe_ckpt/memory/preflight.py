@@ -1,4 +1,4 @@
-"""What kind of file system memory slots would lie on, and whether it has room for them."""
+"""Checks the file system on which memory slots would lie, and whether it has room for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 @dataclass(frozen=True)
 class RoomNeeded:
-    """What the slots of a node's ranks come to.
+    """The room that the slots of a node's ranks need.
 
     Attributes:
         share_bytes: Of one rank's share of a complete checkpoint.
@@ -38,19 +38,19 @@ class RoomNeeded:
 
     @property
     def nbytes(self) -> int:
-        """Of the node."""
+        """Returns the bytes of the node."""
         return min(self.snapshots * self.share_bytes, self.budget_bytes) * (self.ranks + self.copies)
 
     def explained(self) -> str:
         """Says what the number is made of."""
-        found = f"{self.snapshots} snapshots of {self.share_bytes:,} bytes on each rank"
+        text = f"{self.snapshots} snapshots of {self.share_bytes:,} bytes on each rank"
         if self.is_estimated:
-            found += ", which counts two moments per weight that the optimizer has yet to make"
+            text += ", which counts two moments per weight that the optimizer has yet to make"
         if self.budget_bytes < self.snapshots * self.share_bytes:
-            found += f", within a budget of {self.budget_bytes:,}"
+            text += f", within a budget of {self.budget_bytes:,}"
         if self.copies:
-            found += f", and as many of each rank whose copies lie on this node ({self.copies})"
-        return found
+            text += f", and as many of each rank whose copies lie on this node ({self.copies})"
+        return text
 
 
 def say_room(root: str, needed: RoomNeeded, free: int, limits: Mapping[str, int | None]) -> None:
@@ -63,8 +63,8 @@ def say_room(root: str, needed: RoomNeeded, free: int, limits: Mapping[str, int 
         limits: Likewise what ``CGROUP`` and ``MACHINE`` leave this process, where a tmpfs counts; None where nothing
             limits it.
     """
-    there = [(left, name) for name, left in limits.items() if left is not None] if lies_in_memory(root) else []
-    short, name = min([(free, ""), *there])
+    bounds = [(nbytes, name) for name, nbytes in limits.items() if nbytes is not None] if lies_in_memory(root) else []
+    short, name = min([(free, ""), *bounds])
     if needed.nbytes <= short or (root, "room") in _said:
         return
     _said.add((root, "room"))
@@ -92,18 +92,18 @@ def file_system(path: str, mounts: str = "/proc/self/mounts") -> str:
     try:
         with open(mounts) as lines:
             for line in lines:
-                _, place, found, *_ = line.split()
-                place = place.encode().decode("unicode_escape")  # a blank is written \040
-                inside = real == place or real.startswith(f"{place.rstrip('/')}/")
-                if inside and len(place) >= len(best):
-                    best, kind = place, found
+                _, mount_point, fs_type, *_ = line.split()
+                mount_point = mount_point.encode().decode("unicode_escape")  # a blank is written \040
+                inside = real == mount_point or real.startswith(f"{mount_point.rstrip('/')}/")
+                if inside and len(mount_point) >= len(best):
+                    best, kind = mount_point, fs_type
     except (OSError, ValueError):
         return ""
     return kind
 
 
 def lies_in_memory(path: str) -> bool:
-    """Whether files below ``path`` take memory, which then counts in cgroups."""
+    """Returns whether files below ``path`` take memory, which then counts in cgroups."""
     return file_system(path) in _IN_MEMORY
 
 

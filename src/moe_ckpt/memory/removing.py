@@ -35,7 +35,7 @@ class SlotRemover:
         try:
             with self._lock:
                 thread.start()
-                self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+                self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         except RuntimeError:  # no thread to be had
             self._remove(slots)
 
@@ -47,7 +47,7 @@ class SlotRemover:
     def wait(self) -> bool:
         """Until all is deleted; False if nothing was under way."""
         with self._lock:
-            threads = [each for each in self._threads if each.is_alive()]
+            threads = [thread for thread in self._threads if thread.is_alive()]
         for thread in threads:
             thread.join()
         return bool(threads)

@@ -79,16 +79,16 @@ class Slot:
         header = decode_slot(_read(header_path), str(header_path))
         data, begin = data_of(path)
         descriptor = os.open(data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        found = os.fstat(descriptor)
-        pages = Pages(found.st_size, descriptor)
-        if found.st_size < begin + header.nbytes:
+        status = os.fstat(descriptor)
+        pages = Pages(status.st_size, descriptor)
+        if status.st_size < begin + header.nbytes:
             raise DamagedError(
                 str(data),
-                f"it has {max(0, found.st_size - begin):,} bytes there, but its header says {header.nbytes:,}",
+                f"it has {max(0, status.st_size - begin):,} bytes there, but its header says {header.nbytes:,}",
                 step=header.step,
                 rank=header.rank,
             )
-        return cls(path, pages.bytes(begin, header.nbytes), identity(found), pages=pages), header
+        return cls(path, pages.bytes(begin, header.nbytes), identity(status), pages=pages), header
 
     def adopt(self, arena: Arena) -> None:
         """Keep its room from being lent, if it is one of this arena, until it was removed and nobody uses ``memory``.
@@ -124,12 +124,12 @@ class Slot:
 
     @property
     def is_there(self) -> bool:
-        """Whether its bytes are those of the file that has its name; not once somebody has deleted that."""
+        """Returns whether its bytes are those of the file of its name; not once somebody has deleted that."""
         return identity_at(data_of(self.path)[0]) == self.file
 
     @property
     def is_sealed(self) -> bool:
-        """Whether whoever comes after this process may read it."""
+        """Returns whether whoever comes after this process may read it."""
         return self.path.with_suffix(HEADER_SUFFIX).exists()
 
     def unseal(self) -> None:
@@ -152,7 +152,7 @@ class Slot:
 
     @property
     def starts(self) -> int:
-        """How many starts in a row went on from it and got nowhere."""
+        """Returns how many starts in a row went on from it and got nowhere."""
         try:
             return self.path.with_suffix(STARTS_SUFFIX).stat().st_size
         except OSError:
@@ -212,7 +212,7 @@ def set_aside(path: Path) -> None:
 
 
 def read_header(path: Path) -> bytes:
-    """What a sealed slot's header is now, not looked into; empty if there is none.
+    """Reads a sealed slot's header as it is now, not looked into; empty if there is none.
 
     Raises:
         DamagedError: It is too large to be one.

@@ -1,4 +1,4 @@
-"""What lies in a memory directory, for people: read without disturbing whoever owns it."""
+"""Surveys a memory directory, for people: read without disturbing whoever owns it."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def survey(root: str, *, verify: bool = False) -> list[RankFacts]:
     Raises:
         ConfigError: As ``user_directory``.
     """
-    found = []
+    surveyed = []
     for run in sorted(user_directory(root).iterdir()):
         for generation, rank, path in rank_directories(run):
             slots = tuple(_slots(path, verify=verify))
             facts = holder_of(path), owner_of(path), slots, used_bytes(path)
-            found.append(RankFacts(run.name, generation, rank, *facts))
-    return found
+            surveyed.append(RankFacts(run.name, generation, rank, *facts))
+    return surveyed
 
 
 def _slots(directory: Path, *, verify: bool) -> Iterator[SlotFacts]:

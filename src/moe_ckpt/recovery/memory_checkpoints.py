@@ -107,7 +107,7 @@ class MemoryCheckpoints:
         self._noted: set[int] = set()
         self._of_other_layout: set[Share] = set()
         self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
-        self._slots = tier.left.found
+        self._slots = tier.left_slots.slots
         answer = RankZeroAnswer.of(reader.directories if comm.rank == 0 else None)
         here = [answer.payload, tier.node, packed_paths(self._slots), facts_of_slots(self._slots)]
         self._exchanged = ExchangedHeaders()
@@ -220,8 +220,8 @@ class MemoryCheckpoints:
         shares = self._of_other_layout if step is None else set(self.used.values()) - self._passing
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
         slots = [self._slots[number] for number in sorted(numbers)]
-        self._slots = ()  # so that ``left`` has the only references to what it deletes
-        self._tier.left.keep(slots)
+        self._slots = ()  # so that ``left_slots`` has the only references to what it deletes
+        self._tier.left_slots.keep(slots)
         self._tier.complete_step = step
 
     # --- opening ---
@@ -229,7 +229,7 @@ class MemoryCheckpoints:
     def note_lasting_start(self, shares: Iterable[Share]) -> None:
         """This start goes on from what ranks kept of the newest step: counted until a step ends."""
         for number in sorted({share.number for share in shares if share.holder == self._comm.rank}):
-            self._tier.left.note_start(self._slots[number], lasting=True)
+            self._tier.left_slots.note_start(self._slots[number], lasting=True)
 
     def _note_start(self, directory: str, checkpoint: MemoryCheckpoint) -> None:
         """Count this start on every slot of the checkpoint, on every node, until a step ends."""
@@ -241,7 +241,7 @@ class MemoryCheckpoints:
             raise RecoveryLoopError(directory, starts, slots, files.run_id, str(files.path.parents[3]))
         for number in {share.number for share in shares if share.holder == self._comm.rank} - self._noted:
             self._noted.add(number)
-            self._tier.left.note_start(self._slots[number])
+            self._tier.left_slots.note_start(self._slots[number])
 
     def _beneath(self, names: Sequence[str]) -> Manifest | None:
         """The first of these checkpoints on storage; None if there is none. Raises as ``StoreReader.manifest``."""
@@ -354,7 +354,7 @@ class MemoryCheckpoints:
             parts: That they are of.
         """
         self.used = {**self.used, **{path: file.share for path, file in files.items()}}
-        checker = self._tier.left.checker
+        checker = self._tier.left_slots.checker
         checker.only({self._slots[share.number] for share in self.used.values() if share.holder == self._comm.rank})
         mine = {file.share.number for file in files.values() if file.share.holder == self._comm.rank}
         slots_by_number = {number: self._slots[number] for number in sorted(mine)}

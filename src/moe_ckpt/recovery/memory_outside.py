@@ -57,7 +57,7 @@ class _Directory:
 
 class _SlotsOutside:
     def __init__(self, slots: Sequence[FoundSlot]) -> None:
-        self.found = tuple(slots)
+        self.slots = tuple(slots)
         self.checker = SlotChecker(())  # of none: everything is verified when it is read
 
     def keep(self, used: Collection[FoundSlot]) -> None:
@@ -74,7 +74,7 @@ class _Memory:
     complete_step: int | None = None
 
     def __init__(self, slots: Sequence[FoundSlot], run_id: str, model: ModelRecord, path: Path) -> None:
-        self.left, self.model, self.files = _SlotsOutside(slots), model, _Directory(run_id, path)
+        self.left_slots, self.model, self.files = _SlotsOutside(slots), model, _Directory(run_id, path)
 
 
 class MemoryOutside:

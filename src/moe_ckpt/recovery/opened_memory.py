@@ -31,7 +31,7 @@ class LeftMemory(Protocol):
     checker: SlotChecker
 
     @property
-    def found(self) -> tuple[FoundSlot, ...]:
+    def slots(self) -> tuple[FoundSlot, ...]:
         """The slots that still exist."""
         ...
 
@@ -66,7 +66,7 @@ class RankMemory(Protocol):
     complete_step: int | None
 
     @property
-    def left(self) -> LeftMemory:
+    def left_slots(self) -> LeftMemory:
         """The slots that earlier lives left."""
         ...
 

@@ -101,7 +101,7 @@ def resume_newest(
         if isinstance(restored, NotUsableError):
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
                 if isinstance(tier, MemoryTier):
-                    tier.left.withdraw_starts()  # else three such starts would pass for a checkpoint that leads nowhere
+                    tier.left_slots.withdraw_starts()  # else three starts would pass for one that leads nowhere
                 raise_on_all_ranks(comm, restored, directory)
             if memory is not None and opener is not None:
                 passed_over.set_aside(memory, directory, restored)

@@ -190,7 +190,7 @@ class StepTokens:
         return self.applied if self.assigned is None else self.assigned
 
     def of_iteration(self, updated: bool) -> StepTokens:
-        """With ``assigned``, which ranks must have alike; without an update nothing was applied."""
+        """Returns the tokens with ``assigned``, which ranks must have alike; without an update nothing was applied."""
         return StepTokens(self.applied * int(updated), self.soft, self.popularity, self.deficit)
 
     def joined(self) -> Counts:

@@ -1,4 +1,4 @@
-"""That a run is finished: written by rank 0 when training ended well, read by all when it is started again."""
+"""The record of a finished run: written by rank 0 when training ended well, read by all when it is started again."""
 
 from __future__ import annotations
 

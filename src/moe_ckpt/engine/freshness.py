@@ -12,7 +12,7 @@ from moe_ckpt.slices.compiling import GRADIENTS
 
 
 class FreshnessWatch:
-    """For the thread that seals. It knows slices by their numbers on a shelf, and forgets them with the shelf."""
+    """Watches slices for the sealing thread. It knows them by number on a shelf, and forgets them with the shelf."""
 
     def __init__(self) -> None:
         self._entries: list[SliceEntry] | None = None

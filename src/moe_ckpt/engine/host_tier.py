@@ -180,7 +180,7 @@ class HostTier:
             self.hold(hold(snapshot, self._run_id, share))
 
     def hold(self, checkpoint: KeptCheckpoint) -> None:
-        """From here on it may become committed."""
+        """Holds a checkpoint, which may become committed from here on."""
         with self._lock:
             self._offered = checkpoint
 

@@ -34,7 +34,7 @@ NOTHING = Abandoned()
 
 
 class StoreKeeper:
-    """For rank 0: ``clean_start`` before training, everything else on its persist thread.
+    """Keeps the store in order, on rank 0: ``clean_start`` before training, everything else on its persist thread.
 
     Args:
         identity: What ``store.json`` says, and will say again if it is lost.
@@ -150,7 +150,7 @@ class StoreKeeper:
         return False
 
     def collect(self, superseded: Abandoned = NOTHING, *, failed: bool = False) -> Superseded:
-        """After a commit: drop what retention no longer needs, and what windows that were given up have left.
+        """Drops, after a commit, what retention no longer needs, and what windows that were given up have left.
 
         Args:
             failed: No rank will be told what to delete, so the files of all go here.

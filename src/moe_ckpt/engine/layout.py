@@ -29,7 +29,7 @@ class Layout:
 
     @property
     def mandatory(self) -> Mapping[str, int]:
-        """See ``Ledger.owed``."""
+        """Returns operators to be saved in any case: see ``Ledger.owed``."""
         return self._ledger.owed
 
     def update(self, specs: Sequence[TensorSpec]) -> Mapping[str, int]:

@@ -42,18 +42,18 @@ class LeftSlots:
 
     @property
     def slots(self) -> tuple[FoundSlot, ...]:
-        """Those that are still there."""
+        """Returns the slots that are still there."""
         with self._lock:
             return tuple(self._slots)
 
     def add(self, slots: Iterable[FoundSlot]) -> None:
-        """More slots that this process owns now; nothing was decided yet."""
+        """Adds slots that this process owns now; nothing was decided yet."""
         with self._lock:
             self._slots = newest_first((*self._slots, *slots))
 
     @property
     def nbytes(self) -> int:
-        """Memory of those."""
+        """Returns the bytes of memory of these slots."""
         return sum(leftover.slot.memory.numel() for leftover in self.slots)
 
     def keep(self, used: Collection[FoundSlot]) -> None:

@@ -415,7 +415,7 @@ class MemoryTier:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is kept."""
+        """Returns the bytes of memory of what is kept."""
         with self._lock:
             copies = 0 if self.replicator is None else self.replicator.held_bytes
             return self.left_slots.nbytes + copies + sum(entry.nbytes for entry in self._entries.values())
@@ -443,7 +443,7 @@ def _give_up(entry: _Entry, pool: BufferPool) -> None:
 
 
 def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
-    """(sequence, place) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
+    """(sequence, index) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
     live = live_groups(entry.step for entry in entries)
     return {
         (entry.step.sequence, index)

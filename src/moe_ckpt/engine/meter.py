@@ -89,7 +89,7 @@ class Meter:
         self._update_began = now
 
     def copies(self, nbytes: int) -> None:
-        """So many bytes are copied beside the lap that begins."""
+        """Notes that so many bytes are copied beside the lap that begins."""
         self._copying.nbytes = nbytes
 
     def waited(self, secs: float) -> None:

@@ -75,7 +75,7 @@ class Persister:
 
     @property
     def writing(self) -> tuple[int, float] | None:
-        """(step, seconds since this thread took it up) of the snapshot that is being written; None if none is."""
+        """Returns (step, seconds since this thread took it up) of the snapshot under way; None if none is."""
         with self._changed:
             return None if self._taken is None else (self._taken[0], time.monotonic() - self._taken[1])
 

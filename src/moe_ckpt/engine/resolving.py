@@ -1,4 +1,4 @@
-"""From a copied snapshot to a committed checkpoint, together with the other ranks.
+"""Brings a copied snapshot to a committed checkpoint, together with the other ranks.
 
 Storage errors fail one checkpoint and are reported; errors between ranks are raised, because nothing can be committed
 without every rank.

@@ -136,7 +136,7 @@ class Room:
         waits: bool = True,
         starts: bool = False,
     ) -> tuple[list[Buffer] | None, bool]:
-        """(buffers, or None if they did not become free in time; True if snapshots under way had to be waited for).
+        """Returns (buffers, or None if not free in time; True if snapshots under way had to be waited for).
 
         It waits where it must even if others are configured to be skipped: peers may have begun already.
 

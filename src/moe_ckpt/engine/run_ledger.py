@@ -323,7 +323,7 @@ class RunLedger:
         placement: Placement | None = None,
         sizes: Mapping[str, OperatorBytes] | None = None,
     ) -> PolicyContext:
-        """Everything a policy may know at ``step``."""
+        """Returns the context: everything a policy may know at ``step``."""
         under_way = [self.pending[sequence] for sequence in sorted(self.pending)]
         chosen_at = self.ledger.expert_steps()
         for pending in under_way:

@@ -81,7 +81,7 @@ class Stages:
 
     @property
     def writing(self) -> tuple[int, float] | None:
-        """See ``Persister.writing``."""
+        """Returns the snapshot under way: see ``Persister.writing``."""
         return self._persister.writing
 
     def resolutions(self, after: int) -> Sequence[Resolution]:
@@ -89,7 +89,7 @@ class Stages:
         return self._persister.resolutions(after)
 
     def is_gone(self, directory: str) -> bool:
-        """See ``Persister.is_gone``."""
+        """Returns whether a checkpoint is gone: see ``Persister.is_gone``."""
         return self._persister.is_gone(directory)
 
     def raise_fatal(self) -> None:

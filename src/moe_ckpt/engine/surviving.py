@@ -51,7 +51,7 @@ class Sealing(Protocol):
         """Snapshots that are not sealed yet."""
 
     def wait(self, most: int, timeout_secs: float) -> bool:
-        """Until at most ``most`` are; False if the time ran out."""
+        """Waits until at most ``most`` snapshots are being sealed; False if the time ran out."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Survivor:
         return self._run.comm.world_size > 1 and live.is_held_by_each
 
     def close(self, timeout_secs: float) -> None:
-        """See ``StateKeeper.close``."""
+        """Closes as ``StateKeeper.close`` does."""
         if self._states is not None:
             self._states.close(timeout_secs)
 

@@ -127,7 +127,7 @@ class SealedPart:
 def acknowledge(
     files: Sequence[FileRecord], state: StateRecord, cover: int, freshness: int = UNKNOWN, not_finite: str = ""
 ) -> Acknowledgement:
-    """That of a rank that wrote these files.
+    """Returns the acknowledgement of a rank that wrote these files.
 
     Args:
         cover: ``cover_difference`` of its plan.
@@ -325,7 +325,7 @@ def _room(storage: Storage, chunks: Sequence[Chunk]) -> str:
 
 
 def encode_boxes(boxes: Sequence[tuple[str, Box]]) -> bytes:
-    """For ``decode_boxes`` on another rank, those of several ranks one after the other."""
+    """Encodes boxes for ``decode_boxes`` on another rank, those of several ranks one after the other."""
     return b"".join(json.dumps([key, box.offsets, box.shape]).encode() + b"," for key, box in boxes)
 
 

@@ -72,7 +72,7 @@ class Buffer:
 
 
 class Arena:
-    """See the module's docstring. Safe to use from several threads; ``grow`` and ``shrink`` are slow.
+    """An arena of host memory: see the module. Safe to use from several threads; ``grow`` and ``shrink`` are slow.
 
     Args:
         limit: Bytes that it may grow to.

@@ -135,7 +135,7 @@ class RankDirectory:
 
     @property
     def slots(self) -> list[Path]:
-        """Those that are sealed; without suffix."""
+        """Returns the sealed slots; without suffix."""
         return slots_in(self.path)
 
     @property
@@ -153,13 +153,13 @@ class RankDirectory:
         os.close(PRIVATE.create(str(self.path / f"names_{generation:06d}"), flags))
 
     def note_divergence(self) -> None:
-        """See ``DIVERGED``. Raises ``OSError``: it cannot be written down."""
+        """Notes a divergence: see ``DIVERGED``. Raises ``OSError``: it cannot be written down."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(PRIVATE.create(str(self.path / DIVERGED), flags))
 
     @property
     def diverged(self) -> bool:
-        """See ``DIVERGED``."""
+        """Returns whether a life diverged: see ``DIVERGED``."""
         return (self.path / DIVERGED).exists()
 
     def forget_divergence(self) -> None:

@@ -229,7 +229,7 @@ class MemoryFiles:
             self.note_generation(generation)
 
     def note_generation(self, generation: int) -> None:
-        """See ``RankDirectory``. A warning tells of trouble."""
+        """Notes a generation as ``RankDirectory`` does. A warning tells of trouble."""
         self._noted.add(generation)
         try:
             self._own.note_generation(generation)

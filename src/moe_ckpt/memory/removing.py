@@ -11,7 +11,7 @@ from moe_ckpt.threads import ThreadName, named_thread
 
 
 class SlotRemover:
-    """On threads of its own, one for each call that has something to delete. Any thread may call it.
+    """Removes slots on threads of its own, one for each call that has something to delete. Any thread may call it.
 
     Args:
         afterwards: Called on such a thread when the slots of a call are deleted.
@@ -45,7 +45,7 @@ class SlotRemover:
         self._afterwards()
 
     def wait(self) -> bool:
-        """Until all is deleted; False if nothing was under way."""
+        """Waits until all is deleted; False if nothing was under way."""
         with self._lock:
             threads = [thread for thread in self._threads if thread.is_alive()]
         for thread in threads:

@@ -100,7 +100,7 @@ class Slot:
             self._room = arena.adopt(data_of(self.path)[1], self.memory.numel())
 
     def seal(self, header: bytes) -> None:
-        """From here on the slot may be read by whoever comes after this process. Its bytes must not change any more.
+        """Seals the slot, which later processes may read from here on. Its bytes must not change any more.
 
         Raises:
             MemoryFullError: There is no room for the header.

@@ -69,7 +69,7 @@ class _Layout:
 
 
 class HeaderReader:
-    """For the headers of one source. For one thread."""
+    """Reads the headers of one source, on one thread."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, _Layout] = OrderedDict()

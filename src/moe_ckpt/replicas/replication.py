@@ -322,7 +322,7 @@ class Replicator:
 
     @property
     def held(self) -> Mapping[tuple[int, int], Slot]:
-        """(source, sequence) -> slot of the copies that lie here, verified and sealed."""
+        """Returns (source, sequence) -> slot of the copies that lie here, verified and sealed."""
         return self.store.held()
 
     @property

@@ -243,7 +243,7 @@ class ReplicaStore:
                 slot.remove()
 
     def held(self) -> dict[tuple[int, int], Slot]:
-        """(source, sequence) -> slot of the copies that lie here, whole and verified, without gradients beside it."""
+        """Returns (source, sequence) -> slot of the copies here, whole and verified, without gradients beside it."""
         with self._lock:
             return {(source, sequence): slot for (source, sequence, index), slot in self._kept.items() if index == OWN}
 

@@ -177,7 +177,7 @@ class Wire:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """By the thread that uses it."""
+        """Closes the connection, on the thread that uses it."""
         _open.discard(self._socket)
         self._socket.close()
 
@@ -305,7 +305,7 @@ class Listener:
         return None
 
     def close(self) -> None:
-        """By the thread that accepts, or before there is one."""
+        """Closes the listener, on the thread that accepts, or before there is one."""
         _open.discard(self._socket)
         self._socket.close()
 

@@ -79,7 +79,7 @@ class CopyProgram:
 
     @property
     def nbytes(self) -> int:
-        """That ``steps`` copy."""
+        """Returns the bytes that ``steps`` copy."""
         return int(self._table[:, NBYTES].sum())
 
     def versions(self) -> npt.NDArray[np.uint32]:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import RESULTS, write_json
-from moe_ckpt.core.interference import BLOCK, COMPARED, Beside, is_small, secs_per_byte
+from moe_ckpt.core.interference import BLOCK, COMPARED, Lap, is_small, secs_per_byte
 
 ADDED = (0.0, 0.03, 0.05, 0.08)
 DIFFER = (0.005, 0.01, 0.02, 0.05)
@@ -34,7 +34,7 @@ _EXAMPLE = "example: python benchmarks/interference.py --runs 200"
 def told(added: float, differ: float, rng: random.Random) -> float:
     """What one run takes copying to add, as a portion of an iteration."""
     sizes = [SMALL if is_small(number) else LARGE for number in range(CHECKPOINTS)]
-    laps = [Beside((1 + added * size / LARGE) * (1 + rng.gauss(0, differ)), size) for size in sizes]
+    laps = [Lap((1 + added * size / LARGE) * (1 + rng.gauss(0, differ)), size) for size in sizes]
     return LARGE * (secs_per_byte(laps) or 0.0)
 
 

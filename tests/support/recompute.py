@@ -54,7 +54,7 @@ class Steady(MoEtion):
         if self._is_probing(context) and is_small(context.step):
             wanted = {place for place in wanted if place[1] % 2}
         for name, place in catalog.expert_at.items():
-            chosen[catalog.place[name]] |= place in wanted
+            chosen[catalog.index_of[name]] |= place in wanted
         return chosen
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:

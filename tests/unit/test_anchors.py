@@ -166,19 +166,19 @@ def test_what_is_left_out_has_no_anchor_any_more_and_is_owed_if_gradients_led_to
     book.begun(0, 1, ALL, ())
     book.begun(1, 2, (A,), (B,))
     assert book.steps.tolist() == [2, 1, -1]
-    assert set(book.owed) == {B}
+    assert set(book.log_operators) == {B}
     assert book.since(2, (A,), (B,)) == 0
     assert book.since(2, (), (A,)) == 1
     assert book.since(2, (A,), (C,)) is None
     assert book.without_anchor((A, C)) == {C}
     book.begun(2, 3, (B,), (A,))
-    assert set(book.owed) == {A}
+    assert set(book.log_operators) == {A}
     book.broken(2)
-    assert set(book.owed) == {A, B}, "what was paid by the lost snapshot is owed again"
+    assert set(book.log_operators) == {A, B}, "what was paid by the lost snapshot is owed again"
     assert book.steps.tolist() == [-1, -1, -1]
     book.begun(3, 4, (A, B), ())
     book.broken(1)
-    assert not book.owed, "it was paid after that"
+    assert not book.log_operators, "it was paid after that"
 
 
 def test_a_share_that_is_gone_makes_all_that_need_it_incomplete():
@@ -224,7 +224,7 @@ def test_arrays_tell_what_dictionaries_do(told):
         else:
             book.broken(each)
             naive.broken(each)
-        assert set(book.owed) == naive.owed
+        assert set(book.log_operators) == naive.owed
         assert book.steps.tolist() == [naive.anchors.get(op, (-1, -1))[1] for op in ALL]
         assert book.without_anchor(ALL) == set(ALL) - naive.anchors.keys()
         for gradients in (None, (B, C)):

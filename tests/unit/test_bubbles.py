@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.bubbles import CAUTION, Pace, Window, clipped, one_f_one_b, sizes, timetable, typical
+from moe_ckpt.core.bubbles import CAUTION, Bubble, Pace, clipped, one_f_one_b, sizes, timetable, typical
 
 PIPELINES = st.tuples(st.integers(1, 8), st.integers(1, 24))
 
 
 @st.composite
-def windows(draw, end: float = 100.0, most: int = 6) -> tuple[Window, ...]:
+def windows(draw, end: float = 100.0, most: int = 6) -> tuple[Bubble, ...]:
     """Disjoint and in order."""
     edges = sorted(draw(st.lists(st.floats(0, end), min_size=2, max_size=2 * most, unique=True)))
-    return tuple(Window(begin, stop) for begin, stop in zip(edges[::2], edges[1::2], strict=False) if stop > begin)
+    return tuple(Bubble(begin, stop) for begin, stop in zip(edges[::2], edges[1::2], strict=False) if stop > begin)
 
 
 @st.composite
@@ -56,9 +56,9 @@ def test_chunks_sum_up(nbytes, most):
 
 
 def test_of_waits_the_medians_are_expected():
-    seen = [[Window(1, 2), Window(5, 9)], [Window(2, 4), Window(6, 7)], [Window(9, 9)], [Window(3, 9), Window(4, 7)]]
+    seen = [[Bubble(1, 2), Bubble(5, 9)], [Bubble(2, 4), Bubble(6, 7)], [Bubble(9, 9)], [Bubble(3, 9), Bubble(4, 7)]]
     assert typical(seen) == ((2, 4), (5, 8))
-    assert typical([*seen, [Window(9, 9)]]) == ((9, 9),)
+    assert typical([*seen, [Bubble(9, 9)]]) == ((9, 9),)
     assert typical([]) == ()
 
 
@@ -127,7 +127,7 @@ def test_expected_bubbles_that_come_are_used_first(copy):
 
 
 def test_what_fits_the_bubbles_waits_for_them_though_they_come_late():
-    pace = Pace((Window(60, 80),), 80.0, 1.0)
+    pace = Pace((Bubble(60, 80),), 80.0, 1.0)
     assert [chunk.begin for chunk in timetable(pace, 10, 5, pace.windows)] == [60, 65]
     assert all(chunk.in_bubble for chunk in timetable(pace, 10, 5, pace.windows))
     missed = timetable(pace, 10, 5, ())

@@ -145,14 +145,14 @@ def share(sequence: int, writer: int = 0, **more) -> Share:
 
 def test_a_checkpoint_is_complete_with_the_gradients_that_lead_to_it_and_no_others():
     """Step 2 anchors group 1 anew; before it step 1 had gradients of groups 1 and 2, and of group 1 they are gone."""
-    dense, first = share(0), share(1, since=0, groups=((1,), (2,)), beside=(0, 1), held=(-1, 7))
-    second = share(2, since=0, groups=((2,), (3,)), beside=(0,), held=(8,))  # of group 3 this rank has nothing
+    dense, first = share(0), share(1, since=0, groups=((1,), (2,)), pieces=(0, 1), held=(-1, 7))
+    second = share(2, since=0, groups=((2,), (3,)), pieces=(0,), held=(8,))  # of group 3 this rank has nothing
     newest, older, oldest = checkpoints_of([dense, first, second])
     assert newest.is_complete
     assert [sorted(beside) for _, beside in newest.with_gradients()] == [[], [(0, 1)], [(0, 0)]]
-    assert newest.there == {0}
+    assert newest.present_writers == {0}
     assert not older.is_complete, "it needs what is gone"
-    assert older.there == frozenset()
+    assert older.present_writers == frozenset()
     assert oldest.is_complete
     numbers = [one.number for _, beside in newest.with_gradients() for those in beside.values() for one in those]
     assert numbers == [7, 8]

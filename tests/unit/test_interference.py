@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import interference
-from moe_ckpt.core.interference import BLOCK, COMPARED, Beside, is_small, secs_per_byte
+from moe_ckpt.core.interference import BLOCK, COMPARED, Lap, is_small, secs_per_byte
 from moe_ckpt.engine.agreement import StepConsensus, pack, unpack
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.outcomes import Resolution
@@ -38,12 +38,11 @@ def iterations(
     large: int = 1000,
     small: int = 300,
     tail: int = 0,
-) -> list[Beside]:
+) -> list[Lap]:
     """spill: seconds per byte of the former checkpoint. drift: seconds per iteration."""
     sizes = [large if at < 0 or not is_small(at) else small for at in range(-1, count + tail)]
     return [
-        Beside(5.0 + drift * at + slope * this + spill * before, this)
-        for at, (before, this) in enumerate(pairwise(sizes))
+        Lap(5.0 + drift * at + slope * this + spill * before, this) for at, (before, this) in enumerate(pairwise(sizes))
     ]
 
 
@@ -63,7 +62,7 @@ def test_what_is_there_is_found(slope, drift, spill, large, percent, tail):
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 10**9)), max_size=200))
 def test_it_is_never_below_nothing(laps):
-    found = secs_per_byte([Beside(*lap) for lap in laps])
+    found = secs_per_byte([Lap(*lap) for lap in laps])
     assert found is None or found >= 0.0
 
 
@@ -80,7 +79,7 @@ def test_one_iteration_that_takes_long_changes_nothing(place, secs):
         iterations(WHOLE - 1),
         iterations(small=1000),
         iterations(small=800),
-        [Beside(1.0, size) for size in (1000, 300) * WHOLE],
+        [Lap(1.0, size) for size in (1000, 300) * WHOLE],
         [],
     ],
     ids=["too few", "alike", "nearly alike", "no two in a row", "none"],

@@ -64,7 +64,7 @@ def test_what_the_newest_checkpoint_lacks_is_at_risk(ledger):
 
 def test_memory_holds_what_was_kept_and_what_storage_got(ledger):
     ledger.tokens.apply(routed(1, 1, 1))
-    ledger.record(13, ALWAYS, ledger.tokens.applied.copy(), kept=("expert/1/1",))
+    ledger.record(13, ALWAYS, ledger.tokens.applied.copy(), in_host=("expert/1/1",))
     assert ledger.tokens.unsaved(Tier.HOST).tolist() == [[1, 4, 3], [6, 0, 3]]
     assert ledger.tokens.unsaved(Tier.STORAGE).tolist() == [[1, 4, 3], [6, 4, 3]]
     assert ledger.expert_steps().tolist() == [[12, 10, 10], [10, 10, 10]], "memory is no checkpoint"
@@ -107,12 +107,12 @@ def test_what_is_forgotten_is_missing_and_unsaved(ledger):
 
 def test_what_is_owed_is_owed_until_a_checkpoint_of_that_very_change(ledger):
     ledger.owe(["gate/0", "expert/0/1"], 1)
-    paid = ledger.owed
+    paid = ledger.mandatory
     ledger.owe(["gate/0"], 2)
     ledger.pay(paid)
-    assert ledger.owed == {"gate/0": 2}
+    assert ledger.mandatory == {"gate/0": 2}
     ledger.pay({"gate/0": 2})
-    assert ledger.owed == {}
+    assert ledger.mandatory == {}
 
 
 def test_a_copy_as_of_other_tokens_shares_nothing(ledger):
@@ -122,7 +122,7 @@ def test_a_copy_as_of_other_tokens_shares_nothing(ledger):
     copied.forget()
     assert copied.tokens.applied.tolist() == routed(7, 7, 7).tolist()
     assert ledger.expert_steps().tolist() == [[12, 10, 10], [10, 10, 10]]
-    assert ledger.owed == {}
+    assert ledger.mandatory == {}
     assert ledger.tokens.unsaved().sum() == 15
 
 
@@ -142,7 +142,7 @@ def test_moving_a_ledger_that_never_saved_makes_no_versions():
 
 def test_a_return_loses_what_neither_storage_nor_memory_that_is_alive_has_seen(ledger):
     ledger.tokens.apply(routed(1, 1, 1))
-    ledger.record(13, ALWAYS, ledger.tokens.applied.copy(), kept=("expert/1/1", "expert/1/2"))
+    ledger.record(13, ALWAYS, ledger.tokens.applied.copy(), in_host=("expert/1/1", "expert/1/2"))
     alive = np.zeros((2, 3), dtype=bool)
     alive[1, 1] = True
     books = MovingRunLedger(MODEL)
@@ -155,11 +155,11 @@ def test_a_return_loses_what_neither_storage_nor_memory_that_is_alive_has_seen(l
 def test_a_simulated_run_comes_back_by_the_plan_that_a_trainer_makes():
     """Expert by expert: the newest copy up to the step, from own memory where that is alive, peers, storage."""
     ledger, tokens = Ledger(MODEL), routed(1, 1, 1)
-    ledger.record(1, EVERYTHING, 1 * tokens, kept=None)
+    ledger.record(1, EVERYTHING, 1 * tokens, in_host=None)
     ledger.hold(EVERYTHING, 2, 2 * tokens, Tier.PEER)
     ledger.hold((*ALWAYS, "expert/0/0", "expert/0/1", "expert/1/2"), 4, 4 * tokens)
     ledger.hold(("expert/0/2",), 6, 6 * tokens)  # of a later state, to which nobody goes back
-    ledger.record(3, ("expert/1/1",), 3 * tokens, kept=None)
+    ledger.record(3, ("expert/1/1",), 3 * tokens, in_host=None)
     ledger.tokens.applied = 5 * tokens
     alive = np.ones((2, 3), dtype=bool)
     alive[0, 1] = False

@@ -335,7 +335,7 @@ def test_behind_a_gap_everything_is_anchored_and_what_alone_is_lost_at_once():
     run.skip()
     assert run.save().operators() == EVERYTHING
     usual = set(Run.save(run).operators())
-    run.anchored_at[MODEL.place["expert/2/3"]] = run.anchored_at[MODEL.place["gate/1"]] = -1
+    run.anchored_at[MODEL.index_of["expert/2/3"]] = run.anchored_at[MODEL.index_of["gate/1"]] = -1
     found = set(run.policy.plan(replace(run.context(), step=run.step + 1)).operators())
     assert found >= {"expert/2/3", "gate/1"}
     assert len(found) <= len(usual) + 2
@@ -365,7 +365,7 @@ def test_coupled_operators_are_anchored_together():
     for first in range(2, 6):
         round_ = [op for step in range(first, first + 4) for op in run.plans[step].operators()]
         assert sorted(round_) == sorted(EVERYTHING)
-    run.anchored_at[MODEL.place["expert/1/2"]] = -1
+    run.anchored_at[MODEL.index_of["expert/1/2"]] = -1
     run.step += 1
     assert set(run.policy.plan(run.context()).operators()) >= groups[1]
 

@@ -578,7 +578,7 @@ def held(model=MODEL, **steps):
     """``PolicyContext.anchored_at``, by expert: e01 is expert 1 of layer 0."""
     found = np.full(len(model.operators), -1)
     for name, step in steps.items():
-        found[model.place[f"expert/{name[1]}/{name[2]}"]] = step
+        found[model.index_of[f"expert/{name[1]}/{name[2]}"]] = step
     return found
 
 

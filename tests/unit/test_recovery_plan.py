@@ -54,7 +54,7 @@ def test_what_nobody_holds_is_named_with_everybody_who_was_asked():
 
 def test_rows_tell_what_is_of_the_step_from_what_is_older():
     plan = plan_recovery("step_00000006", 6, OPERATORS, [MEMORY, STORAGE])
-    rows = [(row.source.place, row.oldest, row.newest, row.operators, row.experts, row.nbytes) for row in plan.rows()]
+    rows = [(row.source.label, row.oldest, row.newest, row.operators, row.experts, row.nbytes) for row in plan.rows()]
     assert rows == [("memory", 6, 6, 1, 1, 100), ("step_00000006", 6, 6, 2, 0, 200), ("step_00000006", 5, 5, 1, 1, 100)]
 
 

@@ -39,12 +39,12 @@ def own(rank: int, step: int = 40) -> Share:
 
 
 def lent(rank: int, by: int, step: int = 40) -> Share:
-    return replace(own(rank, step), holder=by, number=9, sequence=survivor_sequence(step, lent=True))
+    return replace(own(rank, step), holder=by, number=9, sequence=survivor_sequence(step, of_another=True))
 
 
 @given(st.integers(0, 1 << 40), st.booleans(), st.integers(0, 1 << 40), st.booleans())
 def test_numbers_are_of_one_step_only_and_newer_than_all_that_were_due(step, is_own, other, is_others):
-    one, two = survivor_sequence(step, lent=not is_own), survivor_sequence(other, lent=not is_others)
+    one, two = survivor_sequence(step, of_another=not is_own), survivor_sequence(other, of_another=not is_others)
     assert (one == two) == ((step, is_own) == (other, is_others))
     assert (shared_sequence(one) == shared_sequence(two)) == (step == other)
     assert is_survivors(one)

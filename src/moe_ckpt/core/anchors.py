@@ -66,7 +66,7 @@ class Anchors:
         """Snapshot that saved again in full what was owed."""
 
     @property
-    def owed(self) -> Collection[str]:
+    def log_operators(self) -> Collection[str]:
         """Operators whose newest version is one that gradients lead to."""
         return tuple(compress(self._catalog.everything, self._is_owed.tolist())) if self._is_owed.any() else ()
 
@@ -126,8 +126,8 @@ class Anchors:
         """
         full = self._catalog.places_of(anchored)
         group = np.full(len(self.steps), self._next_group, dtype=np.int64)
-        for number, those in enumerate(together, self._next_group + 1):
-            group[self._catalog.places_of(those)] = number
+        for number, group_members in enumerate(together, self._next_group + 1):
+            group[self._catalog.places_of(group_members)] = number
         self._groups = self._groups.copy()
         self._groups[full] = group[full]
         self._next_group += 1 + len(together)
@@ -161,12 +161,12 @@ def anchored_after(anchored_at: Counts, step: int, anchored: Counts, gradients: 
         gradients: ``[m]`` those of what only the consumed gradient is saved of; None for all others.
     """
     if gradients is None:
-        found = anchored_at.copy()
+        resulting = anchored_at.copy()
     else:
-        found = np.full_like(anchored_at, NONE)
-        found[gradients] = anchored_at[gradients]
-    found[anchored] = step
-    return found
+        resulting = np.full_like(anchored_at, NONE)
+        resulting[gradients] = anchored_at[gradients]
+    resulting[anchored] = step
+    return resulting
 
 
 def later(anchored_at: Counts, steps: int) -> Counts:

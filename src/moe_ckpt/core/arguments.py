@@ -13,10 +13,10 @@ from moe_ckpt.errors import ConfigError
 Kind = TypeVar("Kind")
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, names: Sequence[str]) -> str:
     """Returns the end of an error message: the known name nearest to ``name``, or all known names."""
-    close = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(known))}"
+    close = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(names))}"
 
 
 def named_arguments(kind: type[Kind]) -> type[Kind]:
@@ -27,7 +27,7 @@ def named_arguments(kind: type[Kind]) -> type[Kind]:
     """
     arguments = [field for field in fields(kind) if field.init]  # type: ignore[arg-type]
     names = [field.name for field in arguments]
-    needed = [each.name for each in arguments if each.default is MISSING and each.default_factory is MISSING]
+    needed = [field.name for field in arguments if field.default is MISSING and field.default_factory is MISSING]
     init = kind.__init__
 
     @functools.wraps(init)
@@ -37,12 +37,12 @@ def named_arguments(kind: type[Kind]) -> type[Kind]:
                 raise ConfigError(f"{kind.__name__}({name}=...): no such option; {nearest(name, names)}")
         if len(args) > len(names):
             raise ConfigError(f"{kind.__name__} was given {len(args)} options; there are: {', '.join(names)}")
-        given = names[: len(args)]
+        positional = names[: len(args)]
         for name in values:
-            if name in given:
+            if name in positional:
                 raise ConfigError(f"{kind.__name__}({name}=...): {name} is given twice, once without its name")
         for name in needed:
-            if name not in given and name not in values:
+            if name not in positional and name not in values:
                 raise ConfigError(f"{kind.__name__}(): {name} is missing; write {kind.__name__}({name}=...)")
         init(self, *args, **values)
 

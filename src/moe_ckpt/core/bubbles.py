@@ -26,7 +26,7 @@ CAUTION = 2.0
 """Beside compute a copy is assumed to be slower than measured by this factor."""
 
 
-class Window(NamedTuple):
+class Bubble(NamedTuple):
     """A time in which a rank is idle."""
 
     begin: float
@@ -37,7 +37,7 @@ class Window(NamedTuple):
         return self.end - self.begin
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int, secs: float) -> tuple[Window, ...]:
+def one_f_one_b(stage: int, stages: int, microbatches: int, secs: float) -> tuple[Bubble, ...]:
     """Returns the bubbles of one stage under 1F1B without interleaving, by its dependencies alone.
 
     Of the whole iteration they are ``(p - 1) / (m + p - 1)`` on every stage, wherever they lie: a stage waits for its
@@ -52,37 +52,37 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, secs: float) -> tupl
             window begins, if there is one.
     """
     ends = _ends(stages, microbatches)
-    found, at = [], 0.0
+    bubbles, at = [], 0.0
     for begin, end in ends[stage]:
         if begin > at:
-            found.append(Window(at, begin))
+            bubbles.append(Bubble(at, begin))
         at = end
     if (last := ends[0][-1][1]) > at:
-        found.append(Window(at, last))
+        bubbles.append(Bubble(at, last))
     scale = secs / at
-    return tuple(Window(begin * scale, end * scale) for begin, end in found)
+    return tuple(Bubble(begin * scale, end * scale) for begin, end in bubbles)
 
 
-def _ends(stages: int, microbatches: int) -> list[list[Window]]:
+def _ends(stages: int, microbatches: int) -> list[list[Bubble]]:
     """When each stage computes, in its order; a forward pass takes 1."""
     orders = [_order(stage, stages, microbatches) for stage in range(stages)]
     done: dict[tuple[int, bool, int], float] = {}
-    found: list[list[Window]] = [[] for _ in orders]
+    passes: list[list[Bubble]] = [[] for _ in orders]
     moved = True
     while moved:
         moved = False
         for stage, order in enumerate(orders):
-            while len(found[stage]) < len(order):
-                forward, number = order[len(found[stage])]
+            while len(passes[stage]) < len(order):
+                forward, number = order[len(passes[stage])]
                 before = stage - 1 if forward else stage + 1
-                there = (before, forward, number)
-                if 0 <= before < stages and there not in done:
+                dependency = (before, forward, number)
+                if 0 <= before < stages and dependency not in done:
                     break
-                begin = max(done.get(there, 0.0), found[stage][-1].end if found[stage] else 0.0)
+                begin = max(done.get(dependency, 0.0), passes[stage][-1].end if passes[stage] else 0.0)
                 done[stage, forward, number] = end = begin + (1.0 if forward else BACKWARD)
-                found[stage].append(Window(begin, end))
+                passes[stage].append(Bubble(begin, end))
                 moved = True
-    return found
+    return passes
 
 
 def _order(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]:
@@ -94,7 +94,7 @@ def _order(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]
     return order + [(False, number) for number in range(microbatches - ahead, microbatches)]
 
 
-def typical(seen: Sequence[Sequence[Window]]) -> tuple[Window, ...]:
+def typical(seen: Sequence[Sequence[Bubble]]) -> tuple[Bubble, ...]:
     """Returns the expected bubbles of the next iteration, from those of recent ones.
 
     Args:
@@ -103,19 +103,19 @@ def typical(seen: Sequence[Sequence[Window]]) -> tuple[Window, ...]:
     """
     if not seen:
         return ()
-    alike = [each for each in seen if len(each) == len(seen[-1])]
-    found, at = [], 0.0
+    alike = [waits_of_iteration for waits_of_iteration in seen if len(waits_of_iteration) == len(seen[-1])]
+    bubbles, at = [], 0.0
     for waits in zip(*alike, strict=True):
-        begin = max(at, median(each.begin for each in waits))
-        at = begin + median(each.secs for each in waits)
-        found.append(Window(begin, at))
-    return tuple(found)
+        begin = max(at, median(wait.begin for wait in waits))
+        at = begin + median(wait.secs for wait in waits)
+        bubbles.append(Bubble(begin, at))
+    return tuple(bubbles)
 
 
-def clipped(windows: Sequence[Window], begin: float, end: float) -> tuple[Window, ...]:
+def clipped(windows: Sequence[Bubble], begin: float, end: float) -> tuple[Bubble, ...]:
     """Returns the parts of disjoint windows that lie in ``[begin, end)``."""
-    inside = (Window(max(begin, each.begin), min(end, each.end)) for each in windows)
-    return tuple(each for each in inside if each.secs > 0)
+    inside = (Bubble(max(begin, window.begin), min(end, window.end)) for window in windows)
+    return tuple(window for window in inside if window.secs > 0)
 
 
 @dataclass(frozen=True)
@@ -128,17 +128,17 @@ class Pace:
         bytes_per_sec: At which it goes, alone; above 0.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[Bubble, ...]
     deadline: float
     bytes_per_sec: float
 
     @cached_property
     def _later_secs(self) -> tuple[float, ...]:
         """Bubble time from each window's beginning on; 0 behind the last."""
-        found = [0.0]
+        sums = [0.0]
         for window in reversed(self.windows):
-            found.append(found[-1] + window.secs)
-        return tuple(reversed(found))
+            sums.append(sums[-1] + window.secs)
+        return tuple(reversed(sums))
 
     def split(self, nbytes: int) -> tuple[int, int]:
         """Returns how many bytes are expected to go in bubbles, and how many beside compute (Algorithm 4)."""
@@ -167,7 +167,7 @@ class Pace:
         return at
 
 
-class Chunk(NamedTuple):
+class TimedChunk(NamedTuple):
     """Bytes that go at one moment.
 
     Attributes:
@@ -187,19 +187,19 @@ def sizes(nbytes: int, most: int) -> Iterator[int]:
         yield rest
 
 
-def timetable(pace: Pace, nbytes: int, most: int, bubbles: Sequence[Window]) -> list[Chunk]:
+def timetable(pace: Pace, nbytes: int, most: int, bubbles: Sequence[Bubble]) -> list[TimedChunk]:
     """Returns when each chunk goes, if these are the bubbles that come, expected or not.
 
     What ``slices.gating`` does on threads, as a function: it takes the same decisions, by ``Pace.beside_from``.
     """
-    found: list[Chunk] = []
-    now, left = 0.0, nbytes
+    chunks: list[TimedChunk] = []
+    now, remaining = 0.0, nbytes
     coming = list(reversed(bubbles))
     for size in sizes(nbytes, most):
         while coming and coming[-1].end <= now:
             coming.pop()
         idle = coming[-1].begin if coming else inf
-        begin = max(now, min(idle, pace.beside_from(left)))
-        found.append(Chunk(begin, size, idle <= begin))
-        now, left = begin + size / pace.bytes_per_sec, left - size
-    return found
+        begin = max(now, min(idle, pace.beside_from(remaining)))
+        chunks.append(TimedChunk(begin, size, idle <= begin))
+        now, remaining = begin + size / pace.bytes_per_sec, remaining - size
+    return chunks

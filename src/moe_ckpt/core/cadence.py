@@ -43,7 +43,7 @@ class StorageFacts:
 
 @dataclass(frozen=True)
 class StorageCadence:
-    """How often a checkpoint in memory is also written to storage: by steps or by seconds.
+    """Decides how often a checkpoint in memory is also written to storage: by steps or by seconds.
 
     The first one always is. A checkpoint that does not go to storage survives only what memory survives.
 

@@ -31,33 +31,35 @@ def parts_of(boost: float) -> int:
     return max(1, round(boost * UNIT))
 
 
-def allowance(ordinary: Ints, left: Ints, carried: Ints, parts: int) -> tuple[Ints, Ints]:
-    """How many more tokens each expert may get in one pass: its portion and the rounding remainder, at most ``left``.
+def allowance(ordinary: Ints, outstanding: Ints, carried: Ints, parts: int) -> tuple[Ints, Ints]:
+    """Returns the extra tokens that each expert may get in one pass: its portion and the rounding remainder.
+
+    Never more than ``outstanding``.
 
     Args:
         ordinary: Tokens that the expert gets, or has room for, without a boost.
-        left: Tokens still to make up.
+        outstanding: Tokens still to make up.
         carried: What rounding left of earlier passes. Whole tokens that were allowed and not used are not carried.
         parts: Of ``parts_of``.
 
     Returns:
         The tokens; and ``carried`` for the next pass, 0 where nothing is left.
     """
-    due = (ordinary * parts + carried) * (left > 0)
-    return (due // UNIT).clip(max=left), due % UNIT
+    due = (ordinary * parts + carried) * (outstanding > 0)
+    return (due // UNIT).clip(max=outstanding), due % UNIT
 
 
-def share(wanted: Ints, pool: Ints) -> Ints:
-    """Divides ``pool`` (one number) in proportion to what each wants; none gets more than that.
+def share(demand: Ints, pool: Ints) -> Ints:
+    """Divides ``pool`` (one number) in proportion to the demand; none gets more than that.
 
     Shares are rounded down; one more goes to the first of those that were rounded, until the sum is
-    ``min(pool, wanted.sum())``.
+    ``min(pool, demand.sum())``.
     """
-    total = wanted.sum()
-    given = pool.clip(max=total)
-    dealt = wanted * given // total.clip(min=1)
-    rounded = wanted * given % total.clip(min=1) > 0
-    return dealt + (rounded & (rounded.cumsum(0) <= given - dealt.sum()))
+    total = demand.sum()
+    total_dealt = pool.clip(max=total)
+    dealt = demand * total_dealt // total.clip(min=1)
+    rounded = demand * total_dealt % total.clip(min=1) > 0
+    return dealt + (rounded & (rounded.cumsum(0) <= total_dealt - dealt.sum()))
 
 
 def capacities(capacity: int, unused: Ints, extra: Ints) -> Ints:
@@ -73,16 +75,16 @@ def capacities(capacity: int, unused: Ints, extra: Ints) -> Ints:
     return capacity + extra - share(unused, extra.sum())
 
 
-def deal(tokens: Ints, ranks: int, place: int) -> Ints:
-    """One rank's part of lost tokens. The parts differ by at most one, and sum to ``tokens``.
+def deal(tokens: Ints, ranks: int, number: int) -> Ints:
+    """Returns one rank's part of lost tokens. The parts differ by at most one, and sum to ``tokens``.
 
     What cannot be divided begins with another rank for each expert.
 
     Args:
         tokens: ``[..., E]``, a numpy array.
         ranks: That route tokens to these experts.
-        place: Which of them, from 0.
+        number: Which of them, from 0.
     """
     over = tokens % ranks
     first = tokens.cumsum(-1) - tokens  # so that experts that lost one token each do not all go to one rank
-    return tokens // ranks + ((place - first) % ranks < over)
+    return tokens // ranks + ((number - first) % ranks < over)

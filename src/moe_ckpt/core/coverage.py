@@ -38,22 +38,22 @@ class Box:
         return Box(tuple(starts), tuple(shape))
 
 
-def prove_cover(where: str, wanted: Mapping[str, Sequence[Box]], found: Iterable[tuple[str, Box]]) -> None:
-    """Prove that the ``found`` boxes tile the ``wanted`` boxes of every tensor key exactly once.
+def prove_cover(where: str, targets_of: Mapping[str, Sequence[Box]], written: Iterable[tuple[str, Box]]) -> None:
+    """Prove that the ``written`` boxes tile the ``targets_of`` boxes of every tensor key exactly once.
 
     The wanted boxes of one key must not overlap each other.
 
     Raises:
         CoverageError: names each key that is missing in part, doubled, or not wanted at all.
     """
-    boxes: dict[str, list[Box]] = {key: [] for key in wanted}
+    boxes: dict[str, list[Box]] = {key: [] for key in targets_of}
     problems: list[str] = []
-    for key, box in found:
+    for key, box in written:
         if key in boxes:
             boxes[key].append(box)
         else:
             problems.append(f"{key} at {list(box.offsets)} is written, but no operator of this plan holds it")
-    for key, targets in wanted.items():
+    for key, targets in targets_of.items():
         problems.extend(_untiled(key, sorted(targets), sorted(boxes[key])))
     if problems:
         raise CoverageError(where, tuple(problems))

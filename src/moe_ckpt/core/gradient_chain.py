@@ -18,7 +18,7 @@ _NONE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """What the log has of one step.
+    """Content of the log for one step.
 
     Attributes:
         updated: Operators that an optimizer updated. A step that is not logged may have updated any.
@@ -94,17 +94,17 @@ def anchors(log: Log) -> dict[str, int]:
 
     Takes time in proportion to the log.
     """
-    found: dict[str, int] = {}
+    step_of: dict[str, int] = {}
     before = None
     for step in sorted(log):
         logged = log[step]
         if before is not None and step != before + 1:
-            found.clear()
+            step_of.clear()
         for operator in logged.updated - logged.gradients:
-            found.pop(operator, None)
-        found.update(dict.fromkeys(logged.anchored, step))
+            step_of.pop(operator, None)
+        step_of.update(dict.fromkeys(logged.anchored, step))
         before = step
-    return found
+    return step_of
 
 
 def chains(log: Log, operators: Iterable[str], step: int) -> dict[str, Chain]:

@@ -21,7 +21,7 @@ _SURE = 0.75
 """Portion of the comparisons that must say that iterations with more to copy are longer."""
 
 
-class Beside(NamedTuple):
+class Lap(NamedTuple):
     """An iteration without what training waited, and the bytes that this rank began to copy with it."""
 
     secs: float
@@ -33,7 +33,7 @@ def is_small(number: int) -> bool:
     return number // BLOCK % 2 == 1
 
 
-def secs_per_byte(iterations: Sequence[Beside]) -> float | None:
+def secs_per_byte(iterations: Sequence[Lap]) -> float | None:
     """Returns how much longer an iteration gets per byte that is copied beside it; None if that cannot be told.
 
     Each comparison is of an iteration with the mean of the ones before and behind it that had another amount to copy,
@@ -49,26 +49,26 @@ def secs_per_byte(iterations: Sequence[Beside]) -> float | None:
     return median(slopes) if sum(slope > 0 for slope in slopes) > _SURE * len(slopes) else 0.0
 
 
-def _blocks(iterations: Sequence[Beside]) -> list[Beside]:
+def _blocks(iterations: Sequence[Lap]) -> list[Lap]:
     """The last iteration of each block: one whose former one had as much to copy, and whose next one has not."""
-    found: list[Beside] = []
+    blocks: list[Lap] = []
     for at in range(1, len(iterations)):
         before, this = iterations[at - 1], iterations[at]
         if not _alike(before.nbytes, this.nbytes):
             continue
         if at + 1 == len(iterations) or not _alike(this.nbytes, iterations[at + 1].nbytes):
-            found.append(this)
-    return found
+            blocks.append(this)
+    return blocks
 
 
-def _slopes(blocks: Sequence[Beside]) -> list[float]:
-    found = []
+def _slopes(blocks: Sequence[Lap]) -> list[float]:
+    slopes = []
     for before, this, after in zip(blocks, blocks[1:], blocks[2:], strict=False):
         sizes = sorted((this.nbytes, (before.nbytes + after.nbytes) // 2))
         if _alike(before.nbytes, after.nbytes) and sizes[0] <= _APART * sizes[1] and sizes[1]:
             secs = this.secs - (before.secs + after.secs) / 2
-            found.append(secs / (this.nbytes - (before.nbytes + after.nbytes) / 2))
-    return found
+            slopes.append(secs / (this.nbytes - (before.nbytes + after.nbytes) / 2))
+    return slopes
 
 
 def _alike(one: int, other: int) -> bool:

@@ -39,7 +39,7 @@ class Ledger:
         self._stored = Versions(catalog)
         self._in_memory: dict[Tier, Versions] = {}
         self._built_upon = np.zeros(len(catalog.operators), dtype=bool)
-        self._owed: dict[str, int] = {}
+        self._mandatory: dict[str, int] = {}
 
     # --- what is recorded ---
 
@@ -49,16 +49,17 @@ class Ledger:
         operators: tuple[str, ...],
         seen: Counts,
         *,
-        kept: tuple[str, ...] | None = (),
+        in_host: tuple[str, ...] | None = (),
         whole: bool = True,
     ) -> None:
-        """A checkpoint is committed: storage holds ``operators`` as of ``step``, and memory ``kept`` besides.
+        """Books a committed checkpoint: storage holds ``operators`` as of ``step``, and memory ``in_host`` besides.
 
         Args:
             step: Of the checkpoint; of a sparse window its last one.
             operators: What it holds.
             seen: ``[L, E]`` tokens that experts had processed by ``step``.
-            kept: What stays in host memory beside what was written from there; None where memory is booked by ``hold``.
+            in_host: What stays in host memory beside what was written from there; None where memory is booked by
+                ``hold``.
             whole: A partial checkpoint may build on it. Not so on a sparse window, whose operators are of several
                 steps, nor on anything that was saved before one.
 
@@ -70,12 +71,12 @@ class Ledger:
         self._build_upon(places, whole=whole)
         experts = self._experts(places)
         self.tokens.mark_saved(Tier.STORAGE, experts, seen)
-        if kept is not None:
+        if in_host is not None:
             # The buffer that was written from is kept until the next one is: it holds what storage got, and more.
-            in_memory = np.concatenate([places, self.catalog.places_of(kept)]) if kept else places
+            in_memory = np.concatenate([places, self.catalog.places_of(in_host)]) if in_host else places
             held = self._in_memory[Tier.HOST] = self._stored.copy()
             held.add(in_memory, step)
-            self.tokens.mark_in_host(self._experts(in_memory) if kept else experts, seen)
+            self.tokens.mark_in_host(self._experts(in_memory) if in_host else experts, seen)
         self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
 
     def hold(self, operators: tuple[str, ...], step: int, seen: Counts, tier: Tier = Tier.HOST) -> None:
@@ -117,7 +118,7 @@ class Ledger:
             self._built_upon[:] = False
 
     def forget(self) -> None:
-        """What storage held is gone, as far as it may be built upon: as if nothing had ever been saved."""
+        """Forgets the versions on storage, as far as they may be built upon: as if nothing had ever been saved."""
         self._stored = Versions(self.catalog)
         self._in_memory.clear()
         self._built_upon[:] = False
@@ -126,20 +127,20 @@ class Ledger:
 
     def owe(self, operators: Iterable[str], change: int) -> None:
         """These operators have other tensors than before, by the ``change``-th change: old versions do not fit."""
-        self._owed.update(dict.fromkeys(operators, change))
+        self._mandatory.update(dict.fromkeys(operators, change))
 
     def pay(self, saved: Mapping[str, int]) -> None:
         """A checkpoint with these operators is committed; those changed again since are owed still."""
         for operator, change in saved.items():
-            if self._owed.get(operator) == change:
-                del self._owed[operator]
+            if self._mandatory.get(operator) == change:
+                del self._mandatory[operator]
 
     # --- what is asked ---
 
     @property
-    def owed(self) -> Mapping[str, int]:
+    def mandatory(self) -> Mapping[str, int]:
         """Operators to be saved whatever the policy says, each with the change that it is owed to (see ``owe``)."""
-        return dict(self._owed)
+        return dict(self._mandatory)
 
     @property
     def lacking(self) -> npt.NDArray[np.bool_]:
@@ -152,8 +153,8 @@ class Ledger:
 
     def steps(self, tier: Tier) -> Counts:
         """``[operators]`` step of the newest version of each operator in ``tier``; ``NEVER`` where there is none."""
-        found = self._stored if tier is Tier.STORAGE else self._in_memory.get(tier) or Versions(self.catalog)
-        return found.numbers[:-1].copy()
+        versions = self._stored if tier is Tier.STORAGE else self._in_memory.get(tier) or Versions(self.catalog)
+        return versions.numbers[:-1].copy()
 
     def expert_steps(self, tier: Tier = Tier.STORAGE) -> Counts:
         """``[L, E]`` step of each expert's newest committed copy, or of a newer one in memory of the life at hand, if
@@ -161,8 +162,8 @@ class Ledger:
         steps = self._stored.numbers
         if tier in self._in_memory:
             steps = np.maximum(steps, self._in_memory[tier].numbers)
-        found: Counts = steps[self.catalog.expert_places]
-        return found
+        of_experts: Counts = steps[self.catalog.expert_places]
+        return of_experts
 
     def expert_ages(self, step: int) -> Counts:
         """``[L, E]`` steps since each expert's newest committed copy; -1 where there is none yet."""
@@ -196,11 +197,11 @@ class Ledger:
         copied.tokens.faults = list(self.tokens.faults)
         copied.at_risk = self.at_risk
         copied._stored, copied._built_upon = self._stored.copy(), self._built_upon.copy()
-        copied._owed = dict(self._owed)
+        copied._mandatory = dict(self._mandatory)
         before = {} if memory is None else {tier: memory for tier in tiers if tier in memory.tokens.saved}
-        told = dict.fromkeys(self.tokens.saved, self) | before
-        copied.tokens.saved = {tier: of.tokens.saved[tier].copy() for tier, of in told.items()}
-        copied._in_memory = {tier: of._in_memory[tier].copy() for tier, of in told.items() if tier in of._in_memory}
+        sources = dict.fromkeys(self.tokens.saved, self) | before
+        copied.tokens.saved = {tier: of.tokens.saved[tier].copy() for tier, of in sources.items()}
+        copied._in_memory = {tier: of._in_memory[tier].copy() for tier, of in sources.items() if tier in of._in_memory}
         return copied
 
     def recover(self, step: int, seen: Counts) -> FaultRecord:

@@ -24,24 +24,24 @@ class Segment(NamedTuple):
     last: int
 
     def touches(self, other: Segment) -> bool:
-        """Whether ``other`` shares a stage with this segment or is next to it: then the two recover together."""
+        """True if ``other`` shares a stage with this segment or is next to it: then the two recover together."""
         return other.first <= self.last + 1 and other.last >= self.first - 1
 
     def joined(self, others: Iterable[Segment]) -> Segment:
         """The smallest segment with all of these."""
         every = [self, *others]
-        return Segment(min(each.first for each in every), max(each.last for each in every))
+        return Segment(min(segment.first for segment in every), max(segment.last for segment in every))
 
 
 def segments(stages: Iterable[int]) -> list[Segment]:
     """Returns the segments of neighbouring stages, in order."""
-    found: list[Segment] = []
+    joined: list[Segment] = []
     for stage in sorted(set(stages)):
-        if found and stage <= found[-1].last + 1:
-            found[-1] = Segment(found[-1].first, stage)
+        if joined and stage <= joined[-1].last + 1:
+            joined[-1] = Segment(joined[-1].first, stage)
         else:
-            found.append(Segment(stage, stage))
-    return found
+            joined.append(Segment(stage, stage))
+    return joined
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LocalRecovery:
     ranks: tuple[int, ...]
 
 
-def local_recovery(stage_of: Sequence[int], kept: Sequence[int | None]) -> LocalRecovery | None:
+def local_recovery(stage_of: Sequence[int], steps_of_ranks: Sequence[int | None]) -> LocalRecovery | None:
     """Returns which stages roll back; None if none or all have to.
 
     A stage keeps its state if each of its ranks kept the same step: they share experts, shards and gradients with one
@@ -68,21 +68,21 @@ def local_recovery(stage_of: Sequence[int], kept: Sequence[int | None]) -> Local
 
     Args:
         stage_of: Of each rank, its pipeline stage.
-        kept: Of each rank, the step of the state that it kept; None if it was lost.
+        steps_of_ranks: Of each rank, the step of the state that it kept; None if it was lost.
     """
-    found: dict[int, set[int | None]] = {}
-    for stage, each in zip(stage_of, kept, strict=True):
-        found.setdefault(stage, set()).add(each)
-    whole = {stage: step for stage, steps in found.items() if len(steps) == 1 for step in steps if step is not None}
+    steps_of: dict[int, set[int | None]] = {}
+    for stage, reached in zip(stage_of, steps_of_ranks, strict=True):
+        steps_of.setdefault(stage, set()).add(reached)
+    whole = {stage: step for stage, steps in steps_of.items() if len(steps) == 1 for step in steps if step is not None}
     step = max(whole.values(), default=None)
-    lost = {stage for stage in found if whole.get(stage) != step}
+    lost = {stage for stage in steps_of if whole.get(stage) != step}
     if step is None or not lost:
         return None
     ranks = tuple(rank for rank, stage in enumerate(stage_of) if stage in lost)
     return LocalRecovery(step, tuple(segments(lost)), ranks)
 
 
-def local_recoveries(stage_of: Sequence[int], kept: Sequence[int | None]) -> list[LocalRecovery]:
+def local_recoveries(stage_of: Sequence[int], steps_of_ranks: Sequence[int | None]) -> list[LocalRecovery]:
     """Returns which stages roll back, for each step that a whole stage kept, the newest step first.
 
     To come to an older one, stages that kept a newer one go back as well: of that one a log may be missing, where some
@@ -90,12 +90,16 @@ def local_recoveries(stage_of: Sequence[int], kept: Sequence[int | None]) -> lis
 
     Args:
         stage_of: As of ``local_recovery``.
-        kept: Likewise.
+        steps_of_ranks: Likewise.
     """
-    steps = sorted({step for step in kept if step is not None}, reverse=True)
-    up_to = ([None if each is None or each > step else each for each in kept] for step in steps)
-    found = (local_recovery(stage_of, each) for each in up_to)
-    return [each for step, each in zip(steps, found, strict=True) if each is not None and each.step == step]
+    steps = sorted({step for step in steps_of_ranks if step is not None}, reverse=True)
+    up_to = ([None if reached is None or reached > step else reached for reached in steps_of_ranks] for step in steps)
+    recoveries = (local_recovery(stage_of, reached) for reached in up_to)
+    return [
+        recovery
+        for step, recovery in zip(steps, recoveries, strict=True)
+        if recovery is not None and recovery.step == step
+    ]
 
 
 class LogGap(NamedTuple):

@@ -53,18 +53,18 @@ def with_newest_experts(in_memory: Iterable[MemoryStep]) -> tuple[int, ...]:
     Not those that storage has, and the newest version of an expert in one that storage has is not looked for further.
     """
     steps = sorted((step for step in in_memory if step.complete), key=lambda step: -step.sequence)
-    own = _newest_versions((step, step.experts) for step in steps)
-    return tuple(sorted(own | _newest_versions((step, step.sent) for step in steps if step.copied)))
+    newest_here = _newest_versions((step, step.experts) for step in steps)
+    return tuple(sorted(newest_here | _newest_versions((step, step.sent) for step in steps if step.copied)))
 
 
 def _newest_versions(steps: Iterable[tuple[MemoryStep, int]]) -> set[int]:
     """Of (snapshot, experts), newest first, those with experts that none before has."""
-    found, seen = set(), 0
+    sequences, seen = set(), 0
     for step, experts in steps:
         if experts & ~seen and not step.on_storage:
-            found.add(step.sequence)
+            sequences.add(step.sequence)
         seen |= experts
-    return found
+    return sequences
 
 
 def needed(in_memory: Iterable[MemoryStep]) -> frozenset[int]:
@@ -81,8 +81,8 @@ def _newest_and_after(steps: Sequence[MemoryStep]) -> frozenset[int]:
     slots = Counter(step.window for step in after)
     under_way = after[-1].window if after else None
     # A window of which a step is missing, and that is not the one under way, was given up.
-    kept = [step for step in after if step.window in (None, under_way) or slots[step.window] == step.size]
-    return frozenset(step.sequence for step in (*newest, *kept))
+    unfinished = [step for step in after if step.window in (None, under_way) or slots[step.window] == step.size]
+    return frozenset(step.sequence for step in (*newest, *unfinished))
 
 
 Live = tuple[tuple[int, frozenset[int]], tuple[int, frozenset[int]]]
@@ -124,13 +124,13 @@ def newest_checkpoint(in_memory: Iterable[MemoryStep]) -> list[MemoryStep]:
         if not step.complete or step.slot + 1 < step.size:
             continue
         if step.since is not None:
-            chain = [each for each in steps if step.since <= each.sequence <= step.sequence and each.complete]
+            chain = [member for member in steps if step.since <= member.sequence <= step.sequence and member.complete]
             if len(chain) == step.sequence - step.since + 1:
                 return chain
             continue
         if step.window is None:
             return [step]
-        window = [each for each in steps if each.window == step.window and each.complete]
-        if [each.slot for each in window] == list(range(step.size)):
+        window = [member for member in steps if member.window == step.window and member.complete]
+        if [member.slot for member in window] == list(range(step.size)):
             return window
     return []

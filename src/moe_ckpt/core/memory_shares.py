@@ -37,9 +37,9 @@ class Share:
         only: As of ``format.slot.SlotHeader``.
         unagreed: The ranks had not agreed on its step's tokens, so that those of all ranks are needed to know them.
         groups: As of ``format.slot.StepFacts``.
-        beside: As of ``format.slot.SlotHeader``.
-        held: For each of ``beside``, the number that this slot has among the holder's; -1 if the holder lacks it.
-        place: Of a slot of gradients (``gradients_of``), as of ``format.slot.SlotHeader``.
+        pieces: As of ``format.slot.SlotHeader``.
+        held: For each of ``pieces``, the number that this slot has among the holder's; -1 if the holder lacks it.
+        piece: Of a slot of gradients (``gradients_of``), as of ``format.slot.SlotHeader``.
     """
 
     holder: int
@@ -60,27 +60,27 @@ class Share:
     only: str = ""
     unagreed: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
-    beside: tuple[int, ...] = ()
+    pieces: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
-    place: int = 0
+    piece: int = 0
 
-    def has(self, place: int) -> bool:
-        """Whether the holder has the slot of gradients with ``place``."""
-        return place in self.beside and self.held[self.beside.index(place)] >= 0
+    def has(self, piece: int) -> bool:
+        """True if the holder has the slot of gradients with ``piece``."""
+        return piece in self.pieces and self.held[self.pieces.index(piece)] >= 0
 
-    def gradients_of(self, place: int) -> Share:
-        """The slot of gradients with ``place``, which the holder has."""
-        number = self.held[self.beside.index(place)]
-        return replace(self, number=number, only=GRADIENTS, place=place, sent=False, groups=(), beside=(), held=())
+    def gradients_of(self, piece: int) -> Share:
+        """The slot of gradients with ``piece``, which the holder has."""
+        number = self.held[self.pieces.index(piece)]
+        return replace(self, number=number, only=GRADIENTS, piece=piece, sent=False, groups=(), pieces=(), held=())
 
 
 Snapshot = Mapping[int, tuple[Share, ...]]
 """Writer -> those who hold its share."""
-Beside = Mapping[tuple[int, int], tuple[Share, ...]]
+PieceHolders = Mapping[tuple[int, int], tuple[Share, ...]]
 """(writer, place) -> those who hold this slot of gradients, if anybody does."""
 
 
-class Place(NamedTuple):
+class GradientPiece(NamedTuple):
     """Slots of gradients of one snapshot, those of all writers with one place.
 
     Attributes:
@@ -112,27 +112,30 @@ class MemoryCheckpoint:
     base: str
     snapshots: tuple[Snapshot, ...]
     states: Snapshot = field(default_factory=dict)
-    gradients: tuple[tuple[Place, ...], ...] = ()
+    gradients: tuple[tuple[GradientPiece, ...], ...] = ()
 
     @property
     def is_complete(self) -> bool:
         """Every writer's share of every snapshot is there, with its plain state and the gradients that are needed."""
-        whole = (len(each) == self.writers and _lent(each) <= self.states.keys() for each in self.snapshots)
-        return all(whole) and not any(place.lacking for places in self.gradients for place in places)
+        whole = (
+            len(snapshot) == self.writers and _sealed_by_another(snapshot) <= self.states.keys()
+            for snapshot in self.snapshots
+        )
+        return all(whole) and not any(piece.lacking for places in self.gradients for piece in places)
 
-    def with_gradients(self) -> list[tuple[Snapshot, Beside]]:
+    def with_gradients(self) -> list[tuple[Snapshot, PieceHolders]]:
         """Returns each snapshot with its slots of gradients, if it has such."""
         if not self.gradients:
             return [(snapshot, {}) for snapshot in self.snapshots]
         return [
-            (snapshot, {key: those for place in places for key, those in _gradients_of(snapshot, place.number)})
+            (snapshot, {key: holders for piece in places for key, holders in _gradients_of(snapshot, piece.number)})
             for snapshot, places in zip(self.snapshots, self.gradients, strict=True)
         ]
 
     @property
-    def there(self) -> frozenset[int]:
+    def present_writers(self) -> frozenset[int]:
         """Writers whose share of every snapshot is there."""
-        lacking = {writer for places in self.gradients for place in places for writer in place.lacking}
+        lacking = {writer for places in self.gradients for piece in places for writer in piece.lacking}
         return frozenset(set.intersection(*(set(snapshot) for snapshot in self.snapshots)) - lacking)
 
     @property
@@ -149,23 +152,23 @@ class MemoryCheckpoint:
 
     @property
     def is_window(self) -> bool:
-        """Whether it is a sparse window."""
+        """True if the checkpoint is a sparse window."""
         return next(iter(self.snapshots[-1].values()))[0].window is not None
 
     @property
     def is_log(self) -> bool:
-        """Whether it is reached from anchors by the gradients consumed since."""
+        """True if the checkpoint is reached from anchors by the gradients consumed since."""
         return next(iter(self.snapshots[-1].values()))[0].since is not None
 
 
 def _by_snapshot(shares: Iterable[Share]) -> dict[tuple[str, int], list[Share]]:
     """By life and sequence. Plain state by itself is no snapshot; it stands behind what is."""
-    found: dict[tuple[str, int], list[Share]] = {}
-    for share in sorted(shares, key=lambda each: each.only == STATE):
+    by_snapshot: dict[tuple[str, int], list[Share]] = {}
+    for share in sorted(shares, key=lambda one: one.only == STATE):
         key = share.life, shared_sequence(share.sequence)
-        if share.only != STATE or key in found:
-            found.setdefault(key, []).append(share)
-    return found
+        if share.only != STATE or key in by_snapshot:
+            by_snapshot.setdefault(key, []).append(share)
+    return by_snapshot
 
 
 def snapshots_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
@@ -179,9 +182,9 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     """Checkpoints, newest first, of which memory has every step, or a part of their only step. Stale snapshots are left
     out."""
     by_snapshot = _by_snapshot(shares)
-    places: dict[tuple[str, int], list[Place]] = {}
+    places: dict[tuple[str, int], list[GradientPiece]] = {}
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
-    found: list[tuple[int, MemoryCheckpoint]] = []
+    checkpoints: list[tuple[int, MemoryCheckpoint]] = []
     for (life, sequence), group in by_snapshot.items():
         if of_all(share.freshness for share in group) == STALE:
             continue
@@ -189,21 +192,23 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
         if since is not None:
             if sequence - since >= len(by_snapshot):  # some are lacking, however many it says
                 continue
-            groups = [by_snapshot.get((life, each), []) for each in range(since, sequence + 1)]
-            if all(_may_be_built_upon(each) for each in groups):
-                found.append((sequence, _with_gradients(_checkpoint(groups), places)))
+            groups = [by_snapshot.get((life, number), []) for number in range(since, sequence + 1)]
+            if all(_may_be_built_upon(shares_of_step) for shares_of_step in groups):
+                checkpoints.append((sequence, _with_gradients(_checkpoint(groups), places)))
         elif window is None:
-            found.append((sequence, _checkpoint([group])))
+            checkpoints.append((sequence, _checkpoint([group])))
         else:
             windows.setdefault((life, window[0]), {})[window[2]] = group
     for slots in windows.values():
-        groups = [slots[place] for place in sorted(slots)]
+        groups = [slots[slot] for slot in sorted(slots)]
         if len(groups) == next(iter(groups[0])).window[1]:  # type: ignore[index]  # it is a window's
-            found.append((groups[-1][0].sequence, _checkpoint(groups)))
-    return [made for _, made in sorted(found, key=lambda e: (e[1].generation, e[1].step, e[0]), reverse=True)]
+            checkpoints.append((groups[-1][0].sequence, _checkpoint(groups)))
+    return [made for _, made in sorted(checkpoints, key=lambda e: (e[1].generation, e[1].step, e[0]), reverse=True)]
 
 
-def _with_gradients(checkpoint: MemoryCheckpoint, places: dict[tuple[str, int], list[Place]]) -> MemoryCheckpoint:
+def _with_gradients(
+    checkpoint: MemoryCheckpoint, places: dict[tuple[str, int], list[GradientPiece]]
+) -> MemoryCheckpoint:
     """The checkpoint with the slots of gradients that lead to it: those of operators that it has no newer anchor of.
 
     Args:
@@ -212,31 +217,31 @@ def _with_gradients(checkpoint: MemoryCheckpoint, places: dict[tuple[str, int], 
     """
     last = next(iter(checkpoint.snapshots[-1].values()))[0]
     live = {group for groups in last.groups for group in groups}
-    found = []
+    gradients = []
     for snapshot in checkpoint.snapshots:
         one = next(iter(snapshot.values()))[0]
         key = one.life, one.sequence
         if key not in places:
-            places[key] = [Place(at, _lacking(snapshot, at)) for at in range(len(one.groups))]
+            places[key] = [GradientPiece(at, _lacking(snapshot, at)) for at in range(len(one.groups))]
         pairs = zip(places[key], one.groups, strict=True)
-        found.append(tuple(place for place, groups in pairs if live.intersection(groups)))
-    return replace(checkpoint, gradients=tuple(found))
+        gradients.append(tuple(piece for piece, groups in pairs if live.intersection(groups)))
+    return replace(checkpoint, gradients=tuple(gradients))
 
 
-def _lacking(snapshot: Snapshot, place: int) -> frozenset[int]:
+def _lacking(snapshot: Snapshot, piece: int) -> frozenset[int]:
     """Writers that sealed a slot of gradients which nobody has."""
     return frozenset(
         writer
         for writer, shares in snapshot.items()
-        if place in shares[0].beside and not any(share.has(place) for share in shares)
+        if piece in shares[0].pieces and not any(share.has(piece) for share in shares)
     )
 
 
-def _gradients_of(snapshot: Snapshot, place: int) -> Iterator[tuple[tuple[int, int], tuple[Share, ...]]]:
+def _gradients_of(snapshot: Snapshot, piece: int) -> Iterator[tuple[tuple[int, int], tuple[Share, ...]]]:
     """Yields ((writer, place), those who hold that slot of gradients)."""
     for writer, shares in snapshot.items():
-        if place in shares[0].beside:
-            yield (writer, place), tuple(share.gradients_of(place) for share in shares if share.has(place))
+        if piece in shares[0].pieces:
+            yield (writer, piece), tuple(share.gradients_of(piece) for share in shares if share.has(piece))
 
 
 def without(shares: Iterable[Share], bad: Collection[tuple[int, int]]) -> list[Share]:
@@ -246,19 +251,19 @@ def without(shares: Iterable[Share], bad: Collection[tuple[int, int]]) -> list[S
         shares: Those that are known.
         bad: (holder, number) of slots in which damage was found.
     """
-    found = []
+    intact = []
     for share in shares:
         if any((share.holder, number) in bad for number in share.held):
             held = (-1 if (share.holder, number) in bad else number for number in share.held)
             share = replace(share, held=tuple(held))
         if (share.holder, share.number) not in bad:
-            found.append(share)
-    return found
+            intact.append(share)
+    return intact
 
 
 def without_log(shares: Iterable[Share], generation: int) -> list[Share]:
     """Returns the shares without those of a life's gradient log that updates lead to; full ones stay."""
-    return [each for each in shares if each.generation != generation or each.since in (None, each.sequence)]
+    return [share for share in shares if share.generation != generation or share.since in (None, share.sequence)]
 
 
 def _may_be_built_upon(group: Sequence[Share]) -> bool:
@@ -268,28 +273,33 @@ def _may_be_built_upon(group: Sequence[Share]) -> bool:
 
 def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:
     last = groups[-1][0]
-    snapshots = [{writer: _own(those) for writer, those in _by_writer(group, state=False).items()} for group in groups]
-    lent = {writer for snapshot in snapshots for writer, (one, *_) in snapshot.items() if one.only == TENSORS}
+    snapshots = [
+        {writer: _sealed_by_writer(by_holder) for writer, by_holder in _by_writer(group, state=False).items()}
+        for group in groups
+    ]
+    sealed_by_others = {
+        writer for snapshot in snapshots for writer, (one, *_) in snapshot.items() if one.only == TENSORS
+    }
     by_writer = _by_writer(groups[-1], state=True)
-    states = {writer: tuple(shares) for writer, shares in by_writer.items() if writer in lent}
+    states = {writer: tuple(shares) for writer, shares in by_writer.items() if writer in sealed_by_others}
     return MemoryCheckpoint(last.generation, last.step, last.writers, last.base, tuple(snapshots), states)
 
 
 def _by_writer(group: Iterable[Share], *, state: bool) -> dict[int, list[Share]]:
     """Who holds each writer's share, or plain ``state`` by itself."""
-    found: dict[int, list[Share]] = {}
-    for share in sorted(group, key=lambda each: (each.writer, each.holder, each.number)):
+    by_writer: dict[int, list[Share]] = {}
+    for share in sorted(group, key=lambda one: (one.writer, one.holder, one.number)):
         if (share.only == STATE) == state:
-            found.setdefault(share.writer, []).append(share)
-    return found
+            by_writer.setdefault(share.writer, []).append(share)
+    return by_writer
 
 
-def _own(shares: Sequence[Share]) -> tuple[Share, ...]:
+def _sealed_by_writer(shares: Sequence[Share]) -> tuple[Share, ...]:
     """Of one writer's, those that it sealed itself, or copies of those, if there are any."""
     return tuple(share for share in shares if not is_lent(share.sequence)) or tuple(shares)
 
 
-def _lent(snapshot: Snapshot) -> set[int]:
+def _sealed_by_another(snapshot: Snapshot) -> set[int]:
     """Writers whose share is there as another rank sealed it only."""
     return {writer for writer, shares in snapshot.items() if is_lent(shares[0].sequence)}
 
@@ -318,70 +328,77 @@ def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: 
     """
     if not checkpoints:
         return LeftBehind()
-    newer = [each for each in checkpoints if (each.generation, each.step) > (generation, step)]
-    parts = [each for each in newer if not each.is_complete]
+    newer = [checkpoint for checkpoint in checkpoints if (checkpoint.generation, checkpoint.step) > (generation, step)]
+    parts = [checkpoint for checkpoint in newer if not checkpoint.is_complete]
     if not parts:
         return None
-    newest = max(parts, key=lambda each: (each.generation, each.step))
+    newest = max(parts, key=lambda checkpoint: (checkpoint.generation, checkpoint.step))
     if len(parts) < len(newer):  # a lost part is not why the run cannot continue from memory
         return LeftBehind(newest.step)
-    return LeftBehind(newest.step, tuple(writer for writer in range(newest.writers) if writer not in newest.there))
+    return LeftBehind(
+        newest.step, tuple(writer for writer in range(newest.writers) if writer not in newest.present_writers)
+    )
 
 
-def beneath_of(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:
-    """Those of ``known``, from ``snapshots_of``, that may give experts that ``checkpoint`` lacks, oldest first.
+def beneath_of(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:
+    """Those of ``snapshots``, from ``snapshots_of``, that may give experts that ``checkpoint`` lacks, oldest first.
 
     Earlier snapshots of its life, and what survivors sealed of the very same step. Of steps of a gradient log they give
     what was saved in full.
     """
     mine = checkpoint.shares[-1]
     first = min(share.sequence for share in checkpoint.shares)
-    alike = [each for each in known if each.shares[0].life == mine.life]
+    alike = [snapshot for snapshot in snapshots if snapshot.shares[0].life == mine.life]
     beneath = [
-        each
-        for each in alike
-        if each.shares[0].sequence < first
-        or (is_survivors(each.shares[0].sequence) and each.step == mine.step and not is_survivors(mine.sequence))
+        snapshot
+        for snapshot in alike
+        if snapshot.shares[0].sequence < first
+        or (
+            is_survivors(snapshot.shares[0].sequence) and snapshot.step == mine.step and not is_survivors(mine.sequence)
+        )
     ]
     if checkpoint.is_window:
         return []
-    return sorted(beneath, key=lambda each: (each.step, each.shares[0].sequence))
+    return sorted(beneath, key=lambda snapshot: (snapshot.step, snapshot.shares[0].sequence))
 
 
-def sealed_beside(checkpoint: MemoryCheckpoint, known: Iterable[MemoryCheckpoint]) -> MemoryCheckpoint | None:
-    """What survivors sealed of the same step as ``checkpoint``, a step of a gradient log; None if nothing.
+def sealed_beside(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoint]) -> MemoryCheckpoint | None:
+    """Returns the snapshot that survivors sealed of the step of ``checkpoint``, a step of a gradient log; None if none.
 
     Args:
         checkpoint: Which stands by itself.
-        known: Of ``snapshots_of``.
+        snapshots: Of ``snapshots_of``.
     """
     last = checkpoint.shares[-1]
     if not checkpoint.is_log or is_survivors(last.sequence):
         return None
-    own = ((each, each.shares[0]) for each in known)
+    first_shares = ((snapshot, snapshot.shares[0]) for snapshot in snapshots)
     alike = (
-        each for each, one in own if is_survivors(one.sequence) and (one.life, one.step) == (last.life, checkpoint.step)
+        snapshot
+        for snapshot, one in first_shares
+        if is_survivors(one.sequence) and (one.life, one.step) == (last.life, checkpoint.step)
     )
     return next(alike, None)
 
 
 def newer_than(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> LeftBehind | None:
-    """What survivors sealed of a step after ``checkpoint`` of which other ranks' shares are missing. A run resumes from
-    the newest step of which every rank's share is there.
+    """Returns the newest step after ``checkpoint`` that survivors sealed and of which other ranks' shares are missing.
+
+    A run resumes from the newest step of which every rank's share is there.
 
     Returns:
         The newest such step, and the ranks that sealed it; None if there is none.
     """
     last = checkpoint.shares[-1]
-    own = [
+    sealed = [
         share
         for share in shares
         if is_survivors(share.sequence) and not (is_lent(share.sequence) or share.only) and share.life == last.life
     ]
-    newest = max((share.step for share in own), default=checkpoint.step)
+    newest = max((share.step for share in sealed), default=checkpoint.step)
     if newest <= checkpoint.step:
         return None
-    return LeftBehind(newest, tuple(sorted({share.writer for share in own if share.step == newest})))
+    return LeftBehind(newest, tuple(sorted({share.writer for share in sealed if share.step == newest})))
 
 
 def teller_of(snapshot: Snapshot) -> int:

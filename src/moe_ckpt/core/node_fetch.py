@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Wanted(NamedTuple):
+class SlotSpan(NamedTuple):
     """Bytes of a slot on another node.
 
     Attributes:
         holder: Rank that has the slot.
         number: Of the slot among its own.
-        place: Of the part in the slot.
+        part: Its place in the slot.
         begin, end: In the part.
     """
 
     holder: int
     number: int
-    place: int
+    part: int
     begin: int
     end: int
 
@@ -33,39 +33,39 @@ class Portion:
     """Bytes that go over the network once.
 
     Attributes:
-        wanted: Which.
-        fetcher: Rank that receives them from ``wanted.holder``.
+        span: Which.
+        fetcher: Rank that receives them from ``span.holder``.
         others: Ranks of the same node that receive them from the fetcher, in ascending order.
     """
 
-    wanted: Wanted
+    span: SlotSpan
     fetcher: int
     others: tuple[int, ...] = ()
 
 
-def share_out(nodes: Sequence[str], wanted: Mapping[int, Sequence[Wanted]]) -> list[Portion]:
+def share_out(nodes: Sequence[str], spans_of: Mapping[int, Sequence[SlotSpan]]) -> list[Portion]:
     """Divides what ranks want into portions, each wanted by exactly the same ranks of a node.
 
     Of those ranks the one fetches it that fetches least so far. Alike on every rank.
 
     Args:
         nodes: Per rank its node.
-        wanted: Rank -> what it wants; no byte twice.
+        spans_of: Rank -> what it wants; no byte twice.
     """
     asking: dict[str, dict[tuple[int, int, int], list[tuple[int, int, int]]]] = {}
-    for rank, requests in sorted(wanted.items()):
-        for each in requests:
-            of_slot = asking.setdefault(nodes[rank], {}).setdefault(each[:3], [])
-            of_slot.append((each.begin, each.end, rank))
+    for rank, requests in sorted(spans_of.items()):
+        for request in requests:
+            of_slot = asking.setdefault(nodes[rank], {}).setdefault(request[:3], [])
+            of_slot.append((request.begin, request.end, rank))
     portions = []
     for _, slots in sorted(asking.items()):
         fetched: dict[int, int] = {}
-        for (holder, number, place), spans in sorted(slots.items()):
+        for (holder, number, part), spans in sorted(slots.items()):
             for begin, end, ranks in _divided(spans):
                 fetcher = min(ranks, key=lambda rank: (fetched.get(rank, 0), rank))
                 fetched[fetcher] = fetched.get(fetcher, 0) + end - begin
                 others = tuple(rank for rank in ranks if rank != fetcher)
-                portions.append(Portion(Wanted(holder, number, place, begin, end), fetcher, others))
+                portions.append(Portion(SlotSpan(holder, number, part, begin, end), fetcher, others))
     return portions
 
 
@@ -73,12 +73,12 @@ def _divided(requests: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, l
     """(begin, end, rank) -> (begin, end, ranks that want all of it), in order and without an overlap."""
     turns = [(begin, True, rank) for begin, _, rank in requests]
     turns += [(end, False, rank) for _, end, rank in requests]
-    found = []
+    disjoint = []
     active: set[int] = set()
     before = 0
     for at, begins, rank in sorted(turns):
         if active and at > before:
-            found.append((before, at, sorted(active)))
+            disjoint.append((before, at, sorted(active)))
         (active.add if begins else active.discard)(rank)
         before = at
-    return found
+    return disjoint

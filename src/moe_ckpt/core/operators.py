@@ -153,14 +153,14 @@ class Catalog:
         return tuple(op.id for op in self.operators)
 
     @cached_property
-    def place(self) -> Mapping[str, int]:
+    def index_of(self) -> Mapping[str, int]:
         """Operator id -> its place among ``operators``."""
         return {op: at for at, op in enumerate(self.everything)}
 
     @cached_property
     def places_of(self) -> Remembered[tuple[str, ...], npt.NDArray[np.int64]]:
         """Operator ids -> their places. Caches the newest few."""
-        return Remembered(partial(_places, self.place))
+        return Remembered(partial(_places, self.index_of))
 
     @cached_property
     def sets(self) -> OperatorSets:
@@ -189,16 +189,16 @@ class Catalog:
 
     @cached_property
     def is_expert(self) -> npt.NDArray[np.bool_]:
-        """Of each of ``operators``."""
+        """``[operators]`` True for experts."""
         return np.array([op.kind is OperatorKind.EXPERT for op in self.operators], dtype=bool)
 
     @cached_property
     def expert_places(self) -> npt.NDArray[np.int64]:
         """``[L, E]``: the place of each expert among ``operators``; -1 where a layer has fewer."""
-        found = np.full((len(self.layers), max((layer.experts for layer in self.layers), default=0)), -1)
+        grid = np.full((len(self.layers), max((layer.experts for layer in self.layers), default=0)), -1)
         for op, (layer, expert) in self.expert_at.items():
-            found[layer, expert] = self.place[op]
-        return found
+            grid[layer, expert] = self.index_of[op]
+        return grid
 
     @cached_property
     def layer_and_expert(self) -> npt.NDArray[np.int64]:
@@ -229,18 +229,18 @@ class Catalog:
     @cached_property
     def spans_of(self) -> Mapping[str, tuple[tuple[Operator, Span], ...]]:
         """Parameter -> its (operator, span) pairs in row order."""
-        found: dict[str, list[tuple[Operator, Span]]] = {}
+        pairs_of: dict[str, list[tuple[Operator, Span]]] = {}
         for op in self.operators:
             for span in op.spans:
-                found.setdefault(span.parameter, []).append((op, span))
-        return {name: tuple(sorted(pairs, key=lambda p: p[1].start or 0)) for name, pairs in found.items()}
+                pairs_of.setdefault(span.parameter, []).append((op, span))
+        return {name: tuple(sorted(pairs, key=lambda p: p[1].start or 0)) for name, pairs in pairs_of.items()}
 
     @cached_property
     def sharing(self) -> Mapping[str, frozenset[str]]:
         """Parameter -> the operators that share its rows. Parameters with the same operators get the same object."""
-        found: dict[frozenset[str], frozenset[str]] = {}
+        objects: dict[frozenset[str], frozenset[str]] = {}
         sets = {name: frozenset(op.id for op, _ in pairs) for name, pairs in self.spans_of.items()}
-        return {name: found.setdefault(those, those) for name, those in sets.items()}
+        return {name: objects.setdefault(operators, operators) for name, operators in sets.items()}
 
     def fingerprint(self) -> str:
         """Hex digest of the model's structure; two models that can share a store have the same one."""
@@ -308,8 +308,8 @@ def prove_tiling(operators: Iterable[Operator], parameters: Mapping[str, tuple[i
         raise CoverageError("operator catalog", tuple(problems))
 
 
-def _places(place: Mapping[str, int], operators: tuple[str, ...]) -> npt.NDArray[np.int64]:
-    return np.fromiter(map(place.__getitem__, operators), dtype=np.int64, count=len(operators))
+def _places(index_of: Mapping[str, int], operators: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    return np.fromiter(map(index_of.__getitem__, operators), dtype=np.int64, count=len(operators))
 
 
 def _gaps(name: str, rows: int, claims: list[tuple[int, int, str]]) -> Iterator[str]:

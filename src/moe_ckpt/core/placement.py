@@ -17,7 +17,7 @@ from moe_ckpt.core.operators import MoELayer, expert_id
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the operators are. Equal on every rank, except ``peers`` and ``expert_peers``.
+    """Ranks that hold each operator. Equal on every rank, except ``peers`` and ``expert_peers``.
 
     Attributes:
         owners: Per MoE layer, the rank that writes each of its experts; with several that write parts of it, the first,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Fidelity(str, enum.Enum):
-    """How much of an operator a snapshot holds.
+    """Part of an operator that a snapshot holds.
 
     ``FULL``: master weights and optimizer state (12 B/param for fp32 Adam). ``COMPUTE``: what forward and backward read
     (2 B/param in bf16); only MoEvement's windows use it. ``GRADIENT``: what the optimizer consumed in the update that
@@ -28,7 +28,7 @@ class Fidelity(str, enum.Enum):
 
 
 class Tier(str, enum.Enum):
-    """Where a snapshot ends: this node's memory, a peer's memory, or durable storage."""
+    """Destination of a snapshot: this node's memory, a peer's memory, or durable storage."""
 
     HOST = "host"
     PEER = "peer"
@@ -100,7 +100,7 @@ class SnapshotPlan:
         return any(self._operators.values()) or bool(self.compute_only or self.gradients)
 
     def operators(self, tier: Tier = Tier.STORAGE) -> tuple[str, ...]:
-        """What goes to ``tier`` at full fidelity."""
+        """Returns the operators that go to ``tier`` at full fidelity."""
         return self._operators.get(tier, ())
 
     @cached_property
@@ -110,7 +110,7 @@ class SnapshotPlan:
 
     @cached_property
     def compute_only(self) -> tuple[str, ...]:
-        """What goes to storage at compute fidelity."""
+        """Operators that go to storage at compute fidelity."""
         return tuple(item.operator for item in self.items if item.fidelity is Fidelity.COMPUTE)
 
     @cached_property

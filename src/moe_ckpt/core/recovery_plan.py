@@ -26,17 +26,17 @@ ABSENT = -1
 
 @dataclass(frozen=True, eq=False)
 class Inventory:
-    """What one source holds.
+    """Versions of operators that one source holds.
 
     Attributes:
         tier: Which kind of source.
-        place: Its name, for people: a directory, a rank's memory.
+        label: Its name, for people: a directory, a rank's memory.
         steps: ``[n]`` step of each operator's copy, in the order of the plan's operators; ``ABSENT`` where none is.
         nbytes: ``[n]`` its bytes.
     """
 
     tier: Tier
-    place: str
+    label: str
     steps: Counts
     nbytes: Counts
 
@@ -64,7 +64,7 @@ class PlanRow:
 
 @dataclass(frozen=True, eq=False)
 class RecoveryPlan:
-    """Where each operator comes from. Equal on every rank, except what is memory of this node or of another.
+    """Source of each operator. Equal on every rank, except what is memory of this node or of another.
 
     Attributes:
         checkpoint: Directory of the checkpoint that the run returns to.
@@ -97,8 +97,10 @@ class RecoveryPlan:
     @property
     def _newest(self) -> Counts:
         """Step of the copy that is taken of each operator."""
-        found: Counts = np.stack([source.steps for source in self.sources])[self.chosen, np.arange(len(self.operators))]
-        return found
+        newest: Counts = np.stack([source.steps for source in self.sources])[
+            self.chosen, np.arange(len(self.operators))
+        ]
+        return newest
 
     @property
     def versions(self) -> dict[str, int]:
@@ -108,7 +110,7 @@ class RecoveryPlan:
 
     @property
     def beyond_storage(self) -> bool:
-        """Whether storage alone would give an older state of at least one operator."""
+        """True if storage alone would give an older state of at least one operator."""
         newest = self._newest
         stored = [source.steps for source in self.sources if source.tier is Tier.STORAGE]
         return self.updates is not None or not stored or bool((np.max(stored, axis=0) < newest).any())
@@ -126,7 +128,7 @@ class RecoveryPlan:
 
 
 def first_choice(checkpoints: Iterable[_Checkpoint], age: Callable[[_Checkpoint], Any]) -> _Checkpoint | None:
-    """Which checkpoint a recovery tries first.
+    """Returns the checkpoint that a recovery tries first.
 
     Args:
         checkpoints: Those that are left, of the nearest source first.
@@ -168,7 +170,7 @@ def plan_recovery(
     chosen: Counts = np.argmax(steps, axis=0)  # of equal ones the first
     nowhere = np.flatnonzero(steps[chosen, np.arange(len(operators))] == ABSENT)
     if len(nowhere):
-        names = [inventory.place for inventory in inventories]
+        names = [inventory.label for inventory in inventories]
         raise CoverageError(
             f"returning to {checkpoint}",
             tuple(f"{operators[at]} is held by none of {', '.join(names) or 'no source'}" for at in nowhere),

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-_Given = TypeVar("_Given", bound="tuple[Any, ...]")
-_Found = TypeVar("_Found")
+_Key = TypeVar("_Key", bound="tuple[Any, ...]")
+_Result = TypeVar("_Result")
 
 
-class Remembered(Generic[_Given, _Found]):
+class Remembered(Generic[_Key, _Result]):
     """Caches a function of tuples by the identity of the tuples that it was called with lately.
 
     Args:
@@ -21,21 +21,21 @@ class Remembered(Generic[_Given, _Found]):
         most: So many answers are kept, with the tuples.
     """
 
-    def __init__(self, find: Callable[[_Given], _Found], most: int = 16) -> None:
+    def __init__(self, find: Callable[[_Key], _Result], most: int = 16) -> None:
         self._find = find
         self._most = most
-        self._known: dict[int, tuple[_Given, _Found]] = {}
+        self._entries: dict[int, tuple[_Key, _Result]] = {}
 
-    def __call__(self, given: _Given) -> _Found:
-        known = self._known.get(id(given))
-        if known is not None and known[0] is given:
-            return known[1]
-        found = self._find(given)
-        self.note(given, found)
-        return found
+    def __call__(self, key: _Key) -> _Result:
+        entry = self._entries.get(id(key))
+        if entry is not None and entry[0] is key:
+            return entry[1]
+        result = self._find(key)
+        self.note(key, result)
+        return result
 
-    def note(self, given: _Given, found: _Found) -> None:
-        """Stores a result for ``given`` that is known already."""
-        if len(self._known) >= self._most:
-            self._known.clear()
-        self._known[id(given)] = given, found
+    def note(self, key: _Key, result: _Result) -> None:
+        """Stores a result for ``key`` that is known already."""
+        if len(self._entries) >= self._most:
+            self._entries.clear()
+        self._entries[id(key)] = key, result

@@ -32,7 +32,7 @@ MOST_TIMES = 2
 
 @dataclass(frozen=True)
 class ReplicaPlacement:
-    """Who holds copies of whom. Alike on every rank.
+    """Ranks that hold copies of each rank's snapshots. Alike on every rank.
 
     Attributes:
         peers_of: Per rank, those that hold its copies.
@@ -46,7 +46,7 @@ class ReplicaPlacement:
 
 
 @dataclass(frozen=True)
-class _World:
+class _Topology:
     """Ranks by domain and node: those of one domain follow one another, and in it those of one node.
 
     Attributes:
@@ -104,8 +104,8 @@ def place_replicas(
             f"of its source, and all {world.nodes} nodes of this run are in this one"
         )
     peers: list[list[int]] = [[] for _ in domains]
-    for each in groups:
-        for members in sorted({tuple(sorted(group)) for group in each}):
+    for groups_of_ranks in groups:
+        for members in sorted({tuple(sorted(group)) for group in groups_of_ranks}):
             _place_inside(peers, domains, members, replicas)
     _place_inside(peers, domains, range(len(domains)), replicas)
     sources: list[list[int]] = [[] for _ in domains]
@@ -116,21 +116,21 @@ def place_replicas(
     return ReplicaPlacement(tuple(map(tuple, peers)), tuple(map(tuple, sources)), short)
 
 
-def _world(domains: Sequence[Sequence[str]]) -> _World:
+def _world(domains: Sequence[Sequence[str]]) -> _Topology:
     """In the order in which domains and nodes first appear."""
-    found: dict[str, dict[str, list[int]]] = {}
+    nodes_of: dict[str, dict[str, list[int]]] = {}
     outer: dict[str, tuple[str, int]] = {}
     for rank, names in enumerate(domains):
         node, widest = names[0], names[-1]
-        said, first = outer.setdefault(node, (widest, rank))
-        if said != widest:
+        domain, first = outer.setdefault(node, (widest, rank))
+        if domain != widest:
             raise ConfigError(
                 f"Memory(failure_domain=...): rank {rank} says {widest!r}, and rank {first}, on the same node "
-                f"({node}), says {said!r}. Set the same on all ranks of a node"
+                f"({node}), says {domain!r}. Set the same on all ranks of a node"
             )
-        found.setdefault(widest, {}).setdefault(node, []).append(rank)
-    grouped = tuple(tuple(map(tuple, nodes.values())) for nodes in found.values())
-    return _World(tuple(rank for nodes in grouped for ranks in nodes for rank in ranks), grouped)
+        nodes_of.setdefault(widest, {}).setdefault(node, []).append(rank)
+    grouped = tuple(tuple(map(tuple, nodes.values())) for nodes in nodes_of.values())
+    return _Topology(tuple(rank for nodes in grouped for ranks in nodes for rank in ranks), grouped)
 
 
 def _place_inside(
@@ -143,15 +143,15 @@ def _place_inside(
     if len(world.domains) < 2:
         return
     regular = {} if any(peers[rank] for rank in members) else _rotated(world, replicas) or _in_blocks(world, replicas)
-    for place, holders in regular.items():
-        peers[members[place]] = [members[holder] for holder in holders]
+    for number, holders in regular.items():
+        peers[members[number]] = [members[holder] for holder in holders]
     if not regular:
         # Ranks of large domains first: they have the fewest places to choose from.
-        order = [members[place] for ranks in sorted(world.ranks, key=len, reverse=True) for place in ranks]
-        _Greedy(domains, order, peers, replicas).place()
+        order = [members[number] for ranks in sorted(world.ranks, key=len, reverse=True) for number in ranks]
+        _Greedy(domains, order, peers, replicas).fill()
 
 
-def _rotated(world: _World, replicas: int) -> dict[int, list[int]]:
+def _rotated(world: _Topology, replicas: int) -> dict[int, list[int]]:
     """Places every copy at the same place of another domain, or one node further there; empty where domains differ."""
     count, nodes = len(world.domains), len(world.domains[0])
     if not world.is_even or replicas > (count - 1) * nodes:
@@ -169,7 +169,7 @@ def _rotated(world: _World, replicas: int) -> dict[int, list[int]]:
     return peers
 
 
-def _in_blocks(world: _World, replicas: int) -> dict[int, list[int]]:
+def _in_blocks(world: _Topology, replicas: int) -> dict[int, list[int]]:
     """Places copies among r + 1 ranks or a few more, no two of one domain; empty where a domain is too large for that.
 
     Ranks are dealt to blocks one after the other, the largest domain first. If that has no more ranks than there are
@@ -223,7 +223,7 @@ class _Greedy:
         members = [(domain, [rank for node in names for rank in self._ranks[node]]) for domain, names in nodes.items()]
         self._in_domains = _ByFullness(members, self._loads)
 
-    def place(self) -> None:
+    def fill(self) -> None:
         """Adds copies until each rank has as many as it is to have, or no other node is left for more."""
         for copies in range(1, self._replicas + 1):
             for rank in self._order:
@@ -231,10 +231,10 @@ class _Greedy:
                     self._add(rank)
 
     def _add(self, rank: int) -> None:
-        own = self._domains[rank][-1]
+        domain = self._domains[rank][-1]
         nodes = {self._domains[holder][0] for holder in self._peers[rank]}
-        used = {own, *(self._domains[holder][-1] for holder in self._peers[rank])}
-        for without, most in ((used, self._most), ({own}, self._most), ({own}, inf)):
+        used = {domain, *(self._domains[holder][-1] for holder in self._peers[rank])}
+        for without, most in ((used, self._most), ({domain}, self._most), ({domain}, inf)):
             choice = self._choose(without, nodes, most)
             if choice is not None:
                 self._give(rank, *choice)

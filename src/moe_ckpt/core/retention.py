@@ -61,7 +61,7 @@ class CheckpointRecord:
 @named_arguments
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which committed checkpoints stay on storage.
+    """Decides which committed checkpoints stay on storage.
 
     The newest always stays, and so does the newest with finite values. If that is a sparse window (MoEvement), the
     newest dense one with finite values stays too, for a run that resumes on another layout. A fallback that shares no
@@ -130,14 +130,14 @@ def _line(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
 
 
 def groups_to_delete(
-    groups: Iterable[str], kept: Iterable[CheckpointRecord], keep_directories: Collection[str] = ()
+    groups: Iterable[str], records: Iterable[CheckpointRecord], keep_directories: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Of ``groups`` (``directory/group``), those that no kept checkpoint names, sorted.
+    """Returns the ``groups`` (``directory/group``) that no retained checkpoint names, sorted.
 
     Args:
         keep_directories: Directories being written now; nothing in them is superseded yet.
     """
-    named = frozenset[str]().union(*(record.groups for record in kept))
+    named = frozenset[str]().union(*(record.groups for record in records))
     return tuple(sorted(g for g in groups if g not in named and g.rpartition("/")[0] not in keep_directories))
 
 

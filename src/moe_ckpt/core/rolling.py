@@ -112,8 +112,8 @@ def fewest_slots(
     Returns:
         The slots; None where gradients, or a single operator with them, weigh more than that.
     """
-    left = limit_bytes - sum(sizes[op].gradient for op in order)
-    return None if left < 0 else pack(order, _beyond_gradients(order, sizes), left)
+    room = limit_bytes - sum(sizes[op].gradient for op in order)
+    return None if room < 0 else pack(order, _beyond_gradients(order, sizes), room)
 
 
 def even_slots(order: Sequence[str], sizes: Mapping[str, LoggedBytes], most_slots: int) -> tuple[tuple[str, ...], ...]:
@@ -178,21 +178,21 @@ class Rounds:
         """Returns, for each step, the anchored operators and all others, in catalog order: the same objects each
         time."""
         if window not in self._parted:
-            found = []
+            parts = []
             for places in self.places(window):
                 anchored = np.zeros(len(self._catalog.operators), dtype=bool)
                 anchored[places] = True
-                chosen = (tuple(compress(self._catalog.everything, each.tolist())) for each in (anchored, ~anchored))
-                found.append((next(chosen), next(chosen)))
-            self._parted[window] = tuple(found)
+                chosen = (tuple(compress(self._catalog.everything, mask.tolist())) for mask in (anchored, ~anchored))
+                parts.append((next(chosen), next(chosen)))
+            self._parted[window] = tuple(parts)
         return self._parted[window]
 
     def _cut(self, window: int) -> tuple[Slots, tuple[Counts, ...]]:
         if window not in self._cuts:
             units = side_by_side([even_slots(lane.order, self._sizes, window) for lane in self._lanes])
             slots = tuple(tuple(op for unit in slot for op in self._members[unit]) for slot in units)
-            place = self._catalog.place
-            self._cuts[window] = slots, tuple(np.array([place[op] for op in slot], dtype=np.int64) for slot in slots)
+            index_of = self._catalog.index_of
+            self._cuts[window] = slots, tuple(np.array([index_of[op] for op in slot], dtype=np.int64) for slot in slots)
         return self._cuts[window]
 
     def rank_bytes(
@@ -209,12 +209,12 @@ class Rounds:
         key = window, shared, experts, weights
         if key not in self._weights:
             is_expert = self._catalog.expert_at.__contains__
-            wanted = {op for op, those in self._members.items() if (experts if is_expert(those[0]) else shared)}
+            counted = {op for op, members in self._members.items() if (experts if is_expert(members[0]) else shared)}
             cuts = [even_slots(lane.order, self._sizes, window) for lane in self._lanes]
             steps = max(map(len, cuts), default=0)
             sizes = self._sizes if weights else self._without_weights
-            found = [_on_a_rank(lane, cut, sizes, wanted) for lane, cut in zip(self._lanes, cuts, strict=True)]
-            padded = [[*those[1:], *those[:1] * (steps - len(those) + 1)] for those in found]
+            loads = [_on_a_rank(lane, cut, sizes, counted) for lane, cut in zip(self._lanes, cuts, strict=True)]
+            padded = [[*load[1:], *load[:1] * (steps - len(load) + 1)] for load in loads]
             self._weights[key] = tuple(map(max, zip(*padded, strict=True)))
         return self._weights[key]
 
@@ -233,14 +233,14 @@ class Rounds:
         return max(self.rank_bytes(1))
 
 
-def _on_a_rank(lane: Lane, slots: Slots, sizes: Mapping[str, LoggedBytes], wanted: Collection[str]) -> list[int]:
+def _on_a_rank(lane: Lane, slots: Slots, sizes: Mapping[str, LoggedBytes], counted: Collection[str]) -> list[int]:
     """Bytes on the lane's busiest rank: of a step that anchors nothing, and of each of ``slots``."""
     shared, owned = [0] * (len(slots) + 1), dict[int, list[int]]()
-    for op in filter(wanted.__contains__, lane.order):
+    for op in filter(counted.__contains__, lane.order):
         row = owned.setdefault(lane.owners[op], [0] * len(shared)) if op in lane.owners else shared
         row[0] += sizes[op].gradient
     for at, slot in enumerate(slots, 1):
-        for op in filter(wanted.__contains__, slot):
+        for op in filter(counted.__contains__, slot):
             row = owned[lane.owners[op]] if op in lane.owners else shared
             row[at] += max(0, sizes[op].full - sizes[op].gradient)
     for row in (shared, *owned.values()):

@@ -23,11 +23,11 @@ def owned_total(capacity: int, owned: Collection[int]) -> int:
 
 def least_capacity(total: int, owned: Collection[int]) -> int:
     """The smallest capacity per rank with which ``total`` experts can be saved, or all if there are fewer."""
-    wanted = min(total, sum(owned))
+    target = min(total, sum(owned))
     low, high = 0, max(owned, default=0)
     while low < high:
         middle = (low + high) // 2
-        if owned_total(middle, owned) >= wanted:
+        if owned_total(middle, owned) >= target:
             high = middle
         else:
             low = middle + 1
@@ -52,7 +52,7 @@ def largest_k(sizes: Sequence[int], total: int) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """What the ranks of one pipeline stage have to save, and how it is divided among them.
+    """Bytes that the ranks of one pipeline stage have to save, and their division among the ranks.
 
     Attributes:
         ranks: Of the stage.
@@ -81,13 +81,13 @@ class Load:
           together, and no rank may own more than fit it alone;
         - everything divided evenly (FSDP): all bytes together must fit all ranks together.
         """
-        each = max(self.expert_bytes, 1)
+        expert_bytes = max(self.expert_bytes, 1)
         if self.divided is not None:
-            left = limit - -(-self.shared_bytes // self.ranks)
-            capacity = max(0, left * self.divided // each)
+            room = limit - -(-self.shared_bytes // self.ranks)
+            capacity = max(0, room * self.divided // expert_bytes)
             return owned_total(capacity, self.owned), capacity
-        together = min(max(0, limit * self.ranks - self.shared_bytes) // each, sum(self.owned))
+        together = min(max(0, limit * self.ranks - self.shared_bytes) // expert_bytes, sum(self.owned))
         if not self.by_owner:
             return together, None
-        capacity = limit // each
+        capacity = limit // expert_bytes
         return min(together, owned_total(capacity, self.owned)), capacity

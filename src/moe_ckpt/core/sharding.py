@@ -68,7 +68,7 @@ class ShardingUnit:
 
     @property
     def least_bytes(self) -> int:
-        """What cannot be split any further, at the end that has the state without rows."""
+        """Bytes that cannot be split any further, at the end that has the state without rows."""
         return self.whole_bytes + (self.row_bytes if self.stop > self.start else 0)
 
 
@@ -87,8 +87,8 @@ class _OnRank(dict[int, tuple[RowRange, ...]]):
         self._start, self._stop = unit.start, unit.stop
 
     def __missing__(self, rank: int) -> tuple[RowRange, ...]:
-        found = self[rank] = (RowRange(rank, self._start, self._stop),)
-        return found
+        ranges = self[rank] = (RowRange(rank, self._start, self._stop),)
+        return ranges
 
 
 Parts = Mapping[Name, tuple[RowRange, ...]]
@@ -175,11 +175,11 @@ def shares_adaptive(ordered: Sequence[ShardingUnit], preload: Sequence[int], gra
 
 def water_level(preload: Sequence[int], nbytes: int) -> int:
     """The least whole level up to which ranks can be filled so that ``nbytes`` more find room."""
-    given, below = 0, 0
+    loaded, below = 0, 0
     levels = sorted(preload)
     for below, at in enumerate(levels, start=1):
-        given += at
-        level = -(-(nbytes + given) // below)
+        loaded += at
+        level = -(-(nbytes + loaded) // below)
         if below == len(levels) or level <= levels[below]:
             return level
     raise ValueError("preload: there must be at least one rank")
@@ -194,35 +194,35 @@ def _fill(
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    found: list[tuple[RowRange, ...]] = []
+    assigned: list[tuple[RowRange, ...]] = []
     for unit in ordered:
-        left = unit.nbytes
+        remaining = unit.nbytes
         load, rank = heap[0]
-        if left <= grain_bytes or left <= level - load:
-            heapq.heapreplace(heap, (load + left, rank))
-            found.append(unit.whole_on[rank])
+        if remaining <= grain_bytes or remaining <= level - load:
+            heapq.heapreplace(heap, (load + remaining, rank))
+            assigned.append(unit.whole_on[rank])
             continue
         parts, start = [], unit.start
         while True:
             load, rank = heap[0]
-            stop, nbytes = unit.stop, left
-            if left > max(grain_bytes, level - load):
-                stop, nbytes = _first_rows(unit, start, left, level - load)
+            stop, nbytes = unit.stop, remaining
+            if remaining > max(grain_bytes, level - load):
+                stop, nbytes = _first_rows(unit, start, remaining, level - load)
             parts.append(RowRange(rank, start, stop))
             heapq.heapreplace(heap, (load + nbytes, rank))
-            start, left = stop, left - nbytes
+            start, remaining = stop, remaining - nbytes
             if stop == unit.stop:
                 break
-        found.append(tuple(parts))
+        assigned.append(tuple(parts))
     for load, rank in heap:
         loads[rank] = load
-    return tuple(found)
+    return tuple(assigned)
 
 
-def _first_rows(unit: ShardingUnit, start: int, left: int, room: int) -> tuple[int, int]:
+def _first_rows(unit: ShardingUnit, start: int, remaining: int, room: int) -> tuple[int, int]:
     """(stop, bytes) of the rows from ``start`` on that fit into ``room``; at least one, and never no bytes."""
     if unit.row_bytes == 0:
-        return unit.stop, left
+        return unit.stop, remaining
     whole = unit.whole_bytes if start == unit.start else 0
     rows = max(1, (room - whole) // unit.row_bytes)
     stop = min(unit.stop, start + rows)

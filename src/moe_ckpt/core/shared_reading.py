@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
 
 
 class Paths:
-    """How chunks get from their readers to the other ranks of a group: once to every other node.
+    """Routes of chunks from their readers to the other ranks of a group: once to every other node.
 
     Args:
         ranks: Of the group.
@@ -59,7 +59,7 @@ class Paths:
 
     @property
     def is_one_node(self) -> bool:
-        """Whether readers send to everybody, and nobody hands on."""
+        """True if readers send to every rank, and no rank hands a chunk on."""
         return len(self._by_node) == 1
 
     def source(self, chunk: Chunk, rank: int) -> int:
@@ -68,15 +68,15 @@ class Paths:
         return chunk.reader if rank == relay or self._nodes[rank] == self._nodes[chunk.reader] else relay
 
     def from_reader(self, chunk: Chunk) -> list[int]:
-        """Who gets it from the reader: the others of its node, and one of every other node."""
-        found = []
+        """Returns the ranks that get a chunk from its reader: the others of its node, and one of every other node."""
+        receivers = []
         for node, ranks in self._by_node.items():
             near = node == self._nodes[chunk.reader]
-            found += [rank for rank in ranks if rank != chunk.reader] if near else [self._relay(chunk, node)]
-        return found
+            receivers += [rank for rank in ranks if rank != chunk.reader] if near else [self._relay(chunk, node)]
+        return receivers
 
     def onward(self, chunk: Chunk, rank: int) -> list[int]:
-        """Who gets it from a rank that is not the reader."""
+        """Returns the ranks that get a chunk from a rank that is not its reader."""
         node = self._nodes[rank]
         if node == self._nodes[chunk.reader] or rank != self._relay(chunk, node):
             return []
@@ -89,7 +89,7 @@ class Paths:
 
 
 def anything_shared(needs: Sequence[Flags]) -> bool:
-    """Whether two ranks need the same slice.
+    """Returns whether two ranks need the same slice.
 
     Args:
         needs: Per rank ``[slices]``, whether it needs each.
@@ -122,15 +122,15 @@ def groups_of(rank: int, needs: Sequence[Flags]) -> list[Group]:
     columns: dict[bytes, list[int]] = {}
     for number, column in zip(mine.tolist(), np.packbits(rows, axis=0).T, strict=True):
         columns.setdefault(column.tobytes(), []).append(number)
-    found = []
+    groups = []
     for numbers in columns.values():
         at = int(np.searchsorted(mine, numbers[0]))
-        ranks = sorted(other for row, those in zip(rows, ranks_of, strict=True) if row[at] for other in those)
+        ranks = sorted(other for row, members in zip(rows, ranks_of, strict=True) if row[at] for other in members)
         begin = ranks.index(rank) // TEAM * TEAM
         team = tuple(ranks[begin : begin + TEAM])
         if len(team) > 1:
-            found.append(Group(team, tuple(numbers)))
-    return sorted(found, key=lambda group: group.slices)
+            groups.append(Group(team, tuple(numbers)))
+    return sorted(groups, key=lambda group: group.slices)
 
 
 def readers_of(sizes: Sequence[int], ranks: Sequence[int], most_nbytes: int) -> list[int]:
@@ -156,7 +156,7 @@ def readers_of(sizes: Sequence[int], ranks: Sequence[int], most_nbytes: int) -> 
 
 
 def rounds_of(sizes: Sequence[int], readers: Sequence[int], most_nbytes: int) -> list[list[Chunk]]:
-    """What is handed over at once: some bytes, or one slice that is larger, in chunks of one reader each.
+    """Returns the rounds of a handover: each some bytes, or one slice that is larger, in chunks of one reader each.
 
     Args:
         sizes: Of the slices, in order.
@@ -181,13 +181,13 @@ def _least(loads: Mapping[int, int]) -> int:
 
 def _bounded(sizes: Sequence[int], most_nbytes: int) -> list[tuple[int, int]]:
     """(first, end) of runs of slices with at most so many bytes, or with one slice."""
-    found = []
+    runs = []
     first = nbytes = 0
     for at, size in enumerate(sizes):
         if at > first and nbytes + size > most_nbytes:
-            found.append((first, at))
+            runs.append((first, at))
             first, nbytes = at, 0
         nbytes += size
     if first < len(sizes):
-        found.append((first, len(sizes)))
-    return found
+        runs.append((first, len(sizes)))
+    return runs

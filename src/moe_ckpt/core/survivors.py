@@ -23,32 +23,32 @@ STATE, TENSORS = "state", "tensors"
 GRADIENTS = "gradients"
 """What a slot has of a step of a gradient log, if it has consumed gradients of some operators only: each of these slots
 goes as soon as no newer step needs it (``core.anchors``)."""
-_LENT = 1 << 48
-_OWN = 1 << 49
+_OF_ANOTHER = 1 << 48
+_OF_ITSELF = 1 << 49
 
 
-def survivor_sequence(step: int, *, lent: bool = False) -> int:
+def survivor_sequence(step: int, *, of_another: bool = False) -> int:
     """Returns the number of the snapshot of ``step`` that survivors seal.
 
     Args:
-        lent: Of another rank's share.
+        of_another: Of another rank's share.
     """
-    return (_LENT if lent else _OWN) + step
+    return (_OF_ANOTHER if of_another else _OF_ITSELF) + step
 
 
 def is_survivors(sequence: int) -> bool:
     """Returns whether a snapshot of this number was sealed by survivors."""
-    return sequence >= _LENT
+    return sequence >= _OF_ANOTHER
 
 
 def is_lent(sequence: int) -> bool:
     """Returns whether a share in a snapshot of this number was sealed by one rank on behalf of another."""
-    return _LENT <= sequence < _OWN
+    return _OF_ANOTHER <= sequence < _OF_ITSELF
 
 
 def shared_sequence(sequence: int) -> int:
     """Returns the number of the snapshot that a share belongs to, together with those of the other ranks."""
-    return sequence - _LENT + _OWN if is_lent(sequence) else sequence
+    return sequence - _OF_ANOTHER + _OF_ITSELF if is_lent(sequence) else sequence
 
 
 def lends(rank: int, alike: Sequence[int]) -> int | None:

@@ -37,7 +37,7 @@ def digest_of(counts: Counts) -> str:
 
 
 def window_began(first: Counts | None) -> dict[str, str]:
-    """What is noted beside the tokens of a window.
+    """Returns the note that accompanies the tokens of a window.
 
     Args:
         first: ``[L, E]`` applied tokens as of its first step; None for a checkpoint that stands by itself.
@@ -81,7 +81,7 @@ def faults_in(data: Mapping[str, Any]) -> list[FaultRecord]:
 
 @dataclass(frozen=True, eq=False)
 class AtRisk:
-    """What a return to a checkpoint would lose.
+    """Tokens that a return to a checkpoint would lose.
 
     Attributes:
         lacking: ``[L, E]`` tokens that its experts have not seen.
@@ -117,8 +117,8 @@ def tokens_at_risk(unsaved: Counts, routed: Counts) -> float:
     """
     if not len(routed):
         return 0.0
-    lost, given = unsaved.sum(axis=1).tolist(), routed.sum(axis=1).tolist()
-    return fsum(part / whole for part, whole in zip(lost, given, strict=True) if whole) / len(given)
+    lost, totals = unsaved.sum(axis=1).tolist(), routed.sum(axis=1).tolist()
+    return fsum(part / whole for part, whole in zip(lost, totals, strict=True) if whole) / len(totals)
 
 
 @dataclass
@@ -170,8 +170,8 @@ class TokenBook:
     def unsaved(self, tier: Tier = Tier.STORAGE) -> Counts:
         """``U[l][e]``: tokens routed to the expert since the newest copy that a fault leaving ``tier`` returns to."""
         saved = self.saved[Tier.STORAGE]
-        beside = None if tier is Tier.STORAGE else self.saved.get(tier)
-        return self.applied - (saved if beside is None else np.maximum(saved, beside))
+        in_memory = None if tier is Tier.STORAGE else self.saved.get(tier)
+        return self.applied - (saved if in_memory is None else np.maximum(saved, in_memory))
 
     def expecting(self, under_way: Iterable[tuple[Experts, Counts]], tier: Tier = Tier.STORAGE) -> Counts:
         """``U[l][e]`` of a tier as it will be once the saves ``(experts, at)`` are committed."""
@@ -236,7 +236,7 @@ class TokenBook:
         return (self.lost_tokens + int(self.unsaved(tier).sum())) / self.routed_tokens
 
     def to_dict(self, of_counts: Callable[[Counts], Any] = np.ndarray.tolist) -> dict[str, Any]:
-        """As plain data.
+        """Returns the book as plain data.
 
         Args:
             of_counts: What becomes of a table.

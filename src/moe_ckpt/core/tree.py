@@ -29,12 +29,12 @@ class TreeNode:
     @property
     def children(self) -> tuple[int, ...]:
         """In ascending order, smallest subtree first."""
-        found = []
+        children = []
         bit = 1
         while self.rank + bit < self.ranks and not self.rank & bit:
-            found.append(self.rank + bit)
+            children.append(self.rank + bit)
             bit <<= 1
-        return tuple(found)
+        return tuple(children)
 
     @property
     def messages(self) -> int:

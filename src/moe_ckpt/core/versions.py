@@ -47,8 +47,8 @@ class Versions:
         """
         newer = places[self.numbers[places] > number]
         if len(newer):
-            name, known = self.catalog.everything[newer[0]], self.numbers[newer[0]]
-            raise ValueError(f"{name} is recorded at step {known}, cannot go back to step {number}")
+            name, recorded = self.catalog.everything[newer[0]], self.numbers[newer[0]]
+            raise ValueError(f"{name} is recorded at step {recorded}, cannot go back to step {number}")
         self.numbers[places] = number
 
     def add(self, places: Counts, number: int) -> None:

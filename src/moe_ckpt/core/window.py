@@ -63,7 +63,7 @@ class OperatorBytes:
 
 @dataclass(frozen=True)
 class Window:
-    """Which operators are anchored in which slot.
+    """Assignment of operators to the slots that anchor them.
 
     Attributes:
         slots: W tuples of operator ids; every operator of the model is in exactly one.
@@ -157,18 +157,18 @@ def merge_coupled(
     for op in order:
         if op in group_of:
             members.setdefault(group_of[op], []).append(op)
-    of_last = {those[-1]: tuple(those) for those in members.values()}
+    of_last = {group[-1]: tuple(group) for group in members.values()}
     glued = [op for op in order if op not in group_of or op in of_last]
-    found = {op: of_last.get(op, (op,)) for op in glued}
-    return glued, {op: _together([sizes[one] for one in those]) for op, those in found.items()}, found
+    members_of = {op: of_last.get(op, (op,)) for op in glued}
+    return glued, {op: _together([sizes[one] for one in group]) for op, group in members_of.items()}, members_of
 
 
-def _together(those: Sequence[OperatorBytes]) -> OperatorBytes:
+def _together(members: Sequence[OperatorBytes]) -> OperatorBytes:
     """Several operators as one."""
-    gradients = [size.gradient for size in those]
-    gradient = None if gradients.count(None) == len(gradients) else sum(size.consumed for size in those)
-    full, compute = sum(size.full for size in those), sum(size.compute for size in those)
-    return OperatorBytes(full, compute, gradient, sum(size.weights for size in those))
+    gradients = [size.gradient for size in members]
+    gradient = None if gradients.count(None) == len(gradients) else sum(size.consumed for size in members)
+    full, compute = sum(size.full for size in members), sum(size.compute for size in members)
+    return OperatorBytes(full, compute, gradient, sum(size.weights for size in members))
 
 
 def pack(
@@ -237,21 +237,21 @@ class Lane:
     def pack(
         self, sizes: Mapping[str, OperatorBytes], limit_bytes: int, most_slots: int | None = None
     ) -> tuple[tuple[str, ...], ...] | None:
-        """As ``pack`` of the order."""
+        """Returns ``pack`` of the order."""
         return _cut(self.order, _Runs(self._nbytes(sizes)).ends(limit_bytes, most_slots))
 
     def balance(self, sizes: Mapping[str, OperatorBytes], most_slots: int) -> tuple[tuple[str, ...], ...]:
-        """As ``balance`` of the order."""
+        """Returns ``balance`` of the order."""
         if most_slots <= 1:
             return balance(self.order, sizes, most_slots)
         return _evened_out(self.order, _Runs(self._nbytes(sizes)), most_slots)
 
     def _nbytes(self, sizes: Mapping[str, OperatorBytes]) -> npt.NDArray[np.int64]:
         """``_bytes_of`` the order. It is asked about several times, and to look thousands of names up takes long."""
-        known: tuple[object, npt.NDArray[np.int64]] | None = vars(self).get("_weighed")
-        if known is None or known[0] is not sizes:
-            known = vars(self)["_weighed"] = sizes, _bytes_of(self.order, sizes)
-        return known[1]
+        weighed: tuple[object, npt.NDArray[np.int64]] | None = vars(self).get("_weighed")
+        if weighed is None or weighed[0] is not sizes:
+            weighed = vars(self)["_weighed"] = sizes, _bytes_of(self.order, sizes)
+        return weighed[1]
 
     @cached_property
     def _owner_numbers(self) -> npt.NDArray[np.int64]:
@@ -272,8 +272,8 @@ class Lane:
         slot_of = np.repeat(np.arange(len(listed)), list(map(len, listed)))
         of_owners, owner_of = np.unique(owners, return_inverse=True)
         weights = np.zeros((2, len(of_owners) * len(listed)), dtype=np.int64)
-        for row, those in zip(weights, nbytes, strict=True):
-            np.add.at(row, owner_of * len(listed) + slot_of, those)
+        for row, nbytes_of_kind in zip(weights, nbytes, strict=True):
+            np.add.at(row, owner_of * len(listed) + slot_of, nbytes_of_kind)
         full, compute = weights.reshape(2, len(of_owners), len(listed))
         with_later = full + compute[:, ::-1].cumsum(axis=1)[:, ::-1] - compute
         owned = with_later[of_owners != _SHARED].max(axis=0, initial=0).tolist()
@@ -297,10 +297,10 @@ def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = Non
     """
     if placement is None:
         return (Lane(tuple(order), ranks),)
-    found: list[list[str]] = [[] for _ in placement.stages] if len(placement.stages) > 1 else [list(order)]
-    for op in order if len(found) > 1 else ():
-        found[placement.stage_of.get(op, 0)].append(op)
-    pairs = zip(found, placement.stages, strict=True)
+    ops_of_stage: list[list[str]] = [[] for _ in placement.stages] if len(placement.stages) > 1 else [list(order)]
+    for op in order if len(ops_of_stage) > 1 else ():
+        ops_of_stage[placement.stage_of.get(op, 0)].append(op)
+    pairs = zip(ops_of_stage, placement.stages, strict=True)
     if placement.expert_ranks is None:
         return tuple(Lane(tuple(ops), width) for ops, width in pairs if ops)
     return tuple(_lane_in_turns(ops, width, placement.owner_of, placement.expert_ranks) for ops, width in pairs if ops)
@@ -346,8 +346,8 @@ def share_bytes(
         for op in slot:
             if op in lane_of:
                 parts[lane_of[op]][at].append(op)
-    found = [lane.most_on_a_rank(part, sizes) for lane, part in zip(lanes, parts, strict=True)]
-    return tuple(map(max, zip(*found, strict=True)))
+    bytes_of_lanes = [lane.most_on_a_rank(part, sizes) for lane, part in zip(lanes, parts, strict=True)]
+    return tuple(map(max, zip(*bytes_of_lanes, strict=True)))
 
 
 def _owners_of(operators: Sequence[str], owners: Mapping[str, int]) -> npt.NDArray[np.int64]:
@@ -366,14 +366,14 @@ def _bytes_of(operators: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> n
 
 def _weighed(sizes: Mapping[str, OperatorBytes]) -> tuple[Mapping[str, int], npt.NDArray[np.int64]]:
     """Operator -> its number, and ``_bytes_of`` all by their numbers. Sizes are the very same object for long."""
-    for known, found in _WEIGHED:
-        if known is sizes:
-            return found
-    those = sizes.values()
-    nbytes = np.array([np.fromiter(map(each, those), np.int64, len(those)) for each in (_FULL, _COMPUTE)])
-    found = {op: number for number, op in enumerate(sizes)}, nbytes
-    _WEIGHED.append((sizes, found))
-    return found
+    for weighed_sizes, weighed in _WEIGHED:
+        if weighed_sizes is sizes:
+            return weighed
+    rows = sizes.values()
+    nbytes = np.array([np.fromiter(map(kind, rows), np.int64, len(rows)) for kind in (_FULL, _COMPUTE)])
+    weighed = {op: number for number, op in enumerate(sizes)}, nbytes
+    _WEIGHED.append((sizes, weighed))
+    return weighed
 
 
 _WEIGHED: deque[tuple[object, tuple[Mapping[str, int], npt.NDArray[np.int64]]]] = deque(maxlen=4)
@@ -402,15 +402,15 @@ class _Runs:
 
     def ends(self, limit_bytes: int, most: int | None = None) -> list[int] | None:
         """Where each slot ends, the longest slots within the limit; None if there are none, or more than ``most``."""
-        found: list[int] = []
+        ends: list[int] = []
         at, last = 0, len(self._done) - 1
         while at < last:
             end = bisect_right(self._reach, limit_bytes + self._done[at]) - 1
-            if end <= at or len(found) == most:
+            if end <= at or len(ends) == most:
                 return None
-            found.append(end)
+            ends.append(end)
             at = end
-        return found
+        return ends
 
 
 def _cut(order: Sequence[str], ends: list[int] | None) -> tuple[tuple[str, ...], ...] | None:

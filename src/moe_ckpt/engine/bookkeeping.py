@@ -169,11 +169,11 @@ class Bookkeeper:
     def _broken(self, sequence: int) -> None:
         """Snapshot ``sequence`` lacks some rank's share, or, where that matters, its copy."""
         self.anchors.broken(sequence)
-        if self._logs_for_peers and self._leads and self.anchors.owed:
+        if self._logs_for_peers and self._leads and self.anchors.log_operators:
             log.info(
                 "a peer lacks the copy of a step, so later gradients are of no use there: %d operators are sent in "
                 "full again",
-                len(self.anchors.owed),
+                len(self.anchors.log_operators),
             )
 
     def _resolve(self, consensus: StepConsensus) -> None:

@@ -29,11 +29,11 @@ class Layout:
 
     @property
     def mandatory(self) -> Mapping[str, int]:
-        """Returns operators to be saved in any case: see ``Ledger.owed``."""
-        return self._ledger.owed
+        """Returns operators to be saved in any case: see ``Ledger.mandatory``."""
+        return self._ledger.mandatory
 
     def update(self, specs: Sequence[TensorSpec]) -> Mapping[str, int]:
-        """Note the tensors that exist now. Returns the operators to be saved in any case: see ``Ledger.owed``."""
+        """Note the tensors that exist now. Returns the operators to be saved in any case: see ``Ledger.mandatory``."""
         if specs is not self._seen:
             self._compare(specs)
             self._seen = specs

@@ -132,7 +132,7 @@ class _Here:
         for parameter, indices in positions.items():
             operators = {op.id for op, _ in catalog.spans_of[parameter]} | {catalog.home[parameter]}
             for operator in operators:
-                sharing[catalog.place[operator]] += indices
+                sharing[catalog.index_of[operator]] += indices
         self._counts = np.array(list(map(len, sharing)), dtype=np.int64)
         self._firsts = np.cumsum(self._counts) - self._counts
         self._tensors_of = np.fromiter(chain.from_iterable(sharing), np.int64, int(self._counts.sum()))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from moe_ckpt.core.interference import Beside, secs_per_byte
+from moe_ckpt.core.interference import Lap, secs_per_byte
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.policies.base import Measured
 
@@ -31,13 +31,13 @@ class _Copying:
     def __init__(self) -> None:
         self.nbytes = 0
         self.secs: float | None = None
-        self._beside: deque[Beside] = deque(maxlen=_COMPARED_LAPS)
+        self._beside: deque[Lap] = deque(maxlen=_COMPARED_LAPS)
         self._laps = 0
         self._per_byte: float | None = None
 
     def lap(self, secs: float) -> None:
         """One ended that took ``secs``, without waits."""
-        self._beside.append(Beside(secs, self.nbytes))
+        self._beside.append(Lap(secs, self.nbytes))
         self._laps += 1
         if self._laps % _LOOK_LAPS == 0:
             slope = secs_per_byte(self._beside)

@@ -281,7 +281,7 @@ class RunLedger:
         if committed and pending.is_checkpoint:
             in_host = None if self.outlives_process else pending.host_only
             whole = pending.window is None
-            self.ledger.record(pending.step, pending.stored_operators, pending.applied, kept=in_host, whole=whole)
+            self.ledger.record(pending.step, pending.stored_operators, pending.applied, in_host=in_host, whole=whole)
             self.ledger.pay(pending.relaid)
             self._lacks.everything = self._lacks.everything and not pending.is_complete
             self.committed_step = pending.step

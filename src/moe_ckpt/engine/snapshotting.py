@@ -379,7 +379,7 @@ class Snapshotter:
         rescued = run_ledger.rescued
         overdue = {op for op, since in relaid.items() if not plan.gradients or self._anchored_as.get(op) != since}
         if self._leaves_out:  # what gradients alone lead to, and is left out now, would be lost with them
-            overdue |= {*self.booking.anchors.owed}.difference(plan.gradients)
+            overdue |= {*self.booking.anchors.log_operators}.difference(plan.gradients)
         if (overdue or rescued) and window is None:
             due = overdue | rescued | set(operators)
             operators = tuple(op for op in self._run.catalog.everything if op in due)

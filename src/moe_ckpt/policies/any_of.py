@@ -34,10 +34,10 @@ class AnyOf:
     policies: Sequence[Policy] | Mapping[str, Policy]
 
     def __post_init__(self) -> None:
-        given = self.policies.values() if isinstance(self.policies, Mapping) else self.policies
-        if isinstance(given, (str, type)) or not hasattr(given, "__iter__"):
-            raise ConfigError(f"AnyOf(policies={given!r}): give several policies, such as [MoC(), Dense(1000)]")
-        object.__setattr__(self, "policies", tuple(given))
+        policies = self.policies.values() if isinstance(self.policies, Mapping) else self.policies
+        if isinstance(policies, (str, type)) or not hasattr(policies, "__iter__"):
+            raise ConfigError(f"AnyOf(policies={policies!r}): give several policies, such as [MoC(), Dense(1000)]")
+        object.__setattr__(self, "policies", tuple(policies))
         if not self.policies:
             raise ConfigError("AnyOf(policies=[]): give at least one policy, such as MoC()")
         for number, policy in enumerate(self._all):
@@ -64,22 +64,22 @@ class AnyOf:
     def needs(self) -> Needs:
         every = [needs_of(policy) for policy in self._all]
         return Needs(
-            sizes=any(each.sizes for each in every),
-            soft_counts=any(each.soft_counts for each in every),
-            decayed_counts=any(each.decayed_counts for each in every),
-            lost_tokens=any(each.lost_tokens for each in every),
-            gradients=any(each.gradients for each in every),
-            gradient_dtype=next((each.gradient_dtype for each in every if each.gradient_dtype), None),
-            tiers=any(each.tiers for each in every),
-            partial=any(each.partial for each in every),
-            boost=max((each.boost for each in every if each.boost is not None), default=None),
-            replicas=max(each.replicas for each in every),
-            bubbles=any(each.bubbles for each in every),
-            period_steps=lcm(*(each.period_steps for each in every)),
+            sizes=any(needs.sizes for needs in every),
+            soft_counts=any(needs.soft_counts for needs in every),
+            decayed_counts=any(needs.decayed_counts for needs in every),
+            lost_tokens=any(needs.lost_tokens for needs in every),
+            gradients=any(needs.gradients for needs in every),
+            gradient_dtype=next((needs.gradient_dtype for needs in every if needs.gradient_dtype), None),
+            tiers=any(needs.tiers for needs in every),
+            partial=any(needs.partial for needs in every),
+            boost=max((needs.boost for needs in every if needs.boost is not None), default=None),
+            replicas=max(needs.replicas for needs in every),
+            bubbles=any(needs.bubbles for needs in every),
+            period_steps=lcm(*(needs.period_steps for needs in every)),
             next_due=self.next_due,
-            warning=self.warning if any(each.warning for each in every) else None,
-            asked_by=next((each.asked_by for each in every if each.asked_by), ""),
-            instead=next((each.instead for each in every if each.instead), ""),
+            warning=self.warning if any(needs.warning for needs in every) else None,
+            asked_by=next((needs.asked_by for needs in every if needs.asked_by), ""),
+            instead=next((needs.instead for needs in every if needs.instead), ""),
         )
 
     def check(self, catalog: Catalog) -> None:
@@ -97,9 +97,9 @@ class AnyOf:
         """
         plans = [policy.plan(context) for policy in self._all]
         halts = [plan.halt for plan in plans if plan.halt is not None]
-        wanted = [plan for plan in plans if plan] or plans[:1]
-        found = wanted[0] if len(wanted) == 1 else self._union(context, wanted)
-        return replace(found, halt=halts[0]) if halts and found.halt != halts[0] else found
+        due = [plan for plan in plans if plan] or plans[:1]
+        plan = due[0] if len(due) == 1 else self._union(context, due)
+        return replace(plan, halt=halts[0]) if halts and plan.halt != halts[0] else plan
 
     def _union(self, context: PolicyContext, plans: Sequence[SnapshotPlan]) -> SnapshotPlan:
         for plan in plans:
@@ -109,13 +109,13 @@ class AnyOf:
                     f"{context.step}; use it alone"
                 )
         stored, in_memory, sent = (_together(context, plans, tier) for tier in (Tier.STORAGE, Tier.HOST, Tier.PEER))
-        there = set(stored)  # what goes to storage passes through host memory anyway
+        in_storage = set(stored)  # what goes to storage passes through host memory anyway
         ks = [plan.k for plan in plans if plan.k is not None]
         budgets = [plan.plt_budget for plan in plans if plan.plt_budget is not None]
         plan = save_full(
             context.step,
             stored,
-            host_only=tuple(op for op in in_memory if op not in there),
+            host_only=tuple(op for op in in_memory if op not in in_storage),
             wait=any(plan.wait for plan in plans),
             k=max(ks, default=None),
             plt_budget=min(budgets, default=None),
@@ -141,5 +141,7 @@ def _together(context: PolicyContext, plans: Sequence[SnapshotPlan], tier: Tier)
     every = {op: None for plan in plans for op in plan.operators(tier)}
     if not every:
         return ()
-    known = tuple(op for op in context.catalog.everything if op in every)
-    return known if len(known) == len(every) else (*known, *(op for op in every if op not in context.catalog.place))
+    operators = tuple(op for op in context.catalog.everything if op in every)
+    if len(operators) == len(every):
+        return operators
+    return (*operators, *(op for op in every if op not in context.catalog.index_of))

@@ -57,7 +57,7 @@ class Measured:
 
     @property
     def interference_secs(self) -> float:
-        """How much checkpoint work slows down an iteration, without waits; 0 until it is known.
+        """Seconds by which checkpoint work slows down an iteration, without waits; 0 until they are known.
 
         A run that begins a checkpoint at every step has no iteration without checkpoint work, and knows
         ``copy_interference_secs`` at most.
@@ -100,7 +100,7 @@ class Measured:
 
 
 class Sends(NamedTuple):
-    """Which parts of a snapshot must be sent to peers, because these lack the same state (``slices.mirroring``).
+    """Parts of a snapshot that must be sent to peers, because these lack the same state (``slices.mirroring``).
 
     Attributes:
         shared: Some state of gates and non-experts.
@@ -136,7 +136,7 @@ ALL_SENT = Sends()
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """What a policy is told about memory that outlives the process.
+    """Facts about memory that outlives the process, for policies.
 
     Attributes:
         expected_unsaved: For this node's memory (``Tier.HOST``) and that of peers (``Tier.PEER``): ``U[l][e]`` once the
@@ -159,7 +159,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True)
 class SnapshotLimit:
-    """What decides how large a snapshot may be, for messages.
+    """Setting that decides how large a snapshot may be, for messages.
 
     Attributes:
         setting: The user's.
@@ -176,7 +176,7 @@ def _nothing() -> Counts:
 
 @dataclass(frozen=True)
 class Activity:
-    """How much work each expert got, ``[L, E]`` each, summed over ranks; columns beyond a layer's E are 0.
+    """Work that each expert got, ``[L, E]`` each, summed over ranks; columns beyond a layer's E are 0.
 
     Attributes:
         hard: Tokens routed since the newest window began, or since the run's start.
@@ -299,7 +299,7 @@ BF16 = "bf16"
 @named_arguments
 @dataclass(frozen=True)
 class Needs:
-    """What a policy needs from the engine beyond the default facts, and what its checkpoints need. By default: nothing.
+    """Needs of a policy, beyond the engine's default facts, and of its checkpoints. By default: nothing.
 
     It is read when the policy is given to an adapter or a simulation, and must not change. A policy that wraps another
     passes on all of its needs (``Wrapper``), changed by ``dataclasses.replace`` if necessary.
@@ -398,15 +398,15 @@ def needs_of(policy: Policy) -> Needs:
         ConfigError: ``needs`` is not a ``Needs``.
     """
     # Of the class first: an AttributeError from within a property must not read as "no needs".
-    found = policy.needs if hasattr(type(policy), "needs") else getattr(policy, "needs", None)  # type: ignore[attr-defined]
-    if found is None:
+    needs = policy.needs if hasattr(type(policy), "needs") else getattr(policy, "needs", None)  # type: ignore[attr-defined]
+    if needs is None:
         return Needs()
-    if not isinstance(found, Needs):
+    if not isinstance(needs, Needs):
         name = type(policy).__name__
         raise ConfigError(
-            f"{name}.needs is {found!r}: make it a property, or a ClassVar, that returns moe_ckpt.policies.Needs(...)"
+            f"{name}.needs is {needs!r}: make it a property, or a ClassVar, that returns moe_ckpt.policies.Needs(...)"
         )
-    return found
+    return needs
 
 
 def require_served(policy: Policy, *, gradients: bool = False) -> None:

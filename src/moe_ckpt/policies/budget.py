@@ -16,7 +16,7 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.policies.selection import Expert, known
+from moe_ckpt.policies.selection import Expert, in_shape
 
 PLT_BUDGETS = {"default": 0.05, "strict": 0.0375, "loose": 0.075}
 """default: PEC's Dynamic-K. strict: MoC-System (ASPLOS'25). loose: where the PEC paper saw no harm to quality yet."""
@@ -107,7 +107,7 @@ def top_up(context: PolicyContext, stored: Collection[Expert] | Counts, budget: 
 
 
 def top_up_mlt(context: PolicyContext, stored: Collection[Expert] | Counts, budget: float) -> tuple[Expert, ...]:
-    """As ``top_up``, for a budget of MLT: a recovery to this checkpoint loses no more of its layers' tokens.
+    """Returns ``top_up`` for a budget of MLT: a recovery to this checkpoint loses no more of its layers' tokens.
 
     Other recoveries do not count. An expert weighs as much as its part of its layer's tokens, rounded up by less than
     1e-12. Early in a run checkpoints are denser for the same time, with the budget of MLT in the place of PLT's.
@@ -128,8 +128,8 @@ def _portions(context: PolicyContext, unsaved: Counts) -> Counts:
     routed = context.routed_per_layer
     whole = np.maximum(unsaved.sum(axis=1), routed if len(routed) == len(unsaved) else 0)
     parts = unsaved / np.maximum(whole, 1)[:, None]  # one division each, which rounds alike everywhere
-    found: Counts = np.ceil(parts * _MLT_UNITS).astype(np.int64)
-    return found
+    units: Counts = np.ceil(parts * _MLT_UNITS).astype(np.int64)
+    return units
 
 
 def _fewest(weights: Counts, excess: int) -> tuple[Expert, ...]:
@@ -145,7 +145,7 @@ def _fewest(weights: Counts, excess: int) -> tuple[Expert, ...]:
 
 def _unsaved_without(context: PolicyContext, stored: Collection[Expert] | Counts) -> Counts:
     counts = context.unsaved.get(Tier.STORAGE)
-    unsaved = known(context, np.zeros((0, 0), dtype=np.int64) if counts is None else counts, 0).copy()
+    unsaved = in_shape(context, np.zeros((0, 0), dtype=np.int64) if counts is None else counts, 0).copy()
     listed = stored if isinstance(stored, np.ndarray) else np.asarray(list(stored), dtype=np.int64)
     if len(listed):
         unsaved[tuple(listed.T)] = 0

@@ -38,25 +38,27 @@ def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: i
         first: Equal fractions go to the layer with more at risk, then from this layer on, round and round.
     """
     shares = [0] * len(sizes)
-    left = total
+    remaining = total
     sharing = [layer for layer, size in enumerate(sizes) if size]
-    while left and sharing:
+    while remaining and sharing:
         weights = [risk[layer] for layer in sharing]
         whole = sum(weights)
         if not whole:
             weights, whole = [1] * len(sharing), len(sharing)
-        full = [layer for layer, weight in zip(sharing, weights, strict=True) if left * weight >= sizes[layer] * whole]
+        full = [
+            layer for layer, weight in zip(sharing, weights, strict=True) if remaining * weight >= sizes[layer] * whole
+        ]
         if not full:
             fractions = []
             for layer, weight in zip(sharing, weights, strict=True):
-                shares[layer], fraction = divmod(left * weight, whole)
+                shares[layer], fraction = divmod(remaining * weight, whole)
                 fractions.append((-fraction, -weight, (layer - first) % len(sizes), layer))
-            for *_, layer in sorted(fractions)[: left - sum(shares[layer] for layer in sharing)]:
+            for *_, layer in sorted(fractions)[: remaining - sum(shares[layer] for layer in sharing)]:
                 shares[layer] += 1
             break
         for layer in full:
             shares[layer] = sizes[layer]
-        left -= sum(sizes[layer] for layer in full)
+        remaining -= sum(sizes[layer] for layer in full)
         sharing = [layer for layer in sharing if layer not in full]
     return tuple(shares)
 
@@ -91,17 +93,19 @@ class Taking:
         self.take_shares(ordered, most, np.zeros_like(self._owners), (most,))
 
     def take_shares(self, ordered: Counts, most: int, groups: Counts, shares: Sequence[int]) -> Counts:
-        """As ``take``, but no more of each group than its share. Returns those whose group had none left.
+        """Takes experts as ``take`` does, but no more of each group than its share.
+
+        Returns those whose group had none left.
 
         Args:
             groups: Of each expert.
             shares: How many more of each group.
         """
-        left = ordered[~self.is_taken[ordered]]
-        of_group, of_each = groups[left], np.asarray(shares, dtype=np.int64)
-        chosen = self._fitting(self._owners[left], of_group, of_each)[: max(0, most - self.count)]
-        self._take(left[chosen])
-        return left[_behind_the_last(of_group, chosen, of_each)]
+        untaken = ordered[~self.is_taken[ordered]]
+        of_group, of_each = groups[untaken], np.asarray(shares, dtype=np.int64)
+        chosen = self._fitting(self._owners[untaken], of_group, of_each)[: max(0, most - self.count)]
+        self._take(untaken[chosen])
+        return untaken[_behind_the_last(of_group, chosen, of_each)]
 
     def _fitting(self, owners: Counts, groups: Counts, shares: Counts) -> Counts:
         """Which of some experts, best first, would be taken one after the other: places among them, ascending.
@@ -196,13 +200,13 @@ class Stage:
 
     @cached_property
     def owner_numbers(self) -> Counts:
-        """Of each expert, its owner, counted from 0."""
-        found: Counts = np.unique(self.owners, return_inverse=True)[1]
-        return found
+        """Owner of each expert, counted from 0."""
+        numbers: Counts = np.unique(self.owners, return_inverse=True)[1]
+        return numbers
 
     @cached_property
     def groups(self) -> Counts:
-        """Of each expert, the place of its layer among ``layers``."""
+        """Place of each expert's layer among ``layers``."""
         return np.repeat(np.arange(len(self.layers)), self.sizes)
 
     @cached_property
@@ -218,11 +222,11 @@ class Stage:
     @cached_property
     def numbers(self) -> Mapping[int, int]:
         """Place in the catalog -> expert."""
-        return {place: number for number, place in enumerate(self.operators.tolist())}
+        return {index: number for number, index in enumerate(self.operators.tolist())}
 
     @lru_cache(maxsize=1024)  # noqa: B019 - stages are few and stay
     def most(self, limit: int | None, least: int, sends: Sends = ALL_SENT) -> tuple[int, int | None]:
-        """How many experts are saved, and how many of them any rank may own.
+        """Returns how many experts are saved, and how many of them any rank may own.
 
         Args:
             limit: Bytes of one rank; None: no budget.
@@ -238,7 +242,7 @@ class Stage:
         return least, least_capacity(least, self.owned.values()) if self.by_owner else None
 
     def load(self, sends: Sends = ALL_SENT) -> Load:
-        """What a budget buys is computed from.
+        """Returns the load from which the experts that a budget buys are computed.
 
         Args:
             sends: What of it counts.
@@ -283,10 +287,10 @@ class Together:
         if len(self.bounds) * amounts * ages * len(self.at) < 1 << 63:
             # One number for all of it, the expert's own included: no two are equal, and sorting them is quick.
             keys = (self._stage * amounts + (most - unsaved)) * ages + (chosen_at - oldest)
-            found = np.sort(keys * len(self.at) + self._numbers) % len(self.at)
+            order = np.sort(keys * len(self.at) + self._numbers) % len(self.at)
         else:
-            found = np.lexsort((chosen_at, -unsaved, self._stage))  # stable: what is equal stays in order
-        numbers = found - self._first
+            order = np.lexsort((chosen_at, -unsaved, self._stage))  # stable: what is equal stays in order
+        numbers = order - self._first
         return [numbers[first:end] for first, end in self.bounds]
 
 
@@ -308,12 +312,12 @@ def stages_of(context: PolicyContext, *, weighed: bool) -> tuple[Stage, ...]:
     catalog = context.catalog
     placement = context.placement or everywhere(catalog.layers, context.ranks)
     sizes = context.sizes if weighed else None
-    for known in _REMEMBERED:
-        if known[0] is catalog and known[1] is placement and known[2] is sizes:
-            return known[3]
-    found = tuple(_stages(catalog, placement, sizes))
-    _REMEMBERED.appendleft((catalog, placement, sizes, found))
-    return found
+    for entry in _REMEMBERED:
+        if entry[0] is catalog and entry[1] is placement and entry[2] is sizes:
+            return entry[3]
+    stages = tuple(_stages(catalog, placement, sizes))
+    _REMEMBERED.appendleft((catalog, placement, sizes, stages))
+    return stages
 
 
 _REMEMBERED: deque[tuple[Catalog, Placement, Mapping[str, OperatorBytes] | None, tuple[Stage, ...]]] = deque(maxlen=4)
@@ -348,7 +352,7 @@ def _stages(catalog: Catalog, placement: Placement, sizes: Mapping[str, Operator
             ranks=placement.stages[number],
             owners=tuple(rank for layer in layers for rank in placement.owners[layer.index]),
             at=np.concatenate([layer.index * most + np.arange(layer.experts) for layer in layers]),
-            operators=np.array([catalog.place[name] for name in names], dtype=np.int64),
+            operators=np.array([catalog.index_of[name] for name in names], dtype=np.int64),
             by_owner=placement.experts_whole or placement.expert_ranks is not None,
             divided=placement.expert_ranks,
             shared=OperatorBytes(shared[number], 0, weights=shared_weights[number]),

@@ -22,7 +22,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import BF16, MemoryFacts, Needs, PolicyContext
 from moe_ckpt.policies.log_report import LogReport
-from moe_ckpt.policies.selection import known
+from moe_ckpt.policies.selection import in_shape
 
 AUTO = "auto"
 AS_CONSUMED = "as_consumed"
@@ -152,7 +152,7 @@ class GradientLog:
             mean_bytes=sum(steps) / len(steps),
             limit_bytes=self._limit_bytes(context, rounds, memory, window),
             most_window=self.most_window,
-            wanted=self._wanted(context, rounds, memory),
+            wanted=self._window_by_time(context, rounds, memory),
             setting=context.snapshot_limit.setting,
             iteration_secs=context.measured.recent_iteration_secs,
         )
@@ -162,9 +162,9 @@ class GradientLog:
     def _window(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts) -> int:
         """The fewest steps that fit; a round under way that is little longer is gone on with. Fewer where host memory
         has no room for what a round needs."""
-        wanted = self._wanted(context, rounds, memory)
+        fewest = self._window_by_time(context, rounds, memory)
         if context.snapshot_bytes is None or context.memory is None:
-            return wanted
+            return fewest
         at_once = context.snapshot_limit.at_once
         budget = context.snapshot_bytes * at_once
 
@@ -172,9 +172,9 @@ class GradientLog:
             log = most_held_bytes_per_parameter(window, rounds.gradient_bytes, rounds.dense_bytes)
             return log + at_once * max(rounds.rank_bytes(window))
 
-        return next((window for window in range(wanted, 1, -1) if held(window) <= budget), 1)
+        return next((window for window in range(fewest, 1, -1) if held(window) <= budget), 1)
 
-    def _wanted(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts) -> int:
+    def _window_by_time(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts) -> int:
         """``_window``, if host memory had room for as many as it takes."""
         if isinstance(self.window, int):
             return self.window
@@ -275,7 +275,7 @@ def _tokens(context: PolicyContext, slots: tuple[Counts, ...]) -> list[int]:
     catalog, hard = context.catalog, context.activity.hard
     of_operator = np.zeros(len(catalog.operators), dtype=np.int64)
     experts = catalog.all_experts
-    of_operator[catalog.is_expert] = known(context, hard, 0)[tuple(experts.T)]
+    of_operator[catalog.is_expert] = in_shape(context, hard, 0)[tuple(experts.T)]
     return [int(of_operator[slot].sum()) for slot in slots]
 
 
@@ -288,21 +288,21 @@ class _Recent:
 
     def __init__(self, most: int = 4) -> None:
         self._most = most
-        self._known: list[tuple[PolicyContext, Rounds]] = []
+        self._former: list[tuple[PolicyContext, Rounds]] = []
 
     def __call__(self, context: PolicyContext) -> Rounds:
-        for former, rounds in self._known:
+        for former, rounds in self._former:
             if _same_model(former, context):
                 return rounds
-        given = context.catalog, context.sizes, context.ranks, context.placement, context.coupled_operators
-        found = Rounds(*given)
+        model = context.catalog, context.sizes, context.ranks, context.placement, context.coupled_operators
+        rounds_of_model = Rounds(*model)
         # Only what tells it again is kept of a context, whose arrays are large.
-        kept = PolicyContext(
+        without_arrays = PolicyContext(
             0, context.catalog, ranks=context.ranks, placement=context.placement, sizes=context.sizes,
             coupled_operators=context.coupled_operators,
         )  # fmt: skip
-        self._known = [(kept, found), *self._known[: self._most - 1]]
-        return found
+        self._former = [(without_arrays, rounds_of_model), *self._former[: self._most - 1]]
+        return rounds_of_model
 
 
 def _same_model(one: PolicyContext, other: PolicyContext) -> bool:

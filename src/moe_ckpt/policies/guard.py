@@ -106,28 +106,28 @@ class Guarded(Wrapper):
         lost, budget, most = context.lost_tokens, self.plt_budget, self.most_mlt
         setting = f"budget ({self.budget!r})"
         if budget is not None and tokens_left(context, budget) < 0:
-            found = f"{lost / routed:.2%} of all tokens are lost, over the budget of {budget:.2%}"
+            reason = f"{lost / routed:.2%} of all tokens are lost, over the budget of {budget:.2%}"
         elif budget is not None and top_up(context, stored, budget):
-            found = (
+            reason = (
                 f"{lost / routed:.2%} of all tokens are lost, and a failure now would make it "
                 f"{(lost + at_risk(context, stored)) / routed:.2%}, over the budget of {budget:.2%}"
             )
         else:
             setting = f"mlt_budget ({self.mlt_budget!r})"
-            found = (
+            reason = (
                 f"a failure now would lose {mlt_at_risk(context, stored):.2%} of each layer's tokens, on average "
                 f"(MLT), over the budget of {most:.2%}"
             )
         return (
-            f"{found}, at step {context.step}. All experts are saved. Before going on, save more experts per "
+            f"{reason}, at step {context.step}. All experts are saved. Before going on, save more experts per "
             f"checkpoint (raise k, or give MoC a plt_budget, which raises k automatically), save more often, or raise "
             f"the guard's {setting} or change its action from 'stop' to 'escalate'."
         )
 
     def describe(self) -> dict[str, Any]:
         momentary = {} if self.most_mlt is None else {"guard_mlt_budget": self.most_mlt}
-        said = {**self.policy.describe(), "guard_budget": self.plt_budget, "guard_action": self.action}
-        return {**said, **momentary}
+        description = {**self.policy.describe(), "guard_budget": self.plt_budget, "guard_action": self.action}
+        return {**description, **momentary}
 
 
 def _adding(plan: SnapshotPlan, context: PolicyContext, experts: tuple[Expert, ...]) -> SnapshotPlan:
@@ -140,9 +140,9 @@ def _adding(plan: SnapshotPlan, context: PolicyContext, experts: tuple[Expert, .
 
 
 def _adding_all(plan: SnapshotPlan, context: PolicyContext) -> SnapshotPlan:
-    there = experts_of(context, plan.operators())
+    planned = experts_of(context, plan.operators())
     every = {(op.layer, op.expert) for op in context.catalog.experts if op.layer is not None and op.expert is not None}
-    return _adding(plan, context, tuple(sorted(every - there)))
+    return _adding(plan, context, tuple(sorted(every - planned)))
 
 
 def guarded(
@@ -154,8 +154,8 @@ def guarded(
         ConfigError: an unknown action or budget, a budget without a guard, or two guards.
     """
     if guard is None:
-        given = {"plt_budget": plt_budget, "mlt_budget": mlt_budget}
-        alone = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+        budgets = {"plt_budget": plt_budget, "mlt_budget": mlt_budget}
+        alone = ", ".join(f"{name}={value!r}" for name, value in budgets.items() if value is not None)
         if alone:
             raise ConfigError(
                 f"{alone} without guard: set what happens when the budget for lost tokens would be exceeded "

@@ -11,7 +11,7 @@ import numpy as np
 from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.policies.selection import Expert, Request, Selection, known
+from moe_ckpt.policies.selection import Expert, Request, Selection, in_shape
 
 STALE_ROUNDS = 4
 """An expert not chosen for this many rounds of ceil(E/K) checkpoints is overdue, and goes first."""
@@ -39,11 +39,11 @@ def load_aware(context: PolicyContext, request: Request) -> Selection:
       others, within K and capacity. Where R divides E it waits at most another 2*ceil(E/K) checkpoints: each that
       passes it over takes either K older ones of its layer or a full capacity of older ones of its rank.
     """
-    return _by_priority(context, request, known(context, context.expected_unsaved, 0))
+    return _by_priority(context, request, in_shape(context, context.expected_unsaved, 0))
 
 
 def least_loss(context: PolicyContext, request: Request) -> Selection:
-    """As ``load_aware``, but by unsaved tokens times age, which is what loses least on average.
+    """Selects as ``load_aware`` does, but by unsaved tokens times age, which loses least on average.
 
     Let expert e get ``a_e`` tokens per checkpoint and be saved every ``n_e``-th. When a fault comes, it lacks
     ``a_e*(n_e - 1)/2`` tokens on average. Under ``sum_e 1/n_e = K``, the sum of that is least for n_e proportional to
@@ -51,8 +51,8 @@ def least_loss(context: PolicyContext, request: Request) -> Selection:
     Most unsaved tokens first makes ``a_e * n_e`` the same instead, which on average loses as much as taking turns; it
     gains by experts that are saved at every checkpoint only.
     """
-    unsaved = known(context, context.expected_unsaved, 0)
-    age = context.step - known(context, context.chosen_at, -1)
+    unsaved = in_shape(context, context.expected_unsaved, 0)
+    age = context.step - in_shape(context, context.chosen_at, -1)
     return _by_priority(context, request, unsaved * age)
 
 
@@ -61,7 +61,7 @@ def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> 
 
     Whole numbers: sums of floats could differ between ranks with different processors, and so could the plans.
     """
-    chosen_at = known(context, context.chosen_at, -1)
+    chosen_at = in_shape(context, context.chosen_at, -1)
     sizes = [layer.experts for layer in context.catalog.layers]
     ranked = sorted_rows(chosen_at, priority, sizes)
     orders = [order[:size] for order, size in zip(ranked.tolist(), sizes, strict=True)]
@@ -95,12 +95,12 @@ def sorted_rows(chosen_at: Counts, priority: Counts, sizes: Sequence[int]) -> Co
         keys = ((highest - priority) * ages + (chosen_at - oldest)) * count + np.arange(count)
         none = np.arange(count) >= np.array(sizes)[:, None]
         keys[none] = amounts * ages * count + np.nonzero(none)[1]
-        found: Counts = np.sort(keys, axis=1) % count
-        return found
-    found = np.tile(np.arange(count), (len(sizes), 1))
+        experts: Counts = np.sort(keys, axis=1) % count
+        return experts
+    experts = np.tile(np.arange(count), (len(sizes), 1))
     for row, size in enumerate(sizes):
-        found[row, :size] = np.lexsort((chosen_at[row, :size], -priority[row, :size]))
-    return found
+        experts[row, :size] = np.lexsort((chosen_at[row, :size], -priority[row, :size]))
+    return experts
 
 
 class OwnerGroup(NamedTuple):
@@ -123,13 +123,13 @@ _groups = Remembered(_groups_of)
 
 
 def _connected(owners: Sequence[Sequence[int]]) -> Iterator[set[int]]:
-    left = {row: set(ranks) for row, ranks in enumerate(owners)}
-    while left:
-        row, ranks = left.popitem()
+    remaining = {row: set(ranks) for row, ranks in enumerate(owners)}
+    while remaining:
+        row, ranks = remaining.popitem()
         rows = {row}
-        while joined := [other for other, theirs in left.items() if theirs & ranks]:
+        while joined := [other for other, theirs in remaining.items() if theirs & ranks]:
             for other in joined:
-                ranks |= left.pop(other)
+                ranks |= remaining.pop(other)
             rows.update(joined)
         yield rows
 
@@ -138,8 +138,8 @@ def group_of(owners: Sequence[Sequence[int]], rows: Iterable[int]) -> OwnerGroup
     number = {rank: at for at, rank in enumerate(sorted({rank for row in rows for rank in owners[row]}))}
     numbered = {row: [number[rank] for rank in owners[row]] for row in rows}
     owned = np.zeros((len(owners), len(number)), dtype=np.int64)
-    for row, found in numbered.items():
-        owned[row] = np.bincount(found, minlength=len(number))
+    for row, numbers in numbered.items():
+        owned[row] = np.bincount(numbers, minlength=len(number))
     return OwnerGroup(numbered, owned)
 
 
@@ -195,14 +195,14 @@ class Dealer:
         Args:
             first: Experts to begin with, as long as their layer and their rank have room.
         """
-        wanted = [0] * len(self._orders)
+        targets = [0] * len(self._orders)
         for row in self._turns:
-            wanted[row] = min(per_layer, len(self._orders[row]))
-        capacity = self._smallest_capacity(sum(wanted))
+            targets[row] = min(per_layer, len(self._orders[row]))
+        capacity = self._smallest_capacity(sum(targets))
         for row, expert in first or ():
-            if len(self.taken[row]) < wanted[row] and self._load[self._owners[row][expert]] < capacity:
+            if len(self.taken[row]) < targets[row] and self._load[self._owners[row][expert]] < capacity:
                 self._take(row, expert)
-        needs = [want - len(taken) for want, taken in zip(wanted, self.taken, strict=True)]
+        needs = [want - len(taken) for want, taken in zip(targets, self.taken, strict=True)]
         to_come = self._owned.sum(axis=0)
         needed = sum(needs)
         for row in self._turns:
@@ -211,23 +211,23 @@ class Dealer:
             if needs[row]:
                 self._deal_layer(row, needs[row], capacity, to_come.copy(), needed)
 
-    def _smallest_capacity(self, wanted: int) -> int:
-        """The smallest number of experts per rank with which ``wanted`` experts can be saved at all."""
-        capacity = -(-wanted // len(self._load))
-        while int(np.minimum(capacity, self._supply).sum()) < wanted:
+    def _smallest_capacity(self, experts: int) -> int:
+        """The smallest number of experts per rank with which ``experts`` experts can be saved at all."""
+        capacity = -(-experts // len(self._load))
+        while int(np.minimum(capacity, self._supply).sum()) < experts:
             capacity += 1
         return capacity
 
     def _deal_layer(self, row: int, need: int, capacity: int, to_come: Counts, needed: int) -> None:
         """Take ``need`` experts of one layer. ``to_come`` [R], ``needed``: supply and need of the layers after it."""
-        left = np.maximum(capacity - self._load, 0)
-        slack = int(np.minimum(left, to_come).sum()) - needed
-        free = np.maximum(left - to_come, 0).tolist()
-        left = left.tolist()
+        rooms = np.maximum(capacity - self._load, 0)
+        slack = int(np.minimum(rooms, to_come).sum()) - needed
+        free = np.maximum(rooms - to_come, 0).tolist()
+        rooms = rooms.tolist()
         owners, before = self._owners[row], set(self.taken[row])
         for expert in self._orders[row]:
             rank = owners[expert]
-            if not left[rank] or (slack <= 0 and not free[rank]) or expert in before:
+            if not rooms[rank] or (slack <= 0 and not free[rank]) or expert in before:
                 continue
             self._take(row, expert)
             need -= 1
@@ -237,7 +237,7 @@ class Dealer:
                 free[rank] -= 1
             else:
                 slack -= 1
-            left[rank] -= 1
+            rooms[rank] -= 1
         taken = set(self.taken[row])
         over = [expert for expert in self._orders[row] if expert not in taken]
         for _ in range(need):

@@ -41,24 +41,24 @@ class LogReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether each step keeps within the limit; None where that is not known."""
+        """True if each step keeps within the limit; None where that is not known."""
         return None if self.limit_bytes is None else self.heaviest_bytes <= self.limit_bytes
 
     @property
     def gradients_fit(self) -> bool | None:
-        """Whether gradients alone do, so that some round would fit if it were long enough."""
+        """True if gradients alone keep within the limit, so that some round would fit if it were long enough."""
         return None if self.limit_bytes is None else self.gradient_bytes < self.limit_bytes
 
     @property
     def stall_secs(self) -> float | None:
-        """How much longer than there is time for the heaviest step takes; None where that is not known."""
+        """Seconds that the heaviest step takes longer than there is time for; None where that is not known."""
         if not self.limit_bytes or not self.iteration_secs:
             return None
         return max(0.0, self.heaviest_bytes / self.limit_bytes - 1) * self.iteration_secs
 
     @property
     def held_bytes(self) -> float:
-        """What memory holds of the log: anchors, the gradients since, and the step that comes in."""
+        """Bytes of the log that memory holds: anchors, the gradients since, and the step that comes in."""
         return held_bytes_per_parameter(self.window, self.gradient_bytes, self.dense_bytes) + self.mean_bytes
 
     @property
@@ -70,8 +70,8 @@ class LogReport:
     def warning(self) -> str | None:
         """One sentence if steps weigh more than there is time for, with the reason, or if host memory has no room for
         the round that was wanted; None if neither is so, or if unknown."""
-        said = [said for said in (self._memory_warning, self._time_warning) if said is not None]
-        return "; ".join(said) if said else None
+        warnings = [warning for warning in (self._memory_warning, self._time_warning) if warning is not None]
+        return "; ".join(warnings) if warnings else None
 
     @property
     def _memory_warning(self) -> str | None:
@@ -99,7 +99,7 @@ class LogReport:
         return f"{what}: {why}{stall}"
 
     def sentences(self) -> Iterator[str]:
-        """What it costs, and whether it fits."""
+        """Returns sentences that say what the round costs, and whether it fits."""
         yield (
             f"W = {self.window}: {self.mean_bytes:,.0f} bytes per rank and step on average, {self.heaviest_bytes:,} at "
             f"most; gradients alone {self.gradient_bytes:,}, everything in full {self.dense_bytes:,}"

@@ -125,7 +125,7 @@ class MoC:
         catalog, budget = context.catalog, self.budget
         chosen = np.zeros(len(catalog.everything), dtype=bool)
         chosen[_places(catalog, selection.stored)] = True
-        chosen[list(map(catalog.place.__getitem__, context.missing))] = True
+        chosen[list(map(catalog.index_of.__getitem__, context.missing))] = True
         if budget is not None:
             more = top_up(context, catalog.layer_and_expert[chosen & catalog.is_expert], budget)
             chosen[_places(catalog, more)] = True
@@ -171,5 +171,5 @@ def _largest(context: PolicyContext, limit: int | None) -> int:
 def _places(catalog: Catalog, experts: Sequence[Expert]) -> Counts:
     """Of each of ``experts``, its place in the catalog."""
     flat = np.fromiter(chain.from_iterable(experts), dtype=np.int64, count=2 * len(experts))
-    found: Counts = catalog.expert_places[flat[::2], flat[1::2]]
-    return found
+    places: Counts = catalog.expert_places[flat[::2], flat[1::2]]
+    return places

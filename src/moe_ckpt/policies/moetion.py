@@ -34,7 +34,7 @@ from moe_ckpt.policies.base import (
 )
 from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares, stages_of, together
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
-from moe_ckpt.policies.selection import known
+from moe_ckpt.policies.selection import in_shape
 
 MOST_GRADIENTS = 8
 """That an expert is behind its newest full copy on peers: memory keeps all snapshots back to that one, and a recovery
@@ -149,7 +149,7 @@ class MoEtion:
 
     @property
     def probes(self) -> bool:
-        """Whether a run probes at its beginning: a checkpoint at each step leaves no iteration to compare with.
+        """True if a run probes at its beginning: a checkpoint at each step leaves no iteration to compare with.
 
         It then saves one expert per layer in two of four checkpoints, until it is known what saving adds to an
         iteration (``core.interference``), for ``PROBED_CHECKPOINTS`` at most. No gradients are sent until then.
@@ -177,11 +177,11 @@ class MoEtion:
     def check(self, catalog: Catalog) -> None:
         if not catalog.layers:
             raise no_moe_layer("MoEtion")
-        there = len(catalog.experts)
-        if self.experts is not None and self.experts * len(catalog.layers) > there:
+        experts = len(catalog.experts)
+        if self.experts is not None and self.experts * len(catalog.layers) > experts:
             raise ConfigError(
-                f"MoEtion(experts={self.experts}): the model has only {there} experts in {len(catalog.layers)} MoE "
-                f"layers, {there / len(catalog.layers):g} per layer"
+                f"MoEtion(experts={self.experts}): the model has only {experts} experts in {len(catalog.layers)} MoE "
+                f"layers, {experts / len(catalog.layers):g} per layer"
             )
 
     def budget_bytes(
@@ -226,7 +226,7 @@ class MoEtion:
         total = sum(most for _, most, _ in rooms)
         if total >= len(context.catalog.experts):
             return save_full(context.step, context.catalog.everything, k=total // layers)
-        forced = [context.catalog.place[op] for op in context.missing]
+        forced = [context.catalog.index_of[op] for op in context.missing]
         interval_steps = max(self.every_n_steps, ceil(context.step / (context.index + 1)))
         tier = _Tier(context.expected_unsaved, context.chosen_at, forced, interval_steps, context.index)
         stored = self._chosen(context, rooms, tier)
@@ -265,28 +265,28 @@ class MoEtion:
         if not (self.recompute and sends.experts and len(held) == len(chosen)):
             return chosen, none
         catalog = context.catalog
-        there = catalog.is_expert & (held >= 0)
+        mirrored = catalog.is_expert & (held >= 0)
         for group in context.coupled_operators:
-            there[catalog.places_of(tuple(sorted(group)))] = False
-        behind = there & (held < (context.last_step or 0))
+            mirrored[catalog.places_of(tuple(sorted(group)))] = False
+        behind = mirrored & (held < (context.last_step or 0))
         ending = behind & ~chosen
         if ending.any():  # what peers have gradients of stays, so that it takes the place of one that is new
             chosen = self._chosen(context, rooms, replace(tier, forced=np.flatnonzero(behind).tolist()))
         if self._is_probing(context):  # whose small checkpoints would end what gradients lead to
             return chosen, none
-        return chosen, chosen & there & ~ending & (context.step - held <= MOST_GRADIENTS)
+        return chosen, chosen & mirrored & ~ending & (context.step - held <= MOST_GRADIENTS)
 
     def _rooms(self, context: PolicyContext, budgets: Sequence[_Budget | None]) -> list[_Room]:
         """What fits all of the budgets; of a small checkpoint that only probes, nothing but the least."""
-        known = [each if self.experts is None else _Budget(None) for each in budgets if each is not None]
+        limits = [budget if self.experts is None else _Budget(None) for budget in budgets if budget is not None]
         if self._is_probing(context) and is_small(self._number(context)):
-            known = [each if each.limit is None else each._replace(limit=0) for each in known]
+            limits = [budget if budget.limit is None else budget._replace(limit=0) for budget in limits]
         rooms = []
-        for stage in stages_of(context, weighed=any(each.limit is not None for each in known)):
+        for stage in stages_of(context, weighed=any(budget.limit is not None for budget in limits)):
             least = len(stage.layers) * (self.experts or 1)
-            found = [stage.most(each.limit, least, each.sends) for each in known]
-            capacities = [capacity for _, capacity in found if capacity is not None]
-            rooms.append((stage, min(most for most, _ in found), min(capacities, default=None)))
+            fitting = [stage.most(budget.limit, least, budget.sends) for budget in limits]
+            capacities = [capacity for _, capacity in fitting if capacity is not None]
+            rooms.append((stage, min(most for most, _ in fitting), min(capacities, default=None)))
         return rooms
 
     def _is_probing(self, context: PolicyContext) -> bool:
@@ -313,20 +313,20 @@ class MoEtion:
 
     def _taken(self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], tier: _Tier) -> Iterator[_Mask]:
         """Stage by stage, whether each of its experts is saved."""
-        unsaved = known(context, tier.unsaved, 0).ravel()[stages.at]
-        chosen_at = known(context, tier.chosen_at, -1).ravel()[stages.at]
+        unsaved = in_shape(context, tier.unsaved, 0).ravel()[stages.at]
+        chosen_at = in_shape(context, tier.chosen_at, -1).ravel()[stages.at]
         orders, risks = stages.ordered(chosen_at, unsaved), stages.by_layer(unsaved)
         overdue = _overdue(context.step, tier.interval_steps, stages, rooms, chosen_at)
         for number, (stage, most, capacity) in enumerate(rooms):
             taking, risk, sizes = Taking(stage.owner_numbers, capacity), risks[number], stage.sizes
             if tier.forced:
-                taking.force([stage.numbers[place] for place in tier.forced if place in stage.numbers])
+                taking.force([stage.numbers[operator] for operator in tier.forced if operator in stage.numbers])
             if len(overdue[number]):
                 taking.take(overdue[number], most_overdue(most))
             if taking.count:
-                left = ~taking.is_taken
-                sizes = tuple(np.add.reduceat(left, stage.starts, dtype=np.int64).tolist())
-                risk = np.add.reduceat(unsaved[slice(*stages.bounds[number])] * left, stage.starts).tolist()
+                untaken = ~taking.is_taken
+                sizes = tuple(np.add.reduceat(untaken, stage.starts, dtype=np.int64).tolist())
+                risk = np.add.reduceat(unsaved[slice(*stages.bounds[number])] * untaken, stage.starts).tolist()
             # Where all layers get alike, what cannot be divided goes on from where it ended last time.
             first = tier.turn * most % len(sizes)
             shares = layer_shares(risk, sizes, max(0, most - taking.count), first)
@@ -379,11 +379,11 @@ def _overdue(
     late = np.flatnonzero((chosen_at >= 0) & (chosen_at < due))
     if not len(late):
         return [_NONE] * len(rooms)
-    found: list[Counts] = []
+    overdue: list[Counts] = []
     for first, end in stages.bounds:
         mine = late[np.searchsorted(late, first) : np.searchsorted(late, end)]
-        found.append(mine[np.argsort(chosen_at[mine], kind="stable")] - first)
-    return found
+        overdue.append(mine[np.argsort(chosen_at[mine], kind="stable")] - first)
+    return overdue
 
 
 def _named(catalog: Catalog, chosen: _Mask) -> tuple[str, ...]:

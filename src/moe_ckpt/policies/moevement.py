@@ -127,10 +127,10 @@ class MoEvement:
         Raises:
             ConfigError: as ``plan``.
         """
-        window, wanted = _under_way(context), None
+        window, slots_needed = _under_way(context), None
         if window is None:
             window = self._begin(context)
-            wanted = len(self._wanted(lanes_of(window.order, context.ranks, context.placement), context))
+            slots_needed = len(self._slots_needed(lanes_of(window.order, context.ranks, context.placement), context))
         return WindowReport(
             window=window,
             sizes=context.sizes,
@@ -140,7 +140,7 @@ class MoEvement:
             budget_fraction=context.budget_fraction,
             snapshot_bytes=context.snapshot_bytes,
             placement=context.placement,
-            wanted=None if wanted is None or self._dense_due(context, wanted) else wanted,
+            unlimited_size=None if slots_needed is None or self._dense_due(context, slots_needed) else slots_needed,
             snapshot_limit=context.snapshot_limit,
         )
 
@@ -191,9 +191,9 @@ class MoEvement:
             former, slots = context.window, self._slots(order, context)
             # The very same ones where nothing has changed: who has seen them knows what follows from them.
             slots = former.slots if former is not None and former.slots == slots else slots
-            found = Window(context.step, slots, frequencies)
-            note_proven(context.catalog, found)
-            return found
+            window = Window(context.step, slots, frequencies)
+            note_proven(context.catalog, window)
+            return window
         units, sizes, members = merge_coupled(order, context.sizes, context.coupled_operators)
         slots = self._slots(units, replace(context, sizes=sizes))
         whole = tuple(tuple(op for unit in slot for op in members[unit]) for slot in slots)
@@ -201,14 +201,14 @@ class MoEvement:
 
     def _slots(self, order: Sequence[str], context: PolicyContext) -> Slots:
         lanes = lanes_of(order, context.ranks, context.placement)
-        slots = self._wanted(lanes, context)
+        slots = self._slots_needed(lanes, context)
         if self._dense_due(context, len(slots)):
             whole, room = (tuple(op for lane in lanes for op in lane.order),), context.snapshot_bytes
             if room is None or max(share_bytes(whole, context.sizes, lanes)) <= room:
                 return whole
         return self._within_memory(lanes, context, slots)
 
-    def _wanted(self, lanes: Sequence[Lane], context: PolicyContext) -> Slots:
+    def _slots_needed(self, lanes: Sequence[Lane], context: PolicyContext) -> Slots:
         """The slots, if host memory had room for as many as it takes."""
         room, limit = context.snapshot_bytes, self._limit_bytes(context)
         if context.step == 0:

@@ -45,7 +45,7 @@ Shares = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Ordering:
-    """How operators are ordered: a value, part of a policy.
+    """Order of operators: a value, part of a policy.
 
     Attributes:
         kind: One of ``ORDERS``.
@@ -141,8 +141,8 @@ def popularity(kind: str, catalog: Catalog, activity: Activity) -> ByExpert:
     way to ``hard_count``, for all layers alike, so that experts of different layers can be compared.
     """
     hard = _table(catalog, activity.hard)
-    found = {"soft_count": activity.soft, "time_decayed": activity.decayed}.get(kind, activity.hard)
-    table = _table(catalog, found)
+    counts = {"soft_count": activity.soft, "time_decayed": activity.decayed}.get(kind, activity.hard)
+    table = _table(catalog, counts)
     if any(tokens.any() and not row.any() for tokens, row in zip(hard, table, strict=True)):
         table = hard
     if kind == "capacity_normalised":
@@ -153,14 +153,14 @@ def popularity(kind: str, catalog: Catalog, activity: Activity) -> ByExpert:
 def shares(catalog: Catalog, values: ByExpert) -> ByExpert:
     """Activation frequency: each expert's share of its layer's popularity. Layers with none are left out."""
     ends = np.cumsum([layer.experts for layer in catalog.layers])
-    found = [(end - layer.experts, end) for layer, end in zip(catalog.layers, ends.tolist(), strict=True)]
+    spans = [(end - layer.experts, end) for layer, end in zip(catalog.layers, ends.tolist(), strict=True)]
     # fsum: the same on every processor, which a vectorised sum is not, so that all ranks decide alike.
-    totals = [fsum(values.numbers[first:end].tolist()) for first, end in found]
-    known = [(first, end, total) for (first, end), total in zip(found, totals, strict=True) if total > 0]
-    numbers = np.concatenate([_NONE, *(values.numbers[first:end] / total for first, end, total in known)])
-    if len(known) == len(found):
+    totals = [fsum(values.numbers[first:end].tolist()) for first, end in spans]
+    active = [(first, end, total) for (first, end), total in zip(spans, totals, strict=True) if total > 0]
+    numbers = np.concatenate([_NONE, *(values.numbers[first:end] / total for first, end, total in active)])
+    if len(active) == len(spans):
         return ByExpert(values.operators, numbers)
-    return ByExpert(tuple(chain.from_iterable(values.operators[first:end] for first, end, _ in known)), numbers)
+    return ByExpert(tuple(chain.from_iterable(values.operators[first:end] for first, end, _ in active)), numbers)
 
 
 _NONE = np.zeros(0)

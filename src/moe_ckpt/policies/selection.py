@@ -17,7 +17,7 @@ Expert = tuple[int, int]
 
 @dataclass(frozen=True)
 class Request:
-    """How many experts per MoE layer one checkpoint takes; a layer with fewer gives all it has.
+    """Number of experts per MoE layer that one checkpoint takes; a layer with fewer gives all it has.
 
     Attributes:
         k: Experts that go to storage.
@@ -47,7 +47,7 @@ Selector = Callable[[PolicyContext, Request], Selection]
 """A pure function: same context and request, same selection, on every rank."""
 
 
-def known(context: PolicyContext, counts: Counts, unknown: int) -> Counts:
+def in_shape(context: PolicyContext, counts: Counts, unknown: int) -> Counts:
     """``counts`` if it has the model's shape ``[L, E]``; otherwise nothing is known yet, and all are ``unknown``."""
     layers = context.catalog.layers
     shape = (len(layers), max((layer.experts for layer in layers), default=0))

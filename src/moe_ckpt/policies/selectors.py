@@ -15,7 +15,7 @@ from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.load_aware import least_loss, load_aware
-from moe_ckpt.policies.selection import Expert, Request, Selection, Selector, known
+from moe_ckpt.policies.selection import Expert, Request, Selection, Selector, in_shape
 
 
 def sequential(context: PolicyContext, request: Request) -> Selection:
@@ -34,7 +34,7 @@ def sequential(context: PolicyContext, request: Request) -> Selection:
       experts in one checkpoint: the layers take runs of K positions that follow on one another, and position p
       belongs to rank ``p mod R``.
     """
-    chosen_at = known(context, context.chosen_at, -1)
+    chosen_at = in_shape(context, context.chosen_at, -1)
     stored: list[Expert] = []
     host_only: list[Expert] = []
     chosen = _oldest(context, chosen_at, request)
@@ -47,12 +47,12 @@ def sequential(context: PolicyContext, request: Request) -> Selection:
 
 def _oldest(context: PolicyContext, chosen_at: Counts, request: Request) -> dict[int, list[int]]:
     """Layer -> its ``snapshot_k`` oldest experts. Layers of one size are sorted together, which is much faster."""
-    found: dict[int, list[int]] = {}
+    chosen: dict[int, list[int]] = {}
     for rows, orders in _orders(context.owners):
-        each = rows[:, None]
-        oldest = _oldest_first(chosen_at[each, orders], rows * request.k, request.snapshot_k)
-        found.update(zip(rows.tolist(), orders[np.arange(len(rows))[:, None], oldest].tolist(), strict=True))
-    return found
+        column = rows[:, None]
+        oldest = _oldest_first(chosen_at[column, orders], rows * request.k, request.snapshot_k)
+        chosen.update(zip(rows.tolist(), orders[np.arange(len(rows))[:, None], oldest].tolist(), strict=True))
+    return chosen
 
 
 def _oldest_first(chosen_at: Counts, first: Counts, most: int) -> Counts:
@@ -73,9 +73,9 @@ def _oldest_first(chosen_at: Counts, first: Counts, most: int) -> Counts:
     if most == 1:
         first_of_all: Counts = rank.argmin(axis=1)[:, None]
         return first_of_all
-    each = np.arange(len(rank))[:, None]
+    rows = np.arange(len(rank))[:, None]
     oldest: Counts = np.argpartition(rank, min(most, count) - 1, axis=1)[:, :most]  # to sort them all takes longer
-    by_age: Counts = oldest[each, rank[each, oldest].argsort(axis=1)]
+    by_age: Counts = oldest[rows, rank[rows, oldest].argsort(axis=1)]
     return by_age
 
 

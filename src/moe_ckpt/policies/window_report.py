@@ -55,7 +55,7 @@ class WindowReport:
         bytes_per_sec: Of one rank, the slower of copying and committing; None if not known.
         budget_fraction: Portion of an iteration that a snapshot may take.
         snapshot_bytes: Most bytes of one rank's snapshot that host memory leaves room for; None if not known.
-        wanted: W, if host memory had more room; None if not known.
+        unlimited_size: W, if host memory had more room; None if not known.
         snapshot_limit: What decides ``snapshot_bytes``.
     """
 
@@ -67,7 +67,7 @@ class WindowReport:
     budget_fraction: float = 1.0
     snapshot_bytes: int | None = None
     placement: Placement | None = field(default=None, repr=False)
-    wanted: int | None = None
+    unlimited_size: int | None = None
     snapshot_limit: SnapshotLimit = field(default=SnapshotLimit(), repr=False)
 
     @cached_property
@@ -92,7 +92,7 @@ class WindowReport:
 
     @cached_property
     def dense_bytes(self) -> int:
-        """Of a dense checkpoint: every operator in full."""
+        """Bytes of a dense checkpoint: every operator in full."""
         return sum(self.sizes[op].full for op in self.window.order)
 
     @property
@@ -111,7 +111,7 @@ class WindowReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every slot keeps within ``limit_bytes``; None where that is not known."""
+        """True if every slot keeps within ``limit_bytes``; None where that is not known."""
         limit = self.limit_bytes
         return None if limit is None else all(slot.rank_bytes <= limit for slot in self.slots)
 
@@ -153,17 +153,17 @@ class WindowReport:
 
         Without the portion of an iteration being set, an excess that nobody would notice is not worth a sentence.
         """
-        said = [said for said in (self._memory_warning, self._time_warning) if said is not None]
-        return "; ".join(said) if said else None
+        warnings = [warning for warning in (self._memory_warning, self._time_warning) if warning is not None]
+        return "; ".join(warnings) if warnings else None
 
     @property
     def _memory_warning(self) -> str | None:
-        if self.wanted in (None, self.size) or self.snapshot_bytes is None:
+        if self.unlimited_size in (None, self.size) or self.snapshot_bytes is None:
             return None
         budget, setting = self.snapshot_bytes * self.snapshot_limit.at_once, self.snapshot_limit.setting
         return (
-            f"host memory, {budget:,} bytes per rank ({setting}), has no room for windows of W = {self.wanted}, so W = "
-            f"{self.size}"
+            f"host memory, {budget:,} bytes per rank ({setting}), has no room for windows of "
+            f"W = {self.unlimited_size}, so W = {self.size}"
         )
 
     @property
@@ -201,7 +201,7 @@ class WindowReport:
         return tuple(columns), rows
 
     def sentences(self, human: Callable[[int], str] = "{:,} bytes".format) -> Iterator[str]:
-        """What the table does not show."""
+        """Returns sentences that say what the table does not show."""
         dense, count = self.dense_bytes, len(self.window.order)
         yield (
             f"W = {self.size}: {count} operators, dense {human(dense)}; heaviest slot "

@@ -457,7 +457,7 @@ def plan_text(plan: RecoveryPlan) -> str:
     rows = list(plan.rows())
     if len(rows) == 1 and plan.updates is None:
         [row] = rows
-        medium = row.source.place if row.source.tier is Tier.STORAGE else _described(row.source)
+        medium = row.source.label if row.source.tier is Tier.STORAGE else _described(row.source)
         size = human_bytes(row.nbytes)
         return f"recovery plan: all {row.operators} operators ({size}) as of step {row.newest} from {medium}"
     cells = [["from", "of step", "operators", "experts", "size"]]
@@ -484,4 +484,4 @@ def _remaking(plan: RecoveryPlan) -> str:
 
 
 def _described(source: Inventory) -> str:
-    return f"{_TIERS[source.tier]}: {source.place}"
+    return f"{_TIERS[source.tier]}: {source.label}"

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from moe_ckpt.core.memory_shares import Share
-from moe_ckpt.core.node_fetch import Portion, Wanted, share_out
+from moe_ckpt.core.node_fetch import Portion, SlotSpan, share_out
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.files import FoundSlot
@@ -64,7 +64,7 @@ _Places = Mapping[tuple[int, int, int], Sequence[_Fetched]]
 """(holder, slot, part) -> where the bytes of it go that this rank wants, in order."""
 
 
-def _place_of(places: _Places, run: Wanted) -> torch.Tensor:
+def _place_of(places: _Places, run: SlotSpan) -> torch.Tensor:
     """Where bytes go that this rank wants."""
     among = places[run[:3]]
     target = among[bisect_right(among, run.begin, key=lambda fetched: fetched.begin) - 1]
@@ -165,13 +165,13 @@ class SlotStorage:
             NotUsableError: On every rank, if one has no memory for it.
             PeerLostError: A peer is gone.
         """
-        asked: list[tuple[Wanted, str, _Fetched]] = []
+        asked: list[tuple[SlotSpan, str, _Fetched]] = []
         problem: Exception | None = None
         try:
             for path, begin, end in _joined(self._far(spans)):
                 share, part = self.files[path].share, self.files[path].part
                 fetched = _Fetched(begin, torch.empty(end - begin, dtype=torch.uint8))
-                asked.append((Wanted(share.holder, share.number, part, begin, end), path, fetched))
+                asked.append((SlotSpan(share.holder, share.number, part, begin, end), path, fetched))
         except Exception as error:  # raised once the other ranks, which wait for this one, know
             problem = error
         mine = None if problem else [run for run, _, _ in asked]
@@ -184,7 +184,7 @@ class SlotStorage:
             self._fetched.setdefault(path, []).append(fetched)
             places.setdefault(run[:3], []).append(fetched)
         nodes = [node for node, _ in requests]
-        wanted_by = {rank: [Wanted(*run) for run in runs] for rank, (_, runs) in enumerate(requests)}
+        wanted_by = {rank: [SlotSpan(*run) for run in runs] for rank, (_, runs) in enumerate(requests)}
         portions = share_out(nodes, wanted_by)
         received = self._from_other_nodes(portions, places)
         if any(portion.others for portion in portions):  # alike on every rank
@@ -195,9 +195,9 @@ class SlotStorage:
         """Receive what this rank fetches, and send what it holds. Returns the bytes received."""
         outgoing, expected = _Exchange(list), _Exchange(list)
         for portion in portions:
-            run = portion.wanted
+            run = portion.span
             if run.holder == self.comm.rank:
-                data = _part_of(self.slots[run.number], run.place)[run.begin : run.end]
+                data = _part_of(self.slots[run.number], run.part)[run.begin : run.end]
                 outgoing[portion.fetcher].append(data)
             if portion.fetcher == self.comm.rank:
                 expected[run.holder].append(_place_of(places, run))
@@ -210,9 +210,9 @@ class SlotStorage:
         for portion in portions:
             if portion.fetcher == self.comm.rank:
                 for other in portion.others:
-                    outgoing[other].append(_place_of(places, portion.wanted))
+                    outgoing[other].append(_place_of(places, portion.span))
             elif self.comm.rank in portion.others:
-                expected[portion.fetcher].append(_place_of(places, portion.wanted))
+                expected[portion.fetcher].append(_place_of(places, portion.span))
         self.comm.swap(outgoing, expected)
 
     def _far(self, spans: Iterable[Span]) -> Iterable[Span]:

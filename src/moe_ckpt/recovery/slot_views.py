@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_ckpt.core.memory_shares import Beside, MemoryCheckpoint, Share, Snapshot, fullest, teller_of
+from moe_ckpt.core.memory_shares import MemoryCheckpoint, PieceHolders, Share, Snapshot, fullest, teller_of
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.survivors import GRADIENTS as GRADIENTS_ALONE
 from moe_ckpt.core.survivors import STATE
@@ -193,7 +193,7 @@ class ExchangedHeaders:
         """Takes in the headers that a rank sent of its own slots, by their numbers."""
         self._headers |= {(holder, number): (described, facts) for number, _, _, described, facts in headers}
 
-    def tells(self, snapshot: Snapshot, gradients: Beside) -> bool:
+    def tells(self, snapshot: Snapshot, gradients: PieceHolders) -> bool:
         """Returns whether nothing else is needed of a snapshot, with slots of gradients beside it."""
         headers = {writer: self._of(shares) for writer, shares in snapshot.items()}
         teller = headers[teller_of(snapshot)]
@@ -201,7 +201,7 @@ class ExchangedHeaders:
             return False
         return all(self._of(shares) is not None for shares in gradients.values() if shares)
 
-    def facts_of(self, snapshot: Snapshot, gradients: Beside, recounted: Collection[int] = ()) -> SnapshotFacts:
+    def facts_of(self, snapshot: Snapshot, gradients: PieceHolders, recounted: Collection[int] = ()) -> SnapshotFacts:
         """Returns the facts of a snapshot whose headers were all exchanged.
 
         Args:
@@ -454,4 +454,4 @@ def share_of(holder: int, node: str, fields: Sequence[Any]) -> Share:
     share = Share(holder, node, *of)
     if not groups:
         return share
-    return replace(share, groups=tuple(map(tuple, groups)), beside=tuple(gradient_slots), held=tuple(held))
+    return replace(share, groups=tuple(map(tuple, groups)), pieces=tuple(gradient_slots), held=tuple(held))

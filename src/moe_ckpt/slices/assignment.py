@@ -38,7 +38,7 @@ def places_of(catalog: Catalog, operators: Collection[str]) -> Numbers:
     """Returns the places of operators in the catalog, cached by tuple."""
     if isinstance(operators, tuple):
         return catalog.places_of(operators)
-    return np.fromiter(map(catalog.place.__getitem__, operators), dtype=np.int64, count=len(operators))
+    return np.fromiter(map(catalog.index_of.__getitem__, operators), dtype=np.int64, count=len(operators))
 
 
 def has_rows(catalog: Catalog, tensor: StateTensor | TensorSpec) -> bool:
@@ -303,7 +303,7 @@ class Sharder:
         alone = len(self._peers) == 1 and not self._apart
         peers = np.full(len(self._catalog.operators), -1, dtype=np.int64)
         for op, rank in self._owners.items():
-            peers[self._catalog.place[op]] = 0 if alone else self._number.get(rank, -1)
+            peers[self._catalog.index_of[op]] = 0 if alone else self._number.get(rank, -1)
         return peers
 
     def _expert_bytes(self, experts: Mapping[str, int]) -> Numbers:

@@ -18,7 +18,7 @@ from math import inf
 
 import torch
 
-from moe_ckpt.core.bubbles import MARGIN, Pace, Window, clipped, one_f_one_b, typical
+from moe_ckpt.core.bubbles import MARGIN, Bubble, Pace, clipped, one_f_one_b, typical
 
 CHUNK_NBYTES = 1 << 20
 """So little at a time: a copy that began in a bubble ends soon after it."""
@@ -100,7 +100,7 @@ class Forecast:
     """
 
     def __init__(self, stage: int, stages: int, chunks: int, stamps: HostStamps | CudaStamps) -> None:
-        self.windows: tuple[Window, ...] = ()
+        self.windows: tuple[Bubble, ...] = ()
         self.tail_secs = 0.0
         self.span_secs: float | None = None
         self.period_secs: float | None = None
@@ -109,7 +109,7 @@ class Forecast:
         self._secs = stamps.secs
         self._spans: deque[float] = deque(maxlen=_RECENT)
         self._periods: deque[float] = deque(maxlen=_RECENT)
-        self._seen: deque[tuple[Window, ...]] = deque(maxlen=_RECENT)
+        self._seen: deque[tuple[Bubble, ...]] = deque(maxlen=_RECENT)
         self._iterations = 0
         self._measured = False
         self._last: tuple[object, list[tuple[object, object]]] | None = None
@@ -144,16 +144,16 @@ class Forecast:
             return
         seen = typical(self._seen)
         end = max([span_secs, *(window.end for window in seen[-1:])])
-        self.windows = (*seen, Window(end, end + self.tail_secs)) if self.tail_secs else seen
+        self.windows = (*seen, Bubble(end, end + self.tail_secs)) if self.tail_secs else seen
 
     def _measure(self, began: object, waits: list[tuple[object, object]]) -> None:
-        windows, at = list[Window](), 0.0
+        windows, at = list[Bubble](), 0.0
         for begin, end in waits:
             first, then = self._secs(began, begin), self._secs(began, end)  # type: ignore[arg-type]
             if first is None or then is None:
                 return
             at = max(at, first)
-            windows.append(Window(at, at := max(at, then)))
+            windows.append(Bubble(at, at := max(at, then)))
         if self._iterations > 2:  # the first one is no measure
             self._seen.append(tuple(windows))
 
@@ -300,7 +300,7 @@ class BubbleGate:
         deadline = now - began + min(MARGIN * period, most_secs)
         coming = (
             *clipped(windows, 0.0, period),
-            *(Window(window.begin + period, window.end + period) for window in windows),
+            *(Bubble(window.begin + period, window.end + period) for window in windows),
         )
         pace = Pace(clipped(coming, now - began, deadline), deadline, bytes_per_sec)
         return Transfer(self, self.sent, nbytes, pace, began)

@@ -128,7 +128,7 @@ class LocalState:
         return self._filled(np.array(numbers, dtype=np.int64))
 
     def _add(self, operator: str, pieces: Sequence[SliceSource]) -> int:
-        return self._shelf.add(operator, pieces, self._places, self.catalog.place[operator])
+        return self._shelf.add(operator, pieces, self._places, self.catalog.index_of[operator])
 
     def _describe(self, operator: str, share: UnitShare | bool, compute: ComputeTypes | None) -> int:
         """Describe an operator. Returns the number of its cut.

@@ -93,7 +93,7 @@ class SnapshotRequest:
             due: That of the next one in order.
         """
         writer = self.survivors_of
-        return (rank, due) if writer is None else (writer, survivor_sequence(self.step, lent=writer != rank))
+        return (rank, due) if writer is None else (writer, survivor_sequence(self.step, of_another=writer != rank))
 
     def is_whole(self, catalog: Catalog) -> bool:
         """True if this snapshot alone holds every operator in full."""

@@ -174,8 +174,8 @@ def _table(layout: ClusterLayout, sizes: Mapping[str, OperatorBytes], sends: Sen
     owner = np.zeros(len(full), dtype=np.int64)
     if placement.expert_ranks is not None:
         for op, (layer, expert) in catalog.expert_at.items():
-            even[catalog.place[op]] = False
-            owner[catalog.place[op]] = placement.owners[layer][expert]
+            even[catalog.index_of[op]] = False
+            owner[catalog.index_of[op]] = placement.owners[layer][expert]
     ranks, owner = np.unique(owner, return_inverse=True)
     of_owner = np.zeros(len(ranks), dtype=np.int64)
     of_owner[owner[~even]] = stage[~even]

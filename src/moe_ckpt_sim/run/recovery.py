@@ -98,7 +98,7 @@ class Recoveries:
 
     def _frozen_work(self, window: Window, counts: Counts) -> list[float]:
         """Portion of an iteration's arithmetic that is in operators which are anchored later, of each replay."""
-        place = self._model.catalog.place
+        place = self._model.catalog.index_of
         work = self._work(counts)
         slots = [float(work[[place[op] for op in slot]].sum()) for slot in window.slots]
         total = sum(slots)
@@ -110,7 +110,7 @@ class Recoveries:
         found = self._elements.copy()
         tokens = counts.sum(axis=1) / max(self._model.top_k, 1)
         for op, (layer, expert) in catalog.expert_at.items():
-            found[catalog.place[op]] *= counts[layer, expert] / tokens[layer] if tokens[layer] else 0.0
+            found[catalog.index_of[op]] *= counts[layer, expert] / tokens[layer] if tokens[layer] else 0.0
         return found
 
     @cached_property

@@ -84,9 +84,9 @@ def second_life(order: Mapping[str, Any], rank: int) -> dict[str, float]:
         shared_reading.ROUNDS_AHEAD = 0
     swap = GlooCommunicator.swap
 
-    def swapping(self: GlooCommunicator, given: Any, expected: Any) -> None:
+    def swapping(self: GlooCommunicator, outgoing: Any, expected: Any) -> None:
         time.sleep(order["link_secs"])
-        swap(self, given, expected)
+        swap(self, outgoing, expected)
 
     GlooCommunicator.swap = swapping  # type: ignore[method-assign]
     state = Shard(0, order["mib"], 1)  # the same on every rank

@@ -306,7 +306,9 @@ class Communicator(Protocol):
         """Every rank's payload, on every rank, in O(log R) messages of each. On the training thread, by all."""
         ...
 
-    def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    def swap(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
         """Send uint8 tensors to ranks, and fill others with what ranks send, in order. On the training thread.
 
         By those that send or receive something; others may. What rank r gives to rank s must have the sizes that s

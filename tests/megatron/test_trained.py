@@ -128,4 +128,4 @@ def test_the_script_says_that_others_rest():
     assert resting_changed([], [], ["a"]) == [], "training has come to it"
     changes = resting_changed(["a"], ["b"], ["a"])
     assert [str(each) for each in changes] == ["requires_grad of a False -> True", "requires_grad of b True -> False"]
-    assert all(each.kept for each in changes)
+    assert all(each.from_checkpoint for each in changes)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_ckpt.cli.densify import said
+from moe_ckpt.cli.densify import summary
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.gradients.layout import Device
@@ -66,5 +66,5 @@ def test_who_makes_updates_is_said_as_it_is_printed():
 
 def test_densify_says_what_the_page_shows():
     [shown] = re.findall(r"^\$ moe-ckpt densify .*\n(.*):\nruns/x/step_", GRADIENT_LOG, re.M)
-    printed = said(1234, round(9.8 * 2**30), 4, Device("cpu", "x86_64 AVX512", 2))
+    printed = summary(1234, round(9.8 * 2**30), 4, Device("cpu", "x86_64 AVX512", 2))
     assert shown == printed

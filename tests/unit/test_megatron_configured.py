@@ -20,7 +20,7 @@ def of(groups: list[dict[str, Any]], **scheduler: Any) -> dict[str, Any]:
 
 
 def told(*states: dict[str, Any]) -> list[tuple[str, bool]]:
-    return [(str(change), change.kept) for change in changes(*states)]
+    return [(str(change), change.from_checkpoint) for change in changes(*states)]
 
 
 def test_what_a_scheduler_computes_and_where_it_is_are_no_settings():

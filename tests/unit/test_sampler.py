@@ -27,7 +27,7 @@ def sampler(length: int, replicas: int = 1, rank: int = 0, state=None, **options
 def live(length: int, replicas: int, batch: int, stop: int | None, state, **options):
     """What the ranks of one life train on, batch by batch, and the position it leaves."""
     ranks = [sampler(length, replicas, rank, state, **options) for rank in range(replicas)]
-    expected = ranks[0].left
+    expected = ranks[0].remaining
     batches = [list(BatchSampler(rank, batch, drop_last=False)) for rank in ranks]
     assert [sum(map(len, of_rank)) for of_rank in batches] == [expected] * replicas
     seen = []
@@ -132,7 +132,7 @@ def test_an_epoch_dealt_out_begins_anew_without_set_epoch():
     next(broken_off)
     assert list(made) == list(range(8))
     made.load_state_dict(made.state_dict() | {"consumed": 8})
-    assert [list(made), len(made), made.left] == [[], 8, 0]
+    assert [list(made), len(made), made.remaining] == [[], 8, 0]
 
 
 def test_another_epoch_starts_at_its_beginning_and_the_same_one_does_not():
@@ -140,7 +140,7 @@ def test_another_epoch_starts_at_its_beginning_and_the_same_one_does_not():
     made.set_epoch(2)
     assert made.consumed == 6
     made.set_epoch(3)
-    assert (made.consumed, made.left) == (0, 8)
+    assert (made.consumed, made.remaining) == (0, 8)
 
 
 STATE = {"epoch": 1, "consumed": 8, "seed": 3, "length": 24, "shuffle": 1}

@@ -83,7 +83,7 @@ def test_weights_that_others_may_change_are_sealed_if_nobody_has(surviving, reco
     for _ in range(2):
         with surviving.joining(update=False):
             pass
-    assert (surviving.moment, recorder.noted) == (Moment.LENT, 1)
+    assert (surviving.moment, recorder.noted) == (Moment.EXPOSED, 1)
     recorder.is_unchanged = is_unchanged
     surviving.survive("RuntimeError")
     assert recorder.sealed == int(is_unchanged is True)

@@ -56,7 +56,7 @@ class BatchDealer:
     @property
     def remaining(self) -> int:
         """The number of batches of this epoch from the sampler's position on."""
-        return self.batches(self.sampler.left)
+        return self.batches(self.sampler.remaining)
 
     def consumed(self, start: int, first: int, batches: int, *, cycled: bool) -> int:
         """Returns the sampler's position after ``batches`` batches.

@@ -115,7 +115,7 @@ def go_on_from_end(
     """
     if not extend and any(change.decides for change in differences):
         changed, retained = (
-            tuple(str(change) for change in differences if change.kept or not only) for only in (False, True)
+            tuple(str(change) for change in differences if change.from_checkpoint or not only) for only in (False, True)
         )
         raise finished_run(dirpath, manifest.step, finished.reason, changed, retained)
     _already_saved(trainer, finished)
@@ -134,7 +134,7 @@ def _other_policy(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[st
         return (f"policy {before.get('name')} -> {now['name']}",)
     both = before.keys() & now.keys()
     old, new = ({key: values[key] for key in sorted(both)} for values in (before, now))
-    return tuple(str(change) for change in differing(f"policy {now['name']} ", old, new, kept=False))
+    return tuple(str(change) for change in differing(f"policy {now['name']} ", old, new, from_checkpoint=False))
 
 
 def _something_left(trainer: Any, finished: Finished, *, extend: bool) -> bool:

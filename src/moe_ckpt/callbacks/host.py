@@ -30,7 +30,7 @@ from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, state_path
-from moe_ckpt.interop.weights import Loaded, load_weights
+from moe_ckpt.interop.weights import LoadedWeights, load_weights
 from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.compiled import is_compiled
 from moe_ckpt.modeling.names import clean_name, tied_aliases
@@ -97,7 +97,7 @@ class LightningHost(Host):
     def advance_counts(self, missed: Mapping[str, int]) -> None:
         self.state.advance_counts(missed)
 
-    def load_weights(self, path: str, comm: Communicator) -> Loaded:
+    def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
         module = self.module
         return load_weights(
             path,
@@ -202,7 +202,7 @@ def _thawed(state: TorchTrainingState, plain: Mapping[str, Any], before: _Plain,
     ):
         if some:
             more = f" and {len(some) - 1} more" if len(some) > 1 else ""
-            yield Change(f"requires_grad of {some[0]}{more}", str(was), str(not was), kept=True)
+            yield Change(f"requires_grad of {some[0]}{more}", str(was), str(not was), from_checkpoint=True)
 
 
 def _frozen(state: TorchTrainingState) -> str:
@@ -225,7 +225,7 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
         ("module", "datamodule"), (trainer.lightning_module, trainer.datamodule), HYPER_PARAMETERS, strict=True
     ):
         if owner is not None and key in checkpoint:
-            differences += differing(f"{name}.", checkpoint[key], plain_hparams(owner, key), kept=False)
+            differences += differing(f"{name}.", checkpoint[key], plain_hparams(owner, key), from_checkpoint=False)
     before = stored.get("configured")
     if before is None:
         return differences
@@ -235,9 +235,9 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
         differences += _of_groups(f"optimizer {number} " if len(now["optimizers"]) > 1 else "optimizer ", old, new)
     for old, new in zip(before["schedulers"], now["schedulers"], strict=False):
         old, new = ({key: value for key, value in settings.items() if key != "base_lrs"} for settings in (old, new))
-        differences += differing("scheduler ", old, new, kept=True, decides=False)
+        differences += differing("scheduler ", old, new, from_checkpoint=True, decides=False)
     if "training" in before:
-        differences += differing("trainer ", before["training"], now["training"], kept=False, decides=False)
+        differences += differing("trainer ", before["training"], now["training"], from_checkpoint=False, decides=False)
     return differences
 
 
@@ -255,5 +255,5 @@ def _in_force(
 def _of_groups(name: str, before: list[Mapping[str, Any]], now: list[Mapping[str, Any]]) -> Iterable[Change]:
     """Returns each change once, also where several groups have it, or a scheduler repeats it as ``initial_lr``."""
     pairs = zip(before, now, strict=False)
-    all_changes = (change for old, new in pairs for change in differing(name, old, new, kept=True))
+    all_changes = (change for old, new in pairs for change in differing(name, old, new, from_checkpoint=True))
     return dict.fromkeys(replace(change, where=change.where.replace("initial_lr", "lr")) for change in all_changes)

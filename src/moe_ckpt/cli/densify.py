@@ -101,7 +101,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         result = {"path": where, "step": done.manifest.step, "updates": done.updates, "nbytes": done.nbytes}
         print(json.dumps({**result, "exact": not done.inexact, "device": str(done.device)}, indent=2))
         return 0
-    print(f"{said(done.manifest.step, done.nbytes, done.updates, done.device)}:", file=sys.stderr)
+    print(f"{summary(done.manifest.step, done.nbytes, done.updates, done.device)}:", file=sys.stderr)
     print(where)
     return 0
 
@@ -121,13 +121,13 @@ def _require_device(device: str | None) -> None:
 
     from moe_ckpt.errors import ConfigError
 
-    found, number = torch.cuda.device_count(), int(device.partition(":")[2] or 0)
-    if number >= found:
-        what = f"there are {found}, counted from 0" if found else "torch finds no CUDA device here"
+    devices, number = torch.cuda.device_count(), int(device.partition(":")[2] or 0)
+    if number >= devices:
+        what = f"there are {devices}, counted from 0" if devices else "torch finds no CUDA device here"
         raise ConfigError(f"--device {device}: {what}; give --device cpu, or leave it out")
 
 
-def said(step: int, nbytes: int, updates: int, device: Device) -> str:
+def summary(step: int, nbytes: int, updates: int, device: Device) -> str:
     """Returns what is printed above the path of a checkpoint."""
     from moe_ckpt.core.quantities import human_bytes
 

@@ -112,13 +112,13 @@ def _by_whom(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _options(policy: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={_said(value)}" for key, value in policy.items() if key != "name")
+    return ", ".join(f"{key}={_setting_text(value)}" for key, value in policy.items() if key != "name")
 
 
-def _said(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     """One setting; policies within a policy as they would be called."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(map(_said, value))}]"
+        return f"[{', '.join(map(_setting_text, value))}]"
     return f"{value.get('name', '?')}({_options(value)})" if isinstance(value, Mapping) else str(value)
 
 
@@ -134,7 +134,7 @@ def _show_experts(step: dict[str, Any]) -> None:
     cell = max(2, len(str(step["oldest_age_steps"]))) + 1 if detailed else 1
     margin = min(max(map(len, ("layer", *labels))), width() // 2)
     most = max((len(row) for row in ages), default=1)
-    across = next((each for each in _ACROSS if margin + _FROM + cell * each <= width()), _ACROSS[-1])
+    across = next((columns for columns in _ACROSS if margin + _FROM + cell * columns <= width()), _ACROSS[-1])
     print(_head(margin, min(across, most), cell))
     for label, row in zip(labels, ages, strict=True):
         for start, line in _lines(row, across):

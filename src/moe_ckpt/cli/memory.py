@@ -51,98 +51,107 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     require_memory("--directory", args.directory)
     everything = survey(args.directory, verify=args.action == "explain")
-    found = [each for each in everything if each.run_id.startswith(args.run)]
+    ranks = [facts for facts in everything if facts.run_id.startswith(args.run)]
     if args.action in ("retry", "clear"):
-        if args.run and not found:
+        if args.run and not ranks:
             raise ConfigError(_nothing(args, everything))
-        return _changed(args, found)
-    damaged = any(slot.problem for each in found for slot in each.slots)
+        return _changed(args, ranks)
+    damaged = any(slot.problem for facts in ranks for slot in facts.slots)
     if args.json:
-        print(json.dumps({"directory": args.directory, "ranks": [_as_json(each) for each in found]}, indent=2))
-    elif not found:
+        print(json.dumps({"directory": args.directory, "ranks": [_as_json(facts) for facts in ranks]}, indent=2))
+    elif not ranks:
         print(_nothing(args, everything))
     elif args.action == "list":
-        _list(found)
+        _list(ranks)
     else:
-        _explain(found)
+        _explain(ranks)
     return int(damaged)
 
 
 def _nothing(args: argparse.Namespace, everything: Sequence[RankFacts]) -> str:
     """Says what is there where no run is called as ``--run`` has it."""
-    others = list(dict.fromkeys(each.run_id for each in everything))
+    others = list(dict.fromkeys(facts.run_id for facts in everything))
     if not others:
         return f"{args.directory} holds nothing of this user"
     more = ", ..." if len(others) > _NAMED else ""
-    there = "there is" if len(others) == 1 else "there are"
-    return f"no run whose ID starts with {args.run}; {there} {', '.join(others[:_NAMED])}{more}"
+    beginning = "there is" if len(others) == 1 else "there are"
+    return f"no run whose ID starts with {args.run}; {beginning} {', '.join(others[:_NAMED])}{more}"
 
 
 def _as_json(facts: RankFacts) -> dict[str, object]:
     return asdict(facts)
 
 
-def _list(found: Sequence[RankFacts]) -> None:
+def _list(ranks: Sequence[RankFacts]) -> None:
     from moe_ckpt.core.quantities import human_bytes
     from moe_ckpt.memory.directory import said_holder
     from moe_ckpt.tables import print_table
 
     rows = []
-    for each in found:
-        steps = [slot.step for slot in each.slots if slot.step is not None]
+    for facts in ranks:
+        steps = [slot.step for slot in facts.slots if slot.step is not None]
         newest = str(max(steps)) if steps else "-"
-        holder = said_holder(each.pid)
-        cells = [str(each.generation), str(each.rank), holder, str(len(each.slots)), newest, human_bytes(each.nbytes)]
-        rows.append([each.run_id[:12], *cells, each.owner.store])
+        holder = said_holder(facts.pid)
+        cells = [
+            str(facts.generation),
+            str(facts.rank),
+            holder,
+            str(len(facts.slots)),
+            newest,
+            human_bytes(facts.nbytes),
+        ]
+        rows.append([facts.run_id[:12], *cells, facts.owner.store])
     print_table(["run", "generation", "rank", "held by", "slots", "newest step", "size", "store"], rows)
 
 
-def _explain(found: Sequence[RankFacts]) -> None:
+def _explain(ranks: Sequence[RankFacts]) -> None:
     from moe_ckpt.core.quantities import human_bytes
     from moe_ckpt.core.survivors import GRADIENTS, STATE
     from moe_ckpt.memory.directory import said_holder
     from moe_ckpt.tables import wrapped
 
-    for each in found:
-        holder = f"held by {said_holder(each.pid)}" + ("" if each.pid else ", the next start of the run takes it over")
+    for facts in ranks:
+        holder = f"held by {said_holder(facts.pid)}" + (
+            "" if facts.pid else ", the next start of the run takes it over"
+        )
         print(
             wrapped(
-                f"run {each.run_id} of {each.owner.store}, generation {each.generation}, rank {each.rank}: {holder}"
+                f"run {facts.run_id} of {facts.owner.store}, generation {facts.generation}, rank {facts.rank}: {holder}"
             )
         )
-        for slot in each.slots:
-            copy = "" if slot.writer in (None, each.rank) else f" (copy of rank {slot.writer})"
+        for slot in facts.slots:
+            copy = "" if slot.writer in (None, facts.rank) else f" (copy of rank {slot.writer})"
             alone = {STATE: "plain state of ", GRADIENTS: "gradients of "}
             what = alone.get(slot.only, "")
-            said = {
+            text = {
                 "sealed": f"{what}step {slot.step}{copy}, {slot.slices} slices, all bytes intact",
                 "set aside": "damaged: not read any more",
                 "damaged": slot.problem,
             }[slot.state]
-            print(wrapped(f"  {slot.path.rpartition('/')[2]} ({human_bytes(slot.nbytes)}): {said}"))
+            print(wrapped(f"  {slot.path.rpartition('/')[2]} ({human_bytes(slot.nbytes)}): {text}"))
 
 
-def _changed(args: argparse.Namespace, found: Sequence[RankFacts]) -> int:
+def _changed(args: argparse.Namespace, ranks: Sequence[RankFacts]) -> int:
     from moe_ckpt.core.quantities import human_bytes
     from moe_ckpt.memory.directory import user_directory
     from moe_ckpt.memory.files import remove_run, retry_run
 
     clears = args.action == "clear"
     done: dict[str, int] = {}
-    kept: list[str] = []
-    for run_id in dict.fromkeys(each.run_id for each in found):
+    held: list[str] = []
+    for run_id in dict.fromkeys(facts.run_id for facts in ranks):
         if (remove_run if clears else retry_run)(user_directory(args.directory) / run_id):
-            done[run_id] = sum(each.nbytes for each in found if each.run_id == run_id)
+            done[run_id] = sum(facts.nbytes for facts in ranks if facts.run_id == run_id)
         else:
-            kept.append(run_id)
+            held.append(run_id)
     if args.json:
         outcome = {"freed": done} if clears else {"retry": list(done)}
-        print(json.dumps({"directory": args.directory, **outcome, "kept": kept}, indent=2))
-        return 2 if kept else 0
+        print(json.dumps({"directory": args.directory, **outcome, "kept": held}, indent=2))
+        return 2 if held else 0
     for run_id, nbytes in done.items():
         print(f"run {run_id}: " + (f"{human_bytes(nbytes)} freed" if clears else "its next start resumes from memory"))
-    for run_id in kept:
+    for run_id in held:
         print(f"run {run_id}: a running process holds it, so nothing was changed")
-    if not found:
-        print(_nothing(args, found))
-    return 2 if kept else 0
+    if not ranks:
+        print(_nothing(args, ranks))
+    return 2 if held else 0

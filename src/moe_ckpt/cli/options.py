@@ -31,20 +31,20 @@ def require_directory(option: str, directory: Path, named: Path | None = None) -
     """
     made: list[Path] = []
     try:
-        made += [each for each in (directory, *directory.parents) if not each.exists()]
+        made += [parent for parent in (directory, *directory.parents) if not parent.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=directory):  # access rights alone do not tell: /proc, file systems that are read-only
             pass
     except OSError as error:
         raise not_written(option, named or directory, error) from error
     finally:
-        for each in made:
+        for parent in made:
             with suppress(OSError):
-                each.rmdir()
+                parent.rmdir()
 
 
 def require_file(option: str, path: Path) -> None:
-    """As ``require_directory``, of one file."""
+    """Checks that one file can be written, as ``require_directory`` does for a directory."""
     if path.is_dir():
         raise ConfigError(f"{option} {path}: is a directory; name a file in it")
     if not path.exists():
@@ -54,7 +54,7 @@ def require_file(option: str, path: Path) -> None:
 
 
 def not_written(option: str, path: Path, error: OSError) -> ConfigError:
-    """Of a place that was named with ``option``."""
+    """Returns the error for a path that was named with ``option`` and cannot be written."""
     from moe_ckpt.storage.unwritable import why_unwritable
 
     return ConfigError(f"{option} {path}: cannot be written: {why_unwritable(path, error)}")
@@ -73,9 +73,9 @@ def require_picture(option: str, path: str) -> None:
     Raises:
         ConfigError: the suffix is none of ``PICTURES``, or nothing can be written there.
     """
-    place = Path(path)
-    if place.suffix not in PICTURES:
+    picture = Path(path)
+    if picture.suffix not in PICTURES:
         raise ConfigError(f"{option} {path}: give a name that ends in one of {', '.join(PICTURES)}")
-    if not place.absolute().parent.exists():
-        raise ConfigError(f"{option} {path}: there is no directory {place.parent}")
-    require_file(option, place)
+    if not picture.absolute().parent.exists():
+        raise ConfigError(f"{option} {path}: there is no directory {picture.parent}")
+    require_file(option, picture)

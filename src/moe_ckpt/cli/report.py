@@ -71,7 +71,7 @@ def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
     sizes |= {state.path: state.nbytes for slot in manifest.slots for state in slot.states}
     inside = tuple(f"{slot.directory}/" for slot in manifest.slots)  # of a sparse window also its earlier steps
     sizes |= {part.path: part.nbytes for part in manifest.parts}
-    own = reader.storage.size(f"{directory}/{MANIFEST_NAME}")
+    manifest_bytes = reader.storage.size(f"{directory}/{MANIFEST_NAME}")
     return {
         "directory": directory,
         "step": manifest.step,
@@ -82,8 +82,8 @@ def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
         "window_steps": [slot.step for slot in manifest.slots] if manifest.window else None,
         "returned_to": manifest.parent,
         "not_finite": manifest.not_finite or None,
-        "written_bytes": own + sum(n for path, n in sizes.items() if path.startswith(inside)),
-        "whole_bytes": own + sum(sizes.values()),
+        "written_bytes": manifest_bytes + sum(n for path, n in sizes.items() if path.startswith(inside)),
+        "whole_bytes": manifest_bytes + sum(sizes.values()),
         "layers": [{"name": x.name, "experts": x.experts, "top_k": x.top_k} for x in manifest.model.layers],
         "versions": versions,
         "ages_steps": ages,

@@ -67,8 +67,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"damaged: {damage} ({hit})")
     if damages:
         newest = f"; newest undamaged: {usable[0]}" if usable else ""
-        found = "1 damaged place" if len(damages) == 1 else f"{len(damages)} damaged places"
-        print(f"{found}; {len(usable)} of {len(checked)} steps undamaged{newest}")
+        places = "1 damaged place" if len(damages) == 1 else f"{len(damages)} damaged places"
+        print(f"{places}; {len(usable)} of {len(checked)} steps undamaged{newest}")
         return 1
     steps_checked = "1 step" if len(checked) == 1 else f"{len(checked)} steps"
     print(f"{steps_checked} undamaged" if checked else "the store has no committed step yet", file=sys.stdout)

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.recovery.reader import with_step
 
     policy = _policy(args)
-    manifest, context = with_step(args.path, lambda reader, found: (found, context_of(reader, found, args)))
+    manifest, context = with_step(args.path, lambda reader, manifest: (manifest, context_of(reader, manifest, args)))
     policy.check(context.catalog)
     report = policy.explain(context)
     least = max(slot.rank_bytes for slot in report.slots)
@@ -121,12 +121,12 @@ def _policy(args: argparse.Namespace) -> MoEvement:
             "give --iteration-secs and --bandwidth, from which the length is computed, or the length by --window"
         )
     require_fraction("--budget-fraction", args.budget_fraction)
-    given = {name: value for name in ("window", "order") if (value := getattr(args, name)) is not None}
-    if given.get("order", _ORDERS[0]) not in _ORDERS:  # MoEvement would name the choices of a trainer
+    options = {name: value for name in ("window", "order") if (value := getattr(args, name)) is not None}
+    if options.get("order", _ORDERS[0]) not in _ORDERS:  # MoEvement would name the choices of a trainer
         of_trainers = args.order in ("soft_count", "time_decayed")
         why = "checkpoints hold token counts only" if of_trainers else "no such order"
         raise ConfigError(f"--order {args.order}: {why}; give {', '.join(_ORDERS[:-1])} or {_ORDERS[-1]}")
-    return MoEvement(**given)
+    return MoEvement(**options)
 
 
 def _facts(directory: str, policy: MoEvement, report: WindowReport, explain: bool) -> dict[str, Any]:

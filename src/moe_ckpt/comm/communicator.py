@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.comm.lane import Lane
+from moe_ckpt.comm.lane import MessageLane
 from moe_ckpt.comm.links import Links, take_links
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import PeerLostError, StoreError
@@ -86,7 +86,9 @@ class SoloCommunicator:
     def everyone(self, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    def swap(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
         if any(expected.values()):
             raise ValueError("one process has no peer to receive from")
 
@@ -134,8 +136,8 @@ class GlooCommunicator:
         with self._waiting_for("all ranks to start checkpointing", _SHARED_STORE if shares_store() else ""):
             links = take_links(timeout) if ranks is None else Links(self._ranks, timeout)
         self._links = links
-        self._agreeing = Lane(ThreadName.AGREE, links, _AGREED, timeout)  # this one broadcasts
-        self._persisting = Lane(ThreadName.MESSAGES, links, _PERSISTED, _WRITE_TIMEOUT)
+        self._agreeing = MessageLane(ThreadName.AGREE, links, _AGREED, timeout)  # this one broadcasts
+        self._persisting = MessageLane(ThreadName.MESSAGES, links, _PERSISTED, _WRITE_TIMEOUT)
         self._node = self._agreeing.node
 
     def scope(self, ranks: Sequence[int]) -> Communicator:
@@ -177,8 +179,8 @@ class GlooCommunicator:
             counts = summed()  # may wait for a device
             mine = torch.from_numpy(np.concatenate([counts.reshape(-1), maxima.reshape(-1)]))
             with self._agreement("all ranks to come to the same step"):
-                found = self._agreeing.reduce(mine, counts.size).numpy()
-            return found[: counts.size].reshape(counts.shape), found[counts.size :].reshape(maxima.shape)
+                reduced = self._agreeing.reduce(mine, counts.size).numpy()
+            return reduced[: counts.size].reshape(counts.shape), reduced[counts.size :].reshape(maxima.shape)
 
         return self._agreeing.submit(reduce)
 
@@ -194,10 +196,12 @@ class GlooCommunicator:
 
         return self._agreeing.submit(broadcast).result()
 
-    def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    def swap(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
         def exchange() -> None:
             with self._agreement("the other ranks to send what they hold"):
-                self._agreeing.swap(given, expected)
+                self._agreeing.swap(outgoing, expected)
 
         self._agreeing.submit(exchange).result()
 
@@ -228,7 +232,7 @@ class GlooCommunicator:
     def announce(self, payload: bytes) -> bytes:
         return self._persist(lambda: self._announce(self._persisting, payload))
 
-    def _announce(self, lane: Lane, payload: bytes, what: str = "whether a checkpoint is committed") -> bytes:
+    def _announce(self, lane: MessageLane, payload: bytes, what: str = "whether a checkpoint is committed") -> bytes:
         if self._node.parent is not None:
             with self._waiting_for(f"rank 0 to say {what}"):
                 payload = lane.receive(self._node.parent)
@@ -240,12 +244,12 @@ class GlooCommunicator:
     def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
         return self._persist(lambda: self._combine(self._persisting, columns))
 
-    def _combine(self, lane: Lane, columns: Sequence[bytes], what: str = "written") -> list[bytes] | None:
-        found = [columns]
+    def _combine(self, lane: MessageLane, columns: Sequence[bytes], what: str = "written") -> list[bytes] | None:
+        collected = [columns]
         for child in self._node.children:
             with self._waiting_for(f"rank {child} to say what it has {what}"):
-                found.append(_unpacked(lane.receive(child)))
-        joined = [b"".join(parts) for parts in zip(*found, strict=True)]
+                collected.append(_unpacked(lane.receive(child)))
+        joined = [b"".join(parts) for parts in zip(*collected, strict=True)]
         if self._node.parent is None:
             return joined
         with self._waiting_for(f"rank 0 to collect what was {what}"):
@@ -277,17 +281,17 @@ def _packed(payloads: Sequence[bytes]) -> bytes:
 def _unpacked(packed: bytes) -> list[bytes]:
     [count] = struct.unpack_from("<Q", packed)
     sizes = struct.unpack_from(f"<{count}Q", packed, 8)
-    found, at = [], 8 * (count + 1)
+    columns, at = [], 8 * (count + 1)
     for size in sizes:
-        found.append(packed[at : at + size])
+        columns.append(packed[at : at + size])
         at += size
-    return found
+    return columns
 
 
 def largest(comm: Communicator, numbers: Sequence[int]) -> list[int]:
     """Element-wise maximum over ranks. A collective of the training thread."""
-    _, found = comm.agree(np.zeros(0, dtype=np.int64), np.asarray(numbers, dtype=np.int64))
-    return [int(number) for number in found]
+    _, maxima = comm.agree(np.zeros(0, dtype=np.int64), np.asarray(numbers, dtype=np.int64))
+    return [int(number) for number in maxima]
 
 
 def make_communicator(timeout_secs: float, *, late: bool = False) -> SoloCommunicator | GlooCommunicator:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
-class Lane:
+class MessageLane:
     """Point-to-point messages between some ranks, each with the generation that it belongs to.
 
     Made on all of these ranks alike. ``submit`` may be called on any thread; everything else only by jobs. On one lane
@@ -76,29 +76,29 @@ class Lane:
             PeerLostError: ``abort`` or ``close`` was called. A job that was submitted before ``abort`` raises it from
                 its future.
         """
-        found: Future[T] = Future()
+        future: Future[T] = Future()
         with self._lock:
             if self._aborted is not None:
                 raise self._aborted
-            self._waited_for.add(found)
-            self._jobs.put(lambda: self._carry_out(job, found))  # locked: nothing may lie behind the end
-        return found
+            self._waited_for.add(future)
+            self._jobs.put(lambda: self._carry_out(job, future))  # locked: nothing may lie behind the end
+        return future
 
-    def _carry_out(self, job: Callable[[], T], found: Future[T]) -> None:
-        if found.done():  # aborted while it waited for its turn
+    def _carry_out(self, job: Callable[[], T], future: Future[T]) -> None:
+        if future.done():  # aborted while it waited for its turn
             return
         try:
             result = job()
         except BaseException as error:  # the thread's boundary: raised where the result is waited for
             self._links.is_sound = False  # peers may wait for what it had still to send
-            self._complete(found, partial(found.set_exception, error))
+            self._complete(future, partial(future.set_exception, error))
         else:
-            self._complete(found, partial(found.set_result, result))
+            self._complete(future, partial(future.set_result, result))
 
-    def _complete(self, found: Future[Any], complete: Callable[[], None]) -> None:
+    def _complete(self, future: Future[Any], complete: Callable[[], None]) -> None:
         with self._lock:
-            mine = found in self._waited_for
-            self._waited_for.discard(found)
+            mine = future in self._waited_for
+            self._waited_for.discard(future)
         if mine:
             complete()
 
@@ -108,8 +108,8 @@ class Lane:
         with self._lock:
             self._aborted = self._aborted or error
             stuck, self._waited_for = self._waited_for, set()
-        for found in stuck:
-            found.set_exception(self._aborted)
+        for future in stuck:
+            future.set_exception(self._aborted)
         self._is_aborted.set()
 
     def await_cause(self, error: BaseException) -> None:
@@ -159,20 +159,22 @@ class Lane:
         self._require_own(int(head[1]), int(head[1]))
         return body.numpy().tobytes()
 
-    def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    def swap(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
         """Sends and receives uint8 tensors, whose sizes both sides know, without copying them.
 
         In as many rounds as there are ranks, in each of which a rank has at most one peer to send to, and one to
         receive from.
 
         Args:
-            given: Rank -> what it gets of this one.
+            outgoing: Rank -> what it gets of this one.
             expected: Rank -> where what it sends goes.
         """
         me, ranks = self.node.rank, len(self._ranks)
         for distance in range(1, ranks):
             target, source = (me + distance) % ranks, (me - distance) % ranks
-            works = [self._send(part, target) for tensor in given.get(target, ()) for part in _chunks(tensor)] + [
+            works = [self._send(part, target) for tensor in outgoing.get(target, ()) for part in _chunks(tensor)] + [
                 self._receive(part, source) for tensor in expected.get(source, ()) for part in _chunks(tensor)
             ]
             for work in works:

@@ -54,7 +54,7 @@ class Links:
         self.is_sound = True
         self.first_tag = 0
         self._timeout, self._number = timeout, 0
-        self._world: _World | None = None
+        self._world: _DefaultGroup | None = None
         everybody = len(self.ranks) == dist.get_world_size()
         self.group = group or dist.new_group(
             None if everybody else list(self.ranks),
@@ -63,7 +63,7 @@ class Links:
             use_local_synchronization=not everybody,
         )
 
-    def lend(self, world: _World, number: int) -> None:
+    def lend(self, world: _DefaultGroup, number: int) -> None:
         """One session has these of ``world``, until ``give_back``."""
         self._world, self._number = world, number
         self.first_tag = _LANES * world.opened
@@ -86,7 +86,7 @@ class Links:
             world.free[self._timeout] = self._number, weakref.ref(self.group)
 
 
-class _World:
+class _DefaultGroup:
     """What this process keeps for one default process group.
 
     Args:
@@ -103,7 +103,7 @@ class _World:
         self.opened = 0
         self.free: dict[timedelta, tuple[int, weakref.ref[Any]]] = {}
         self._name = ""
-        self._told: tuple[int, weakref.ref[Any] | None] | None = None
+        self._offered: tuple[int, weakref.ref[Any] | None] | None = None
 
     def begin(self, links: Links) -> None:
         """The first group is made: ranks agree on a name in the store, which may hold what dead processes wrote.
@@ -128,22 +128,22 @@ class _World:
             RuntimeError: Not all of the ranks came.
         """
         store, name = distributed_c10d._get_default_store(), f"{self._name}/{self.opened}"
-        if self._told is None:
-            self._told = self._find(timeout)
-            _tell(store, name, self._told[0])
+        if self._offered is None:
+            self._offered = self._find(timeout)
+            _tell(store, name, self._offered[0])
         _await(store, f"{name}/agreed", timeout)
-        agreed, (number, found), self._told = store.get(f"{name}/agreed") == b"1", self._told, None
+        agreed, (number, reference), self._offered = store.get(f"{name}/agreed") == b"1", self._offered, None
         self.opened += 1
-        group = found() if agreed and found is not None else None
+        group = reference() if agreed and reference is not None else None
         return None if group is None else (number, group)
 
     def _find(self, timeout: timedelta) -> tuple[int, weakref.ref[Any] | None]:
         """Number and group of what this rank could take over; 0 if there is nothing."""
-        number, found = self.free.pop(timeout, (0, None))
-        group = None if found is None else found()
+        number, reference = self.free.pop(timeout, (0, None))
+        group = None if reference is None else reference()
         if group is None or group not in distributed_c10d._world.pg_map:  # destroyed by somebody
             return 0, None
-        return number, found
+        return number, reference
 
 
 def _tell(store: Any, name: str, number: int) -> None:
@@ -155,7 +155,7 @@ def _tell(store: Any, name: str, number: int) -> None:
         store.set(f"{name}/agreed", "1" if alike else "0")
 
 
-_newest: _World | None = None
+_newest: _DefaultGroup | None = None
 
 
 def take_links(timeout: timedelta) -> Links:
@@ -172,13 +172,13 @@ def take_links(timeout: timedelta) -> Links:
     if default is None:
         raise RuntimeError("torch.distributed has no default process group: call init_process_group first")
     if _newest is None or _newest.of() is not default:
-        _newest = _World(default)
+        _newest = _DefaultGroup(default)
     world = _newest
-    found = world.taken(timeout) if world.has_begun else None
-    links = Links(range(dist.get_world_size()), timeout, None if found is None else found[1])
+    taken = world.taken(timeout) if world.has_begun else None
+    links = Links(range(dist.get_world_size()), timeout, None if taken is None else taken[1])
     if not world.has_begun:
         world.begin(links)
-    links.lend(world, world.opened if found is None else found[0])
+    links.lend(world, world.opened if taken is None else taken[0])
     return links
 
 

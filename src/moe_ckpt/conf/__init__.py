@@ -51,8 +51,8 @@ def build_callback(
     """
     from moe_ckpt.callbacks import MoECheckpoint
 
-    given = {"dirpath": dirpath, "timeout_secs": timeout_secs}
-    where = {**store, **{key: value for key, value in given.items() if value is not None}}
+    overrides = {"dirpath": dirpath, "timeout_secs": timeout_secs}
+    where = {**store, **{key: value for key, value in overrides.items() if value is not None}}
     if where.get("dirpath") is None:
         raise ConfigError("moe_ckpt.dirpath must be given: a directory, or a URL such as s3://bucket/run")
     return MoECheckpoint(policy, **where, memory=memory or None, **options)

@@ -63,7 +63,7 @@ class AnyOfConfig:
 
 @dataclass
 class StoreConfig:
-    """Where checkpoints go.
+    """Settings of the store to which checkpoints go.
 
     Attributes:
         dirpath: Directory or fsspec URL, the same on every rank.

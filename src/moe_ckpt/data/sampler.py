@@ -90,7 +90,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
                 f"RecoverableDistributedSampler(num_replicas={num_replicas}, rank={rank}): rank must be one of "
                 f"0 to {num_replicas - 1}"
             )
-        self._given = None if num_replicas is None or rank is None else (num_replicas, rank)
+        self._replicas = None if num_replicas is None or rank is None else (num_replicas, rank)
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
@@ -104,8 +104,8 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
 
     @property
     def follows_process_group(self) -> bool:
-        """Whether ``num_replicas`` and ``rank`` are looked up, not given."""
-        return self._given is None
+        """True if ``num_replicas`` and ``rank`` are looked up in the process group."""
+        return self._replicas is None
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
@@ -118,8 +118,8 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         return self._world()[1]
 
     def _world(self) -> tuple[int, int]:
-        if self._given is not None:
-            return self._given
+        if self._replicas is not None:
+            return self._replicas
         if dist.is_available() and dist.is_initialized():
             return dist.get_world_size(), dist.get_rank()
         return 1, 0
@@ -142,7 +142,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         return self.num_samples * self.num_replicas
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Samples that each rank still gets in this epoch, counted from ``consumed``."""
         return self._share(self.length - self.consumed)
 
@@ -173,7 +173,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
             order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
         else:
             order = torch.arange(self.length)
-        positions = self.consumed + rank + replicas * torch.arange(self.left)
+        positions = self.consumed + rank + replicas * torch.arange(self.remaining)
         again = positions >= self.length  # only in the last place, where the rest does not divide
         positions[again] = (positions[again] - self.length) % max(self.length, 1)
         dealt: list[int] = order[positions].tolist()

@@ -96,37 +96,37 @@ class Boosting:
             fresh += self._summed(self._stored_elsewhere(stored, ranks, of_rank))
             stored = {}
         self._set_up(stored, fresh)
-        owed = self._summed([self._state()])
-        if owed.any():
-            self._run_ledger, run_ledger.deficit = run_ledger, owed
-            messages.say_boosted(self._boost, int(owed.sum()), int((owed > 0).sum()), self._comm.rank)
+        outstanding = self._summed([self._state()])
+        if outstanding.any():
+            self._run_ledger, run_ledger.deficit = run_ledger, outstanding
+            messages.say_boosted(self._boost, int(outstanding.sum()), int((outstanding > 0).sum()), self._comm.rank)
 
-    def _stored_elsewhere(self, own: Plain, ranks: int, of_rank: Callable[[int], Plain] | None) -> Iterable[Plain]:
+    def _stored_elsewhere(self, stored: Plain, ranks: int, of_rank: Callable[[int], Plain] | None) -> Iterable[Plain]:
         """Yields the stored boosts that this rank continues: its own, and those of ranks that no longer exist."""
         for rank in range(self._comm.rank, ranks, self._comm.world_size):
             try:
-                yield own if rank == self._comm.rank else (of_rank or _not_there)(rank).get(_KEY, {})
+                yield stored if rank == self._comm.rank else (of_rank or _not_there)(rank).get(_KEY, {})
             except MoECheckpointError as error:  # not worth a start that fails
                 messages.say_forgotten(rank, error)
 
     def _set_up(self, stored: Plain, fresh: Counts) -> None:
         """Begins with what is stored of this rank, and with its part of ``fresh`` ``[L, E]`` tokens."""
-        wanted = {at for at in self._ports if fresh[at].any() or str(at) in stored.get("left", {})}
-        refused = {at: why for at in wanted if (why := self._ports[at].refusal()) is not None}
+        boosted = {at for at in self._ports if fresh[at].any() or str(at) in stored.get("left", {})}
+        refused = {at: why for at in boosted if (why := self._ports[at].refusal()) is not None}
         able = np.zeros((self._shape[0], self._comm.world_size), dtype=np.int64)
-        able[sorted(wanted - refused.keys()), self._comm.rank] = 1
+        able[sorted(boosted - refused.keys()), self._comm.rank] = 1
         refusing = np.zeros_like(able)
         refusing[sorted(refused), self._comm.rank] = 1
-        there, _nothing = self._comm.agree(np.stack([able, refusing]), np.zeros(0, dtype=np.int64))
-        self._say_refused({at: why for at, why in refused.items() if not there[1, at, : self._comm.rank].any()})
+        counts, _nothing = self._comm.agree(np.stack([able, refusing]), np.zeros(0, dtype=np.int64))
+        self._say_refused({at: why for at, why in refused.items() if not counts[1, at, : self._comm.rank].any()})
         parts = parts_of(self._boost or 0.0)
-        for at in sorted(wanted - refused.keys()):
-            part = deal(fresh[at], int(there[0, at].sum()), int(there[0, at, : self._comm.rank].sum()))
-            left = torch.from_numpy(part[: self._ports[at].experts])
-            carried = torch.zeros_like(left)
+        for at in sorted(boosted - refused.keys()):
+            part = deal(fresh[at], int(counts[0, at].sum()), int(counts[0, at, : self._comm.rank].sum()))
+            outstanding = torch.from_numpy(part[: self._ports[at].experts])
+            carried = torch.zeros_like(outstanding)
             if str(at) in stored.get("left", {}):
-                left, carried = left + stored["left"][str(at)], stored["carried"][str(at)]
-            self._layers[at] = LayerBoost(left, carried, parts, self._stopwatch)
+                outstanding, carried = outstanding + stored["left"][str(at)], stored["carried"][str(at)]
+            self._layers[at] = LayerBoost(outstanding, carried, parts, self._stopwatch)
             self._ports[at].attach(self._layers[at])
 
     def _say_refused(self, refused: Mapping[int, str]) -> None:
@@ -159,8 +159,8 @@ class Boosting:
             self._layers = {}
             return tokens
         tables = {at: torch.cat([layer.backlog, layer.backlog.new_zeros(1)]) for at, layer in self._layers.items()}
-        owed = counts_on_host(tables, self._shape)
-        return tokens.then(lambda found: replace(found, deficit=owed.result()))
+        outstanding = counts_on_host(tables, self._shape)
+        return tokens.then(lambda step_tokens: replace(step_tokens, deficit=outstanding.result()))
 
     def _give_up(self, at: int, why: str) -> None:
         """It turned out in the first forward pass that the router cannot take a boost, on every rank alike."""
@@ -170,7 +170,7 @@ class Boosting:
         del self._layers[at]
 
     def discard(self) -> None:
-        """What was computed since the last step led to no update."""
+        """Discards the tokens counted since the last step, which led to no update."""
         for layer in self._layers.values():
             layer.discard()
 
@@ -193,9 +193,9 @@ class Boosting:
     def _summed(self, stored: Iterable[Plain]) -> Counts:
         """``[L, E]`` tokens left in ``stored``, of all ranks together. A collective."""
         table = np.zeros(self._shape, dtype=np.int64)
-        for each in stored:
-            for at, left in each.get("left", {}).items():
-                table[int(at), : len(left)] += left.cpu().numpy()
+        for plain in stored:
+            for at, outstanding in plain.get("left", {}).items():
+                table[int(at), : len(outstanding)] += outstanding.cpu().numpy()
         total, _ = self._comm.agree(table, np.zeros(0, dtype=np.int64))
         return total
 

@@ -28,40 +28,41 @@ class Change:
         where: For instance ``module.dropout``, ``optimizer 0 lr``.
         before: Its value in the checkpoint, as text.
         now: Its value in this script, as text.
-        kept: The checkpoint's value is used (optimizers, schedulers), not the script's (modules, datamodules).
+        from_checkpoint: The checkpoint's value is used (optimizers, schedulers), not the script's (modules,
+            datamodules).
         decides: It makes another experiment, unlike what a scheduler computes from the length of training.
     """
 
     where: str
     before: str
     now: str
-    kept: bool
+    from_checkpoint: bool
     decides: bool = True
 
     def __str__(self) -> str:
         return f"{self.where} {self.before} -> {self.now}"
 
 
-def say_changes(found: Collection[Change], rank: int) -> None:
+def say_changes(changes: Collection[Change], rank: int) -> None:
     """Warns on rank 0 of hyperparameters that differ from the checkpoint's, and says whose are used."""
-    if rank or not found:
+    if rank or not changes:
         return
     texts = []
-    for kept, whose in ((True, "the checkpoint's"), (False, "this script's")):
-        some = "; ".join(str(change) for change in found if change.kept is kept)
+    for from_checkpoint, whose in ((True, "the checkpoint's"), (False, "this script's")):
+        some = "; ".join(str(change) for change in changes if change.from_checkpoint is from_checkpoint)
         texts += [f"{some} (training continues with {whose})"] if some else []
     log.warning("hyperparameters differ from the checkpoint's: %s", "; ".join(texts))
 
 
 def plain_values(group: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns the hyperparameters in a param group or a scheduler's state: numbers, text, lists of those."""
-    found = {}
+    values = {}
     for key, value in group.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if key not in _IMPLEMENTATION and not str(key).startswith("_") and _is_plain(value):
-            found[str(key)] = value
-    return found
+            values[str(key)] = value
+    return values
 
 
 def _is_plain(value: Any) -> bool:
@@ -71,14 +72,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def differing(
-    name: str, before: Mapping[str, Any], now: Mapping[str, Any], *, kept: bool, decides: bool = True
+    name: str, before: Mapping[str, Any], now: Mapping[str, Any], *, from_checkpoint: bool, decides: bool = True
 ) -> Iterator[Change]:
     """Yields a change for each value of ``now``, then of ``before``, that the other lacks or that differs."""
     old, new = dict(_flat(before)), dict(_flat(now))
     for key in (*new, *(key for key in old if key not in new)):
         if not same(old.get(key, _ABSENT), new.get(key, _ABSENT)):
             was, now_is = (_text(values[key]) if key in values else _ABSENT for values in (old, new))
-            yield Change(f"{name}{key}", was, now_is, kept, decides)
+            yield Change(f"{name}{key}", was, now_is, from_checkpoint, decides)
 
 
 def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,13 +11,13 @@ from moe_ckpt.driver.replaying import Repeated, StepSource
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.interop.weights import Loaded as LoadedWeights
+from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored
 
 
 class End(NamedTuple):
-    """How training ended; see ``format.finished.Finished``."""
+    """End of training; see ``format.finished.Finished``."""
 
     reason: str
     limits: Mapping[str, int] = {}
@@ -25,7 +25,7 @@ class End(NamedTuple):
 
 
 class Host(Protocol):
-    """What an adapter provides. Called alike on all ranks, on the training thread.
+    """Interface that an adapter provides. Called alike on all ranks, on the training thread.
 
     Attributes:
         boosting: The capacity boost; its state is part of what is captured.
@@ -59,7 +59,7 @@ class Host(Protocol):
         """Loads the weights at ``path``, which a new run begins with."""
 
     def go_on_from_end(
-        self, manifest: Manifest, finished: Finished, found: Sequence[Change], plt: float
+        self, manifest: Manifest, finished: Finished, changes: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
         """Decides on the start of a finished run.
 

@@ -12,7 +12,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.quantities import human_bytes, name_ranks
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.engine.options import Options
-from moe_ckpt.interop.weights import Loaded
+from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.slices.expected import roughly
@@ -25,17 +25,17 @@ def say_setup(options: Options, catalog: Catalog, specs: Iterable[TensorSpec], r
     if rank:
         return
     counts = [layer.experts for layer in catalog.layers]
-    each = f"{min(counts)} to {max(counts)}" if len({*counts}) > 1 else f"{counts[0]}" if counts else ""
-    found = "no MoE layer was found (under Lightning moe_ckpt.register_moe tells of one)"
+    experts = f"{min(counts)} to {max(counts)}" if len({*counts}) > 1 else f"{counts[0]}" if counts else ""
+    result = "no MoE layer was found (under Lightning moe_ckpt.register_moe tells of one)"
     if counts:
         layers = f"{len(counts)} MoE layers were" if len(counts) > 1 else "1 MoE layer was"
-        found = f"{layers} found, with {each} experts{' each' if len(counts) > 1 else ''}"
+        result = f"{layers} found, with {experts} experts{' each' if len(counts) > 1 else ''}"
     policy: Any = options.policy
     inner = getattr(policy, "policy", None)
     name = type(policy).__name__ if inner is None else f"{type(policy).__name__}({type(inner).__name__})"
     announce(
         "%s: %s. Checkpoints go to %s, about %s where all is saved (with Adam); memory that outlives the process: %s",
-        *(name, found, options.dirpath, human_bytes(roughly(specs)), "off" if options.memory is None else "on"),
+        *(name, result, options.dirpath, human_bytes(roughly(specs)), "off" if options.memory is None else "on"),
     )
 
 
@@ -53,19 +53,19 @@ def say_new(dirpath: str, resume: str, generation: int, rank: int) -> None:
         announce("training starts from scratch: %s holds no checkpoint yet", dirpath)
 
 
-def say_weights(unit: str, loaded: Loaded, rank: int) -> None:
+def say_weights(unit: str, loaded: LoadedWeights, rank: int) -> None:
     """A new run begins with loaded weights."""
     if rank == 0:
         announce("a new run starts with %s; %s count, optimizer, schedules and data start from scratch", loaded, unit)
 
 
 def say_resumed(
-    unit: str, step: int, place: str, *, fault: FaultRecord, plt: float, dirpath: str, rank: int, besides: str = ""
+    unit: str, step: int, source: str, *, fault: FaultRecord, plt: float, dirpath: str, rank: int, besides: str = ""
 ) -> None:
     """Says where training resumes, and what was lost.
 
     Args:
-        place: ``Restored.origin``.
+        source: ``Restored.origin``.
         besides: A warning to add.
     """
     if rank:
@@ -74,25 +74,25 @@ def say_resumed(
     if fault.stale_experts:
         lost = f"{fault.stale_experts} experts are older than that, {fault.lost_tokens:,} tokens lost"
         portion = f"MLT {fault.mlt:.2%}, "
-    where = f"{unit} {step} from {_path(dirpath, place)}"
+    where = f"{unit} {step} from {_path(dirpath, source)}"
     level = logging.WARNING if besides else logging.INFO
     announce("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides, level=level)
 
 
-def say_left_behind(unit: str, step: int, found: LeftBehind | None, rank: int) -> None:
+def say_left_behind(unit: str, step: int, lost_checkpoint: LeftBehind | None, rank: int) -> None:
     """The run continues from ``step`` on storage, although memory held newer steps, if it did."""
-    if rank or found is None:
+    if rank or lost_checkpoint is None:
         return
-    if found.step is None:
+    if lost_checkpoint.step is None:
         announce(
             "no node has a checkpoint of an earlier start in memory: %ss after %d that were only in memory are lost, "
             "and are computed again",
             *(unit, step),
         )
         return
-    several = found.step > step + 1
-    lost = f"{unit}s {step + 1} to {found.step} are" if several else f"{unit} {found.step} is"
-    if not found.writers:
+    several = lost_checkpoint.step > step + 1
+    lost = f"{unit}s {step + 1} to {lost_checkpoint.step} are" if several else f"{unit} {lost_checkpoint.step} is"
+    if not lost_checkpoint.writers:
         announce(
             "%s lost, and must be computed again: memory holds no whole checkpoint of %s that this run can use",
             *(lost, "them" if several else "it"),
@@ -102,7 +102,7 @@ def say_left_behind(unit: str, step: int, found: LeftBehind | None, rank: int) -
     announce(
         "%s lost, and must be computed again: memory holds only a part of %s %d, and the part of %s is on no surviving "
         "node. More copies on other nodes, Memory(replicas=...), survive the loss of more nodes",
-        *(lost, unit, found.step, name_ranks(found.writers)),
+        *(lost, unit, lost_checkpoint.step, name_ranks(lost_checkpoint.writers)),
         level=logging.WARNING,
     )
 
@@ -114,9 +114,9 @@ def say_survived(unit: str, step: int, why: str, nbytes: int, secs: float, rank:
         why: Training stops.
         nbytes: 0 if a snapshot had all of it.
     """
-    kept = f"{human_bytes(nbytes)} in {secs:.1f} s" if nbytes else "a checkpoint of which was there"
-    said = "training stops (%s): rank %d keeps its state of %s %d in memory, %s"
-    (announce if rank == 0 else log.info)(said, why, rank, unit, step, kept)
+    cost = f"{human_bytes(nbytes)} in {secs:.1f} s" if nbytes else "a checkpoint of which was there"
+    message = "training stops (%s): rank %d keeps its state of %s %d in memory, %s"
+    (announce if rank == 0 else log.info)(message, why, rank, unit, step, cost)
 
 
 def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int, *, is_open: bool) -> None:
@@ -125,8 +125,8 @@ def say_not_survived(unit: str, step: int, why: str, problem: str, rank: int, *,
     Args:
         is_open: Unless it is sealed before the process ends.
     """
-    kept = "may not keep" if is_open else "could not keep"
-    log.warning("training stops (%s), and rank %d %s %s %d in memory: %s", why, rank, kept, unit, step, problem)
+    verb = "may not keep" if is_open else "could not keep"
+    log.warning("training stops (%s), and rank %d %s %s %d in memory: %s", why, rank, verb, unit, step, problem)
 
 
 def say_not_counted(which: str, missing: str, why: str, rank: int) -> None:
@@ -176,16 +176,16 @@ def say_inexact(why: str | None, rank: int) -> None:
         log.warning("%s", why)
 
 
-def say_replayed(unit: str, first: int, last: int, place: str, dirpath: str, rank: int) -> None:
+def say_replayed(unit: str, first: int, last: int, source: str, dirpath: str, rank: int) -> None:
     """A sparse window is replayed from step ``first``.
 
     Args:
-        place: ``Restored.origin``.
+        source: ``Restored.origin``.
     """
     if rank == 0:
         announce(
             "resumed at %s %d from %s: the %ss of its sparse window, up to %d, are computed again",
-            *(unit, first, _path(dirpath, place), unit, last),
+            *(unit, first, _path(dirpath, source), unit, last),
         )
 
 
@@ -202,10 +202,10 @@ def say_routed_otherwise(unit: str, first: int, last: int, rank: int) -> None:
         )
 
 
-def _path(dirpath: str, place: str) -> str:
+def _path(dirpath: str, source: str) -> str:
     """The path of a checkpoint in the store, also where memory held a part of it."""
-    *memory, directory = place.split(" ")
-    return place if directory == "memory" else " ".join([*memory, os.path.join(dirpath, directory)])
+    *memory, directory = source.split(" ")
+    return source if directory == "memory" else " ".join([*memory, os.path.join(dirpath, directory)])
 
 
 def say_unfinished(unit: str, step: int, window: tuple[int, int], rank: int) -> None:
@@ -240,7 +240,7 @@ def say_unsaved(unit: str, step: int, newest: int | None, rank: int) -> None:
     """
     if rank or newest == step:
         return
-    found, first = (
+    state, first = (
         ("the store holds no checkpoint", 1)
         if newest is None
         else (f"the newest checkpoint is of {unit} {newest}", newest + 1)
@@ -249,7 +249,7 @@ def say_unsaved(unit: str, step: int, newest: int | None, rank: int) -> None:
         "training ended between two optimizer %ss, after %s %d, whose last batch accumulated gradients only, and those "
         "are in no checkpoint: %s, and the next start computes %ss %d to %d again. Stop training in a batch that makes "
         "a step, or save more often",
-        *(unit, unit, step, found, unit, first, step),
+        *(unit, unit, step, state, unit, first, step),
     )
 
 

@@ -102,7 +102,7 @@ class Replaying:
 
     @property
     def done(self) -> bool:
-        """Whether the state is that of the last step to compute."""
+        """True if the state is that of the last step to compute."""
         return self._replay.done and self._reached >= self._until
 
     @property
@@ -138,8 +138,8 @@ class Replaying:
             return
         expected = self._replay.steps[self._replay.loaded]
         if step != expected:
-            found = f"it is computed now, and was skipped then (the run computed {expected})"
-            raise ReplayDivergedError(step, found, self._changed)
+            problem = f"it is computed now, and was skipped then (the run computed {expected})"
+            raise ReplayDivergedError(step, problem, self._changed)
         self._replay.advance(step)
 
     def skip(self, step: int) -> None:
@@ -186,8 +186,8 @@ def require_repeated(step: int, parts: Iterable[Repeated], recorded: Plain, capt
         try:
             before = part(recorded)
         except (LookupError, TypeError) as error:
-            found = f"{name} was not recorded ({type(error).__name__}: {error})"
-            raise ReplayDivergedError(step, found, changed) from error
+            problem = f"{name} was not recorded ({type(error).__name__}: {error})"
+            raise ReplayDivergedError(step, problem, changed) from error
         if not same_plain(before, part(captured)):
             raise ReplayDivergedError(step, f"{name} differs from what was recorded", changed)
 
@@ -202,5 +202,5 @@ def same_plain(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same_plain, one, other))
     if isinstance(one, (torch.Tensor, Mapping, list, tuple)) or isinstance(other, (torch.Tensor, Mapping, list, tuple)):
         return False
-    found = one == other
-    return bool(found.all()) if hasattr(found, "all") else bool(found)
+    equal = one == other
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)

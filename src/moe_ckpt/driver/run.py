@@ -420,8 +420,8 @@ class Driver:
 
     def _note_end(self, newest: str) -> None:
         """Records that the run is finished, if its newest checkpoint is of its last step. On rank 0, lock held."""
-        end, place = self._host.end(), parse_step_dir(newest)
-        if end is not None and place is not None and place[0] == self._host.step:
+        end, parsed = self._host.end(), parse_step_dir(newest)
+        if end is not None and parsed is not None and parsed[0] == self._host.step:
             storage = open_storage(self.options.dirpath, access=self.options.access)
             write_finished(storage, newest, *end)
 

@@ -16,7 +16,7 @@ from moe_ckpt.errors import ConfigError
 
 
 class State(Enum):
-    """How far one life of a run has come."""
+    """Stage that one life of a run has reached."""
 
     NEW = "the store is not open"
     OPEN = "the store is open, and no checkpoint was loaded yet"
@@ -29,7 +29,7 @@ class State(Enum):
 
 
 class Action(Enum):
-    """What an adapter does next."""
+    """Next action of an adapter."""
 
     OPEN = "open"
     RESUME = "resume"
@@ -78,7 +78,7 @@ class Lifecycle:
 
     @property
     def is_training(self) -> bool:
-        """Whether steps are computed, for the first time or again."""
+        """True if steps are computed, for the first time or again."""
         return self.state in (State.TRAINING, State.REPLAYING)
 
     def allows(self, event: Action) -> bool:

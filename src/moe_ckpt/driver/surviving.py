@@ -19,11 +19,11 @@ log = logging.getLogger("moe_ckpt")
 
 
 class Moment(enum.Enum):
-    """Of an iteration: what parameters and optimizer state are."""
+    """Moment of an iteration: its value says what parameters and optimizer state are."""
 
     UNKNOWN = "no state of this life, or callbacks may have put other weights in"
     RESTING = "those of the newest step"
-    LENT = "those of the newest step, unless callbacks have put other weights in"
+    EXPOSED = "those of the newest step, unless callbacks have put other weights in"
     REDUCING = "the same; an update has begun, which first reduces gradients over ranks"
     WRITING = "between two steps"
     WRITTEN = "those of the next step, which the loop has not counted yet"
@@ -76,22 +76,22 @@ class Surviving:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is ever sealed."""
+        """True if anything is ever sealed."""
         return self._survivor.is_on
 
     @property
     def is_over(self) -> bool:
-        """Whether sealing was tried already."""
+        """True if sealing was tried already."""
         return self._once.locked()
 
     @property
     def is_whole(self) -> bool:
-        """Whether the newest step can be sealed now."""
+        """True if the newest step can be sealed now."""
         return self.moment in _WHOLE
 
     @property
     def ends_soon(self) -> bool:
-        """Whether something is under way after which a step can be sealed that is newer, or whole again."""
+        """True if something is under way after which a step can be sealed that is newer, or whole again."""
         return self.moment in (Moment.REDUCING, Moment.WRITING, Moment.WRITTEN, Moment.BOOKING)
 
     def enter(self, moment: Moment) -> None:
@@ -118,8 +118,8 @@ class Surviving:
         if update:
             self.enter(Moment.WRITING)
         elif self.moment is Moment.RESTING:
-            self.enter(Moment.LENT if self._notes() else Moment.UNKNOWN)
-        elif self.moment is not Moment.LENT:
+            self.enter(Moment.EXPOSED if self._notes() else Moment.UNKNOWN)
+        elif self.moment is not Moment.EXPOSED:
             self.enter(Moment.UNKNOWN)
 
     @contextlib.contextmanager
@@ -161,25 +161,25 @@ class Surviving:
                     say_not_counted(*uncounted, why, self._rank)
                     return
                 self.moment = Moment.RESTING
-            if self.moment is Moment.LENT:
+            if self.moment is Moment.EXPOSED:
                 self.moment = Moment.RESTING if self._are_unchanged() else Moment.UNKNOWN
             if not self.is_whole:
                 level = logging.WARNING if self.moment is Moment.WRITING else logging.INFO
-                said = "the newest %s is not sealed after %s: parameters are %s"
-                log.log(level, said, self._unit, why, self.moment.value)
+                message = "the newest %s is not sealed after %s: parameters are %s"
+                log.log(level, message, self._unit, why, self.moment.value)
                 return
             with _not_interrupted():  # including its messages: a handler may raise
                 until = time.monotonic() + self._secs
-                found = self._survivor.seal(self._secs)
+                survived = self._survivor.seal(self._secs)
                 self._write_logs(max(0.0, until - time.monotonic()))
-                if found is not None:
-                    self._say(why, found)
+                if survived is not None:
+                    self._say(why, survived)
 
-    def _say(self, why: str, found: Survived) -> None:
-        if found.problem:
-            say_not_survived(self._unit, found.step, why, found.problem, self._rank, is_open=found.is_open)
+    def _say(self, why: str, survived: Survived) -> None:
+        if survived.problem:
+            say_not_survived(self._unit, survived.step, why, survived.problem, self._rank, is_open=survived.is_open)
         else:
-            say_survived(self._unit, found.step, why, found.nbytes, found.secs, self._rank)
+            say_survived(self._unit, survived.step, why, survived.nbytes, survived.secs, self._rank)
 
     def _notes(self) -> bool:
         if self._survivor.is_on:

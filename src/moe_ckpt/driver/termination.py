@@ -166,15 +166,15 @@ class Termination:
         is about to kill; False as soon as the step is sealed, or training over."""
         since = time.monotonic()
         last = since + TORCHRUN_GRACE_SECS - LAST_SECS
-        patience, frame, place = max(HANDLER_SECS, last - since - self._secs), None, -1
+        patience, frame, instruction = max(HANDLER_SECS, last - since - self._secs), None, -1
         while time.monotonic() < min(since + patience, last - HANDLER_SECS):
             time.sleep(HANDLER_SECS / 4)
             if self._sockets is None or self._surviving.is_over:
                 return False
             # Compared by identity, which is unique as long as the frame is referenced: a loop often comes by.
             was, frame = frame, sys._current_frames().get(threading.main_thread().ident or 0)
-            if frame is not was or frame is None or frame.f_lasti != place:
-                since, place = time.monotonic(), -1 if frame is None else frame.f_lasti
+            if frame is not was or frame is None or frame.f_lasti != instruction:
+                since, instruction = time.monotonic(), -1 if frame is None else frame.f_lasti
         return True
 
 
@@ -190,8 +190,8 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    for each in list(_watching):
-        each.unwatch()
+    for termination in list(_watching):
+        termination.unwatch()
     _after_fork()
 
 

@@ -44,7 +44,7 @@ _PATIENCE_SECS = 5.0
 """So long a step that is under way is waited for, before the processes are set back."""
 
 
-class Kept(Protocol):
+class SealingCheckpoint(Protocol):
     """A checkpoint of a training loop, such as ``megatron.attach`` returns, or of a Trainer."""
 
     @property
@@ -58,7 +58,9 @@ class Kept(Protocol):
         """Releases threads, lock and hooks."""
 
 
-def close_guarded(guard: Callable[[], AbstractContextManager[Any]], checkpoint: Kept, error: BaseException) -> None:
+def close_guarded(
+    guard: Callable[[], AbstractContextManager[Any]], checkpoint: SealingCheckpoint, error: BaseException
+) -> None:
     """Closes a checkpoint after a failure, while a monitor may interrupt this thread.
 
     The monitor may be faster than the guard. It interrupts only once for its soft_timeout, so the second attempt ends.
@@ -89,7 +91,7 @@ class Restart:
     def __init__(self, call: Any) -> None:
         self._call = call
         self.iteration = int(call.iteration)
-        self._kept: Kept | None = None
+        self._sealing: SealingCheckpoint | None = None
 
     def init_process_group(self, backend: str | None = None, timeout: timedelta | None = None, **more: Any) -> None:
         """Instead of ``torch.distributed.init_process_group``: RANK and WORLD_SIZE are those of this call.
@@ -103,12 +105,12 @@ class Restart:
             dist.destroy_process_group()  # of the call before, where nobody has aborted it
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A connection of its own: the extension's threads wait on theirs for as long as nothing fails.
-        own = TCPStore(address, port, is_master=False, wait_for_workers=False)
+        connection = TCPStore(address, port, is_master=False, wait_for_workers=False)
         if timeout is not None:
             more["timeout"] = timeout
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"moe_ckpt/{self.iteration}", own),
+            store=PrefixStore(f"moe_ckpt/{self.iteration}", connection),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             **more,
@@ -125,27 +127,27 @@ class Restart:
         Raises:
             UnsupportedError: It is something else.
         """
-        kept: Any = getattr(checkpoint, "current_fit", checkpoint)
-        if not all(hasattr(kept, name) for name in ("surviving", "finish", "close")):
+        sealing: Any = getattr(checkpoint, "current_fit", checkpoint)
+        if not all(hasattr(sealing, name) for name in ("surviving", "finish", "close")):
             raise UnsupportedError(
                 f"restart.keeping({type(checkpoint).__name__}): give the result of megatron.attach, or a MoECheckpoint "
                 "callback. Megatron-LM's own loop makes process groups and handles exceptions itself: start it with "
                 "--inprocess-restart, by torchrun or a scheduler, without inprocess.restartable"
             )
-        self._kept = kept
+        self._sealing = sealing
         try:
             yield
-            kept.finish()
+            sealing.finish()
         except BaseException as error:
-            close_guarded(self._call.atomic, kept, error)
+            close_guarded(self._call.atomic, sealing, error)
             raise
         finally:
-            self._kept = None
-        kept.close(CLOSE_SECS)
+            self._sealing = None
+        sealing.close(CLOSE_SECS)
 
     def survive(self) -> None:
         """Seals the newest step before the processes are restarted. On the monitor thread."""
-        surviving = None if self._kept is None else self._kept.surviving
+        surviving = None if self._sealing is None else self._sealing.surviving
         if surviving is None:
             return
         until = time.monotonic() + _PATIENCE_SECS
@@ -191,8 +193,8 @@ def restartable(
         @functools.wraps(train)
         def restarting(*args: Any, **kwargs: Any) -> _T | None:
             _require_plain_processes(ranks)
-            found: _T | None = parts.wrapper(parts.attempt(train))(None, *args, **kwargs)
-            return found
+            result: _T | None = parts.wrapper(parts.attempt(train))(None, *args, **kwargs)
+            return result
 
         return restarting
 

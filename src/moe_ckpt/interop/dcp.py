@@ -126,7 +126,7 @@ class MoEStorageReader(StorageReader):
         """The content of the checkpoint, after the proof that it is whole."""
         checkpoint = self._open()
         index = checkpoint.reader.index(checkpoint.manifest)
-        found: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         paths: dict[str, Path] = {}
         for entry in entries(checkpoint, *self._names):
             paths[entry.name] = entry.path
@@ -135,15 +135,15 @@ class MoEStorageReader(StorageReader):
                 self._slices.update({(entry.name, stored.entry.offsets): stored for stored in group})
                 meta = index.meta(entry.key)
                 boxes = [stored.entry.box for stored in group]
-                found[entry.name] = _tensor_metadata(TORCH_DTYPES[meta.dtype], meta.global_shape, boxes)
+                metadata[entry.name] = _tensor_metadata(TORCH_DTYPES[meta.dtype], meta.global_shape, boxes)
                 continue
             self._values[entry.name] = entry.value
             if isinstance(entry.value, torch.Tensor):
                 shape = tuple(entry.value.shape)
-                found[entry.name] = _tensor_metadata(entry.value.dtype, shape, [Box((0,) * len(shape), shape)])
+                metadata[entry.name] = _tensor_metadata(entry.value.dtype, shape, [Box((0,) * len(shape), shape)])
             else:
-                found[entry.name] = BytesStorageMetadata()
-        return Metadata(found, planner_data=paths)
+                metadata[entry.name] = BytesStorageMetadata()
+        return Metadata(metadata, planner_data=paths)
 
     def _open(self) -> WholeCheckpoint:
         if self._checkpoint is None:
@@ -168,7 +168,7 @@ class MoEStorageReader(StorageReader):
         """
         for rank, plan in enumerate(plans):
             if plan.storage_data != plans[0].storage_data:
-                steps = [str(each.storage_data[1]) for each in (plans[0], plan)]
+                steps = [str(load_plan.storage_data[1]) for load_plan in (plans[0], plan)]
                 raise UserError(
                     f"MoEStorageReader({str(self._path)!r}): rank 0 opened {steps[0]}, and rank {rank} {steps[1]}, "
                     "because the run committed a checkpoint meanwhile. Give all ranks the path of one step directory"
@@ -177,7 +177,7 @@ class MoEStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Serve every item of the plan, reading each slice once."""
-        wanted: dict[StoredSlice, list[ReadItem]] = {}
+        items_of: dict[StoredSlice, list[ReadItem]] = {}
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
@@ -185,9 +185,9 @@ class MoEStorageReader(StorageReader):
             elif name in self._values:
                 _deliver(planner, item, self._values[name])
             else:
-                wanted.setdefault(self._stored(item), []).append(item)
-        for stored, values in self._open().reader.read_many(wanted):
-            for item in wanted[stored]:
+                items_of.setdefault(self._stored(item), []).append(item)
+        for stored, values in self._open().reader.read_many(items_of):
+            for item in items_of[stored]:
                 _deliver(planner, item, values)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)

@@ -94,7 +94,7 @@ def _with_numbers(value: Any) -> Any:
 
 
 def optimizer_state_dict(checkpoint: WholeCheckpoint, index: int) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` of optimizer ``index`` returned when the checkpoint was taken."""
+    """Returns ``optimizer.state_dict()`` of optimizer ``index`` as of the checkpoint."""
     ids: dict[str, int] = {}
     groups = []
     for group in checkpoint.optimizers[index]["param_groups"]:

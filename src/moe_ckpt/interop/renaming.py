@@ -6,22 +6,22 @@ from collections import Counter
 from collections.abc import Collection
 
 
-def aligned(there: Collection[str], here: Collection[str]) -> dict[str, str]:
+def aligned(sources: Collection[str], here: Collection[str]) -> dict[str, str]:
     """Returns name here -> name there, for all that agree once a beginning is taken off each side.
 
     Of the beginnings that most names of a side share (``""`` among them) those are taken with which most names agree,
     and of these the shortest.
     """
     best: tuple[int, int, dict[str, str]] = (0, 0, {})
-    for stripped in beginnings(there):
-        rest = {name[len(stripped) :]: name for name in there if name.startswith(stripped)}
+    for stripped in beginnings(sources):
+        rest = {name[len(stripped) :]: name for name in sources if name.startswith(stripped)}
         for prefix in beginnings(here):
-            found = {
+            pairs = {
                 name: rest[name[len(prefix) :]]
                 for name in here
                 if name.startswith(prefix) and name[len(prefix) :] in rest
             }
-            best = max(best, (len(found), -len(stripped) - len(prefix), found), key=lambda each: each[:2])
+            best = max(best, (len(pairs), -len(stripped) - len(prefix), pairs), key=lambda candidate: candidate[:2])
     return best[2]
 
 

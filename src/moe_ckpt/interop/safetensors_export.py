@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ExportedTensor:
     """One tensor to write. source: its key in the checkpoint, or the tensor itself."""
 
     dtype: str
@@ -73,8 +73,8 @@ def write_safetensors(
     entries = _entries(checkpoint)
     model, rest = _divided(checkpoint, entries, prefix, tied_once=pretrained is not None)
     if not model:
-        there = min(entries, default="nothing")
-        raise ConfigError(f"strip_prefix={prefix!r}: no tensor's name begins with it; there is {there}")
+        example = min(entries, default="nothing")
+        raise ConfigError(f"strip_prefix={prefix!r}: no tensor's name begins with it; there is {example}")
     target.mkdir()
     files = {path: list(names) for path, names in _split(model, max_file_bytes).items()}
     total = sum(entry.nbytes for entry in (*model.values(), *rest.values()))
@@ -104,33 +104,33 @@ def write_safetensors(
 
 def _chosen(checkpoint: WholeCheckpoint, strip_prefix: str | None) -> Mapping[str, Any] | None:
     """The model of transformers to write as one: the only one, or that of the prefix."""
-    found: Sequence[Mapping[str, Any]] = checkpoint.state.get("plain", {}).get("pretrained", ())
-    for each in found:
-        if not (isinstance(each, Mapping) and _KINDS.keys() <= each.keys()) or not all(
-            isinstance(each[name], kinds) for name, kinds in _KINDS.items()
+    models: Sequence[Mapping[str, Any]] = checkpoint.state.get("plain", {}).get("pretrained", ())
+    for model in models:
+        if not (isinstance(model, Mapping) and _KINDS.keys() <= model.keys()) or not all(
+            isinstance(model[name], kinds) for name, kinds in _KINDS.items()
         ):
             where = f"{checkpoint.manifest.directory}, state of rank {checkpoint.rank}"
             raise DamagedError(where, "what it says of a model of transformers is not of this format")
     if strip_prefix is None:
-        return found[0] if len(found) == 1 else None
-    return next((each for each in found if each["prefix"] == strip_prefix), None)
+        return models[0] if len(models) == 1 else None
+    return next((model for model in models if model["prefix"] == strip_prefix), None)
 
 
-def _entries(checkpoint: WholeCheckpoint) -> dict[str, _Entry]:
+def _entries(checkpoint: WholeCheckpoint) -> dict[str, _ExportedTensor]:
     index = checkpoint.reader.index(checkpoint.manifest)
-    found = {}
+    exported = {}
     for name, key in checkpoint.parameters.items():
         meta = index.meta(key)
-        found[name] = _Entry(meta.dtype, meta.global_shape, key)
+        exported[name] = _ExportedTensor(meta.dtype, meta.global_shape, key)
     for name, value in checkpoint.extras.items():
         if isinstance(value, torch.Tensor):
-            found[name] = _Entry(dtype_name(value.dtype), tuple(value.shape), value)
-    return found
+            exported[name] = _ExportedTensor(dtype_name(value.dtype), tuple(value.shape), value)
+    return exported
 
 
 def _divided(
-    checkpoint: WholeCheckpoint, entries: Mapping[str, _Entry], prefix: str, *, tied_once: bool
-) -> tuple[dict[str, _Entry], dict[str, _Entry]]:
+    checkpoint: WholeCheckpoint, entries: Mapping[str, _ExportedTensor], prefix: str, *, tied_once: bool
+) -> tuple[dict[str, _ExportedTensor], dict[str, _ExportedTensor]]:
     """(the model by names without ``prefix``, all else). tied_once: a tied tensor under one name, as transformers
     saves it."""
     inside = {name: entry for name, entry in entries.items() if name.startswith(prefix)}
@@ -142,12 +142,14 @@ def _divided(
             source = inside[name].source
             if isinstance(source, str) and first.setdefault(source, name) != name:
                 del inside[name]
-        kept = {entry.source for entry in inside.values() if isinstance(entry.source, str)}
-        rest = {n: entry for n, entry in rest.items() if not isinstance(entry.source, str) or entry.source not in kept}
+        sources = {entry.source for entry in inside.values() if isinstance(entry.source, str)}
+        rest = {
+            n: entry for n, entry in rest.items() if not isinstance(entry.source, str) or entry.source not in sources
+        }
     return {name[len(prefix) :]: entry for name, entry in inside.items()}, rest
 
 
-def _split(model: Mapping[str, _Entry], max_file_bytes: int) -> dict[str, Iterable[str]]:
+def _split(model: Mapping[str, _ExportedTensor], max_file_bytes: int) -> dict[str, Iterable[str]]:
     """File name -> names of its tensors, in the model's order."""
     files: list[list[str]] = [[]]
     nbytes = 0
@@ -163,7 +165,7 @@ def _split(model: Mapping[str, _Entry], max_file_bytes: int) -> dict[str, Iterab
 
 
 def _write_tensors(
-    checkpoint: WholeCheckpoint, path: Path, entries: Mapping[str, _Entry], report: Callable[[int], None]
+    checkpoint: WholeCheckpoint, path: Path, entries: Mapping[str, _ExportedTensor], report: Callable[[int], None]
 ) -> None:
     """One file, a tensor at a time. Widest types first, so that each lies at a multiple of its element size."""
     names = sorted(entries, key=lambda name: (-TORCH_DTYPES[entries[name].dtype].itemsize, name))
@@ -188,14 +190,14 @@ def _write_tensors(
     _write_file(path, chunks())
 
 
-def _main_dtype(model: Mapping[str, _Entry]) -> str:
+def _main_dtype(model: Mapping[str, _ExportedTensor]) -> str:
     """Of most of the weights, as torch names it, without ``torch.``."""
     nbytes: dict[str, int] = {}
     for entry in model.values():
         if TORCH_DTYPES[entry.dtype].is_floating_point:
             nbytes[entry.dtype] = nbytes.get(entry.dtype, 0) + entry.nbytes
-    found = max(nbytes, key=lambda dtype: nbytes[dtype], default="F32")
-    return str(TORCH_DTYPES[found]).removeprefix("torch.")
+    largest = max(nbytes, key=lambda dtype: nbytes[dtype], default="F32")
+    return str(TORCH_DTYPES[largest]).removeprefix("torch.")
 
 
 def _summary(checkpoint: WholeCheckpoint) -> dict[str, Any]:

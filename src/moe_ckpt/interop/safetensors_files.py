@@ -27,7 +27,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """Where one tensor lies.
+    """Position of one tensor in a file.
 
     Attributes:
         offset: Of its first byte in the file.
@@ -52,14 +52,14 @@ def model_files(storage: Storage) -> tuple[str, ...]:
         return (SINGLE_NAME,)
     if INDEX_NAME in names:
         return _indexed(storage, names)
-    found = [name for name in names if name.endswith(SUFFIX)]
-    if len(found) != 1:
-        what = f"holds {len(found)} of them ({', '.join(found[:4])})" if found else "holds none"
+    candidates = [name for name in names if name.endswith(SUFFIX)]
+    if len(candidates) != 1:
+        what = f"holds {len(candidates)} of them ({', '.join(candidates[:4])})" if candidates else "holds none"
         raise NoCheckpointError(
             f"{storage.root} {what}: a directory of safetensors files needs {SINGLE_NAME} or {INDEX_NAME}, or name one "
             "file of it"
         )
-    return (found[0],)
+    return (candidates[0],)
 
 
 def _indexed(storage: Storage, names: Iterable[str]) -> tuple[str, ...]:
@@ -80,18 +80,18 @@ def read_tables(storage: Storage, paths: Iterable[str]) -> dict[str, FileTensor]
     Raises:
         DamagedError: A file is no safetensors file, is cut short, or two of them hold one name.
     """
-    found: dict[str, FileTensor] = {}
+    tables: dict[str, FileTensor] = {}
     for path in paths:
         where = f"{storage.root}/{path}"
         try:
             tensors = _table(storage, path)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise DamagedError(where, f"is no complete safetensors file ({error})") from error
-        twice = found.keys() & tensors.keys()
+        twice = tables.keys() & tensors.keys()
         if twice:
-            raise DamagedError(where, f"holds {min(twice)!r}, which {found[min(twice)].path} holds too")
-        found |= tensors
-    return found
+            raise DamagedError(where, f"holds {min(twice)!r}, which {tables[min(twice)].path} holds too")
+        tables |= tensors
+    return tables
 
 
 def _table(storage: Storage, path: str) -> dict[str, FileTensor]:
@@ -129,8 +129,8 @@ def read_block(storage: Storage, tensor: FileTensor, box: Box) -> torch.Tensor:
         return torch.empty(box.shape, dtype=dtype)
     raw = bytearray(storage.read(tensor.path, tensor.offset + first * row_nbytes, nbytes))
     if len(raw) < nbytes:
-        there = f"{len(raw):,} of {nbytes:,} bytes are there"
-        raise DamagedError(f"{storage.root}/{tensor.path}", f"{tensor.name}: {there}")
+        present = f"{len(raw):,} of {nbytes:,} bytes are there"
+        raise DamagedError(f"{storage.root}/{tensor.path}", f"{tensor.name}: {present}")
     values = torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
     for dim, (start, length) in enumerate(zip(box.offsets[1:], box.shape[1:], strict=True), start=1):
         values = values.narrow(dim, start, length)

@@ -43,8 +43,8 @@ _MODEL = "model/"
 Result = TypeVar("Result")
 
 
-class Source(Protocol):
-    """Where weights come from.
+class WeightSource(Protocol):
+    """Provides weights.
 
     Attributes:
         title: Says so.
@@ -80,8 +80,8 @@ class StoreSource:
         names = [key.removeprefix(_MODEL) for key in self._index.tensors if key.startswith(_MODEL)]
         tied = {alias: name for alias, name in manifest.model.aliases.items() if name in names}
         self._keys = {name: _MODEL + name for name in names} | {a: _MODEL + n for a, n in tied.items()}
-        found = {name: self._index.meta(key) for name, key in self._keys.items()}
-        self.tensors: Mapping[str, TensorMeta] = found | {n: _meta(value) for n, value in self._buffers.items()}
+        metas = {name: self._index.meta(key) for name, key in self._keys.items()}
+        self.tensors: Mapping[str, TensorMeta] = metas | {n: _meta(value) for n, value in self._buffers.items()}
         self._shared: SharedReading | None = None
 
     def _stored(self, pairs: Sequence[tuple[str, StateTensor]]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class StoreSource:
 
     def share(self, comm: Communicator, pairs: Sequence[tuple[str, StateTensor]]) -> None:
         live, stored_of = [tensor for _, tensor in pairs], self._stored(pairs)
-        every = in_order(each for key in self._keys.values() for each in self._index.tensors[key])
+        every = in_order(stored for key in self._keys.values() for stored in self._index.tensors[key])
         self._shared = divide(comm, every, lambda: set(needed_slices(stored_of, live)))
 
     def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
@@ -109,8 +109,8 @@ class FileSource:
 
     def __init__(self, storage: Storage, paths: Iterable[str], title: str) -> None:
         self._storage, self.title = storage, title
-        self._found: Mapping[str, FileTensor] = read_tables(storage, paths)
-        self.tensors: Mapping[str, TensorMeta] = {n: TensorMeta(t.dtype, t.shape) for n, t in self._found.items()}
+        self._files: Mapping[str, FileTensor] = read_tables(storage, paths)
+        self.tensors: Mapping[str, TensorMeta] = {n: TensorMeta(t.dtype, t.shape) for n, t in self._files.items()}
 
     def share(self, comm: Communicator, pairs: Sequence[tuple[str, StateTensor]]) -> None:
         """Such files have no checksums, by which a rank would know what it got from another: each rank reads."""
@@ -121,14 +121,14 @@ class FileSource:
     @torch.no_grad()
     def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
         for name, tensor in pairs:
-            tensor.local.copy_(read_block(self._storage, self._found[name], box_of(tensor)))
+            tensor.local.copy_(read_block(self._storage, self._files[name], box_of(tensor)))
 
 
 def _meta(value: Any) -> TensorMeta:
     return TensorMeta(dtype_name(value.dtype), tuple(value.shape))
 
 
-def open_source(path: str, directory: str | None) -> Source:
+def open_source(path: str, directory: str | None) -> WeightSource:
     """Returns the source at ``path``.
 
     Args:
@@ -190,24 +190,24 @@ def choose(path: str) -> tuple[str | None, str]:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What was loaded.
+class LoadedWeights:
+    """Result of loading weights.
 
     Attributes:
         title: Where the weights come from.
         tensors: How many.
-        left: Names of the model that kept what they were.
+        unchanged: Names of the model that kept what they were.
         unused: Names that the source has besides.
     """
 
     title: str
     tensors: int
-    left: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [f"{self.tensors} tensors from {self.title}"]
-        for names, what in ((self.left, "not in the source, unchanged"), (self.unused, "not in the model")):
+        for names, what in ((self.unchanged, "not in the source, unchanged"), (self.unused, "not in the model")):
             if names:
                 parts.append(f"{what}: {', '.join(names[:6])}" + (f" and {len(names) - 6} more" * (len(names) > 6)))
         return "; ".join(parts)
@@ -222,7 +222,7 @@ def load_weights(
     strict: bool = True,
     aliases: Mapping[str, str] | None = None,
     others: Collection[str] = (),
-) -> Loaded:
+) -> LoadedWeights:
     """Loads weights and persistent buffers, and nothing else, into a live model. A collective of the training thread.
 
     Names must agree, but for what all names (or most of them) begin with: ``net.`` of a LightningModule around a
@@ -246,44 +246,44 @@ def load_weights(
     text = os.fspath(path)
     tied = dict(aliases or {})
 
-    def newest() -> Loaded:
+    def newest() -> LoadedWeights:
         directory, passed = _chosen(text, comm)
-        chosen = _Chosen(text, directory, comm)
+        chosen = _AgreedSource(text, directory, comm)
         plan = chosen.together(lambda: _plan(open_source(text, directory), state, buffers, tied, others))
         return _load(plan, chosen, passed, strict)
 
     return newest() if locate(text)[1] is not None else listed_again(newest)
 
 
-def _load(plan: _Plan, chosen: _Chosen, passed: str, strict: bool) -> Loaded:
+def _load(plan: _Plan, chosen: _AgreedSource, passed: str, strict: bool) -> LoadedWeights:
     comm = chosen.comm
     used = largest(comm, [name in plan.used for name in plan.names])
     unused = tuple(name for name, of_any in zip(plan.names, used, strict=True) if not of_any)
     chosen.together(lambda: plan.check(unused, strict))
     plan.source.share(comm, plan.pairs)
     chosen.together(lambda: plan.source.verify(plan.pairs))
-    chosen.together(lambda: plan.source.copy(plan.pairs), left="Some weights may be loaded, and others not")
-    return Loaded(plan.source.title + passed, plan.tensors, plan.absent, unused)
+    chosen.together(lambda: plan.source.copy(plan.pairs), outcome="Some weights may be loaded, and others not")
+    return LoadedWeights(plan.source.title + passed, plan.tensors, plan.absent, unused)
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _AgreedSource:
     """What all ranks load. directory: the step, of a store; None of files."""
 
     path: str
     directory: str | None
     comm: Communicator
 
-    def together(self, action: Callable[[], Result], left: str = "Nothing was loaded") -> Result:
-        """The result of ``action``, if no rank failed in it. left: What then is true, for the message.
+    def together(self, action: Callable[[], Result], outcome: str = "Nothing was loaded") -> Result:
+        """The result of ``action``, if no rank failed in it. outcome: What then is true, for the message.
 
         Raises:
             StepRemovedError: On every rank, if it failed on any because retention removed the step.
         """
         problem: Exception | None = None
-        found: list[Result] = []
+        results: list[Result] = []
         try:
-            found.append(action())
+            results.append(action())
         except PeerLostError:  # others may still wait in the same action, so that nothing can be agreed on
             raise
         except (MoECheckpointError, OSError) as error:
@@ -292,12 +292,12 @@ class _Chosen:
         if failed and self.directory is not None:
             require_committed(self.comm, StoreReader(locate(self.path)[0]).storage, self.directory)
         if isinstance(problem, StepRemovedError):  # but rank 0 sees its manifest
-            raise StoreError(f"{problem}. {left}") from problem
+            raise StoreError(f"{problem}. {outcome}") from problem
         if problem is not None:
             raise problem
         if failed:
-            raise StoreError(f"another rank cannot load weights from {self.path}; see its message. {left}")
-        return found[0]
+            raise StoreError(f"another rank cannot load weights from {self.path}; see its message. {outcome}")
+        return results[0]
 
 
 def _chosen(text: str, comm: Communicator) -> tuple[str | None, str]:
@@ -326,7 +326,7 @@ class _Plan:
     that are this rank's; those of other pipeline stages are other ranks'.
     """
 
-    source: Source
+    source: WeightSource
     pairs: Sequence[tuple[str, StateTensor]]
     tensors: int
     absent: tuple[str, ...]
@@ -351,7 +351,7 @@ class _Plan:
 
 
 def _plan(
-    source: Source,
+    source: WeightSource,
     state: TrainingState,
     buffers: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
@@ -359,32 +359,32 @@ def _plan(
 ) -> _Plan:
     live = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
     live += [StateTensor(_MODEL + n, n, b, (0,) * b.dim(), tuple(b.shape)) for n, b in buffers.items()]
-    wanted = {spec.parameter: (spec.dtype, tuple(spec.global_shape)) for spec in weight_specs(state.specs())}
-    wanted |= {name: (dtype_name(buffer.dtype), tuple(buffer.shape)) for name, buffer in buffers.items()}
-    name_of = aligned(source.tensors, {*wanted, *aliases, *others})
+    expected = {spec.parameter: (spec.dtype, tuple(spec.global_shape)) for spec in weight_specs(state.specs())}
+    expected |= {name: (dtype_name(buffer.dtype), tuple(buffer.shape)) for name, buffer in buffers.items()}
+    name_of = aligned(source.tensors, {*expected, *aliases, *others})
     for alias, name in aliases.items():
         if name not in name_of and alias in name_of:
             name_of[name] = name_of[alias]
     misfits = [
         sentence
-        for name, (dtype, shape) in wanted.items()
+        for name, (dtype, shape) in expected.items()
         if name in name_of
         for sentence in _differences(name, dtype, shape, name_of[name], source.tensors[name_of[name]])
     ]
     return _Plan(
         source,
         [(name_of[tensor.parameter], tensor) for tensor in live if tensor.parameter in name_of],
-        sum(name in name_of for name in wanted),
-        tuple(sorted(name for name in wanted if name not in name_of)),
+        sum(name in name_of for name in expected),
+        tuple(sorted(name for name in expected if name not in name_of)),
         tuple(misfits),
         frozenset(name_of.values()),
     )
 
 
-def _differences(name: str, dtype: str, shape: tuple[int, ...], there: str, meta: TensorMeta) -> list[str]:
+def _differences(name: str, dtype: str, shape: tuple[int, ...], source_name: str, meta: TensorMeta) -> list[str]:
     if tuple(meta.global_shape) != shape:
-        return [f"{name} has shape {list(shape)} in the model, {there} {list(meta.global_shape)} in the source"]
+        return [f"{name} has shape {list(shape)} in the model, {source_name} {list(meta.global_shape)} in the source"]
     kinds = [TORCH_DTYPES[one].is_floating_point for one in (dtype, meta.dtype)]
     if dtype != meta.dtype and not all(kinds):
-        return [f"{name} is {TORCH_DTYPES[dtype]} in the model, {there} {TORCH_DTYPES[meta.dtype]} in the source"]
+        return [f"{name} is {TORCH_DTYPES[dtype]} in the model, {source_name} {TORCH_DTYPES[meta.dtype]} in the source"]
     return []

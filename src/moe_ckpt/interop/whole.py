@@ -47,8 +47,8 @@ class WholeCheckpoint:
 
     def tensor(self, key: str) -> torch.Tensor:
         """The verified tensor of a key."""
-        found = self.loaded.get(key)
-        return self.reader.tensor(self.manifest, key) if found is None else found
+        loaded = self.loaded.get(key)
+        return self.reader.tensor(self.manifest, key) if loaded is None else loaded
 
     def state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict()``. Tied names share one tensor, as they do in the model."""
@@ -66,10 +66,10 @@ class WholeCheckpoint:
     def optimizer_values(self, index: int) -> dict[str, dict[Any, Any]]:
         """Parameter -> its state in one optimizer that has no tensor key: numbers, tensors that are in no slice."""
         plain = self.optimizers[index]
-        found = {fqn: dict(values) for fqn, values in plain.get("scalars", {}).items()}
-        for fqn, told in plain.get("unsliced", {}).items():
-            found.setdefault(fqn, {}).update({name: made(entry) for name, entry in told.items()})
-        return found
+        values_of = {fqn: dict(values) for fqn, values in plain.get("scalars", {}).items()}
+        for fqn, entries in plain.get("unsliced", {}).items():
+            values_of.setdefault(fqn, {}).update({name: made(entry) for name, entry in entries.items()})
+        return values_of
 
 
 def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckpoint:
@@ -129,20 +129,20 @@ def all_buffers(reader: StoreReader, manifest: Manifest, names: Collection[str] 
     Args:
         names: Enough of them; None for all there are.
     """
-    found: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
     for rank in range(manifest.world_size):
-        if names is not None and found.keys() >= set(names):
+        if names is not None and buffers.keys() >= set(names):
             break
-        found |= reader.state(manifest, rank)["plain"]["buffers"]
-    return found
+        buffers |= reader.state(manifest, rank)["plain"]["buffers"]
+    return buffers
 
 
-def _under_all_names(found: dict[str, Any], manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """``found`` with the second names of what is shared: parameters, buffers and extra state."""
+def _under_all_names(values: dict[str, Any], manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with the second names of what is shared: parameters, buffers and extra state."""
     for alias, name in (*manifest.model.aliases.items(), *plain.get("aliases", {}).items()):
-        if name in found:
-            found.setdefault(alias, found[name])
-    return found
+        if name in values:
+            values.setdefault(alias, values[name])
+    return values
 
 
 def _tensors(plain: Mapping[str, Any]) -> dict[str, Any]:

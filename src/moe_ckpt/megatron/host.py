@@ -18,7 +18,7 @@ from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.interop.weights import Loaded
+from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.hyperparameters import changes, configured, write_settings
 from moe_ckpt.megatron.inventory import ModelInventory
@@ -133,7 +133,7 @@ class MegatronHost(Host):
             self.generators.take(plain["rng"])
         return changed, inexact  # on another layout the random numbers are of no rank here
 
-    def load_weights(self, path: str, comm: Communicator) -> Loaded:
+    def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
         if self.loop.iteration:
             raise ConfigError(
                 f"megatron.attach(weights_from={path!r}) and what was given to resume(otherwise=...), which starts at "

@@ -135,11 +135,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], used: Mapping[str
         for new, old in matched(now["groups"], before["groups"])
     ]
     for name, old, new, in_force in [*pairs, ("scheduler ", before["scheduler"], now["scheduler"], used["scheduler"])]:
-        for change in differing(name, old, new, kept=True):
+        for change in differing(name, old, new, from_checkpoint=True):
             key = change.where.removeprefix(name)
             if key != EXPERT:  # a flag of the layout
                 retained = same(old.get(key), in_force.get(key))
-                differences.setdefault((key, change.before, change.now), replace(change, kept=retained))
+                differences.setdefault((key, change.before, change.now), replace(change, from_checkpoint=retained))
     return list(differences.values())
 
 

@@ -62,7 +62,7 @@ def load_into(
     comm: Communicator,
     *,
     strict: bool = True,
-) -> weights.Loaded:
+) -> weights.LoadedWeights:
     """Loads weights into a bound state, and sets master weights from them. Raises as ``load_weights``."""
     loaded = weights.load_weights(weights_from, state, comm, state.live_buffers(), strict=strict)
     state.refresh_masters()

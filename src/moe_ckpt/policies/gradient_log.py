@@ -283,7 +283,7 @@ def _named(everything: tuple[str, ...], chosen: Any) -> tuple[str, ...]:
     return tuple(everything[at] for at in np.flatnonzero(chosen).tolist())
 
 
-class _Recent:
+class _RecentRounds:
     """Rounds of the newest few models: one is weighed anew only when its tensors change, and cutting takes a while."""
 
     def __init__(self, most: int = 4) -> None:
@@ -311,4 +311,4 @@ def _same_model(one: PolicyContext, other: PolicyContext) -> bool:
     return same and one.ranks == other.ranks and one.coupled_operators == other.coupled_operators
 
 
-_rounds_of = _Recent()
+_rounds_of = _RecentRounds()

@@ -58,20 +58,20 @@ class ProfileWriter:
         """Continue the file that is there, if it is one of this model."""
         remove_temporaries_of(self._path)
         try:
-            found = decode_profile(read_whole(self._path, MAX_PROFILE_BYTES), self._path)
+            profile = decode_profile(read_whole(self._path, MAX_PROFILE_BYTES), self._path)
         except FileNotFoundError:
             return
         except (DamagedError, FormatVersionError) as error:
             self._put_aside(str(error))
             return
-        if found.fingerprint != self._fingerprint:
+        if profile.fingerprint != self._fingerprint:
             self._put_aside(f"{self._path} is of another model")
             return
-        self._take_over(found)
+        self._take_over(profile)
 
-    def _take_over(self, found: Profile) -> None:
-        self._model = encode_model(found.model)
-        self._earlier = tuple(map(encode_life, found.lives[1 - _MOST_LIVES :]))
+    def _take_over(self, profile: Profile) -> None:
+        self._model = encode_model(profile.model)
+        self._earlier = tuple(map(encode_life, profile.lives[1 - _MOST_LIVES :]))
 
     def _put_aside(self, reason: str) -> None:
         aside = next(name for n in range(1, 10000) if not os.path.lexists(name := f"{self._path}.aside-{n}"))

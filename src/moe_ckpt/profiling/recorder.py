@@ -210,7 +210,7 @@ class Recorder:
             self._specs = specs
 
 
-_MEASURED = sorted({each.name for each in fields(Measured)} & {each.name for each in fields(Life)})
+_MEASURED = sorted({field.name for field in fields(Measured)} & {field.name for field in fields(Life)})
 """Of what is measured, what a profile has."""
 
 
@@ -241,10 +241,10 @@ class _Recent:
 
     def typical(self) -> dict[str, Any]:
         """Fields of ``Life``."""
-        found: dict[str, Any] = {}
+        medians: dict[str, Any] = {}
         for name in _MEASURED:
             seen = [value for look in self._looks if (value := getattr(look, name)) is not None]
-            found[name] = median(seen) if seen else None
-        found["update_secs"] = median(self.updates) if self.updates else None
-        found["skewness"] = min(1.0, fmean(self._skews)) if self._skews else None
-        return found
+            medians[name] = median(seen) if seen else None
+        medians["update_secs"] = median(self.updates) if self.updates else None
+        medians["skewness"] = min(1.0, fmean(self._skews)) if self._skews else None
+        return medians

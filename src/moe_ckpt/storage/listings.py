@@ -27,7 +27,7 @@ _LISTERS = 8
 
 
 @dataclass(frozen=True)
-class _Listing:
+class _DirectoryListing:
     """stamp: taken just before. at_unix_ns: no later than that, by the file system's clock."""
 
     names: frozenset[str]
@@ -48,7 +48,7 @@ class Listings:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._stamped = storage if isinstance(storage, Stamped) else None
-        self._seen: dict[str, _Listing] = {}  # those that were not listed for longest first
+        self._seen: dict[str, _DirectoryListing] = {}  # those that were not listed for longest first
         self._written: tuple[str, Stamp | None] = "", None
         self._believed = True
         self._calls = 0
@@ -65,12 +65,16 @@ class Listings:
         """
         self._calls += 1
         moved = self._has_moved()
-        stamps = {each: self._stamp(each) for each in (*directories, *([] if latest is None else [latest]))}
+        stamps = {
+            directory: self._stamp(directory) for directory in (*directories, *([] if latest is None else [latest]))
+        }
         now = max((stamp.changed_unix_ns for stamp in stamps.values() if stamp is not None), default=0)
-        unchanged = [each for each, seen in self._seen.items() if moved and seen.still_holds(stamps.get(each))]
+        unchanged = [
+            directory for directory, seen in self._seen.items() if moved and seen.still_holds(stamps.get(directory))
+        ]
         checked = unchanged[: self._calls % _CALLS_PER_CHECK == 0]
         spared = set(unchanged[len(checked) :])
-        for directory, names in self._list([each for each in directories if each not in spared]).items():
+        for directory, names in self._list([directory for directory in directories if directory not in spared]).items():
             before = self._seen.pop(directory, None)
             if before is not None and before.names == names:
                 names = before.names
@@ -79,7 +83,7 @@ class Listings:
                 log.warning(
                     "%s does not report when a directory changes: directories are listed each time", self._storage.root
                 )
-            self._seen[directory] = _Listing(names, stamps[directory], now)
+            self._seen[directory] = _DirectoryListing(names, stamps[directory], now)
         for directory in self._seen.keys() - set(directories):
             del self._seen[directory]
         return {directory: self._seen[directory].names for directory in directories}

@@ -151,11 +151,11 @@ class LocalStorage:
         except OSError:  # whoever then lists the directory learns why
             return None
         try:
-            found = os.fstat(descriptor)
+            status = os.fstat(descriptor)
         finally:
             os.close(descriptor)
-        changed = max(found.st_mtime_ns, found.st_ctime_ns)
-        return Stamp(changed, (found.st_mtime_ns, found.st_ino, found.st_dev, found.st_size, found.st_nlink))
+        changed = max(status.st_mtime_ns, status.st_ctime_ns)
+        return Stamp(changed, (status.st_mtime_ns, status.st_ino, status.st_dev, status.st_size, status.st_nlink))
 
     def exists(self, path: str) -> bool:
         return os.path.lexists(self._locate(path))
@@ -252,8 +252,8 @@ def read_up_to(descriptor: int, nbytes: int) -> bytearray:
     Raises:
         OSError: It cannot be read. EAGAIN, too, which Python's file objects take for the end of the file.
     """
-    left = os.fstat(descriptor).st_size - os.lseek(descriptor, 0, os.SEEK_CUR)
-    buffer, done = bytearray(max(0, min(nbytes, left))), 0
+    remaining = os.fstat(descriptor).st_size - os.lseek(descriptor, 0, os.SEEK_CUR)
+    buffer, done = bytearray(max(0, min(nbytes, remaining))), 0
     with memoryview(buffer) as view:
         while done < len(view) and (got := os.readv(descriptor, [view[done:]])):
             done += got
@@ -282,19 +282,21 @@ def remove_temporaries_of(path: str | os.PathLike[str]) -> None:
         OSError: the directory cannot be read, or a file not be removed.
     """
     directory, name = os.path.split(os.path.realpath(path))
-    for found in os.listdir(directory) if os.path.isdir(directory) else ():
-        if found.startswith(f".{name}.") and _TEMPORARY.fullmatch(found):
-            os.unlink(os.path.join(directory, found))
+    for entry in os.listdir(directory) if os.path.isdir(directory) else ():
+        if entry.startswith(f".{name}.") and _TEMPORARY.fullmatch(entry):
+            os.unlink(os.path.join(directory, entry))
 
 
-def free_bytes(place: str | int) -> int:
-    """What the file system of a path or an open file has free for users; ``sys.maxsize`` for a tmpfs without a limit.
+def free_bytes(target: str | int) -> int:
+    """Returns the bytes that are free for users in the file system of a path or an open file.
+
+    For a tmpfs without a limit: ``sys.maxsize``.
 
     Raises:
         OSError: It cannot be asked.
     """
-    found = os.statvfs(place)
-    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
+    status = os.statvfs(target)
+    return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize
 
 
 def make_directories(directory: str, access: Access = PRIVATE) -> list[str]:

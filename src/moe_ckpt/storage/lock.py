@@ -93,7 +93,7 @@ class StoreLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another run was found to have the store, or to have had it. Only own files may be touched then."""
+        """True if another run was seen to have the store, or to have had it. Only own files may be touched then."""
         return bool(self._lost_to)
 
     def acquire(self) -> None:
@@ -112,8 +112,8 @@ class StoreLock:
                 except OSError as error:
                     if isinstance(error, StoreUnwritableError):
                         raise
-                    said = f"the lock of the store {self._root} cannot be taken: {error}"
-                    raise StoreUnwritableError(said) from error
+                    message = f"the lock of the store {self._root} cannot be taken: {error}"
+                    raise StoreUnwritableError(message) from error
             finally:
                 self._taken = self.held
                 if not self.held:
@@ -295,9 +295,9 @@ class _FileLock:
         if self._descriptor is None:
             return
         self._lock(self._descriptor)
-        found = os.pread(self._descriptor, _MAX_TEXT_BYTES, 0)
-        if found != self._text:
-            holder = _text_of(found) or "which has not written its name"
+        text = os.pread(self._descriptor, _MAX_TEXT_BYTES, 0)
+        if text != self._text:
+            holder = _text_of(text) or "which has not written its name"
             raise StoreInUseError(self._root, f"{holder}, which had the store meanwhile")
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 
 
 def may_pass(error: OSError) -> bool:
-    """Whether the same read may well succeed in a moment."""
+    """Returns whether the same read may well succeed in a moment."""
     return not isinstance(error, MoECheckpointError) and error.errno not in _FINAL
 
 

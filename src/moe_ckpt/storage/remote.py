@@ -93,12 +93,12 @@ class RemoteStorage:
         with self._failures_as_os_errors(path):
             self._fs.invalidate_cache()
             try:
-                found = self._fs.ls(self._locate(path), detail=False)
+                entries = self._fs.ls(self._locate(path), detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
         # Object stores may list the directory's own marker; splitting it off leaves an empty name.
         base = self._locate(path).strip("/")
-        names = {str(entry).strip("/").removeprefix(base).strip("/").partition("/")[0] for entry in found}
+        names = {str(entry).strip("/").removeprefix(base).strip("/").partition("/")[0] for entry in entries}
         return sorted(names - {""})
 
     def exists(self, path: str) -> bool:

@@ -12,12 +12,12 @@ from moe_ckpt.storage.base import Storage
 
 log = logging.getLogger("moe_ckpt")
 
-Found = TypeVar("Found")
+Description = TypeVar("Description")
 _warned_of: set[tuple[str, str]] = set()
 """(root, name) of the links that this process has warned of."""
 
 
-def each_step(storage: Storage, look: Callable[[str], Found]) -> dict[str, Found]:
+def each_step(storage: Storage, look: Callable[[str], Description]) -> dict[str, Description]:
     """Step directory -> what ``look`` says of it, ordered by (generation, step).
 
     A symbolic link that is named like a step and leads out of the store is skipped, with one warning per process:
@@ -27,12 +27,12 @@ def each_step(storage: Storage, look: Callable[[str], Found]) -> dict[str, Found
         OSError: the storage does not answer.
     """
     steps = {name: parsed for name in storage.list() if (parsed := parse_step_dir(name)) is not None}
-    found: dict[str, Found] = {}
+    described: dict[str, Description] = {}
     for name in sorted(steps, key=lambda name: (steps[name][1], steps[name][0])):
         try:
-            found[name] = look(name)
+            described[name] = look(name)
         except DamagedError as error:
             if (storage.root, name) not in _warned_of:
                 _warned_of.add((storage.root, name))
                 log.warning("%s/%s is skipped: it %s", storage.root, name, error.reason)
-    return found
+    return described

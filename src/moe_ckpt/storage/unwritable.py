@@ -19,11 +19,13 @@ def why_unwritable(path: str | os.PathLike[str], error: OSError) -> str:
         error: What the attempt raised.
     """
     if error.errno in _NO_PLACE:
-        above = [each for each in Path(path).absolute().parents if not each.is_dir()]
+        above = [parent for parent in Path(path).absolute().parents if not parent.is_dir()]
         if above:
             highest = above[-1]
-            found = f"{highest} is a file, not a directory" if highest.exists() else f"there is no directory {highest}"
-            return f"{found}; name another place"
+            obstacle = (
+                f"{highest} is a file, not a directory" if highest.exists() else f"there is no directory {highest}"
+            )
+            return f"{obstacle}; name another place"
     advice = ""
     if error.errno in _FULL:
         advice = "; make room, or name another place"

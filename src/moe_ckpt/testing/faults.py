@@ -213,7 +213,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class KillSchedule:
-    """Which rank is killed where. Build it by ``draw``, or spell it out as a tuple of ``Kill``."""
+    """Schedule of the ranks to kill, and of the phases to kill them in.
+
+    Build it by ``draw``, or spell it out as a tuple of ``Kill``.
+    """
 
     kills: tuple[Kill, ...] = ()
 
@@ -258,8 +261,8 @@ class KillSchedule:
             phase = rng.choice(list(phases))
             rank = rng.randrange(ranks)
             drawn.append(Kill(step, 0 if phase in RANK_0_PHASES else rank, phase))
-        kept = kills - nodes
-        return cls(tuple(replace(kill, node=number >= kept) for number, kill in enumerate(drawn)))
+        ordinary = kills - nodes
+        return cls(tuple(replace(kill, node=number >= ordinary) for number, kill in enumerate(drawn)))
 
     def to_json(self) -> str:
         return json.dumps([asdict(kill) for kill in self.kills])

@@ -70,7 +70,7 @@ class FreeSpace:
         self._used.remove((begin, begin + rounded(nbytes)))
 
     def fits(self, nbytes: int) -> bool:
-        """Whether ``take`` finds a room of so many bytes."""
+        """True if ``take`` finds a room of so many bytes."""
         return any(high - low >= rounded(nbytes) for low, high in self.gaps())
 
     @property
@@ -80,7 +80,7 @@ class FreeSpace:
 
     @property
     def used_bytes(self) -> int:
-        """Of all rooms."""
+        """Bytes of all rooms together."""
         return sum(high - low for low, high in self._used)
 
     def gaps(self) -> Iterator[Span]:

@@ -123,7 +123,9 @@ def resting_changed(before: Sequence[str] | None, now: Sequence[str], used: Sequ
     differences = []
     for names, was in ((set(used) - set(now), False), (set(now) - set(used), True)):
         if names:
-            differences.append(Change(f"requires_grad of {_named(names)}", str(was), str(not was), from_checkpoint=True))
+            differences.append(
+                Change(f"requires_grad of {_named(names)}", str(was), str(not was), from_checkpoint=True)
+            )
     return differences
 
 

@@ -53,16 +53,16 @@ def begun(ports, boost=0.5, plain=None, lacking=LACKING):
 def stepped(boosting, ledger, *, applied=True) -> np.ndarray | None:
     """A step ends, and the ranks have agreed on it."""
     tokens = Deferred(lambda: StepTokens(np.zeros((2, 4), dtype=np.int64)))
-    owed = boosting.step_ends(tokens, applied=applied).result().owed
+    owed = boosting.step_ends(tokens, applied=applied).result().deficit
     if owed is not None:
-        ledger.owed = owed
+        ledger.deficit = owed
     return owed
 
 
 def test_it_begins_with_what_experts_lack_and_ends_when_that_is_made_up():
     ports = [Port("first"), Port("second")]
     boosting, ledger = begun(ports)
-    assert ledger.owed.tolist() == LACKING.tolist()
+    assert ledger.deficit.tolist() == LACKING.tolist()
     assert [ports[0].ask(), ports[0].ask()] == [2, 2]
     ports[1].ask()
     assert stepped(boosting, ledger, applied=False).tolist() == LACKING.tolist(), "an update that was left out"
@@ -73,7 +73,7 @@ def test_it_begins_with_what_experts_lack_and_ends_when_that_is_made_up():
     assert stepped(boosting, ledger)[0].sum() == 0
     again, _ = begun([Port("first"), Port("second")], plain=saved, lacking=None)
     assert again.captured()["boost"]["left"]["0"].tolist() == [2, 0, 0, 0], "as it was at that step"
-    while ports[1].boost is not None and ledger.owed.any():
+    while ports[1].boost is not None and ledger.deficit.any():
         ports[1].boost.extra(torch.tensor([0, 0, 1, 0]), torch.tensor([9, 9, 0, 9]), 4)
         stepped(boosting, ledger)
     assert stepped(boosting, ledger) is None
@@ -86,7 +86,7 @@ def test_nothing_begins_where_nothing_is_lacking_or_no_boost_is_wanted(stored):
     for boost, lacking in ((0.5, np.zeros((2, 4), dtype=np.int64)), (0.5, None), (None, LACKING)):
         ports = [Port("first"), Port("second")]
         boosting, ledger = begun(ports, boost, stored, lacking)
-        assert ledger.owed is None
+        assert ledger.deficit is None
         assert boosting.captured() == {}
         assert stepped(boosting, ledger) is None
         assert ports[0].boost is None
@@ -98,7 +98,7 @@ def test_routers_that_cannot_or_do_not_ask_are_named_and_the_others_are_boosted(
         boosting, ledger = begun(ports)
     assert "in MoE layer first, whose stale experts continue without it: its router, Gate, does not" in caplog.text
     assert "it is made of wood. Take another" in caplog.text
-    assert ledger.owed.tolist() == [[0] * 4, LACKING[1].tolist()]
+    assert ledger.deficit.tolist() == [[0] * 4, LACKING[1].tolist()]
     assert stepped(boosting, ledger, applied=False).any(), "nothing was trained yet"
     with caplog.at_level(logging.WARNING, logger="moe_ckpt"):
         assert not stepped(boosting, ledger).any()

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def _brief(said: str) -> str:
-    """Of what a file may say, no more than a reader reads."""
-    return said if len(said) <= _MOST_SAID else f"{said[: _MOST_SAID // 2]} ... {said[-_MOST_SAID // 4 :]}"
+def _brief(text: str) -> str:
+    """Shorten what a file says to what a person reads."""
+    return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 4 :]}"
 
 
-_MOST_SAID = 2000
+_MOST = 2000
 
 
 class MoECheckpointError(Exception):
@@ -63,14 +63,14 @@ def optimizer_changed(which: str, stored: str, running: str) -> ConfigError:
 
 
 def finished_run(
-    dirpath: str, step: int, reason: str, changes: tuple[str, ...], kept: tuple[str, ...] = ()
+    dirpath: str, step: int, reason: str, changes: tuple[str, ...], ineffective: tuple[str, ...] = ()
 ) -> ConfigError:
     """A finished run was started again with other hyperparameters, or with another policy.
 
     Args:
-        kept: the ``changes`` that have no effect if the run is extended, because the checkpoint's value is used.
+        ineffective: the ``changes`` that have no effect if the run is extended, because the checkpoint's value is used.
     """
-    keeps = f", with the old values of: {'; '.join(kept)}" if kept else ""
+    keeps = f", with the old values of: {'; '.join(ineffective)}" if ineffective else ""
     return ConfigError(
         f"{dirpath} holds a run that is finished ({reason}, at step {step}), and this script differs from it: "
         f"{'; '.join(changes)}. To use the new values, start a new run from the weights of the finished one: set "
@@ -188,13 +188,13 @@ def state_refused(path: str, what: str, cause: str, advice: str = "") -> StoreEr
 class FormatVersionError(StoreError, ValueError):
     """The store was written in a format version that this package does not read."""
 
-    def __init__(self, path: str, found: object, supported: int) -> None:
+    def __init__(self, path: str, version: object, supported: int) -> None:
         super().__init__(
-            f"{path} is in on-disk format version {_brief(repr(found))}; this moe_ckpt reads version {supported} only. "
-            "Open or export it with the moe_ckpt that wrote it, or start the run anew in an empty directory."
+            f"{path} is in on-disk format version {_brief(repr(version))}; this moe_ckpt reads version {supported} "
+            "only. Open or export it with the moe_ckpt that wrote it, or start the run anew in an empty directory."
         )
         self.path = path
-        self.found = found
+        self.version = version
         self.supported = supported
 
 
@@ -304,9 +304,9 @@ class PeerLostError(StoreError, RuntimeError):
         self.cause = cause
 
 
-def stale_generation(rank: int, generation: int, found: tuple[int, int]) -> StoreError:
+def stale_generation(rank: int, generation: int, newest: tuple[int, int]) -> StoreError:
     """Processes of different starts of the run take part in one job."""
-    others = f"generation {found[0]}" if found[0] == found[1] else f"generations {found[0]} to {found[1]}"
+    others = f"generation {newest[0]}" if newest[0] == newest[1] else f"generations {newest[0]} to {newest[1]}"
     return StoreError(
         f"rank {rank} is of generation {generation} of the run, and received a message of {others}: a process that "
         "was paused, or that a restart left behind, still takes part. End all processes of the job, and start again"
@@ -350,25 +350,25 @@ class OtherLayoutError(ConfigError):
 class ReplayDivergedError(UserError, RuntimeError):
     """Steps that were computed again, or updates that were repeated, differ from what was recorded."""
 
-    def __init__(self, step: int, found: str, changed: str = "", *, logged: bool = False) -> None:
+    def __init__(self, step: int, difference: str, changed: str = "", *, logged: bool = False) -> None:
         cause = f" This script differs from the run's, which may be the cause: {changed}." if changed else ""
         if logged:
             super().__init__(
-                f"repeating the updates of a gradient log did not come to step {step}: {found}. Something other than "
-                "the optimizers seems to have changed weights or optimizer state in a way that is not seen "
+                f"repeating the updates of a gradient log did not come to step {step}: {difference}. Something other "
+                "than the optimizers seems to have changed weights or optimizer state in a way that is not seen "
                 "(docs/gradient_log.md, Limits), so nothing is taken that only this log leads to: a start goes back to "
                 "the newest step that was saved in full, in memory or on storage. If there is none, run moe-ckpt "
                 "memory clear on every node to begin anew. Take a policy that saves full state (MoEvement, Dense, MoC)"
             )
         else:
             super().__init__(
-                f"computing step {step} again did not repeat it: {found}.{cause} The state differs from the run's, so "
-                "training stops. Data, seeds and configuration must be those of the run; to return to an older dense "
-                "checkpoint, move the newer step directories away, and run moe-ckpt memory clear on every "
+                f"computing step {step} again did not repeat it: {difference}.{cause} The state differs from "
+                "the run's, so training stops. Data, seeds and configuration must be those of the run; to return to an "
+                "older dense checkpoint, move the newer step directories away, and run moe-ckpt memory clear on every "
                 "node of a run with memory."
             )
         self.step = step
-        self.found = found
+        self.difference = difference
         self.changed = changed
         self.logged = logged
 
@@ -376,15 +376,15 @@ class ReplayDivergedError(UserError, RuntimeError):
 class GradientGapError(StoreError, LookupError):
     """An operator cannot be brought to a step, because a gradient or an anchor before that step is missing."""
 
-    def __init__(self, operator: str, missing: int, step: int, found: str) -> None:
+    def __init__(self, operator: str, missing: int, step: int, problem: str) -> None:
         super().__init__(
-            f"{operator} cannot be brought to step {step} by gradients: of step {missing}, {found}. It must be saved "
+            f"{operator} cannot be brought to step {step} by gradients: of step {missing}, {problem}. It must be saved "
             "or sent in full before its gradients can be used again."
         )
         self.operator = operator
         self.missing = missing
         self.step = step
-        self.found = found
+        self.problem = problem
 
 
 class RecoveryLoopError(StoreError, RuntimeError):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What must be known to create a tensor that does not exist yet (lazy optimizer state)."""
+    """Describes a tensor that does not exist yet (lazy optimizer state) as far as creating it needs."""
 
     dtype: str
     global_shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class StateTensor:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """Which tensors are read next.
+    """Names the tensors that are read next.
 
     Attributes:
         tensors: What ``TrainingState.tensors`` gave.
@@ -117,7 +117,7 @@ class TrainingState(Protocol):
         ...
 
     def specs(self) -> Sequence[TensorSpec]:
-        """What existed on all ranks together when ``tensors()`` was last called, alike on every rank, each tensor once.
+        """Lists the tensors of all ranks when ``tensors()`` was last called, alike on every rank, each tensor once.
 
         The very same object as before, as long as nothing of it has changed: that is how the engine tells. Another
         ``tensors()`` may well have the same ``specs()``. Called at every snapshot, so it must be quick then.
@@ -150,8 +150,8 @@ class TrainingState(Protocol):
         """
         ...
 
-    def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
-        """Make optimizer state exist exactly as named by ``wanted``: create what is missing, drop the rest.
+    def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
+        """Make optimizer state exist exactly as named by ``stored``: create what is missing, drop the rest.
 
         Called once before a restore writes into ``tensors()``.
         """
@@ -164,7 +164,7 @@ class TrainingState(Protocol):
 
 @dataclass(frozen=True)
 class StepGradients:
-    """What the optimizers of this rank consumed in one step.
+    """Holds the gradients that the optimizers of this rank consumed in one step.
 
     Attributes:
         tensors: Live gradients; key ``grad/<optimizer index>/<fqn>``, the rest as of the block that was updated.
@@ -181,7 +181,7 @@ class GradientRecord(Protocol):
     """Remembers what optimizers consume, for a policy that logs gradients. For the training thread only."""
 
     def step(self, tensors: Sequence[StateTensor]) -> StepGradients:
-        """What was consumed since ``forget``, by updates that have been made.
+        """Returns the gradients consumed since ``forget``, by updates that have been made.
 
         Args:
             tensors: Of ``TrainingState``.
@@ -234,7 +234,7 @@ class UpdateReplayer(Protocol):
     """Makes updates of this run's optimizers once more, from the gradients that they consumed."""
 
     def fits(self, log: LoggedSteps) -> bool:
-        """Whether this rank's optimizers update the very tensors that those of the log did, as far as it tells."""
+        """Returns whether this rank's optimizers update the very tensors that the log's did, as far as it tells."""
         ...
 
     def joined(self, operators: Collection[str], homes: Mapping[str, str]) -> frozenset[str]:

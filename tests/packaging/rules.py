@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,15 @@ HOMES = {
     "megatron": ("megatron", "testing", "interop"),
 }
 """Framework -> the only parts of the package that may import it."""
+NAMES_OF_NOTHING = frozenset(
+    {
+        *("found", "each", "those", "there", "told", "said", "known", "wanted", "kept", "left", "given", "own"),
+        *("place", "beside", "lying", "let_go", "stands", "owed", "lent"),
+    }
+)
+WRITTEN_TO_FILES = {"format.slot": ("own", "beside", "place"), "policies.log_report": ("wanted",)}
+"""Module -> names of that kind that stand in files."""
+NO_BEGINNINGS = frozenset({"Of", "As", "Likewise", "Where", "What", "Whether", "Which", "Who", "How"})
 LIGHTNING_NAMES = "callbacks.compat"
 PRIVATE_NAMES_OF_OTHERS = frozenset(
     {
@@ -331,6 +340,43 @@ def google_docstrings(module: Module) -> Iterator[str]:
                 yield f"{module.name}:{node.lineno} tells of {name!r} outside of Args: or Attributes:"
 
 
+def nouns_for_names(module: Module) -> Iterator[str]:
+    """A bound name says what the thing is."""
+    for line, name in _bound_names(module.tree):
+        if name in NAMES_OF_NOTHING and name not in WRITTEN_TO_FILES.get(module.name, ()):
+            yield f"{module.name}:{line} binds {name!r}, which names nothing; take the noun of the thing"
+
+
+def _bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def first_sentences(module: Module) -> Iterator[str]:
+    """The docstring of a public name begins with a verb, or has a subject."""
+    for node in _public(module.tree):
+        first = (ast.get_docstring(node) or "").partition(" ")[0]
+        if first in NO_BEGINNINGS:
+            yield f"{module.name}:{node.lineno} the docstring of {node.name} begins with {first!r}"
+
+
+def doubled_classes(modules: Sequence[Module]) -> Iterator[str]:
+    """No class name stands for two things."""
+    homes: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(f"{module.name}:{node.lineno}")
+    return (f"{name} is the name of classes in {', '.join(at)}" for name, at in homes.items() if len(at) > 1)
+
+
 def _public(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.ClassDef]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
@@ -362,6 +408,8 @@ RULES: tuple[Rule, ...] = (
     few_positional,
     broad_except,
     google_docstrings,
+    nouns_for_names,
+    first_sentences,
 )
 SIMULATOR_RULES: tuple[Rule, ...] = (
     no_pickle,

@@ -28,6 +28,12 @@ def test_source_keeps(rule):
     assert not problems, "\n".join(problems)
 
 
+def test_no_class_name_stands_for_two_things():
+    assert list(rules.doubled_classes(MODULES)) == []
+    twice = [Module("a", "class C: ..."), Module("b", "class C: ...")]
+    assert list(rules.doubled_classes(twice)) == ["C is the name of classes in a:1, b:1"]
+
+
 @pytest.mark.parametrize("rule", rules.SIMULATOR_RULES, ids=lambda rule: rule.__name__)
 def test_the_simulator_keeps(rule):
     assert len(SIMULATOR) > 40
@@ -124,6 +130,10 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
         (rules.no_assert, "engine.x", "def f(x):\n    assert x", "has an assert"),
         (rules.annotated, "engine.x", "def f(a, *b, c: int, **d) -> None: ...", "no type for a, b, d"),
         (rules.annotated, "engine.x", "class A:\n    def f(self): ...", "no result type"),
+        (rules.nouns_for_names, "x", "found = 1", "binds 'found'"),
+        (rules.nouns_for_names, "x", "def f(self, kept): ...", "binds 'kept'"),
+        (rules.nouns_for_names, "format.slot", "self.given = 1", "binds 'given'"),
+        (rules.first_sentences, "x", 'def f():\n    """Of a rank."""', "begins with 'Of'"),
         (rules.few_positional, "x", "def f(self, a, b, c, d, e, f, g): ...", "f takes more than 6"),
         (rules.few_positional, "x", "Record(1, 2, 3, 4, 5, 6, 7)", "gives Record more than 6"),
         (rules.broad_except, "engine.x", "try: ...\nexcept Exception: ...", "catches everything"),

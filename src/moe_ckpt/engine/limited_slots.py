@@ -50,7 +50,7 @@ class LimitedSlots:
         """
 
         def require(_: int) -> None:
-            """Of what the arena lacks, as if it were all."""
+            """Checks the room for the whole copy, although the arena lacks less."""
             free, limit = _least_free() if self._counts else (None, "")
             if free is not None:
                 unused_budget = max(0, self._pool.budget_bytes - self._pool.held_bytes)

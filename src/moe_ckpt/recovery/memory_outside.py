@@ -63,7 +63,7 @@ class _SlotsOutside:
     def keep(self, used: Collection[FoundSlot]) -> None:
         """Nobody goes on from here."""
 
-    def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:
+    def note_start(self, slot: FoundSlot, *, lasting: bool = False) -> None:
         """Nobody does."""
 
 
@@ -203,7 +203,7 @@ class MemoryOutside:
             try:
                 chain(logged, operator, step)
             except GradientGapError as gap:
-                gaps[gap.missing, gap.found].append(operator)
+                gaps[gap.missing, gap.problem].append(operator)
         if not gaps:
             return "it is a step of a sparse window, or the snapshots of its ranks do not fit together"
         return "; ".join(_gap(*gap, names, snapshots) for gap, names in sorted(gaps.items()))

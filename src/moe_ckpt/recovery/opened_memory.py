@@ -39,7 +39,7 @@ class LeftMemory(Protocol):
         """The run goes on from these, or from none."""
         ...
 
-    def note_start(self, found: FoundSlot, *, lasting: bool = False) -> None:
+    def note_start(self, slot: FoundSlot, *, lasting: bool = False) -> None:
         """One more start goes on from it."""
         ...
 

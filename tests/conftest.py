@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -146,7 +147,7 @@ def warm_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def rubbish_in_what_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+def rubbish_in_what_is_lent() -> Iterator[None]:
     """Memory that is lent again has rubbish in it, so that whoever still reads what it had before is seen."""
     from moe_ckpt.engine.buffers import BufferPool
 
@@ -158,7 +159,8 @@ def rubbish_in_what_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
             buffer.memory[:RUBBISH_NBYTES].fill_(0xA5)
         return buffers
 
-    monkeypatch.setattr(BufferPool, "take", taken)
+    with mock.patch.object(BufferPool, "take", taken):  # monkeypatch would be undone too late
+        yield
 
 
 @pytest.fixture(autouse=True)

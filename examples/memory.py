@@ -20,7 +20,7 @@ def run(root: str, kill_at: int | None = None) -> None:
     assert checkpoint.recovery_plan is not None
     for row in checkpoint.recovery_plan.rows():
         print(
-            f"{row.operators} operators ({row.experts} of them experts) came from {row.source.place}, step {row.newest}"
+            f"{row.operators} operators ({row.experts} of them experts) came from {row.source.label}, step {row.newest}"
         )
 
 

@@ -35,7 +35,7 @@ SMALL_NBYTES = 100_000
 
 
 def write(rank: int, world_size: int, root: str) -> dict[str, torch.Tensor]:
-    return train(rank, world_size, root, "equal")
+    return train(rank, world_size, root)
 
 
 @pytest.fixture(scope="module")

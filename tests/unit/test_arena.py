@@ -117,6 +117,7 @@ def test_a_full_file_system_is_an_error_and_leaves_what_there_was(tmp_path, monk
     arena = Arena(MB, path=tmp_path / "arena")
     arena.grow(100_000)
     monkeypatch.setattr(arena_module, "free_bytes", lambda descriptor: 50_000)
+    monkeypatch.setattr(arena_module, "_RECORDS_NBYTES", 1000)
     with pytest.raises(MemoryFullError, match="50,000 bytes free"):
         arena.grow(200_000)
     assert not arena.grow(102_400)

@@ -11,7 +11,6 @@ from moe_ckpt.core import free_space
 from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.policies import Dense, MoC
 from tests.support.deleting import delete_tree
-from tests.support.spoiled import files_of_slots
 from tests.unit.engine_parts import ALL
 from tests.unit.test_engine_host_tier import assert_state, come_back
 from tests.unit.test_engine_memory import life, no_memory_of_other_tests, where  # noqa: F401 - fixtures
@@ -62,7 +61,7 @@ def train_and_fail(where, steps=6):  # noqa: F811
 
 def test_memory_that_an_earlier_start_left_is_used_again(where, made):  # noqa: F811
     train_and_fail(where)
-    [before] = files_of_slots(where[1])
+    [before] = where[1].rglob("arena")
     inode, nbytes = before.stat().st_ino, before.stat().st_size
     made.clear()
     with life(where) as second:
@@ -70,12 +69,12 @@ def test_memory_that_an_earlier_start_left_is_used_again(where, made):  # noqa: 
         assert_state(second, dict.fromkeys(ALL, 6))
         second.go(4, settle=True)
         assert on_training_thread(made) == []
-        [now] = files_of_slots(second.session.tier.files.path)
+        now = second.session.tier.files.path / "arena"
         assert (now.stat().st_ino, now.stat().st_size) == (inode, nbytes)
     with life(where) as third:
         come_back(third)
         assert_state(third, dict.fromkeys(ALL, 10))
-    assert {path.stat().st_ino for path in files_of_slots(where[1])} == {inode}
+    assert {path.stat().st_ino for path in where[1].rglob("arena")} == {inode}
 
 
 def test_after_a_start_from_storage_training_makes_no_slot(where, made):  # noqa: F811

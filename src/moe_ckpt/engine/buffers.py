@@ -97,6 +97,15 @@ class BufferPool:
         with self._lock:
             over = [old for old in self._released if any(old.overlaps(buffer) for buffer in buffers)]
             self._released = [old for old in self._released if old not in over]
+        return self._unseal_all(over)
+
+    def unseal_released(self) -> bool:
+        """Give up what stays readable until its room is lent again; False if there is none. On any thread."""
+        with self._lock:
+            over, self._released = self._released, []
+        return bool(over) and self._unseal_all(over)
+
+    def _unseal_all(self, over: Sequence[Buffer]) -> bool:
         try:
             for old in over:
                 if old.slot is not None:

@@ -180,10 +180,15 @@ class MemoryTier:
             self._release_unneeded()
 
     def give_up(self) -> bool:
-        """Free room at the expense of what earlier lives left, or of older experts; False without any.
+        """Free room at the expense of what is needed least: released slots, an earlier life's slots, older experts.
 
         On any thread.
+
+        Returns:
+            False if there are none of these.
         """
+        if self._pool.unseal_released():
+            return True
         if self.left_slots.remove():
             self.complete_step = None  # those of this life are still to come
             self.files.wait_removed()

@@ -20,7 +20,7 @@ from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedPart, SealedShare, seal_share
-from moe_ckpt.errors import MemoryGoneError, NotFiniteError
+from moe_ckpt.errors import MemoryFullError, MemoryGoneError, NotFiniteError
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, WindowPlace, encode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.compiling import HOST_ONLY
@@ -57,7 +57,7 @@ class MemorySealer:
                 freshness = self._watch.seen(snapshot, (*share.parts, *share.pieces))
                 snapshot.share = replace(share, freshness=freshness)
                 trouble = self._spoiled(snapshot, snapshot.share)
-                header = [] if trouble else self._seal(snapshot, snapshot.share)
+                header = [] if trouble else self._seal_somehow(snapshot, snapshot.share)
         except Exception as error:  # whatever it is, the other ranks must learn that this one has nothing
             trouble = f"{type(error).__name__}: {error}"
             log.warning("memory does not hold the checkpoint of step %d: %s", snapshot.step, trouble)
@@ -74,6 +74,16 @@ class MemorySealer:
                 snapshot.share = snapshot.share.detached()
             self._to_storage(snapshot)
         return Resolution(snapshot.sequence, snapshot.step, snapshot.directory, False, trouble, 0.0)
+
+    def _seal_somehow(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
+        """Seal, on a full file system at the expense of headers that are needed less."""
+        while True:
+            try:
+                self._tier.files.describe()
+                return self._seal(snapshot, share)
+            except MemoryFullError:
+                if not self._tier.give_up() and not self._tier.files.shrink():
+                    raise
 
     def _spoiled(self, snapshot: Snapshot, share: SealedShare) -> str | None:
         """Why the snapshot is not sealed, though storage may have it: the newest that memory holds stays a finite one.

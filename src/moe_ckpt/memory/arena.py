@@ -39,8 +39,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 """Errors of a file system without room."""
 _PIECE_NBYTES = LOCK_NBYTES
 """Made by one call: signals, as a profiler sends a hundred in a second, may make the kernel begin a call again."""
-_RECORDS_NBYTES = 16 << 20
-"""Of the file system, that headers of slots and plain states may take."""
+_RECORDS_NBYTES, _RECORDS_PORTION = 16 << 20, 16
+"""So much of the file system, but no more than one part in so many of it, is left to headers of slots."""
 
 
 @dataclass(eq=False)
@@ -203,15 +203,17 @@ class Arena:
             if require is not None and more > 0:
                 require(more)
             if self.path is not None and more > 0:
-                self._require_free(more + max(spare, min(_RECORDS_NBYTES, more // 64)), more)
+                self._require_free(more, spare)
             while self._space.end < end:
                 self._grow(min(end, (self._space.end // _PIECE_NBYTES + 1) * _PIECE_NBYTES), touches=touches)
             return True
 
-    def _require_free(self, nbytes: int, more: int) -> None:
+    def _require_free(self, more: int, spare: int) -> None:
+        size = os.statvfs(self._pages.descriptor)
+        records = min(_RECORDS_NBYTES, size.f_blocks * size.f_frsize // _RECORDS_PORTION)
         free = free_bytes(self._pages.descriptor)
-        if free < nbytes:
-            raise MemoryFullError(str(self.path), more, free)
+        if free < more + max(spare, records):
+            raise MemoryFullError(str(self.path), more + records, free)
 
     def _grow(self, end: int, *, touches: bool) -> None:
         before = self._space.end

@@ -149,7 +149,6 @@ class MemoryFiles:
             if self._own.is_gone or self.arena.is_gone:
                 self._make_again()
                 self._arena = self._made_arena(ARENA, self._limit, locks=self._locks)
-        self._describe(end)
         return self._grow(self.arena, end, **how)
 
     def _grow(self, arena: Arena, end: int, **how: Any) -> bool:
@@ -160,14 +159,15 @@ class MemoryFiles:
                 raise
             return arena.grow(end, **how)
 
-    def _describe(self, nbytes: int) -> None:
+    def describe(self) -> None:
+        """Write down whose the slots are, before one is sealed. Raises ``MemoryFullError``: there is no room for it."""
         if not self._own.is_described:
             try:
                 self._own.describe(self._store)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                raise MemoryFullError(str(self.path), nbytes, 0) from error
+                raise MemoryFullError(str(self.path), 0, 0) from error
 
     def _tidy(self) -> None:
         """Give back what only slots of earlier lives took."""
@@ -176,6 +176,12 @@ class MemoryFiles:
         arena = self._arena
         if arena is not None and not arena.adopted_nbytes and arena.nbytes > self._limit:
             arena.shrink(self._limit)
+
+    def shrink(self) -> bool:
+        """Give back memory at the arena's end that nobody has, for headers; False if there is none. On any thread."""
+        before = self.arena.nbytes
+        self.arena.shrink(0)
+        return self.arena.nbytes < before
 
     def wait_removed(self) -> None:
         """Return when the rooms of what ``remove`` was given are free."""
@@ -202,7 +208,7 @@ class MemoryFiles:
                     self._copies = self._made_arena(COPIES, _most_nbytes(str(self.path)))
                 arena = self._copies
             while (rooms := arena.take([nbytes])) is None:
-                self._describe(nbytes)
+                self.describe()
                 self._grow(arena, arena.end_for([nbytes]), require=require)
         return Slot.of(self._next_path(COPY), rooms[0], frees=True)
 

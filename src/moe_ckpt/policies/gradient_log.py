@@ -66,7 +66,7 @@ class GradientLog:
     window: int | str = AUTO
     grad_dtype: str = AS_CONSUMED
     most_window: ClassVar[int] = 16
-    """Upper bound on W, even if a step then does not fit: memory holds a round, and a replay is as long as one."""
+    """Upper bound on W, even if a step then does not fit, since memory holds a round and a replay is as long as one."""
 
     def __post_init__(self) -> None:
         if self.grad_dtype not in (AS_CONSUMED, BF16):

@@ -149,7 +149,7 @@ class MoEtion:
 
     @property
     def probes(self) -> bool:
-        """True if a run probes at its beginning: a checkpoint at each step leaves no iteration to compare with.
+        """True if a run probes at its beginning, since a checkpoint at each step leaves no iteration to compare with.
 
         It then saves one expert per layer in two of four checkpoints, until it is known what saving adds to an
         iteration (``core.interference``), for ``PROBED_CHECKPOINTS`` at most. No gradients are sent until then.

@@ -68,8 +68,8 @@ class MoEvement:
     window: int | None = None
     order: str = "hard_count"
     max_window: ClassVar[int] = 32
-    """Upper bound on W where it is computed. If even that does not fit into an iteration, training stalls: ``explain``
-    says by how much."""
+    """Upper bound on W where it is computed. Training stalls if even that does not fit into an iteration, and
+    ``explain`` says by how much."""
     dense_overhead: ClassVar[float] = 0.01
     """Portion of training time that dense checkpoints between windows may cost. A window can only be loaded by the same
     number of ranks with the same parallel degrees, a dense checkpoint by any. It is about as large as the W slots of a

@@ -15,6 +15,8 @@ from moe_ckpt.engine.cgroups import available_bytes
 from moe_ckpt.engine.host_tier import HostTier, KeptCheckpoint
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
+from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.memory.slot import Slot
 
 BUDGET = 10_000
 PAGE = 4096
@@ -126,6 +128,24 @@ def test_what_another_pool_made_counts():
     assert pool.acquire([6000]) is None
     pool.give_back(buffer)
     assert pool.acquire([6000]) is not None
+
+
+def test_what_cannot_be_unsealed_stays_readable_and_is_never_written_to(tmp_path, monkeypatch):
+    files = MemoryFiles(str(tmp_path), "a" * 32, 0, "life", 0, "/a/store")
+    files.open_arena(arena_limit(BUDGET))
+    pool = BufferPool(BUDGET, files=files)
+    [old] = pool.acquire([4000])
+    old.memory.fill_(7)
+    old.slot.seal(b"header")
+    pool.give_back(old)
+    with monkeypatch.context() as patched:
+        patched.setattr(Slot, "unseal", lambda slot: (_ for _ in ()).throw(OSError("read-only")))
+        assert pool.take([1000]) is None
+        assert pool.take([1000]) is None
+    for size in (1000, 2000):  # some of the old room, and the rest of it
+        for buffer in pool.acquire([size]) or ():
+            assert not old.slot.is_sealed or not old.overlaps(buffer)
+    files.close(keep=False)
 
 
 # --- the roles that buffers go through ---

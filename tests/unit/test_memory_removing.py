@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory import mapping
@@ -148,3 +149,62 @@ def test_a_tmpfs_without_a_limit_is_not_full(tmp_path):
         assert os.statvfs(tmp_path).f_blocks == 0
         assert free_bytes(str(tmp_path)) == sys.maxsize
         assert create_slot(tmp_path / "slot_000", 4096).memory.numel() == 4096
+
+
+# --- what the arena of an earlier life may be used for ---
+
+
+def left_by_a_life(root: Path) -> bytes:
+    """Header of a copy that a life before has sealed there."""
+    before = MemoryFiles(str(root), "b" * 32, 0, "before", 0, "/a/store")
+    found = sealed(before)
+    header = found.slot.path.with_suffix(".head").read_bytes()
+    before.close(keep=True)
+    return header
+
+
+def test_nothing_is_made_once_the_next_life_may_have_the_directory(tmp_path):
+    """A thread that receives a copy may be late: it would take the next life's rooms for free."""
+    life = MemoryFiles(str(tmp_path), "b" * 32, 0, "before", 0, "/a/store")
+    life.make(NBYTES)
+    life.close(keep=True)
+    with pytest.raises(OSError, match="is closed"):
+        life.make(NBYTES)
+
+
+def test_an_arena_that_somebody_deletes_is_not_linked_again_over_slots_of_the_life_before(tmp_path):
+    left_by_a_life(tmp_path)
+    life = MemoryFiles(str(tmp_path), "b" * 32, 1, "now", 0, "/a/store")
+    left = life.take_left(same_rank=True)
+    life.open_arena(1 << 20)
+    [found] = life.adopt(left)
+    before = found.slot.memory.clone()
+    (life.path / COPIES).unlink()
+    life.make(NBYTES).memory.fill_(7)
+    assert bool((found.slot.memory == before).all())
+    life.close(keep=False)
+
+
+def test_a_slot_that_could_not_be_opened_keeps_its_bytes(tmp_path, monkeypatch):
+    """For want of a descriptor, for instance: its header stays."""
+    left_by_a_life(tmp_path)
+    life = MemoryFiles(str(tmp_path), "b" * 32, 1, "now", 0, "/a/store")
+    with monkeypatch.context() as patched:
+        patched.setattr(Slot, "open", lambda path: (_ for _ in ()).throw(OSError("too many open files")))
+        assert life.take_left(same_rank=True) == []
+    life.open_arena(1 << 20)
+    life.make(NBYTES).memory.fill_(7)
+    [path] = (path for path in tmp_path.rglob("*.head") if life.path not in path.parents)
+    found, header = Slot.open(path)
+    [first, *_] = header.slices(header.parts[0], "")
+    data = found.memory[first.begin : first.end].numpy().data
+    assert xxhash.xxh3_64_hexdigest(data) == first.checksum
+    life.close(keep=False)
+
+
+def test_a_slot_is_never_sealed_in_a_directory_that_does_not_say_whose_it_is(files, monkeypatch):
+    files.make(100)
+    files._own.is_described = False
+    (files.path / "owner.json").unlink()
+    files.make(100)
+    assert (files.path / "owner.json").exists()

@@ -78,11 +78,6 @@ class FreeSpace:
         """End of the last room; 0 without any."""
         return self._used[-1][1] if self._used else 0
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all rooms together."""
-        return sum(high - low for low, high in self._used)
-
     def gaps(self) -> Iterator[Span]:
         """Yields the free spans below ``end``."""
         return _gaps(self._used, self.end)

@@ -37,7 +37,8 @@ _ROUNDING_NBYTES = 64 * ALIGNMENT
 class BufferPool:
     """Lends rooms of never more than ``budget_bytes`` in all. Safe to use from several threads.
 
-    ``take`` and ``give_back`` are arithmetic, and for the training thread; ``acquire`` and ``make_ahead`` make memory.
+    ``take`` and ``give_back`` are for the training thread: arithmetic, a look whether the file is still there, and the
+    deletion of headers of what was there before. ``acquire`` and ``make_ahead`` make memory.
 
     Args:
         budget_bytes: Of all buffers together.
@@ -111,8 +112,10 @@ class BufferPool:
                 if old.slot is not None:
                     old.slot.unseal()
             return True
-        except OSError as error:  # the bytes stay what the header says
+        except OSError as error:  # the bytes stay what the headers say
             log.warning("a memory slot cannot be used again: %s", error)
+            with self._lock:
+                self._released += over
             return False
 
     def acquire(self, sizes: Sequence[int], require: Callable[[int], None] | None = None) -> list[Buffer] | None:

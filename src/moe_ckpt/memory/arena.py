@@ -95,7 +95,8 @@ class Arena:
         self._pages = Pages(limit, descriptor)
         self._space = FreeSpace()
         self._adopted = 0
-        self._lock, self._growing = threading.Lock(), threading.Lock()
+        self._growing = threading.Lock()
+        self._lock = threading.RLock()  # the collector may give a room back in the middle of anything (``Slot.remove``)
 
     @property
     def limit(self) -> int:
@@ -111,17 +112,6 @@ class Arena:
     def nbytes(self) -> int:
         """Bytes that it holds: of its file, or what was made."""
         return max(self.ready, self._pages.file_nbytes)
-
-    @property
-    def used_nbytes(self) -> int:
-        """Bytes of rooms."""
-        with self._lock:
-            return self._space.used_bytes
-
-    @property
-    def is_locked(self) -> bool:
-        """Returns whether CUDA was told to page-lock it."""
-        return self._pages.is_locked
 
     @property
     def identity(self) -> Identity | None:

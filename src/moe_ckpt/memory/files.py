@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -30,6 +31,7 @@ from moe_ckpt.memory.directory import (
     user_directory,
 )
 from moe_ckpt.memory.identity import Identity, identity
+from moe_ckpt.memory.mapping import PAGE_NBYTES
 from moe_ckpt.memory.removing import SlotRemover
 from moe_ckpt.memory.slot import COPY, HEADER_SUFFIX, OWN, Slot, forget_starts, set_aside
 from moe_ckpt.storage.local import free_bytes
@@ -75,6 +77,8 @@ class MemoryFiles:
         self._making, self._copying = threading.Lock(), threading.Lock()
         self._own = make_rank_directory(root, run_id, generation, rank, store)
         self._left: list[RankDirectory] = []
+        self._unread: set[Path] = set()
+        self._is_closed = False
         self._numbers = itertools.count()
         self._limit, self._locks = 0, False
         self._arena: Arena | None = None
@@ -104,16 +108,22 @@ class MemoryFiles:
             OSError: It cannot be made.
         """
         self._limit, self._locks = limit, locks
-        self._arena = self._made_arena(ARENA, limit, locks=locks)
-        self._copies = self._made_arena(COPIES, _most_nbytes(str(self.path)))
+        for name in (ARENA, COPIES):
+            self._link(name)
+        self._arena = Arena(limit, path=self.path / ARENA, locks=locks)
+        self._copies = self._new_copies()
 
-    def _made_arena(self, name: str, limit: int, *, locks: bool = False) -> Arena:
-        """Links what the newest life left that had one; makes it otherwise, which takes longer to grow."""
+    def _link(self, name: str) -> None:
+        """Go on with the file of the newest life that had one. Without it a new one is made, which takes longer."""
         for directory in self._left:
+            if directory.path in self._unread:  # a slot that could not be opened keeps its bytes
+                continue
             with contextlib.suppress(OSError):
                 os.link(directory.path / name, self.path / name, follow_symlinks=False)
-                break
-        return Arena(limit, path=self.path / name, locks=locks)
+                return
+
+    def _new_copies(self) -> Arena:
+        return Arena(_most_nbytes(str(self.path)), path=self.path / COPIES)
 
     @property
     def arena(self) -> Arena:
@@ -148,7 +158,7 @@ class MemoryFiles:
         with self._making:
             if self._own.is_gone or self.arena.is_gone:
                 self._make_again()
-                self._arena = self._made_arena(ARENA, self._limit, locks=self._locks)
+                self._arena = Arena(self._limit, path=self.path / ARENA, locks=self._locks)
         return self._grow(self.arena, end, **how)
 
     def _grow(self, arena: Arena, end: int, **how: Any) -> bool:
@@ -167,7 +177,7 @@ class MemoryFiles:
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                raise MemoryFullError(str(self.path), 0, 0) from error
+                raise MemoryFullError(str(self.path), PAGE_NBYTES, free_bytes(str(self.path))) from error
 
     def _tidy(self) -> None:
         """Give back what only slots of earlier lives took."""
@@ -199,16 +209,18 @@ class MemoryFiles:
 
         Raises:
             MemoryFullError: There is no room.
-            OSError: It cannot be made.
+            OSError: It cannot be made, or ``close`` was called: the next life may have the directory by now.
         """
         with self._copying:
+            if self._is_closed:
+                raise OSError(errno.EBADF, f"the memory of this start of the run is closed: {self.path}")
             with self._making:
                 if self._copies is None or self._own.is_gone or self._copies.is_gone:
                     self._make_again()
-                    self._copies = self._made_arena(COPIES, _most_nbytes(str(self.path)))
+                    self._copies = self._new_copies()
                 arena = self._copies
+            self.describe()
             while (rooms := arena.take([nbytes])) is None:
-                self.describe()
                 self._grow(arena, arena.end_for([nbytes]), require=require)
         return Slot.of(self._next_path(COPY), rooms[0], frees=True)
 
@@ -286,7 +298,18 @@ class MemoryFiles:
         for generation, rank, path in list(rank_directories(self._run)):
             if generation != self.generation and (rank == self.rank) == same_rank:
                 self._take(path, until)
-        return newest_first(slot for directory in self._left[before:] for slot in _open_slots(directory))
+        return newest_first(slot for directory in self._left[before:] for slot in self._open_slots(directory))
+
+    def _open_slots(self, directory: RankDirectory) -> Iterator[FoundSlot]:
+        for path in directory.slots:
+            try:
+                yield FoundSlot(*Slot.open(path))
+            except DamagedError as error:
+                log.warning("the memory slot %s is damaged: it is set aside, and not used: %s", path, error)
+                set_aside(path)
+            except OSError as error:
+                log.warning("the memory slot %s is not used: %s", path, error)
+                self._unread.add(directory.path)
 
     def _take(self, path: Path, until: float | None) -> None:
         """until: ``time.monotonic`` to which whoever holds sealed slots is waited for; None: nobody is."""
@@ -321,6 +344,8 @@ class MemoryFiles:
                 earlier lives on this node but what living processes hold.
         """
         self._remover.wait()
+        with self._copying:
+            self._is_closed = True
         self._arena = self._copies = None  # their memory lives as long as its users
         directories, self._left = self._left, []
         for directory in (self._own, *directories):
@@ -364,17 +389,6 @@ def _has_sealed(path: Path) -> bool:
 def newest_first(slots: Iterable[FoundSlot]) -> list[FoundSlot]:
     """Returns slots by step and life."""
     return sorted(slots, key=lambda slot: (-slot.header.step, -slot.header.generation))
-
-
-def _open_slots(directory: RankDirectory) -> Iterator[FoundSlot]:
-    for path in directory.slots:
-        try:
-            yield FoundSlot(*Slot.open(path))
-        except DamagedError as error:
-            log.warning("the memory slot %s is damaged: it is set aside, and not used: %s", path, error)
-            set_aside(path)
-        except OSError as error:
-            log.warning("the memory slot %s is not used: %s", path, error)
 
 
 def newest_generation(root: str, run_id: str) -> int:

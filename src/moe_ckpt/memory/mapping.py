@@ -50,7 +50,12 @@ class Pages:
         self._descriptor, self._address, self._nbytes = descriptor, 0, _up(max(1, limit), PAGE_NBYTES)
         self._locked: dict[int, tuple[int, int | None]] = {}  # offset -> process and device
         self.ready = 0
-        self._address = _aligned(self._nbytes)
+        try:
+            self._address = _aligned(self._nbytes)
+        except OSError:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise
         _mapped[self._address] = self._nbytes, descriptor
         if descriptor >= 0:
             _map(self._address, self._nbytes, mmap.MAP_SHARED | _FIXED, descriptor)
@@ -149,11 +154,6 @@ class Pages:
         begin, end = _up(begin, PAGE_NBYTES), end // PAGE_NBYTES * PAGE_NBYTES
         if self._descriptor < 0 and begin < end:
             _LIBRARY.madvise(self._address + begin, end - begin, mmap.MADV_DONTNEED)
-
-    @property
-    def is_locked(self) -> bool:
-        """Returns whether CUDA was told to page-lock any of them."""
-        return bool(self._locked)
 
     def _lock(self, begin: int, end: int) -> None:
         is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

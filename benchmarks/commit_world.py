@@ -42,7 +42,7 @@ from moe_ckpt.core.operators import (
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.tree import TreeNode
-from moe_ckpt.engine.outcomes import Outcome
+from moe_ckpt.engine.outcomes import StorageOutcome
 from moe_ckpt.engine.snapshot import side_tensors
 from moe_ckpt.engine.writing import acknowledge
 from moe_ckpt.format.identity import Identity
@@ -226,7 +226,7 @@ class Acknowledging:
         (self._root / step_dir(step, 0)).mkdir(exist_ok=True)
         return [self._one(rank, share, step, run_id) for rank, share in enumerate(shares) if rank]
 
-    def delete(self, outcome: Outcome) -> None:
+    def delete(self, outcome: StorageOutcome) -> None:
         """What the other ranks do when they hear that a checkpoint is committed."""
         for directory, (whole, groups) in outcome.superseded.items():
             for path in (self._root / directory).iterdir():
@@ -317,7 +317,7 @@ class ActedPeers(ActedRank):
         if self.rank == 0:
             self._count(sent=[payload] * len(self._subtrees()))
             with self._acting():
-                self._acknowledging.delete(Outcome.decode(payload))
+                self._acknowledging.delete(StorageOutcome.decode(payload))
             return payload
         answer = self._first_rank_commits()
         self._count(received=[answer], sent=[answer] * len(self._subtrees()))

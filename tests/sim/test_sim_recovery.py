@@ -7,7 +7,7 @@ import pytest
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.failures.failures import Poisson
-from moe_ckpt_sim.run.failing import Spares
+from moe_ckpt_sim.run.failing import SpareNodes
 from moe_ckpt_sim.run.recovery import Copies
 from moe_ckpt_sim.run.run import simulate
 from tests.sim.builders import layout, scenario, sparse, trace
@@ -155,13 +155,13 @@ def test_all_dead_nodes_need_a_spare_each():
 
 
 def test_spares_are_given_to_who_died_first():
-    spares = Spares(1, 100.0)
+    spares = SpareNodes(1, 100.0)
     assert spares.replace([3], 0.0) == 0.0
     assert spares.replace([4], 10.0) == 100.0  # node 3 is repaired
     assert spares.replace([4], 20.0) == 100.0  # it is dead already
     assert spares.replace([5], 30.0) == 110.0
-    assert Spares(None, None).replace([1, 2], 5.0) == 5.0
-    assert Spares(1, None).replace([1, 2], 5.0) == float("inf")
+    assert SpareNodes(None, None).replace([1, 2], 5.0) == 5.0
+    assert SpareNodes(1, None).replace([1, 2], 5.0) == float("inf")
 
 
 # --- peers and storage ---

@@ -11,7 +11,7 @@ import pytest
 
 from moe_ckpt.core import retention
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.collect import Known, clean_start, collect
+from moe_ckpt.engine.collect import CollectMemo, clean_start, collect
 from moe_ckpt.engine.documents import read_manifest
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
@@ -304,7 +304,7 @@ def test_clean_start_removes_what_dead_writers_left(storage):
 
 
 def test_what_is_known_spares_reading_and_is_kept_up_to_date(storage):
-    known = Known()
+    known = CollectMemo()
     for step in (1, 2, 3):
         commit(storage, step)
     collect(storage, RetentionPolicy(keep_last=2), NOW, memo=known)
@@ -320,7 +320,7 @@ def test_what_a_failed_collection_left_is_looked_at_again(storage):
     """What is known may be wrong after an error: the directories that it was about are listed anew."""
     for step in (1, 2, 3):
         commit(storage, step)
-    known = Known()
+    known = CollectMemo()
     collect(storage, RetentionPolicy(keep_last=5), NOW, memo=known)
     with pytest.raises(OSError, match="injected"):
         collect(FaultyStorage(storage, 4, verbs={"delete"}), LAST, NOW, memo=known)
@@ -414,7 +414,7 @@ def test_other_ranks_delete_their_own_files(storage):
         for name in WHOLE[1:]:
             for rank in (1, 2):
                 storage.write(f"{step_dir(step, 0)}/{name.replace('00000', f'0000{rank}')}", [b"theirs"])
-    known = Known()
+    known = CollectMemo()
     report = collect(storage, LAST, NOW, memo=known, others=others)
     assert report.delegated == {
         "step_00000001": (False, ["non_expert", "state"]),
@@ -439,7 +439,7 @@ def test_what_other_ranks_did_not_delete_is_told_again(storage):
     for step in (1, 2):
         commit(storage, step)
         storage.write(state_path(step_dir(step, 0), 1), [b"theirs"])
-    known = Known()
+    known = CollectMemo()
     for _ in range(2):
         assert collect(storage, LAST, NOW, memo=known, others=others).delegated == {"step_00000001": (True, ["state"])}
     assert collect(storage, LAST, NOW, memo=known).deleted == (state_path("step_00000001", 1),)

@@ -108,7 +108,7 @@ def why_unknown(trainer: Any, loader: object) -> str | None:
 
 @dataclass(frozen=True)
 class _Start:
-    """Where a resume entered an epoch: batches done, and position and batches left of each sampler."""
+    """The entry of a resume into an epoch: batches done, and position and remaining batches of each sampler."""
 
     epoch: int
     batches: int

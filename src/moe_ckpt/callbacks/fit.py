@@ -247,7 +247,7 @@ class Fit:
     # --- every step ---
 
     def _is_searching(self) -> bool:
-        """Whether a learning rate or batch size finder runs batches that are not part of the run.
+        """Returns whether a learning rate or batch size finder runs batches that are not part of the run.
 
         Finders remove all callbacks meanwhile, and restore the trainer's state afterwards.
         """

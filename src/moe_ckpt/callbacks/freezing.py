@@ -160,7 +160,7 @@ class SparingRecompute(StepSource):
 
 
 class _Reducing:
-    """How a strategy reduces gradients if some are not computed. On a single device there is nothing to do."""
+    """Reduces gradients as the strategy does if some are not computed. On a single device there is nothing to do."""
 
     @staticmethod
     def of(trainer: Any, module: pl.LightningModule) -> _Reducing | None:

@@ -84,7 +84,7 @@ class Lookahead:
 
     @property
     def _ahead(self) -> bool:
-        """Whether each batch is fetched while the one in front of it waits."""
+        """Returns whether each batch is fetched while the one in front of it waits."""
         fetcher = Private(self._loop).data_fetcher
         return isinstance(fetcher, PrefetchDataFetcher) and fetcher.length is None
 

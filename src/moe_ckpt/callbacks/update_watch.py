@@ -25,7 +25,7 @@ log = logging.getLogger("moe_ckpt")
 _HOOK = "on_train_batch_end"
 
 
-class Batch(NamedTuple):
+class WatchedBatch(NamedTuple):
     """The updates that a batch made.
 
     Attributes:
@@ -113,7 +113,7 @@ class UpdateWatch:
         """Returns whether any update was booked."""
         return self._booked > 0
 
-    def book(self, global_step: int) -> Batch:
+    def book(self, global_step: int) -> WatchedBatch:
         """Returns what this batch did. It made no update if gradients accumulate, or the loss scaler skipped the step.
 
         Raises:
@@ -129,7 +129,7 @@ class UpdateWatch:
             )
         applied, self._booked, self._applied = self._applied > 0, self._updates, 0
         self.hooks_began = False
-        return Batch(stepped, updates, applied)
+        return WatchedBatch(stepped, updates, applied)
 
     def require_whole(self, error: BaseException | None) -> None:
         """Raises ``RuntimeError`` unless the step of a batch that ``error`` ended is whole; names hooks cut off.

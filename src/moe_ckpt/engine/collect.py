@@ -49,7 +49,7 @@ class CollectReport:
 
 
 @dataclass
-class Known:
+class CollectMemo:
     """Listings and records that need not be read from storage again. Every collection updates them.
 
     Attributes:
@@ -68,7 +68,7 @@ def collect(
     now_unix_secs: float,
     *,
     abandoned: Collection[str] = (),
-    memo: Known | None = None,
+    memo: CollectMemo | None = None,
     others: frozenset[str] = frozenset(),
 ) -> CollectReport:
     """Delete the checkpoints that ``retention`` drops, and every file that no remaining checkpoint names.
@@ -84,7 +84,7 @@ def collect(
     Raises:
         OSError: while reading: nothing was deleted. While deleting: what was deleted was rightly so.
     """
-    memo = Known() if memo is None else memo
+    memo = CollectMemo() if memo is None else memo
     contents = _read_store(storage, memo, abandoned)
     if contents.is_foreign:
         return CollectReport(damaged=contents.damaged)
@@ -103,7 +103,7 @@ def collect(
     return CollectReport(tuple(record.directory for record in remaining), dropped, contents.damaged, deleted, delegated)
 
 
-def clean_start(storage: Storage, memo: Known | None = None) -> CollectReport:
+def clean_start(storage: Storage, memo: CollectMemo | None = None) -> CollectReport:
     """Remove what dead writers left: the files of uncommitted steps (except files that a commit names) and temporaries.
 
     Called by rank 0 at the start of a run, with the store's lock held and before any rank writes.
@@ -111,7 +111,7 @@ def clean_start(storage: Storage, memo: Known | None = None) -> CollectReport:
     Raises:
         OSError: while reading: nothing was deleted.
     """
-    memo = Known() if memo is None else memo
+    memo = CollectMemo() if memo is None else memo
     contents = _read_store(storage, memo)
     if contents.damaged:
         return CollectReport(tuple(contents.records), (), contents.damaged)
@@ -183,7 +183,7 @@ class _Contents:
         return {directory for directory in self.names if age_of(directory) > newest}
 
 
-def _read_store(storage: Storage, memo: Known, abandoned: Collection[str] = ()) -> _Contents:
+def _read_store(storage: Storage, memo: CollectMemo, abandoned: Collection[str] = ()) -> _Contents:
     """List every step directory, and decode every manifest, that is not known.
 
     Directories of steps after the newest that is known are not looked into unless they were ``abandoned``, or have a
@@ -227,7 +227,7 @@ def _read_store(storage: Storage, memo: Known, abandoned: Collection[str] = ()) 
 
 
 def _delete(
-    storage: Storage, contents: _Contents, gone: Collection[str], others: frozenset[str], memo: Known
+    storage: Storage, contents: _Contents, gone: Collection[str], others: frozenset[str], memo: CollectMemo
 ) -> tuple[tuple[str, ...], dict[str, tuple[bool, Sequence[str]]]]:
     """Delete the groups, commit records first and older checkpoints before newer ones."""
     by_directory: dict[str, set[str]] = {}
@@ -259,7 +259,7 @@ def _delete(
     return (*records, *rest), delegated
 
 
-def _tidy(storage: Storage, contents: _Contents, directory: str, memo: Known) -> None:
+def _tidy(storage: Storage, contents: _Contents, directory: str, memo: CollectMemo) -> None:
     """Remove temporaries, and then the directory, if nothing of this format is left in it."""
     if directory in contents.strewn:
         storage.clean_temporaries(directory)

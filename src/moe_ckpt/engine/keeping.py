@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.collect import Known, clean_start, collect, grouped, record_of
+from moe_ckpt.engine.collect import CollectMemo, clean_start, collect, grouped, record_of
 from moe_ckpt.engine.commit import Abandoned
 from moe_ckpt.engine.documents import read_sealed
 from moe_ckpt.engine.outcomes import Superseded
@@ -50,7 +50,7 @@ class StoreKeeper:
         self._retention = retention
         self._lock = lock
         self._ranks = ranks
-        self._known = Known()
+        self._known = CollectMemo()
         self._listings = Listings(storage)
         self._proven: dict[str, tuple[frozenset[str], Names]] = {}
         self._abandoned: set[str] = set()

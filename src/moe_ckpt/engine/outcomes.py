@@ -12,7 +12,7 @@ Superseded = Mapping[str, tuple[bool, Sequence[str]]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StorageOutcome:
     """The message of rank 0 to all ranks about one snapshot.
 
     Attributes:
@@ -32,7 +32,7 @@ class Outcome:
         return json.dumps([self.cause, self.lost, self.differs, self.superseded]).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> Outcome:
+    def decode(cls, raw: bytes) -> StorageOutcome:
         return cls(*json.loads(raw))
 
 
@@ -50,7 +50,7 @@ class Resolution:
         nbytes: Of this rank's tensors.
         copy_secs: To host memory.
         write_secs: From there to the end.
-        lost: See ``Outcome``.
+        lost: See ``StorageOutcome``.
     """
 
     sequence: int

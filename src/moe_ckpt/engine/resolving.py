@@ -18,7 +18,7 @@ from moe_ckpt.engine.commit import Abandoned, Committer, CoverDiffersError
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.keeping import StoreKeeper
-from moe_ckpt.engine.outcomes import FailureCount, Outcome, Resolution, Superseded
+from moe_ckpt.engine.outcomes import FailureCount, Resolution, StorageOutcome, Superseded
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_share, write_share
@@ -70,7 +70,9 @@ class SnapshotResolver:
         refusal = snapshot.refused or self._refusal(snapshot)
         acknowledged = Acknowledgement.failed(self._comm.rank, refusal) if refusal else self._write(snapshot)
         columns = self._comm.combine(acknowledged.columns)
-        outcome = self._announced(Outcome() if columns is None else self._commit(snapshot, Acknowledgement(*columns)))
+        outcome = self._announced(
+            StorageOutcome() if columns is None else self._commit(snapshot, Acknowledgement(*columns))
+        )
         if outcome.differs:
             outcome = self._announced(self._explain(snapshot))
         request = snapshot.request
@@ -108,21 +110,21 @@ class SnapshotResolver:
             log.warning("the checkpoint of step %d was not committed; training continues. %s.%s", step, cause, advice)
         self._reason = reason
 
-    def _announced(self, outcome: Outcome) -> Outcome:
+    def _announced(self, outcome: StorageOutcome) -> StorageOutcome:
         """Rank 0's outcome, on every rank."""
-        return Outcome.decode(self._comm.announce(outcome.encode()))
+        return StorageOutcome.decode(self._comm.announce(outcome.encode()))
 
-    def _explain(self, snapshot: Snapshot) -> Outcome:
+    def _explain(self, snapshot: Snapshot) -> StorageOutcome:
         """All ranks tell rank 0 what they wrote, box by box, and it finds out why that is not what was planned."""
         boxes = [box for part in snapshot.written for box in part.boxes]
         columns = self._comm.combine([encode_boxes(boxes)])
         if columns is None:
-            return Outcome()
+            return StorageOutcome()
         try:
             prove_cover(f"checkpoint of step {snapshot.step}", snapshot.plan.claimed_boxes(), decode_boxes(*columns))
         except CoverageError as error:
-            return Outcome(f"{type(error).__name__}: {error}")
-        return Outcome(f"the ranks' plans of step {snapshot.step} differ, although their shares cover it")
+            return StorageOutcome(f"{type(error).__name__}: {error}")
+        return StorageOutcome(f"the ranks' plans of step {snapshot.step} differ, although their shares cover it")
 
     def _refusal(self, snapshot: Snapshot) -> str | None:
         """Why this snapshot must not be written, equal on every rank; None if it may be."""
@@ -145,28 +147,28 @@ class SnapshotResolver:
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
 
-    def _commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Outcome:
+    def _commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> StorageOutcome:
         """Commit on rank 0, and release what is superseded.
 
         Where that fails, what was written goes before any rank hears of it and writes on.
         """
         if self._committer is None or self._keeper is None:
-            return Outcome("rank 0 has no committer")
+            return StorageOutcome("rank 0 has no committer")
         try:
             manifest = self._committer.commit(snapshot, acknowledged)
         except (OSError, MoECheckpointError) as error:
             causes = error.causes if isinstance(error, SaveFailedError) else [f"{type(error).__name__}: {error}"]
             lost, differs = isinstance(error, FilesGoneError), isinstance(error, CoverDiffersError)
             self._clear_away(self._keeper, self._committer.abandon(snapshot, acknowledged), snapshot.step)
-            return Outcome("; ".join(causes), lost, differs)
+            return StorageOutcome("; ".join(causes), lost, differs)
         if manifest is not None:
             self._say_not_finite(manifest)
         try:
             self._keeper.look_ahead(self._committer.begun)
-            return Outcome(superseded=self._keeper.collect(self._committer.superseded()))
+            return StorageOutcome(superseded=self._keeper.collect(self._committer.superseded()))
         except (OSError, MoECheckpointError) as error:
             log.warning(_NOT_REMOVED, snapshot.step, error)
-            return Outcome()
+            return StorageOutcome()
 
     def _say_not_finite(self, manifest: Manifest) -> None:
         """Once, where checkpoints begin to hold NaN or infinity."""

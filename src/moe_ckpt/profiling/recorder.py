@@ -56,10 +56,10 @@ _left_unix_secs = 0.0
 
 def profilers(path: str | None, rank: int) -> tuple[Observer, ...]:
     """Returns the observers that keep a run's profile in ``path``: one on rank 0, none elsewhere or without a path."""
-    return () if path is None or rank else (RunProfile(path),)
+    return () if path is None or rank else (ProfileRecorder(path),)
 
 
-class RunProfile:
+class ProfileRecorder:
     """Keeps the profile of a run in the file at ``path``: one life from each ``Opened`` to the next ``Closed``."""
 
     def __init__(self, path: str) -> None:

@@ -20,7 +20,7 @@ from moe_ckpt.errors import ConfigError, MoECheckpointError
 from moe_ckpt_sim.cluster.cluster import Cluster, ClusterLayout, Parallel
 from moe_ckpt_sim.failures.failures import Failures
 from moe_ckpt_sim.run.scenario import Scenario
-from moe_ckpt_sim.run.system import MemoryTier, System
+from moe_ckpt_sim.run.system import SimulatedMemory, System
 from moe_ckpt_sim.workload.iteration import Timing, estimate
 from moe_ckpt_sim.workload.load import ExpertLoad
 from moe_ckpt_sim.workload.model import ModelSpec, Precision, SimModel
@@ -65,7 +65,7 @@ def scenario_of(cfg: DictConfig) -> Scenario:
 
 def _system(cfg: DictConfig) -> System:
     system = _made(cfg, "policy", System)
-    return _made(cfg, "memory", MemoryTier).applied_to(system) if _known(cfg, "memory") else system
+    return _made(cfg, "memory", SimulatedMemory).applied_to(system) if _known(cfg, "memory") else system
 
 
 def layout_of(cfg: DictConfig) -> ClusterLayout:

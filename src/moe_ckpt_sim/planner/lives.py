@@ -17,7 +17,7 @@ _LONGEST_UPDATE = 0.95
 
 
 @dataclass(frozen=True)
-class Pace:
+class RunPace:
     """How fast a run trained, and what its checkpoints cost it. What changes between lives is the newest life's.
 
     Attributes:
@@ -126,7 +126,7 @@ class Restarts:
     """
 
     lives: tuple[Life, ...]
-    pace: Pace
+    pace: RunPace
 
     @property
     def restart_secs(self) -> float | None:

@@ -19,7 +19,7 @@ from moe_ckpt.format.profile import MAX_PROFILE_BYTES, Life, OperatorRow, Profil
 from moe_ckpt.storage.local import read_whole
 from moe_ckpt_sim.cluster.cluster import Cluster, ClusterLayout, Parallel
 from moe_ckpt_sim.failures.failures import Failures
-from moe_ckpt_sim.planner.lives import Pace, Restarts
+from moe_ckpt_sim.planner.lives import Restarts, RunPace
 from moe_ckpt_sim.run.scenario import Scenario
 from moe_ckpt_sim.run.system import System
 from moe_ckpt_sim.workload.load import ExpertLoad
@@ -64,9 +64,9 @@ class RunProfile:
     # --- what was measured ---
 
     @cached_property
-    def pace(self) -> Pace:
+    def pace(self) -> RunPace:
         """How fast it trained."""
-        return Pace(self.path, self.lives)
+        return RunPace(self.path, self.lives)
 
     @cached_property
     def restarts(self) -> Restarts:

@@ -21,13 +21,13 @@ from moe_ckpt_sim.cluster.surviving import Survivors
 from moe_ckpt_sim.failures.failures import FailureEvent
 from moe_ckpt_sim.run.durable import Durable
 from moe_ckpt_sim.run.recovery import Copies, Recoveries, Repair, host_nodes
-from moe_ckpt_sim.run.state import State
+from moe_ckpt_sim.run.state import SimulatedState
 
 FUTILE_FAILURES = 100
 """So many failures in a row without one recovery that ends, or one iteration gained for good, and a run is given up."""
 
 
-class Spares:
+class SpareNodes:
     """Nodes that wait to replace a dead one.
 
     Args:
@@ -88,7 +88,7 @@ class _Failure:
     restarted: tuple[int, ...] = ()
 
 
-def _failures(events: Iterator[FailureEvent], spares: Spares) -> Iterator[_Failure]:
+def _failures(events: Iterator[FailureEvent], spares: SpareNodes) -> Iterator[_Failure]:
     """Nodes that join become spares as they pass by, up to the requested failure."""
     for at, together in groupby(events, key=lambda event: on_clock(event.at_secs)):
         nodes, restarted = list[int](), list[int]()
@@ -118,7 +118,7 @@ class _Attempt:
     def end(self) -> float:
         return self.start + sum(secs for _, secs in self.phases)
 
-    def spend(self, state: State, start: float, stop: float) -> None:
+    def spend(self, state: SimulatedState, start: float, stop: float) -> None:
         """Book what of it lies between two moments."""
         at = self.start
         for name, secs in self.phases:
@@ -136,7 +136,9 @@ class Failing:
     stranded: a dead node is never replaced. hopeless: one recovery was started again ``FUTILE_FAILURES`` times.
     """
 
-    def __init__(self, costs: Costs, recoveries: Recoveries, events: Iterator[FailureEvent], spares: Spares) -> None:
+    def __init__(
+        self, costs: Costs, recoveries: Recoveries, events: Iterator[FailureEvent], spares: SpareNodes
+    ) -> None:
         self._costs, self._recoveries, self._spares = costs, recoveries, spares
         self._layout, self._host_nodes = costs.layout, host_nodes(costs.layout)
         self._copies = Copies(costs.layout, costs.system.replicas if costs.system.durable == "peers" else 0)
@@ -155,7 +157,7 @@ class Failing:
         """When the next failure comes; ``inf`` if none does."""
         return self._next.at_secs if self._next else inf
 
-    def recover(self, state: State, until: float) -> None:
+    def recover(self, state: SimulatedState, until: float) -> None:
         """The failure that comes at ``state.now``, and all that come before it is repaired, or before ``until``."""
         attempts, local, begun = list[_Attempt](), self._costs.system.rollback == "localized", 0
         dead, seals = set[int](), self._costs.system.seals and state.step > 0
@@ -215,7 +217,7 @@ class Failing:
         sealing_secs = self._costs.copy_secs(self._costs.bytes_of.dense) if seal else 0.0
         return ("down", detect_secs), ("idle", there - noticed), ("down", on_clock(restart_secs + sealing_secs))
 
-    def _source(self, state: State, sealed: Durable | None) -> tuple[Durable | None, Tier]:
+    def _source(self, state: SimulatedState, sealed: Durable | None) -> tuple[Durable | None, Tier]:
         """What to go back to, and the farthest tier that some rank takes it from: own memory, a peer's, storage.
 
         sealed: by survivors, all of the newest step.
@@ -225,7 +227,7 @@ class Failing:
         best = first_choice(self._left(state), lambda one: one[0].step)
         return (None, Tier.STORAGE) if best is None else best
 
-    def _left(self, state: State) -> Iterator[tuple[Durable, Tier]]:
+    def _left(self, state: SimulatedState) -> Iterator[tuple[Durable, Tier]]:
         """Yields the checkpoints that failures have left, of the nearest tier first."""
         track, lost = state.track, state.lost_memory
         if self._costs.system.durable == "storage":
@@ -239,7 +241,7 @@ class Failing:
         if stored is not None:
             yield stored, Tier.STORAGE
 
-    def _logged(self, state: State, source: Durable) -> bool:
+    def _logged(self, state: SimulatedState, source: Durable) -> bool:
         """Whether logs have all that a stage computes alone from there on."""
         if source.window is None:
             return False
@@ -247,7 +249,7 @@ class Failing:
 
     def _whole(
         self,
-        state: State,
+        state: SimulatedState,
         source: Durable | None,
         tier: Tier,
         failure: _Failure,
@@ -267,7 +269,7 @@ class Failing:
     def _local(
         self,
         attempts: list[_Attempt],
-        state: State,
+        state: SimulatedState,
         source: Durable,
         window: Window,
         tier: Tier,
@@ -289,7 +291,7 @@ class Failing:
             attempts = [*apart, _attempt(segment, at, ready, repair, again)]
         return attempts
 
-    def _go_back(self, state: State, source: Durable | None, tier: Tier, dead: Collection[int]) -> None:
+    def _go_back(self, state: SimulatedState, source: Durable | None, tier: Tier, dead: Collection[int]) -> None:
         """All ranks: to the newest durable checkpoint whose copies are still there, or to the very beginning."""
         in_memory = tier is not Tier.STORAGE
         if source is not state.track.newest and tier is Tier.STORAGE:

@@ -9,7 +9,7 @@ from moe_ckpt.core.cadence import StorageCadence, StorageFacts
 from moe_ckpt.policies.base import MemoryFacts, PolicyContext
 from moe_ckpt_sim.cluster.clock import on_clock
 from moe_ckpt_sim.cluster.costs import Costs
-from moe_ckpt_sim.run.state import State
+from moe_ckpt_sim.run.state import SimulatedState
 
 
 class Flushing:
@@ -19,7 +19,7 @@ class Flushing:
     (``Needs.tiers``) begins a snapshot for storage when that is due.
     """
 
-    def __init__(self, costs: Costs, state: State) -> None:
+    def __init__(self, costs: Costs, state: SimulatedState) -> None:
         self._costs, self._state = costs, state
         self._cadence: StorageCadence | None = costs.system.cadence
         self._tiered = costs.system.tiered

@@ -23,10 +23,10 @@ import numpy as np
 from moe_ckpt_sim.cluster.clock import on_clock
 from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.planner.intervals import with_interval
-from moe_ckpt_sim.run.failing import FUTILE_FAILURES, Failing, Spares
+from moe_ckpt_sim.run.failing import FUTILE_FAILURES, Failing, SpareNodes
 from moe_ckpt_sim.run.recovery import Recoveries
 from moe_ckpt_sim.run.scenario import Outcome, Sample, Scenario, Spent
-from moe_ckpt_sim.run.state import State
+from moe_ckpt_sim.run.state import SimulatedState
 from moe_ckpt_sim.run.stepping import Stepper
 
 Progress = Callable[[float], None]
@@ -76,7 +76,7 @@ class Run:
         assignments = scenario.tokens_per_step * layout.model.top_k
         self._stepper = Stepper(self._costs, scenario.load, assignments, loads, scenario.stepwise)
         joins = scenario.failures.tells_joins
-        spares = Spares(cluster.spare_nodes, None if joins else cluster.repair_secs, joins)
+        spares = SpareNodes(cluster.spare_nodes, None if joins else cluster.repair_secs, joins)
         events = scenario.failures.events(failures, layout.nodes)
         self._failing = Failing(self._costs, recoveries, events, spares)
         self._end = on_clock(scenario.duration_secs)
@@ -117,7 +117,7 @@ class Run:
             if state.now >= end or self._verdict:
                 self._finish(state)
 
-    def _recover(self, state: State) -> None:
+    def _recover(self, state: SimulatedState) -> None:
         self._failing.recover(state, self._end)
         self._stepper.interrupted()
         self._sample(state)
@@ -126,7 +126,7 @@ class Run:
         if self._futile >= FUTILE_FAILURES or self._failing.hopeless:
             self._verdict = self._why_futile(state, max(self._futile, FUTILE_FAILURES))
 
-    def _finish(self, state: State) -> None:
+    def _finish(self, state: SimulatedState) -> None:
         self._sample(state)
         self.done = True
         if not self._verdict and self._failing.stranded:
@@ -134,13 +134,13 @@ class Run:
         if not self._verdict and state.step == 0:
             self._verdict = "training does not advance: at the end not one iteration was left"
 
-    def _sample(self, state: State) -> None:
+    def _sample(self, state: SimulatedState) -> None:
         tokens = state.track.run_ledger.tokens
         window = state.round_steps if state.window is None else state.window.size
         saved = state.saved.newest / max(self._costs.bytes_of.dense.total, 1)
         self._history.append(Sample(state.now, state.step, tokens.lost_tokens, tokens.plt, state.k, window, saved))
 
-    def _why_futile(self, state: State, failures: int) -> str:
+    def _why_futile(self, state: SimulatedState, failures: int) -> str:
         return (
             f"training does not advance: {failures} failures in a row undid all that was trained since step "
             f"{state.step}; the run was given up after {state.now:.0f} s"

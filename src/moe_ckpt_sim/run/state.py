@@ -57,7 +57,7 @@ class LostMemory:
 
 
 @dataclass
-class State:
+class SimulatedState:
     """Where a simulated run is. Seconds since its start, all on the clock of ``sim.clock``.
 
     Attributes:

@@ -22,7 +22,7 @@ from moe_ckpt_sim.run.durable import When
 from moe_ckpt_sim.run.flushing import Flushing
 from moe_ckpt_sim.run.known_windows import KnownWindows
 from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
-from moe_ckpt_sim.run.state import State
+from moe_ckpt_sim.run.state import SimulatedState
 from moe_ckpt_sim.run.system import System
 from moe_ckpt_sim.run.track import Track
 from moe_ckpt_sim.workload.load import DriftingLoad, ExpertLoad
@@ -47,7 +47,7 @@ class Stepper:
         self._rounds: dict[bytes, tuple[float, ...]] = {}
         self._windows = KnownWindows()
         self._resumed_at = 0
-        self.state = State(_empty_track(self._system, self._catalog), self._load.counts())
+        self.state = SimulatedState(_empty_track(self._system, self._catalog), self._load.counts())
         self._flushing = Flushing(costs, self.state)
 
     # --- between failures ---

@@ -140,7 +140,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class MemoryTier:
+class SimulatedMemory:
     """The group ``memory``: memory as a Trainer has it by ``moe_ckpt.Memory``, in place of what the system says itself.
 
     Attributes:

@@ -48,7 +48,7 @@ from moe_ckpt.engine.writing import acknowledge
 from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import FileRecord, StateRecord, group_of, shard_path, state_path, step_dir
 from moe_ckpt.format.sealed import digest
-from moe_ckpt.format.shard import REPLAY
+from moe_ckpt.format.shard import REPLAY, seal_of
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import Reading, StateTensor, TensorSpec
@@ -240,7 +240,7 @@ class Acknowledging:
         for part in share.parts:
             found = [_checksum(entry.dtype, entry.shape) for entry in part.slices.listed()]
             checksums = np.array(found, dtype=np.uint64)
-            raw = b"".join(part.header(run_id, rank, step).render(step, 0, checksums))
+            raw = part.head(run_id, rank, step) + seal_of(step, 0, checksums)
             path = shard_path(directory, rank, part.kind)
             (self._root / path).touch()
             files.append(FileRecord(path, len(raw) + part.nbytes, len(raw), digest(raw), step, rank))

@@ -38,6 +38,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.writing import checksums_of
+from moe_ckpt.format.shard import seal_of
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
@@ -162,7 +163,8 @@ def preparing(layers: int, experts: int, listed: bool, repeats: int) -> dict[str
 
     def headers() -> None:
         for (_, part), checksums in zip(plan.parts, numbers, strict=True):
-            part.header("run", 0, 1).render(1, 0, checksums)
+            part.head("run", 0, 1)
+            seal_of(1, 0, checksums)
 
     return timed(
         {

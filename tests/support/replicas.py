@@ -113,7 +113,7 @@ def _part(slot: Slot, kind: str, begin: int, end: int, facts: tuple[int, int, in
     entries = in_a_row(
         SliceEntry(f"model/{kind}.{at}", "dense", "U8", (0,), (size,), (size,)) for at, size in enumerate(sizes)
     )
-    digests = [int(checksum(slot.memory[begin + each.begin : begin + each.end]), 16) for each in entries]
+    digests = [checksum(slot.memory[begin + each.begin : begin + each.end]) for each in entries]
     slices = with_checksums(entries, np.array(digests, dtype=np.uint64))
     return SlotPart(kind, begin, encode_header(ShardHeader(RUN, step, generation, rank, slices)))
 

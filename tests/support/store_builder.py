@@ -173,7 +173,7 @@ class StoreBuilder:
                 on_param_device=not b.key.endswith("/step"),
             )
             raw[entry.name] = as_bytes(b.values)
-            entries.append(dataclasses.replace(entry, checksum=xxhash.xxh3_64_hexdigest(raw[entry.name])))
+            entries.append(dataclasses.replace(entry, checksum=xxhash.xxh3_64_intdigest(raw[entry.name])))
         laid = lay_out(entries)
         header = ShardHeader(self.run_id, step, generation, rank, laid)
         head = encode_header(header)

@@ -128,6 +128,7 @@ class Store:
         self.documents[SHARD] = json.loads(raw[8 : self.header_nbytes])
         meta = self.documents[SHARD]["__metadata__"]
         meta["moe_ckpt"] = json.loads(meta["moe_ckpt"])
+        self.seal_nbytes = 16 + 8 * len(meta["moe_ckpt"]["slices"])
 
     def apply(self, edit: Edit) -> None:
         """Write the edited document, sealed, and what holds its checksum."""
@@ -142,7 +143,7 @@ class Store:
                     row[1:] = [len(raw), digest(raw)]
             for row in part["files"] if name == SHARD else ():
                 if row[:2] == ["non_expert", 0]:
-                    header_nbytes = 8 + int.from_bytes(raw[:8], "little")
+                    header_nbytes = 8 + int.from_bytes(raw[:8], "little") + self.seal_nbytes
                     row[2:] = [len(raw), header_nbytes, digest(raw[:header_nbytes])]
             raw = seal(part)
             (self.root / PART).write_bytes(raw)

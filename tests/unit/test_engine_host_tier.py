@@ -383,7 +383,7 @@ def test_memory_of_another_checkpoint_by_the_same_name_is_not_used(tmp_path, cap
         [held] = tier._kept
         first = held.parts[0]
         assert first.is_written
-        other = [replace(first.entries[0], checksum="0" * 16), *first.entries[1:]]
+        other = [replace(first.entries[0], checksum=0), *first.entries[1:]]
         tier._kept = (replace(held, parts=(replace(first, list_entries=lambda: other), *held.parts[1:])),)
         restored, _ = come_back(life)
         assert restored.tokens_from_host is None

@@ -21,7 +21,7 @@ from moe_ckpt.core.window import Window
 from moe_ckpt.engine.writing import checksums_of
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry, encode_header, lay_out, with_checksums
+from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry, encode_header, lay_out, seal_of, with_checksums
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices import local_state
@@ -125,7 +125,7 @@ def copied(plan: CompiledPlan) -> torch.Tensor:
 
 
 def rendered(part: CompiledPart, memory: torch.Tensor, rank: int) -> bytes:
-    return b"".join(part.header("run", rank, 7).render(7, 2, checksums_of(part, memory)))
+    return part.head("run", rank, 7) + seal_of(7, 2, checksums_of(part, memory))
 
 
 @given(st.data())
@@ -249,7 +249,7 @@ def test_a_slice_that_is_given_twice_is_refused_when_its_header_is_made(other):
     shelf = Shelf()
     part = CompiledPart("expert", Cuts(shelf, np.array([shelf.add("gate/0", twice, {"model/w": 0})])), (), ())
     with pytest.raises(CoverageError, match="what rank 1 writes at step 7: model/w@1,0 is written twice"):
-        part.header("run", 1, 7)
+        part.head("run", 1, 7)
 
 
 def test_experts_the_rest_and_what_stays_in_memory_go_to_different_parts():

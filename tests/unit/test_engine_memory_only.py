@@ -807,7 +807,7 @@ def test_what_memory_must_keep(held, kept):
 
 
 def test_a_checkpoint_that_waits_for_storage_keeps_its_own_checksums(where):
-    """Headers of one plan are rendered in the same memory: what is sealed meanwhile must not change those that wait."""
+    """What is sealed meanwhile, of the same plan, does not change those that wait."""
     storage = GatedStorage(where[0])
     with life(where, every=1, storage=storage) as only:
         only.go(3, settle=True)

@@ -36,7 +36,7 @@ def header(
 def plainly(found: SlotHeader) -> Extents:
     """By decoding alone."""
     rows = [
-        (part.begin + each.begin, part.begin + each.end, int(each.checksum, 16), each.name)
+        (part.begin + each.begin, part.begin + each.end, each.checksum, each.name)
         for part in found.parts
         for each in found.slices(part, "x")
     ]
@@ -54,15 +54,8 @@ def test_what_is_known_again_is_what_decoding_gives():
         for prefix in ("w", "other", "v"):  # as policies save other slices in turns
             found = header(step, prefix, seed=len(prefix))
             assert told(reader.extents(found, "x")) == told(plainly(found))
-    assert reader.decoded == 3, "both parts have the same slices"
+    assert reader.decoded == 3, "both parts have the same slices: one head"
     assert plainly(header(10)).nbytes == reader.extents(header(10), "x").nbytes == 5000 + sum(SIZES)
-
-
-def test_a_step_with_more_digits_is_decoded():
-    reader = HeaderReader()
-    for step in (9, 10, 11):
-        assert told(reader.extents(header(step), "x")) == told(plainly(header(step)))
-    assert reader.decoded == 2
 
 
 @pytest.mark.parametrize("facts", [{"step": 12}, {"rank": 3}, {"generation": 6}, {"run_id": "rum"}])
@@ -80,25 +73,25 @@ def test_slices_beyond_the_slot_are_refused_though_they_are_known():
         reader.extents(header(12, nbytes=5100), "x")
 
 
-@pytest.mark.parametrize("spoil", ["zz", "  ", "0 ", "-1", "AB"])
-def test_digits_that_are_none_are_refused(spoil):
+@pytest.mark.parametrize(
+    "spoil", [lambda raw: raw[:-8], lambda raw: raw + bytes(8), lambda raw: raw[:-1], lambda raw: b""]
+)
+def test_a_seal_of_another_length_is_refused_though_the_head_is_known(spoil):
     reader, good = HeaderReader(), header(11)
     reader.extents(good, "x")
-    [entry, *_] = good.slices(good.parts[0], "x")
-    raw = good.parts[0].raw.replace(entry.checksum.encode(), (spoil + entry.checksum[2:]).encode())
-    spoiled = SlotHeader(**{**vars(good), "parts": (SlotPart("expert", 0, raw),)})
+    spoiled = SlotHeader(**{**vars(good), "parts": (SlotPart("expert", 0, spoil(good.parts[0].raw)),)})
     with pytest.raises(DamagedError):
         reader.extents(spoiled, "x")
 
 
 def test_texts_that_are_kept_are_bounded(monkeypatch):
-    monkeypatch.setattr(replica_headers, "_KEPT_NBYTES", 3 * len(header(11).parts[0].raw))
+    monkeypatch.setattr(replica_headers, "_CACHED_NBYTES", 3 * len(header(11).parts[0].raw))
     reader = HeaderReader()
     for round_ in range(2):
         for prefix in "abcde":
             reader.extents(header(11 + round_, prefix), "x")
     assert reader.decoded == 10, "each is forgotten before it comes again"
-    assert len(reader._known) <= 3
+    assert len(reader._layouts) <= 3
 
 
 def test_a_header_of_nothing_has_no_bytes():

@@ -56,7 +56,7 @@ def extents_of(memory: torch.Tensor) -> Extents:
     """Of slices of ``SIZES``, in order."""
     ends = np.cumsum(list(SIZES.values())).tolist()
     begins = [0, *ends[:-1]]
-    sums = [int(checksum(memory[begin:end]), 16) for begin, end in zip(begins, ends, strict=True)]
+    sums = [checksum(memory[begin:end]) for begin, end in zip(begins, ends, strict=True)]
     return Extents(begins, ends, sums, digests_of(list(SIZES)))
 
 

@@ -88,7 +88,7 @@ def test_every_rank_gets_every_chunk_and_every_other_node_gets_it_once(nodes):
             assert sorted(crossed) == sorted(set(nodes) - {nodes[reader]})
 
 
-def stored(number: int, checksum: str = "0" * 16) -> StoredSlice:
+def stored(number: int, checksum: int = 0) -> StoredSlice:
     entry = SliceEntry(f"model/{number}", "op", "F32", (0,), (4,), (4,), 16 * number, 16 * number + 16, checksum)
     return StoredSlice(entry, FileRecord("step/shard", 1000, 100, "", 1, 0))
 

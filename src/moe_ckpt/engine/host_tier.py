@@ -105,9 +105,9 @@ class KeptCheckpoint:
                 yield entry, self.buffer.memory[part.base + entry.begin : part.base + entry.end]
 
 
-def checksum(data: torch.Tensor) -> str:
-    """XXH3-64 of a uint8 tensor in host memory, 16 hex digits, as in shard headers."""
-    return xxhash.xxh3_64_hexdigest(data.contiguous().numpy().data)
+def checksum(data: torch.Tensor) -> int:
+    """XXH3-64 of a uint8 tensor in host memory, as in the seals of shards."""
+    return xxhash.xxh3_64_intdigest(data.contiguous().numpy().data)
 
 
 def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:

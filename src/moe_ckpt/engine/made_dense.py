@@ -90,7 +90,7 @@ def _write_shard(
 ) -> FileRecord:
     data = {entry.name: values.numpy().data for entry, values in slices}
     placed = lay_out([entry for entry, _ in slices])
-    entries = tuple(replace(entry, checksum=xxhash.xxh3_64_hexdigest(data[entry.name])) for entry in placed)
+    entries = tuple(replace(entry, checksum=xxhash.xxh3_64_intdigest(data[entry.name])) for entry in placed)
     header = encode_header(ShardHeader(of.run_id, of.step, of.generation, rank, entries))
     path = shard_path(of.directory, rank, kind)
     nbytes = write_named(storage, path, [header, *(data[entry.name] for entry in entries)])

@@ -70,8 +70,6 @@ class MemorySealer:
             log.warning("step %d of the gradient log is not kept: %s", snapshot.step, snapshot.refused)
         self._tier.sealed(snapshot, header)
         if snapshot.request.stored:
-            if snapshot.share is not None:  # more is sealed before it is written
-                snapshot.share = snapshot.share.detached()
             self._to_storage(snapshot)
         return Resolution(snapshot.sequence, snapshot.step, snapshot.directory, False, trouble, 0.0)
 

@@ -21,7 +21,7 @@ from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.snapshot import Plain
 from moe_ckpt.engine.writing import checksums_of, state_file
-from moe_ckpt.format.shard import Checksums
+from moe_ckpt.format.shard import Checksums, seal_of
 from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, encode_slot
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
@@ -130,8 +130,8 @@ class StateKeeper:
         files, number = self._files, step.number
         parts: tuple[SlotPart, ...] = ()
         if part.nbytes:
-            template = part.header(files.run_id, files.rank, number)
-            parts = (SlotPart(part.kind, 0, b"".join(template.render(number, files.generation, checksums))),)
+            head = part.head(files.run_id, files.rank, number)
+            parts = (SlotPart(part.kind, 0, head + seal_of(number, files.generation, checksums)),)
         return SlotHeader(
             run_id=files.run_id,
             life=files.life,

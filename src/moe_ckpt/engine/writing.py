@@ -6,7 +6,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import starmap
 from struct import iter_unpack
 from typing import Any
@@ -26,7 +26,7 @@ from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.manifest import GROUPS, KINDS, FileRecord, StateRecord, shard_path, state_path
 from moe_ckpt.format.part import file_row, state_row
 from moe_ckpt.format.sealed import digest, seal
-from moe_ckpt.format.shard import Checksums
+from moe_ckpt.format.shard import Checksums, seal_of
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.storage.base import Chunk, Storage
 
@@ -113,14 +113,14 @@ class SealedPart:
         begin: Its first byte in the snapshot's buffer.
         part: Of the plan.
         checksums: Of its slices.
-        header: That of its shard, in pieces; empty for what is in private memory only.
+        header: Head and seal of its shard (``format.shard``); empty for what is in private memory only.
         not_finite: Key of the first slice with NaN or infinity; empty without any.
     """
 
     begin: int
     part: CompiledPart
     checksums: Checksums
-    header: Sequence[Chunk]
+    header: tuple[bytes, ...]
     not_finite: str = ""
 
 
@@ -172,11 +172,6 @@ class SealedShare:
     freshness: int = UNKNOWN
     pieces: tuple[SealedPart, ...] = ()
 
-    def detached(self) -> SealedShare:
-        """A copy with headers of its own. Rendered headers are valid only until the next ones of their plan."""
-        parts = (replace(part, header=tuple(map(bytes, part.header))) for part in self.parts)
-        return replace(self, parts=tuple(parts))
-
     def not_finite(self, *, written: bool = False) -> str:
         """Key of the first slice with NaN or infinity; empty without any.
 
@@ -202,10 +197,10 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
     def sealed(begin: int, part: CompiledPart) -> SealedPart:
         memory = snapshot.bytes_of(part)
         checksums = checksums_of(part, memory)
-        header: Sequence[Chunk] = ()
+        header: tuple[bytes, ...] = ()
         if part.is_written or snapshot.buffer.slot is not None:
-            template = part.header(run_id, rank, snapshot.step)
-            header = template.render(snapshot.step, snapshot.request.generation, checksums)
+            seal = seal_of(snapshot.step, snapshot.request.generation, checksums)
+            header = part.head(run_id, rank, snapshot.step), seal
         return SealedPart(begin, part, checksums, header, not_finite_in(part, memory, judged))
 
     parts = tuple(sealed(begin, part) for begin, part in snapshot.plan.share_parts)

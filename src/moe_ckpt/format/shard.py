@@ -1,8 +1,9 @@
-"""Shard files: plain safetensors, with a checksum per slice in the header's metadata.
+"""Shard files: plain safetensors, of which the first tensor has the step and a checksum per slice.
 
-A shard holds the slices that one rank wrote at one step. Its header names run, step, generation and
-rank, so that a file in another's place is recognised; the manifest holds the header's own checksum, so
-that what the header says can be trusted.
+A shard holds the slices that one rank wrote at one step. Its header is two pieces. The *head* says which slices follow,
+of which run and rank; it is the same text at every step that saves the same slices, so it is rendered once. The *seal*,
+the tensor ``moe_ckpt.seal``, has the step, the generation and the checksum of each slice. So a file in another's place
+is recognised, and as the manifest holds the checksum of both pieces, what they say can be trusted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -26,7 +28,6 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.manifest import RANK
 from moe_ckpt.format.schema import (
     listing,
-    matching,
     named_records,
     named_rows,
     one_of,
@@ -40,6 +41,10 @@ from moe_ckpt.format.schema import (
 from moe_ckpt.format.sealed import parse_json
 
 METADATA_KEY = "moe_ckpt"
+SEAL = "moe_ckpt.seal"
+"""Name of the first tensor: ``[2 + slices]`` uint64, the step, the generation, then the XXH3-64 of each slice."""
+ALIGNMENT = 64
+"""Bytes; the first slice of a shard begins at a multiple, in files and in memory."""
 REPLAY = "replay/"
 """Before the keys of slices that are no part of a checkpoint's view, but bring it about (sparse windows)."""
 GRADIENT = "grad/"
@@ -57,8 +62,8 @@ class SliceEntry:
             ``replay/`` before them | ``grad/<optimizer>/<fqn>``.
         operator: Owner, or "" for side tensors (per-rank trainer state, outside the coverage proof).
         offsets, shape, global_shape: The block of the whole tensor, in elements.
-        begin, end: Byte range in the shard's data section.
-        checksum: XXH3-64 of those bytes, 16 hex digits.
+        begin, end: Byte range in the shard, counted from the end of its header.
+        checksum: XXH3-64 of those bytes.
         on_param_device: False for state that lives on the CPU though its parameter does not (Adam's step).
     """
 
@@ -70,13 +75,23 @@ class SliceEntry:
     global_shape: tuple[int, ...]
     begin: int = 0
     end: int = 0
-    checksum: str = ""
+    checksum: int = 0
     on_param_device: bool = True
 
     @cached_property
     def name(self) -> str:
         """Key of the slice in the safetensors header; unique within a store's step."""
         return f"{self.key}@{','.join(map(str, self.offsets))}"
+
+    @cached_property
+    def texts(self) -> tuple[str, str]:
+        """The slice in a head: its entry of the metadata, and its entry of the table of tensors up to the byte range."""
+        name = _json(self.name)
+        fields = _json([self.operator, self.global_shape, *([] if self.on_param_device else ["cpu"])])
+        return (
+            _escaped(f"{name}:{fields}"),
+            f',{name}:{{"dtype":"{self.dtype}","shape":{_json(self.shape)},"data_offsets":[',
+        )
 
     @cached_property
     def nbytes(self) -> int:
@@ -125,43 +140,67 @@ def moved(entry: SliceEntry, begin: int) -> SliceEntry:
     return moved
 
 
-def _with_checksum(entry: SliceEntry, checksum: str) -> SliceEntry:
-    marked = object.__new__(SliceEntry)
-    marked.__dict__.update(entry.__dict__, checksum=checksum)
-    return marked
-
-
 def with_checksums(entries: Sequence[SliceEntry], checksums: Checksums) -> tuple[SliceEntry, ...]:
     """The entries, each with its checksum."""
-    pairs = zip(entries, checksums.tolist(), strict=True)
-    return tuple(_with_checksum(entry, f"{number:016x}") for entry, number in pairs)
+    marked = []
+    for entry, checksum in zip(entries, checksums.tolist(), strict=True):
+        marked.append(object.__new__(SliceEntry))
+        marked[-1].__dict__.update(entry.__dict__, checksum=checksum)
+    return tuple(marked)
+
+
+def head_of(run_id: str, rank: int, entries: Sequence[SliceEntry], ends: Sequence[int]) -> bytes:
+    """Renders the head of a shard, which no step changes.
+
+    Args:
+        run_id: Of the store.
+        rank: Whose shard.
+        entries: Its slices in the order of their bytes, no two of which are the same one.
+        ends: Where each ends, counted from the end of the header; the next begins there.
+
+    Returns:
+        8-byte little-endian length, then JSON, padded so that slices begin at a multiple of ``ALIGNMENT``.
+    """
+    seal_nbytes = 8 * (2 + len(entries))
+    texts = [entry.texts for entry in entries]
+    start = _escaped(f'{{"format_version":{FORMAT_VERSION},"run_id":{_json(run_id)},"rank":{rank},"slices":{{')
+    metadata = f"{start}{','.join([text for text, _ in texts])}}}}}"
+    begins = [seal_nbytes, *[seal_nbytes + end for end in ends]]
+    rows = [f"{text}{begin},{end}]}}" for (_, text), (begin, end) in zip(texts, pairwise(begins), strict=True)]
+    seal = f'"{SEAL}":{{"dtype":"U64","shape":[{2 + len(entries)}],"data_offsets":[0,{seal_nbytes}]}}'
+    raw = f'{{"__metadata__":{{"{METADATA_KEY}":"{metadata}"}},{seal}{"".join(rows)}}}'.encode()
+    raw += b" " * (-(8 + len(raw) + seal_nbytes) % ALIGNMENT)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def seal_of(step: int, generation: int, checksums: Checksums) -> bytes:
+    """Returns the bytes of the tensor ``moe_ckpt.seal``."""
+    return np.concatenate([np.array([step, generation], dtype="<u8"), checksums.astype("<u8")]).tobytes()
+
+
+def split_header(raw: bytes, path: str) -> tuple[bytes, int, int, Checksums]:
+    """Returns the head, the step, the generation and the checksums of a shard's header.
+
+    Raises:
+        DamagedError: It is no header of this format.
+    """
+    nbytes = 8 + int.from_bytes(raw[:8], "little")
+    if not 8 < nbytes <= min(len(raw) - 16, MAX_HEADER_BYTES) or (len(raw) - nbytes) % 8:
+        raise DamagedError(path, f"{_NOT_OURS}header length {nbytes - 8:,} does not fit")
+    seal = np.frombuffer(raw, dtype="<u8", offset=nbytes)
+    return raw[:nbytes], int(seal[0]), int(seal[1]), seal[2:]
 
 
 def encode_header(header: ShardHeader) -> bytes:
-    """The file's first bytes: 8-byte little-endian length, then the JSON header padded to 8 bytes.
+    """Returns the file's first bytes: head and seal.
 
     Raises:
-        CoverageError: two slices are the same one. A header has room for one, so they could not be told apart later.
+        CoverageError: Two slices are the same one. A head has room for one, so they could not be told apart later.
     """
-    meta = {
-        "format_version": FORMAT_VERSION,
-        "run_id": header.run_id,
-        "step": header.step,
-        "generation": header.generation,
-        "rank": header.rank,
-        "slices": {
-            entry.name: [entry.key, entry.operator, entry.offsets, entry.global_shape, entry.checksum]
-            + ([] if entry.on_param_device else ["cpu"])
-            for entry in header.slices
-        },
-    }
-    table: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(meta, separators=(",", ":"))}}
-    for entry in header.slices:
-        table[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [entry.begin, entry.end]}
     require_distinct(header.rank, header.step, header.slices)
-    raw = json.dumps(table, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    return len(raw).to_bytes(8, "little") + raw
+    checksums = np.array([entry.checksum for entry in header.slices], dtype=np.uint64)
+    head = head_of(header.run_id, header.rank, header.slices, [entry.end for entry in header.slices])
+    return head + seal_of(header.step, header.generation, checksums)
 
 
 def require_distinct(rank: int, step: int, entries: Sequence[SliceEntry]) -> None:
@@ -178,85 +217,88 @@ Checksums = npt.NDArray[np.uint64]
 
 
 def decode_header(raw: bytes | bytearray | memoryview, path: str) -> ShardHeader:
-    """Parse what ``encode_header`` wrote. Check the header's checksum against the manifest first.
+    """Parses what ``encode_header`` wrote. Check the header's checksum against the manifest first.
 
     Raises:
-        DamagedError: not a header of this format. (A checksum that matched makes this a writer's bug
+        DamagedError: Not a header of this format. (A checksum that matched makes this a writer's bug
         or a foreign file, not damage; it is refused all the same.)
     """
-    data = bytes(raw)
-    length = int.from_bytes(data[:8], "little")
-    if length != len(data) - 8 or length > MAX_HEADER_BYTES:
-        raise DamagedError(path, f"{_NOT_OURS}header length {length:,} does not fit")
-    table = parse_json(data[8:], path, f"{_NOT_OURS}it")
+    head, step, generation, checksums = split_header(bytes(raw), path)
+    table = parse_json(head[8:], path, f"{_NOT_OURS}it")
     require(_TABLE, table, path, _NOT_OURS)
     meta = parse_json(table.pop("__metadata__")[METADATA_KEY].encode(), path, f"{_NOT_OURS}its metadata")
     require(_META, meta, path, f"{_NOT_OURS}{METADATA_KEY}: ")
     require(_TENSORS, table, path, _NOT_OURS)
+    seal = table.pop(SEAL, None)
+    count = len(meta["slices"])
     if meta["slices"].keys() != table.keys():
         raise DamagedError(path, f"{_NOT_OURS}its tensors are not those that its metadata describes")
-    slices = tuple(_decode_slice(name, table[name], fields) for name, fields in meta["slices"].items())
+    if seal != {"dtype": "U64", "shape": [2 + count], "data_offsets": [0, 16 + 8 * count]} or len(checksums) != count:
+        raise DamagedError(path, f"{_NOT_OURS}it has no {SEAL} of {count} slices")
+    for name in table:
+        if not _NAME.fullmatch(name) or table[name]["dtype"] not in TORCH_DTYPES:
+            raise DamagedError(
+                path, f"{_NOT_OURS}{shown(name)} is no key of a tensor with offsets, or of no known type"
+            )
+    rows = zip(meta["slices"].items(), checksums.tolist(), strict=True)
+    slices = tuple(
+        _decode_slice(name, table[name], fields, checksum, 16 + 8 * count) for (name, fields), checksum in rows
+    )
     for entry in slices:
         fault = _contradiction(entry)
         if fault:
             raise DamagedError(path, f"{_NOT_OURS}slice {shown(entry.name)} {fault}")
-    if tuple(meta["slices"]) != tuple(entry.name for entry in slices):
-        raise DamagedError(path, f"{_NOT_OURS}a slice contradicts its name")
-    return ShardHeader(meta["run_id"], meta["step"], meta["generation"], meta["rank"], slices)
+    return ShardHeader(meta["run_id"], step, generation, meta["rank"], slices)
 
 
-def _decode_slice(name: str, tensor: dict[str, Any], fields: list[Any]) -> SliceEntry:
-    key, operator, offsets, global_shape, checksum, *device = fields
+def _decode_slice(name: str, tensor: dict[str, Any], fields: list[Any], checksum: int, first: int) -> SliceEntry:
+    """first: byte of the data section that follows the seal."""
+    operator, global_shape, *device = fields
+    key, _, offsets = name.rpartition("@")
     begin, end = tensor["data_offsets"]
     decoded = object.__new__(SliceEntry)  # the constructor takes 3 times as long
     decoded.__dict__.update(
+        name=name,
         key=key,
         operator=operator,
         dtype=tensor["dtype"],
-        offsets=tuple(offsets),
+        offsets=tuple(map(int, offsets.split(","))) if offsets else (),
         shape=tuple(tensor["shape"]),
         global_shape=tuple(global_shape),
-        begin=begin,
-        end=end,
+        begin=begin - first,
+        end=end - first,
         checksum=checksum,
         on_param_device=not device,
     )
     return decoded
 
 
+def _escaped(text: str) -> str:
+    """Returns ``text`` as it is within a JSON string."""
+    return _json(text)[1:-1]
+
+
 # --- what a header must look like ---
 
 _NOT_OURS = "not a shard header of this format: "
-_KEY = re.compile(r"(replay/)?(model/.+|optim/\d{1,4}/.+/[^/]+)|side/\d{1,9}/.*|grad/\d{1,4}/.+", re.ASCII | re.DOTALL)
+_OFFSET = r"(0|[1-9]\d{0,18})"
+_NAME = re.compile(
+    rf"((replay/)?(model/.+|optim/\d{{1,4}}/.+/[^/]+)|side/\d{{1,9}}/.*|grad/\d{{1,4}}/.+)@({_OFFSET}(,{_OFFSET}){{0,31}})?",
+    re.ASCII | re.DOTALL,
+)
 _DIMS = listing(whole(), most=32)
-_SLICES = named_rows(
-    {
-        "key": matching(_KEY, "the key of a tensor"),
-        "operator": text,
-        "offsets": _DIMS,
-        "global_shape": _DIMS,
-        "checksum": text,
-    },
-    optional={"device": one_of("cpu")},
-)
-_META = record(
-    {
-        "format_version": one_of(FORMAT_VERSION),
-        "run_id": text,
-        "step": whole(),
-        "generation": whole(),
-        "rank": RANK,
-        "slices": _SLICES,
-    }
-)
+_SLICES = named_rows({"operator": text, "global_shape": _DIMS}, optional={"device": one_of("cpu")})
+_META = record({"format_version": one_of(FORMAT_VERSION), "run_id": text, "rank": RANK, "slices": _SLICES})
 _TENSORS = named_records(
-    {"dtype": one_of(*TORCH_DTYPES), "shape": _DIMS, "data_offsets": row({"begin": whole(), "end": whole()})}
+    {"dtype": one_of("U64", *TORCH_DTYPES), "shape": _DIMS, "data_offsets": row({"begin": whole(), "end": whole()})}
 )
 _TABLE = record({"__metadata__": record({METADATA_KEY: text})})
 
 
 def _contradiction(entry: SliceEntry) -> str:
     """What is wrong between a slice's fields, each of which is right by itself."""
+    if entry.begin < 0:
+        return f"begins before the end of {SEAL}"
     if not len(entry.offsets) == len(entry.shape) == len(entry.global_shape):
         return "has offsets and shapes of different dimensions"
     if any(at + n > whole for at, n, whole in zip(entry.offsets, entry.shape, entry.global_shape, strict=True)):

@@ -150,7 +150,7 @@ class RankShare:
 
 def unplaced(entry: SliceEntry) -> SliceEntry:
     """Returns an entry without place and checksum."""
-    return replace(entry, begin=0, end=0, checksum="")
+    return replace(entry, begin=0, end=0, checksum=0)
 
 
 def bytes_of(values: torch.Tensor) -> torch.Tensor:

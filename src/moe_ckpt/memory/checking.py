@@ -95,14 +95,14 @@ class SlotChecker:
                     return False
         return True
 
-    def _is_as_written(self, candidate: FoundSlot, data: torch.Tensor, checksum: str) -> bool:
+    def _is_as_written(self, candidate: FoundSlot, data: torch.Tensor, checksum: int) -> bool:
         """False, too, once nobody wants to know."""
         hasher = xxhash.xxh3_64()
         for begin in range(0, data.numel(), _PIECE_NBYTES):
             if self._current is not candidate:
                 return False
             hasher.update(data[begin : begin + _PIECE_NBYTES].numpy().data)
-        return hasher.hexdigest() == checksum
+        return hasher.intdigest() == checksum
 
 
 def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS) -> list[FoundSlot]:

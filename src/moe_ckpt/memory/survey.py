@@ -98,7 +98,7 @@ def _sealed(path: Path, *, verify: bool) -> SlotFacts | None:
             slices += len(entries)
             for entry in entries if verify else ():
                 data = slot.memory[part.begin + entry.begin : part.begin + entry.end].numpy().data
-                if xxhash.xxh3_64_hexdigest(data) != entry.checksum:
+                if xxhash.xxh3_64_intdigest(data) != entry.checksum:
                     raise DamagedError(str(path), f"slice {entry.name} of {entry.operator}: checksum mismatch")
     except FileNotFoundError:
         return None

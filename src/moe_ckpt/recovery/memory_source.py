@@ -365,7 +365,7 @@ def _unpacked(raw: bytes, count: int) -> Flags:
     return np.unpackbits(np.frombuffer(raw, dtype=np.uint8), count=count).astype(np.bool_)
 
 
-def side_tensors(tier: HostTier, manifest: Manifest) -> dict[tuple[str, str], torch.Tensor]:
+def side_tensors(tier: HostTier, manifest: Manifest) -> dict[tuple[str, int], torch.Tensor]:
     """Returns (name, checksum) -> values of what ranks keep beside operators, undamaged, as far as it is kept here."""
     tensors = {}
     for checkpoint in tier.find(manifest.run_id, manifest.step, manifest.generation):

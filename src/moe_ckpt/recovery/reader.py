@@ -80,7 +80,7 @@ class StoreReader:
         self.storage = StepStorage(storage, patience_secs)
         self.identity_damage: DamagedError | None = None
         self.verified: set[StoredSlice] = set()
-        self.at_hand: Mapping[tuple[str, str], torch.Tensor] = {}
+        self.at_hand: Mapping[tuple[str, int], torch.Tensor] = {}
         self._in_memory: Collection[str] = ()
         self._is_sound: Callable[[str], bool] = lambda path: False
         self._identity: Identity | None = None

@@ -47,7 +47,7 @@ def read_slices(
                 if len(part) < stored.nbytes:
                     raise stored.damaged(f"truncated: {len(part):,} of {stored.nbytes:,} bytes are there")
                 if stored not in verified:
-                    _compare(stored, xxhash.xxh3_64_hexdigest(part))
+                    _compare(stored, xxhash.xxh3_64_intdigest(part))
             yield stored, _as_tensor(stored, raw, begin)
 
 
@@ -84,7 +84,7 @@ def _are_sound(storage: Storage, run: list[StoredSlice]) -> bool:
         for stored in run:
             begin = stored.offset - run[0].offset
             with view[begin : begin + stored.nbytes] as part:
-                if len(part) < stored.nbytes or xxhash.xxh3_64_hexdigest(part) != stored.entry.checksum:
+                if len(part) < stored.nbytes or xxhash.xxh3_64_intdigest(part) != stored.entry.checksum:
                     return False
     return True
 
@@ -98,12 +98,12 @@ def _check(storage: Storage, stored: StoredSlice) -> None:
             raise stored.damaged(f"truncated: {done:,} of {stored.nbytes:,} bytes are there")
         hasher.update(piece)
         done += len(piece)
-    _compare(stored, hasher.hexdigest())
+    _compare(stored, hasher.intdigest())
 
 
-def _compare(stored: StoredSlice, actual: str) -> None:
+def _compare(stored: StoredSlice, actual: int) -> None:
     if actual != stored.entry.checksum:
-        raise stored.damaged(f"checksum mismatch: {actual}, written was {stored.entry.checksum}")
+        raise stored.damaged(f"checksum mismatch: {actual:016x}, written was {stored.entry.checksum:016x}")
 
 
 def _read(storage: Storage, stored: StoredSlice, offset: int, nbytes: int) -> bytearray | memoryview:

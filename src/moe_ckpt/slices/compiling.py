@@ -25,8 +25,7 @@ from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.format.gathering import Numbers
-from moe_ckpt.format.header_template import HeaderTemplate
-from moe_ckpt.format.shard import GRADIENT, SliceEntry, in_a_row, moved, require_distinct
+from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, in_a_row, moved, require_distinct
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import Sharder, WriteAssignment, places_of
 from moe_ckpt.slices.claims import Claims
@@ -46,8 +45,6 @@ from moe_ckpt.slices.local_state import LocalState, collect_replay_slices, colle
 from moe_ckpt.slices.mirroring import MIRROR, MirroredShares, digests_of
 from moe_ckpt.slices.request import SnapshotRequest
 
-ALIGNMENT = 64
-"""Bytes; where a part of a buffer may begin."""
 HOST_ONLY = "held"
 """Kind of the part that stays in host memory and goes into no shard."""
 GRADIENTS = "gradient"
@@ -99,7 +96,7 @@ class CompiledPart:
         self.nbytes = int(self.ends[-1]) if len(order) else 0
         self.frozen_nbytes = frozen_nbytes(table)
         self._table = table
-        self._header: HeaderTemplate | None = None
+        self._head: bytes | None = None
         self._is_used = False
 
     @cached_property
@@ -160,19 +157,20 @@ class CompiledPart:
         """The sum of ``boxes`` (``cover_sum``)."""
         return sum(map(_COVER_SUM, self.cuts)) % PRIME
 
-    def header(self, run_id: str, rank: int, step: int) -> HeaderTemplate:
-        """Returns the header's template, cached from the second use on: it is large, and most plans are used only once.
+    def head(self, run_id: str, rank: int, step: int) -> bytes:
+        """Returns the shard's head, cached from the second use on: it is large, and most plans are used only once.
 
         Raises:
             CoverageError: Two of the slices are the same one.
         """
-        if self._header is not None:
-            return self._header
+        if self._head is not None:
+            return self._head
+        entries = self.slices.listed()
         if not are_distinct(self._table):
-            require_distinct(rank, step, self.slices.listed())
-        template = HeaderTemplate(run_id, rank, self._shelf.texts(), self.slices.numbers, self.ends)
-        self._header, self._is_used = template if self._is_used else None, True
-        return template
+            require_distinct(rank, step, entries)
+        head = head_of(run_id, rank, entries, self.ends.tolist())
+        self._head, self._is_used = head if self._is_used else None, True
+        return head
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,6 @@ import torch
 from moe_ckpt.core.cover_sum import cover_sum
 from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.gathering import Column, Numbers, ranges
-from moe_ckpt.format.header_template import HeaderTexts
 from moe_ckpt.format.shard import REPLAY, SliceEntry
 
 _GATHERED_AS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -79,7 +78,6 @@ class Shelf:
         self._bounds = Column(np.int64, 3)
         self._table = Column(np.int64, _COLUMNS)
         self._numbers: dict[int, int] = {}
-        self._texts = HeaderTexts()
         self._side: dict[SliceEntry, int] = {}
 
     def add(self, operator: str, pieces: Sequence[SliceSource], places: Mapping[str, int], at: int = -1) -> int:
@@ -126,11 +124,6 @@ class Shelf:
     def table(self, numbers: Numbers) -> Table:
         rows: Table = self._table.rows.take(numbers, axis=0)
         return rows
-
-    def texts(self) -> HeaderTexts:
-        """Returns the texts of all slices. For the thread that makes headers alone."""
-        self._texts.add(self.entries[len(self._texts) :])
-        return self._texts
 
     def source(self, number: int) -> torch.Tensor:
         """Returns a view of a slice's live elements in its shape."""

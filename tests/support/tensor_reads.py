@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moe_ckpt.format.shard import SEAL
 from moe_ckpt.storage import LocalStorage
 
 
@@ -20,7 +22,8 @@ def tensor_bytes_read() -> Iterator[list[tuple[str, int]]]:
         raw = read(self, path, offset, nbytes)
         if path.endswith(".safetensors"):
             with Path(self.root, path).open("rb") as file:
-                header = 8 + struct.unpack("<Q", file.read(8))[0]
+                head = file.read(struct.unpack("<Q", file.read(8))[0])
+            header = 8 + len(head) + json.loads(head)[SEAL]["data_offsets"][1]
             tensors = max(0, offset + len(raw) - max(offset, header))
             if tensors:
                 noted.append((path, tensors))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moe_ckpt.engine import buffers
 from moe_ckpt.engine.buffers import BufferPool, arena_limit, default_budget_bytes
 from moe_ckpt.engine.cgroups import available_bytes
-from moe_ckpt.engine.host_tier import HostTier, KeptCheckpoint
+from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.files import MemoryFiles
@@ -160,7 +161,7 @@ class Roles(RuleBasedStateMachine):
     @initialize(copies=st.integers(1, 5), copied=st.integers(1, 2000))
     def begin(self, copies, copied):
         self.pool = BufferPool(copies * 2200)
-        self.tier = HostTier(0, "run", self.pool)
+        self.tier = HostTier(0, "run", None, self.pool, None)
         self.number = 0
         self.snapshots: list[tuple[int, Buffer]] = []
         self.offered = False
@@ -189,7 +190,7 @@ class Roles(RuleBasedStateMachine):
     @rule()
     def write(self):
         number, buffer = self.snapshots[0]
-        self.tier.hold(KeptCheckpoint("run", number, 0, (), buffer))
+        self.tier.hold(SimpleNamespace(step=number, generation=0, parts=()), buffer)
         self.offered = True
 
     @precondition(lambda self: self.snapshots)
@@ -212,9 +213,9 @@ class Roles(RuleBasedStateMachine):
         if self.offered:  # its commit may have happened unheard: kept beside the other
             self.kept.append(self.snapshots[0])
         surrendered = self.tier.surrender()
-        assert [held.step for held in surrendered] == [number for number, _ in self.kept]
+        assert [held.header.step for held in surrendered] == [number for number, _ in self.kept]
         self.pool = BufferPool(self.pool.budget_bytes)
-        self.tier = HostTier(0, "run", self.pool, surrendered)
+        self.tier = HostTier(0, "run", None, self.pool, None, inherited=surrendered)
         self.snapshots, self.offered = [], False
 
     @invariant()
@@ -224,8 +225,8 @@ class Roles(RuleBasedStateMachine):
         for number, buffer in in_use:
             assert bool((buffer.memory == number % 251).all()), f"buffer {number} was overwritten"
         assert self.tier.droppable_bytes == sum(buffer.nbytes for _, buffer in self.kept)
-        for number, buffer in self.kept:
-            assert [held.buffer for held in self.tier.find("run", number, 0)] == [buffer]
+        held = [(checkpoint.header.step, checkpoint.slot.room) for checkpoint in self.tier.holds()]
+        assert held == self.kept + self.snapshots[: self.offered]
 
     @invariant()
     def the_budget_is_kept(self):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,8 +17,8 @@ from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.host_tier import as_values
 from moe_ckpt.errors import NoCheckpointError, SaveFailedError
 from moe_ckpt.memory.arena import Arena
+from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.policies import Dense, MoC
-from moe_ckpt.recovery import memory_source
 from moe_ckpt.recovery.executing import Recovery
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
@@ -54,12 +53,18 @@ def moc(snapshot_k: int = 4) -> MoC:
 
 
 def held_steps(life: Life) -> list[int]:
-    return [held.step for held in life.session.tier._kept]
+    return [held.header.step for held in life.session.tier.holds()]
 
 
-def find(life: Life, step: int, generation: int = 0):
-    run_id = json.loads(bytes(life.storage.read("store.json")))["body"]["run_id"]
-    return next(iter(life.session.tier.find(run_id, step, generation)), None)
+def find(life: Life, step: int) -> FoundSlot:
+    [held] = [held for held in life.session.tier.holds() if held.header.step == step]
+    return held
+
+
+def slices_of(held: FoundSlot):
+    for part in held.header.parts:
+        for entry in held.header.slices(part, "kept"):
+            yield entry, held.slot.memory[part.begin + entry.begin : part.begin + entry.end]
 
 
 def assert_state(life: Life, versions: dict[str, int]) -> None:
@@ -125,9 +130,9 @@ def test_the_recovery_buffer_holds_the_newest_commit_and_what_was_only_held(tmp_
         for step in range(2, 8):
             life.go(1, settle=True)
             held = find(life, step)
-            operators = {entry.operator for entry, _ in held.slices() if entry.operator.startswith("expert")}
+            operators = {entry.operator for entry, _ in slices_of(held) if entry.operator.startswith("expert")}
             assert len(operators) == 6, "three of each layer"
-            for entry, data in held.slices():
+            for entry, data in slices_of(held):
                 if entry.operator:
                     whole = values_at(step, entry.key, entry.global_shape, torch.float32)
                     block = tuple(slice(o, o + n) for o, n in zip(entry.offsets, entry.shape, strict=True))
@@ -153,7 +158,7 @@ def test_a_failed_checkpoint_leaves_the_former_recovery_buffer(tmp_path):
 def test_a_budget_for_two_gives_up_the_recovery_buffer_and_says_so_once(tmp_path, caplog):
     with Life(LocalStorage(tmp_path / "probe"), policy=moc()) as life:
         life.go(2, settle=True)
-        size = find(life, 2).buffer.nbytes
+        size = find(life, 2).slot.memory.numel()
     budget = 2 * size + size // 2
     with Life(LocalStorage(tmp_path / "run"), policy=moc(), host_memory_bytes=budget, when_busy="wait") as life:
         pool = life.session._resources.pipeline._pool
@@ -233,7 +238,7 @@ def test_a_second_fault_before_the_next_commit_profits_again(tmp_path):
         come_back(life)
         life.go(2, settle=True)
         assert held_steps(life) == [8], "step 6 is forgotten"
-        assert life.session.tier._kept[0].generation == life.session.generation == 1
+        assert find(life, 8).header.generation == life.session.generation == 1
         assert life.session._resources.pipeline._pool.held_bytes == 4096 > 3 * life.session.tier.nbytes
 
 
@@ -278,29 +283,42 @@ def test_what_another_run_left_is_freed_when_its_directory_is_used_anew(tmp_path
 
 
 def test_an_older_checkpoint_takes_nothing_from_memory(tmp_path):
-    """The newest is damaged, so the run returns to step 5; memory has step 6, which no longer fits the rest."""
+    """The newest is gone, so the run returns to step 5; memory has step 6, which no longer fits the rest."""
     train_and_fail(tmp_path)
-    (tmp_path / "step_00000006" / "rank_00000_expert.safetensors").unlink()
+    (tmp_path / "step_00000006" / "MANIFEST.json").unlink()
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
         restored, _ = come_back(life)
         assert (restored.manifest.step, restored.tokens_from_host) == (5, None)
         assert_state(life, versions_after([(s, sequential(s - 1)) for s in range(1, 6)]))
 
 
+def test_memory_stands_for_files_that_storage_has_lost(tmp_path):
+    train_and_fail(tmp_path)
+    (tmp_path / "step_00000006" / "rank_00000_expert.safetensors").unlink()
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        _, fault = come_back(life)
+        assert_state(life, dict.fromkeys(versions_after([(1, set())]), 6))
+        assert fault.lost_tokens == 0
+        life.go(2, settle=True)
+    newest = StoreReader(LocalStorage(tmp_path)).manifest("step_00000008_g1")
+    assert {record.step for record in newest.operators.values()} == {8}, (
+        "the commit found them gone: all is saved again"
+    )
+
+
 @pytest.mark.parametrize("key", ["model/layers.1.moe.w", "optim/0/layers.1.moe.w/exp_avg"])
-def test_a_damaged_slice_sends_its_expert_back_to_storage(tmp_path, caplog, key):
-    """One bit, in the weights or in the optimizer state of expert 2 of layer 1: the whole expert is storage's."""
+def test_a_damaged_slice_sends_what_its_process_kept_back_to_storage(tmp_path, caplog, key):
+    """One bit, in the weights or in the optimizer state of expert 2 of layer 1."""
     train_and_fail(tmp_path)
     stored = versions_after([(s, sequential(s - 1)) for s in range(1, 7)])
     assert stored["expert/1/2"] < 6
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
-        [data] = [d for entry, d in find(life, 6).slices() if (entry.key, entry.operator) == (key, "expert/1/2")]
+        [data] = [d for entry, d in slices_of(find(life, 6)) if (entry.key, entry.operator) == (key, "expert/1/2")]
         data[7] ^= 4
         restored, fault = come_back(life)
-        assert_state(life, dict.fromkeys(stored, 6) | {"expert/1/2": stored["expert/1/2"]})
-        assert fault.stale_experts == 1
-        assert fault.lost_tokens == (6 - stored["expert/1/2"]) * life.counts[1, 2]
-        assert restored.tokens_from_host[1, 2] == 0
+        assert_state(life, stored)
+        assert fault.lost_tokens == ((6 - steps_of_experts(stored)) * life.counts).sum()
+        assert restored.tokens_from_host is None
         life.go(2, settle=True)
     assert "is damaged" in caplog.text
 
@@ -360,7 +378,7 @@ def test_no_state_is_dropped_or_made_while_another_rank_may_still_find_damage(tm
 
         def agree(self, summed, largest):
             self.asked += 1
-            return summed, np.maximum(largest, DAMAGED * self.world_size) if self.asked == 3 else largest
+            return summed, np.maximum(largest, DAMAGED * self.world_size) if self.asked == 2 else largest
 
         def share(self, payload, source):
             return payload
@@ -368,26 +386,24 @@ def test_no_state_is_dropped_or_made_while_another_rank_may_still_find_damage(tm
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
         life.state.prepare = prepared.append
         comm = OtherFindsDamage()
-        recovery = Recovery(StoreReader(life.storage), comm, life.state, life.session.tier, None)
-        found = recovery.attempt("step_00000006")
+        found = Recovery(StoreReader(life.storage), comm, life.state, None).attempt("step_00000006")
         assert isinstance(found, NotUsableError)
         assert (found.kind, found.rank, found.problem) == (DAMAGED, 1, None)
-        assert comm.asked == 3, "opened, anything held, verified"
+        assert comm.asked == 2, "opened, verified"
         assert prepared == []
 
 
 def test_memory_of_another_checkpoint_by_the_same_name_is_not_used(tmp_path, caplog):
     train_and_fail(tmp_path)
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
-        tier = life.session.tier
-        [held] = tier._kept
-        first = held.parts[0]
-        assert first.is_written
-        other = [replace(first.entries[0], checksum=0), *first.entries[1:]]
-        tier._kept = (replace(held, parts=(replace(first, list_entries=lambda: other), *held.parts[1:])),)
+        [held] = life.session.tier.holds()
+        state = held.header.state.replace(b'"step":6', b'"step":7')
+        assert state != held.header.state
+        other = FoundSlot(held.slot, replace(held.header, state=state))
+        life.session.tier.left_slots._slots = [other]
         restored, _ = come_back(life)
         assert restored.tokens_from_host is None
-    assert "differs from storage, and is not used" in caplog.text
+    assert "differs from storage" in caplog.text
 
 
 class LostAnnouncement(SoloCommunicator):
@@ -466,7 +482,7 @@ def two_lives(root, before: str, after: str, *, ranks=(2, 2), survivors=None, co
             if (change := LAYOUTS[after](comm.rank, ranks[1])) is not None:
                 life.state.change = change
             found = (life, *come_back(life))
-            versions = {op: r.step for op, r in found[1].manifest.operators.items()}
+            versions = {op: r.step for op, r in (found[1].beneath or found[1].manifest).operators.items()}
             held = found[1].tokens_from_host
             if held is not None:
                 versions |= {expert_id(*at): 6 for at in zip(*np.nonzero(held), strict=True)}
@@ -484,9 +500,8 @@ def overlaid(result) -> set[tuple[int, int]]:
 
 
 def stale(result) -> set[tuple[int, int]]:
-    return {
-        (layer, e) for layer in range(2) for e in range(4) if result[1].manifest.operators[expert_id(layer, e)].step < 6
-    }
+    stored = (result[1].beneath or result[1].manifest).operators
+    return {(layer, e) for layer in range(2) for e in range(4) if stored[expert_id(layer, e)].step < 6}
 
 
 @pytest.mark.parametrize("survivor", [0, 1])
@@ -520,7 +535,7 @@ def test_any_sharding_to_any_other(tmp_path, before, after, ranks):
 
 
 @pytest.mark.parametrize("layout", ["rows", "cols"])
-def test_where_every_rank_holds_what_it_needs_nothing_is_sent(tmp_path, layout):
+def test_where_every_rank_holds_what_it_needs_no_rows_are_sent(tmp_path, layout):
     sent = []
 
     class Counting:
@@ -530,13 +545,13 @@ def test_where_every_rank_holds_what_it_needs_nothing_is_sent(tmp_path, layout):
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
-        def share(self, payload, source):
-            sent.append(len(payload))
-            return self.inner.share(payload, source)
+        def swap(self, given, expected):
+            sent.extend(tensor.numel() for group in (*given.values(), *expected.values()) for tensor in group)
+            return self.inner.swap(given, expected)
 
     results = two_lives(tmp_path, layout, layout, comms={0: Counting})
     assert overlaid(results[0]) == stale(results[0])
-    assert len(sent) == 2, "one list from each rank"
+    assert set(sent) == {4}, "step counts, which one rank saves for all"
 
 
 def test_where_nothing_survived_the_ranks_only_agree_on_that(tmp_path):
@@ -554,8 +569,8 @@ def test_where_nothing_survived_the_ranks_only_agree_on_that(tmp_path):
     host_tier.release_host_memory()
     with Life(LocalStorage(tmp_path), policy=moc(), comm=Counting()) as life:
         come_back(life)
-    assert calls == [7, 2, 1, 2, 2], (
-        "what memory is like, all opened the checkpoint, anything is held, all verified it and wrote it"
+    assert calls == [7, 1, 2, 2, 2], (
+        "what memory is like, anything is held, all opened the checkpoint, verified it and wrote it"
     )
 
 
@@ -574,13 +589,12 @@ class Flipping:
             received[received.numel() - 1] ^= 1
 
 
-def test_what_does_not_arrive_whole_on_one_rank_is_used_by_none(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(memory_source, "_BATCH_NBYTES", 1)  # every expert for itself
+def test_what_does_not_arrive_whole_on_one_rank_is_used_by_none(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         first, second = two_lives(tmp_path, "replicated", "replicated", survivors=[0], comms={0: Flipping, 1: Flipping})
     assert overlaid(first) == overlaid(second) == set()
     assert first[2] == second[2]
-    assert "did not arrive completely on all ranks" in caplog.text
+    assert "in memory cannot be used" in caplog.text
 
 
 def test_after_such_a_return_training_goes_on_and_commits(tmp_path):

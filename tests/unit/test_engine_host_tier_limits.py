@@ -83,7 +83,7 @@ def test_a_snapshot_under_way_when_the_fault_came_leaves_nothing_once_its_thread
     del life
     storage.gate.set()
     writer.join(PATIENCE_SECS)
-    assert [held.step for held in host_tier._registry[0].tier._kept] == [5], "what was committed after all"
+    assert [held.header.step for held in host_tier._registry[0].tier.holds()] == [5], "what was committed after all"
     assert nbytes_of(buffers) == host_tier._registry[0].tier.nbytes > 0
 
 
@@ -240,15 +240,15 @@ def test_of_two_lives_that_offered_the_same_step_the_committed_one_counts(tmp_pa
         with pytest.raises(RuntimeError, match="closed by peer"):
             life.settle()
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
-        held = [(h.step, h.generation) for h in life.session.tier._kept]
-        assert held == [(5, 0), (6, 0), (6, 1)]
+        held = [(h.header.step, h.header.generation) for h in life.session.tier.holds()]
+        assert held == [(5, 0), (6, 1)], "the second life did not go on from the first's (6, 0)"
         fault = resume(life)
         assert (fault.restored_step, fault.lost_tokens) == (6, 0)
         for tensor in life.state.tensors():
             assert torch.equal(tensor.local, values_at(100, tensor.key, tensor.global_shape, torch.float32))
         life.step = 6
         life.go(1, settle=True)
-        assert [h.step for h in life.session.tier._kept] == [7], "all others are free"
+        assert [h.header.step for h in life.session.tier.holds()] == [7], "all others are free"
 
 
 def test_a_former_session_no_longer_has_what_the_next_one_took_over(tmp_path):
@@ -266,12 +266,11 @@ def test_giving_up_the_recovery_buffer_leaves_what_may_be_committed_next(tmp_pat
     with Life(storage, policy=MoC(k=1, snapshot_k=4)) as life:
         life.go(4, settle=True)
         tier = life.session.tier
-        [held] = tier._kept
-        tier._kept = ()
-        tier.hold(held)
+        held, tier._kept = tier._kept, None
+        tier.hold(held.header, held.slot.room)
         assert not tier.drop()
-        assert tier.nbytes == held.buffer.nbytes, "storage may have it by now"
-        tier.resolve(held.buffer, committed=True)
+        assert tier.nbytes == held.slot.room.nbytes, "storage may have it by now"
+        tier.resolve(held.slot.room, committed=True)
         assert tier.drop()
         assert tier.nbytes == 0
 

@@ -15,8 +15,8 @@ from moe_ckpt.engine import host_memory, host_tier
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory import mapping
 from moe_ckpt.memory.arena import Arena
+from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
-from moe_ckpt.recovery import memory_source
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
 from tests.support.tensor_reads import tensor_bytes_read
@@ -29,7 +29,15 @@ from tests.unit.engine_parts import (
     run_threads,
     steps_of_experts,
 )
-from tests.unit.test_engine_host_tier import LAYOUTS, assert_state, come_back, damage_expert, train_and_fail
+from tests.unit.test_engine_host_tier import (
+    LAYOUTS,
+    assert_state,
+    come_back,
+    damage_expert,
+    held_steps,
+    slices_of,
+    train_and_fail,
+)
 
 FULL = {
     "dense": Dense(),
@@ -107,30 +115,20 @@ def test_of_a_partial_one_only_what_it_lacks_is_read(tmp_path, policy, caplog):
         assert "storage: step_00000006" in text
 
 
-@pytest.mark.parametrize("operator", ["expert/1/2", "gate/0"])
-def test_a_damaged_slice_is_read_from_storage_with_its_operator(tmp_path, caplog, operator):
+@pytest.mark.parametrize("operator", ["expert/1/2", "gate/0", ""])
+def test_where_a_slice_in_memory_is_damaged_storage_is_read(tmp_path, caplog, operator):
+    """Of an expert, of a gate, of what is no operator's."""
     train_and_fail(tmp_path, policy=Dense())
     with Life(LocalStorage(tmp_path), policy=Dense()) as life:
-        [kept] = life.session.tier._kept
-        next(data for entry, data in kept.slices() if entry.operator == operator)[0] ^= 1
-        with tensor_bytes_read() as read:
-            come_back(life)
-        assert sum(nbytes for _, nbytes in read) == 2 * nbytes_of(tmp_path, {operator})
-        assert_state(life, dict.fromkeys(ALL, 6))
-    assert "is damaged; the copy on storage is used" in caplog.text
-
-
-def test_a_damaged_side_tensor_is_read_from_storage(tmp_path):
-    train_and_fail(tmp_path, policy=Dense())
-    with Life(LocalStorage(tmp_path), policy=Dense()) as life:
-        [kept] = life.session.tier._kept
-        for entry, data in kept.slices():
-            if not entry.operator and entry.nbytes:
-                data[0] ^= 1
+        [kept] = life.session.tier.holds()
+        next(data for entry, data in slices_of(kept) if entry.operator == operator and entry.nbytes)[0] ^= 1
         with tensor_bytes_read() as read:
             restored, _ = come_back(life)
-        assert len(read) == 1
+        assert sum(nbytes for _, nbytes in read) >= 2 * nbytes_of(tmp_path, ALL), "verified, then loaded"
+        assert restored.manifest.step == 6
+        assert_state(life, dict.fromkeys(ALL, 6))
         assert torch.equal(restored.plain["buffer"], torch.full((3,), 6.0))
+    assert "is damaged: it is set aside, and not used" in caplog.text
 
 
 def test_what_storage_lost_meanwhile_memory_still_gives(tmp_path):
@@ -149,7 +147,7 @@ def test_the_steps_of_a_window_are_not_kept(tmp_path):
         seen = set()
         for _ in range(8):
             life.go(1, settle=True)
-            seen |= {held.step for held in life.session.tier._kept}
+            seen |= set(held_steps(life))
     assert [m.step for m in manifests(tmp_path) if m.window], "there were some"
     assert seen == {m.step for m in manifests(tmp_path) if not m.window}, "the dense one at the beginning"
 
@@ -188,7 +186,7 @@ def test_it_costs_no_checkpoint_and_no_wait(tmp_path, policy, room, when_busy, c
             assert life.session._resources.pipeline._pool.lent_bytes <= budget
             life.go(1, settle=True)
             seen[kept] = [(r.begun, r.waited and when_busy == "skip") for r in life.records]
-            assert [held.step for held in life.session.tier._kept] == ([life.step] if kept else [])
+            assert held_steps(life) == ([life.step] if kept else [])
     assert seen[True] == seen[False]
     assert "is not kept in memory" not in caplog.text, "no token is at stake"
 
@@ -207,7 +205,7 @@ def test_it_goes_first_when_the_machine_has_less_memory_than_the_budget(tmp_path
     monkeypatch.setattr(Arena, "grow", once_only)
     with Life(LocalStorage(tmp_path), policy=Dense(), when_busy="wait") as life:
         life.go(3, settle=True)
-        assert [held.step for held in life.session.tier._kept] == [3]
+        assert held_steps(life) == [3]
     assert [m.step for m in manifests(tmp_path)] == [1, 2, 3]
 
 
@@ -259,18 +257,17 @@ def test_a_run_on_another_store_gets_the_memory_of_what_its_storage_has_too(tmp_
 @contextmanager
 def swapped(noted):
     """Notes how many bytes each receives."""
-    receive = memory_source.MemorySource._receive
+    swap = type(ThreadRanks(1).comm(0)).swap
 
-    def noting(self, offers, lacking):
-        found = receive(self, offers, lacking)
-        noted.append(sum(data.numel() for data in found.values()))
-        return found
+    def noting(self, given, expected):
+        noted.append(sum(data.numel() for group in expected.values() for data in group))
+        swap(self, given, expected)
 
-    memory_source.MemorySource._receive = noting
+    type(ThreadRanks(1).comm(0)).swap = noting
     try:
         yield
     finally:
-        memory_source.MemorySource._receive = receive
+        type(ThreadRanks(1).comm(0)).swap = swap
 
 
 def return_of(root, before, after, ranks, survivors, policy):
@@ -335,32 +332,23 @@ def test_what_arrives_damaged_is_read_from_storage_by_all(tmp_path, monkeypatch,
 
     def flipping(self, given, expected):
         swap(self, given, expected)
-        if self.rank == 1:
-            next(iter(next(iter(expected.values()))))[0] ^= 1
+        received = [tensor for group in expected.values() for tensor in group]
+        if self.rank == 1 and received:
+            received[0][0] ^= 1
 
     monkeypatch.setattr(type(ThreadRanks(1).comm(0)), "swap", flipping)
     read, _, _ = return_of(tmp_path, "replicated", "replicated", (2, 2), (0, 1), Dense())
     assert read > 0
-    assert "did not arrive completely on all ranks" in caplog.text
-
-
-def test_memory_for_what_is_received_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_source, "_BATCH_NBYTES", 100)
-    sent: list[int] = []
-    with swapped(sent):
-        return_of(tmp_path, "replicated", "replicated", (2, 2), (0, 1), Dense())
-    assert len(sent) > 8
-    largest = max(nbytes_of(tmp_path, {op}) for op in ALL)
-    assert max(sent) <= max(100, largest)
+    assert "in memory cannot be used" in caplog.text
 
 
 def test_a_share_of_another_life_is_not_taken_for_this_ones(tmp_path, caplog):
     train_and_fail(tmp_path, policy=Dense())
     with Life(LocalStorage(tmp_path), policy=Dense()) as life:
-        tier = life.session.tier
-        [kept] = tier._kept
-        tier._kept = (replace(kept, state_digest="0" * 16),)
+        [kept] = life.session.tier.holds()
+        state = kept.header.state.replace(b'"step":6', b'"step":7')
+        life.session.tier.left_slots._slots = [FoundSlot(kept.slot, replace(kept.header, state=state))]
         with tensor_bytes_read() as read:
             come_back(life)
         assert read
-    assert "differs from storage, and is not used" in caplog.text
+    assert "differs from storage" in caplog.text

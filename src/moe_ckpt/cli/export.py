@@ -6,11 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from moe_ckpt.cli.options import add_memory, require_memory
+
 EPILOG = """\
 examples:
   moe-ckpt export runs/x/step_00000120 --to dcp --output out         torch.distributed.checkpoint, with optimizer
   moe-ckpt export runs/x/step_00000120 --to safetensors -o weights   the model's weights, for from_pretrained
   moe-ckpt export runs/x --to lightning -o last.ckpt                 newest step of a store, for Trainer(ckpt_path=)
+  moe-ckpt export runs/x --directory /dev/shm --to safetensors       newest step that an ended run left in memory
 
 an existing output is never overwritten; exit code: 0 written, 1 the checkpoint is damaged, 2 not written
 """
@@ -26,6 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("path", help="step directory (or store: its newest usable step), or a URL of one")
     parser.add_argument("--to", required=True, choices=("dcp", "safetensors", "lightning"), help="format to write")
+    add_memory(parser)
     parser.add_argument("--output", "-o", help="file or directory to create (default: named after the step, here)")
     parser.add_argument(
         "--strip-prefix",
@@ -43,8 +47,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.errors import ConfigError
     from moe_ckpt.format.manifest import Manifest
     from moe_ckpt.interop.export import export
-    from moe_ckpt.recovery.memory_source import stale_experts
 
+    for root in args.directory:
+        require_memory("--directory", root)
     size = None if args.max_file_size is None else parse_bytes(args.max_file_size, "--max-file-size")
     if size is not None and args.to != "safetensors":
         raise ConfigError(f"--max-file-size {args.max_file_size}: is for --to safetensors; {args.to} takes no size")
@@ -58,9 +63,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             strip_prefix=args.strip_prefix,
             max_file_bytes=size,
             chosen=taken.append,
+            memory=args.directory,
         )
     manifest = taken[-1]
-    stale = len(stale_experts(manifest))
+    stale = manifest.stale_experts
     older = f", of which {stale} experts are older than that" if stale else ""
     print(f"step {manifest.step} ({manifest.directory}){older}:", file=sys.stderr)
     print(target)

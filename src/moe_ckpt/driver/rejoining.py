@@ -16,8 +16,7 @@ from moe_ckpt.recovery.localized import LocalPart
 
 def note_replayed(session: CheckpointSession, *, equal: bool) -> None:
     """A step was computed again, ``equal`` to the first time: the slots it began from are not what is wrong."""
-    if session.tier.left_slots is not None:
-        session.tier.left_slots.step_replayed(equal=equal)
+    session.tier.left_slots.step_replayed(equal=equal)
 
 
 def unlogged(gradients: GradientRecord | None) -> list[Observer]:

@@ -250,8 +250,7 @@ class Driver:
             if finished is not None:
                 goes_on, besides = self._host.go_on_from_end(manifest, finished, changes, plt)
             if not goes_on:
-                if self.session.tier.left_slots is not None:  # of a rank that died after the end had been noted
-                    self.session.tier.left_slots.remove()
+                self.session.tier.left_slots.remove()  # of a rank that died after the end had been noted
                 return
             messages.say_resumed(
                 self._unit,

@@ -1,108 +1,52 @@
 """A rank's copy of the newest committed checkpoint in its own memory, which survives a failure of training.
 
-The buffer that a committed checkpoint was written from stays lent out, as the recovery buffer, until the
-next commit (MoC, section 3.2, "triple buffering" and "two-level PEC"). It holds what went to storage and, where the
-policy asked for it, further experts that storage has in older versions only. A fault that leaves the
-process alive (an exception; a dead peer, after which the survivors form a new process group) loses
-nothing of it: ``recovery.memory_source`` then takes what it holds from here, and storage's copy of that is not read. A
-process that dies takes its buffer with it. Memory that outlives the process is kept by ``engine.memory_tier`` instead.
+The buffer that a committed checkpoint was written from stays lent out, as the recovery buffer, until the next commit
+(MoC, section 3.2, "triple buffering" and "two-level PEC"). It holds what went to storage and, where the policy asked
+for it, further experts that storage has in older versions only. A fault that leaves the process alive (an exception; a
+dead peer, after which the survivors form a new process group) loses nothing of it: it is a slot without files, which
+``recovery.memory_checkpoints`` reads as any other. A process that dies takes its buffer with it; memory that outlives
+the process is kept by ``engine.memory_tier`` instead.
 
 What storage has, too, is worth time only. So the recovery buffer is given up wherever a snapshot finds no other room.
 
-The buffers of all ranks are of one step: one becomes the recovery buffer when the commit is announced,
-which every rank hears. A checkpoint whose announcement got lost with a peer may be committed all the
-same; it is kept beside the last announced one, and storage decides which of them counts.
+The buffers of all ranks are of one step: one becomes the recovery buffer when the commit is announced, which every rank
+hears. A checkpoint whose announcement got lost with a peer may be committed all the same; it is kept beside the last
+announced one, and storage decides which of them counts.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import xxhash
 
 from moe_ckpt.engine.buffers import BufferPool
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.left_slots import LeftSlots
+from moe_ckpt.engine.slot_headers import SlotHeaders
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.writing import SealedShare
 from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.manifest import step_dir
-from moe_ckpt.format.sealed import digest
-from moe_ckpt.format.shard import Checksums, SliceEntry, in_a_row, with_checksums
+from moe_ckpt.format.manifest import ModelRecord, step_dir
+from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.directory import RankDirectory
-from moe_ckpt.memory.slot import HEADER_SUFFIX
+from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.slot import HEADER_SUFFIX, PrivateSlot
 from moe_ckpt.replicas.replication import Replicator
-from moe_ckpt.slices.cuts import Slices
+from moe_ckpt.slices.compiling import HOST_ONLY
 from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")
-
-
-@dataclass(frozen=True, eq=False)
-class KeptPart:
-    """One part of a kept checkpoint, from byte ``base`` of its buffer on.
-
-    Nothing of the plan that it was copied by: that leads to the live tensors, which must go with the run that failed.
-
-    Attributes:
-        base: First byte.
-        is_written: It went to storage too.
-        list_entries: Lists its slices, with their places and with the checksums that their bytes had when they were
-            written to storage, or would have been. Raises ``DamagedError``.
-    """
-
-    base: int
-    is_written: bool
-    list_entries: Callable[[], tuple[SliceEntry, ...]]
-
-    @cached_property
-    def entries(self) -> tuple[SliceEntry, ...]:
-        """Returns the entries that ``list_entries`` lists, worked out once."""
-        return self.list_entries()
-
-
-@dataclass(frozen=True, eq=False)
-class KeptCheckpoint:
-    """One rank's share of one checkpoint in host memory, which is no longer written to.
-
-    Attributes:
-        run_id: Of the store.
-        step: Of the state.
-        generation: Life of the run; a life that ended before its first commit may have had the same one.
-        parts: What it holds.
-        buffer: Its bytes.
-        state_digest: Of the rank's state file.
-    """
-
-    run_id: str
-    step: int
-    generation: int
-    parts: tuple[KeptPart, ...]
-    buffer: Buffer
-    state_digest: str = ""
-
-    @property
-    def directory(self) -> str:
-        return step_dir(self.step, self.generation)
-
-    @property
-    def has_more(self) -> bool:
-        """Storage has some of it in older versions only."""
-        return not all(part.is_written for part in self.parts)
-
-    def slices(self) -> Iterator[tuple[SliceEntry, torch.Tensor]]:
-        """Each slice with its bytes (uint8, a view of the buffer). Not verified."""
-        for part in self.parts:
-            for entry in part.entries:
-                yield entry, self.buffer.memory[part.base + entry.begin : part.base + entry.end]
 
 
 def checksum(data: torch.Tensor) -> int:
@@ -118,71 +62,73 @@ def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:
     return data.view(dtype).view(entry.shape)
 
 
-def hold(snapshot: Snapshot, run_id: str, share: SealedShare) -> KeptCheckpoint:
-    """Returns the checkpoint that a written snapshot leaves in memory."""
-    parts = [
-        KeptPart(sealed.begin, sealed.part.is_written, partial(_listed, sealed.part.slices, sealed.checksums))
-        for sealed in share.parts
-    ]
-    step, generation = snapshot.request.step, snapshot.request.generation
-    return KeptCheckpoint(run_id, step, generation, tuple(parts), snapshot.buffer, digest(share.state))
-
-
-def _listed(slices: Slices, checksums: Checksums) -> tuple[SliceEntry, ...]:
-    return with_checksums(in_a_row(slices.listed()), checksums)
-
-
 class HostTier:
     """Owns the recovery buffer of one rank. Made by ``claim``; outlives the session, unless that ended well.
 
-    ``offer`` and ``ended`` are called on the persist thread, ``drop`` on the training thread while that
-    runs, ``find`` between two lives.
+    ``offer`` and ``ended`` are called on the persist thread, ``drop`` on the training thread while that runs.
 
     Args:
         rank: This process's.
         run_id: Of the store.
+        model: That is trained.
         pool: That the buffers come from.
-        left: By an earlier life.
+        describe: Makes the header of a snapshot's share.
+        inherited: From an earlier life.
+
+    Attributes:
+        node: Names this process: no other one reaches its memory.
+        left_slots: What an earlier life kept, until this one has a checkpoint.
+        complete_step: Step of the checkpoint that this life resumed from, if it was here.
     """
 
     outlives_process = False
     replicator: Replicator | None = None
-    left_slots: LeftSlots | None = None
     retained_count = 0
     paths: Sequence[Path] = ()
 
-    def __init__(self, rank: int, run_id: str, pool: BufferPool, inherited: tuple[KeptCheckpoint, ...] = ()) -> None:
-        self.rank = rank
-        self._run_id = run_id
-        self._pool = pool
-        self._kept = inherited
-        self._offered: KeptCheckpoint | None = None
-        self._retired = False
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        rank: int,
+        run_id: str,
+        model: ModelRecord,
+        pool: BufferPool,
+        describe: Callable[[Snapshot, SealedShare], SlotHeader],
+        *,
+        inherited: Sequence[FoundSlot] = (),
+    ) -> None:
+        self.rank, self.model, self.run_id = rank, model, run_id
+        self.root, self.node = "", f"process {os.getpid()} {secrets.token_hex(8)}"
+        self.complete_step: int | None = None
+        self.left_slots = LeftSlots(inherited, self._free)
+        self._pool, self._describe = pool, describe
+        self._kept: FoundSlot | None = None
+        self._offered: FoundSlot | None = None
+        self._lock = threading.RLock()
         for checkpoint in inherited:
-            pool.adopt(checkpoint.buffer)
+            pool.adopt(_room(checkpoint))
 
     def retire(self, *, keep: bool) -> None:
         """The session ended: of all its buffers only those kept here outlive it, if they are to be kept."""
         with self._lock:
-            self._retired = True
             self._pool.retire()
 
-    def surrender(self) -> tuple[KeptCheckpoint, ...]:
+    def surrender(self) -> tuple[FoundSlot, ...]:
         """Hand over all that is kept. A thread of the old session that is still at work cannot touch it any more."""
         with self._lock:
-            every, self._kept, self._offered = self._holds(), (), None
+            every, self._kept, self._offered = self.holds(), None, None
+            self.left_slots.forget()
             return every
 
     def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
-        """This rank's share is written and will be acknowledged next."""
+        """This rank's share is written, and will be acknowledged next: it may become committed from here on."""
         if snapshot.keep:
-            self.hold(hold(snapshot, self._run_id, share))
+            self.hold(replace(self._describe(snapshot, share), sequence=snapshot.sequence), snapshot.buffer)
 
-    def hold(self, checkpoint: KeptCheckpoint) -> None:
+    def hold(self, header: SlotHeader, room: Buffer) -> None:
         """Holds a checkpoint, which may become committed from here on."""
+        name = f"{step_dir(header.step, header.generation)} in memory of process {os.getpid()}"
         with self._lock:
-            self._offered = checkpoint
+            self._offered = FoundSlot(PrivateSlot(name, room), header)
 
     def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
         """The outcome of a snapshot was announced."""
@@ -197,12 +143,11 @@ class HostTier:
         """
         with self._lock:
             offered, self._offered = self._offered, None
-            free = [buffer]
             if committed:
-                free = [checkpoint.buffer for checkpoint in self._kept] + ([] if offered else [buffer])
-                self._kept = (offered,) if offered else ()
-            for unused in free:
-                self._pool.give_back(unused)
+                self.drop()
+                self._kept = offered
+            if not committed or offered is None:
+                self._pool.give_back(buffer)
 
     def drop(self, *, chain: bool = True, last: bool = False) -> bool:
         """Give the recovery buffer up early, because there is no other; True if there was one.
@@ -212,41 +157,42 @@ class HostTier:
             last: Not used here.
         """
         with self._lock:
-            checkpoints, self._kept = self._kept, ()
-            for checkpoint in checkpoints:
-                self._pool.give_back(checkpoint.buffer)
-            return bool(checkpoints)
+            newest, self._kept = self._kept, None
+            if newest is not None:
+                self._free([newest])
+            return self.left_slots.remove() or newest is not None
 
-    def find(self, run_id: str, step: int, generation: int) -> tuple[KeptCheckpoint, ...]:
-        """Returns the shares of exactly this checkpoint: at most one share, or those of several ranks that are gone."""
-        with self._lock:
-            identity = (run_id, step, generation)
-            return tuple(
-                checkpoint
-                for checkpoint in self._holds()
-                if (checkpoint.run_id, checkpoint.step, checkpoint.generation) == identity
-            )
+    def _free(self, checkpoints: list[FoundSlot]) -> None:
+        for checkpoint in checkpoints:
+            self._pool.give_back(_room(checkpoint))
+        checkpoints.clear()
 
     @property
     def has_more(self) -> bool:
         """Something is kept that storage has in older versions only: without it a fault costs tokens."""
-        with self._lock:
-            return any(checkpoint.has_more for checkpoint in self._holds())
+        return any(part.kind == HOST_ONLY for checkpoint in self.holds() for part in checkpoint.header.parts)
 
-    def _holds(self) -> tuple[KeptCheckpoint, ...]:
-        return self._kept if self._offered is None else (*self._kept, self._offered)
+    def holds(self) -> tuple[FoundSlot, ...]:
+        """Returns all that is kept, the oldest first."""
+        with self._lock:
+            return (*self.left_slots.slots, *filter(None, (self._kept, self._offered)))
 
     @property
     def droppable_bytes(self) -> int:
         """Host memory that ``drop`` would free."""
         with self._lock:
-            return sum(checkpoint.buffer.nbytes for checkpoint in self._kept)
+            return sum(_room(checkpoint).nbytes for checkpoint in self.holds() if checkpoint is not self._offered)
 
     @property
     def nbytes(self) -> int:
         """Host memory that survives a fault here."""
-        with self._lock:
-            return sum(checkpoint.buffer.nbytes for checkpoint in self._holds())
+        return sum(_room(checkpoint).nbytes for checkpoint in self.holds())
+
+
+def _room(checkpoint: FoundSlot) -> Buffer:
+    if not isinstance(checkpoint.slot, PrivateSlot):
+        raise TypeError(f"{checkpoint.slot.path} is a slot of memory that outlives the process")
+    return checkpoint.slot.room
 
 
 @dataclass(eq=False)
@@ -266,25 +212,27 @@ _registry: list[_Registered] = []
 _registry_lock = threading.Lock()
 
 
-def claim(root: str, run_id: str, rank: int, pool: BufferPool) -> HostTier:
-    """The tier for a new session on the store at ``root``: what an earlier one left here, or an empty one.
+def claim(run: RunContext, run_id: str, life: str, pool: BufferPool) -> HostTier:
+    """The tier for a new session on a store: what an earlier one left here, or an empty one.
 
     What is left of another run that once used the same directory can never be used again, and is freed. What is
     left of other stores is skipped: see ``leave`` and ``claimable_bytes``.
 
     Args:
-        root: Of the store.
-        run_id: Likewise.
-        rank: This process's.
+        run: The session's.
+        run_id: Of the store.
+        life: A token that names this life of the run, equal on every rank.
         pool: For the session's buffers.
     """
+    root = run.storage.root
     with _registry_lock:
-        earlier = _claimable(root, run_id, rank)
-        inherited: tuple[KeptCheckpoint, ...] = ()
+        earlier = _claimable(root, run_id, run.comm.rank)
+        inherited: tuple[FoundSlot, ...] = ()
         if earlier is not None:
             _registry.remove(earlier)
             inherited = earlier.tier.surrender() if isinstance(earlier.tier, HostTier) else ()
-        tier = HostTier(rank, run_id, pool, inherited)
+        describe = SlotHeaders(run, run_id, life).of_share
+        tier = HostTier(run.comm.rank, run_id, run.model, pool, describe, inherited=inherited)
         _registry.append(_Registered(root, run_id, tier))
     return tier
 

@@ -154,6 +154,7 @@ class MemoryTier:
         replicator: Replicator | None = None,
     ) -> None:
         self.rank, self.node, self.model, self.files = rank, node, model, files
+        self.run_id, self.root = files.run_id, files.root
         self.left_slots, self.replicator = left_slots, replicator
         self.complete_step: int | None = None
         self.complete_since: int | None = None

@@ -8,26 +8,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-
-from moe_ckpt.core.survivors import GRADIENTS, TENSORS
-from moe_ckpt.engine.commit import SavedOperators
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.outcomes import Resolution
+from moe_ckpt.engine.slot_headers import SlotHeaders
 from moe_ckpt.engine.snapshot import Snapshot
-from moe_ckpt.engine.writing import SealedPart, SealedShare, seal_share
+from moe_ckpt.engine.writing import SealedShare, seal_share
 from moe_ckpt.errors import MemoryFullError, MemoryGoneError, NotFiniteError
-from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, WindowPlace, encode_slot
+from moe_ckpt.format.slot import encode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.compiling import HOST_ONLY
 
 log = logging.getLogger("moe_ckpt")
-
-_NO_TOKENS = np.zeros((0, 0), dtype=np.int64)
 
 
 class MemorySealer:
@@ -40,10 +34,10 @@ class MemorySealer:
     """
 
     def __init__(self, run: RunContext, tier: MemoryTier, to_storage: Callable[[Snapshot], None]) -> None:
-        self._comm, self._catalog = run.comm, run.catalog
+        self._comm = run.comm
         self._tier = tier
         self._to_storage = to_storage
-        self._saved_operators = SavedOperators(run.catalog)
+        self._headers = SlotHeaders(run, tier.files.run_id, tier.files.life)
         self._watch = FreshnessWatch()
         self._said: set[str] = set()
         self._is_spoiled = False
@@ -103,33 +97,13 @@ class MemorySealer:
         if own_slot is None or len(piece_slots) < len(snapshot.pieces):
             return headers
         for (index, _), sealed, slot in zip(snapshot.plan.pieces, share.pieces, piece_slots, strict=True):
-            headers.append(encode_slot(self._header_beside(snapshot, share, index, sealed)))
+            headers.append(encode_slot(self._headers.of_gradients(snapshot, share, index, sealed)))
             slot.seal(headers[-1])
         # The one that says which others belong to it comes last: it is never there without them.
         return [*headers, self._seal_own(snapshot, share, own_slot)]
 
-    def _header_beside(self, snapshot: Snapshot, share: SealedShare, index: int, sealed: SealedPart) -> SlotHeader:
-        """Of a slot of gradients. What the step's other slot tells is not said again."""
-        request = snapshot.request
-        facts = StepFacts(request.index, request.base, (), None, _NO_TOKENS, since=request.since)
-        part = SlotPart(sealed.part.kind, 0, b"".join(sealed.header))
-        nbytes = max(1, sealed.part.nbytes)
-        return self._header(snapshot, share, nbytes, facts, (part,), state=b"", only=GRADIENTS, place=index)
-
     def _seal_own(self, snapshot: Snapshot, share: SealedShare, slot: Slot) -> bytes:
-        request = snapshot.request
-        nbytes = max(1, snapshot.plan.own_nbytes())
-        parts = tuple(SlotPart(sealed.part.kind, sealed.begin, b"".join(sealed.header)) for sealed in share.parts)
-        header = self._header(
-            snapshot,
-            share,
-            nbytes,
-            self._facts(snapshot),
-            parts,
-            state=share.state,
-            only=TENSORS if snapshot.writer != self._comm.rank and request.is_whole(self._catalog) else "",
-            beside=tuple(index for index, _ in snapshot.plan.pieces),
-        )
+        request, header = snapshot.request, self._headers.of_share(snapshot, share)
         raw = encode_slot(header)
         slot.seal(raw)
         sent_parts = tuple(part for part in header.parts if part.kind != HOST_ONLY)
@@ -137,49 +111,3 @@ class MemorySealer:
             return raw
         sent_nbytes = max(1, snapshot.plan.own_nbytes(host_only=False))
         return encode_slot(replace(header, parts=sent_parts, nbytes=sent_nbytes, sent=True))
-
-    def _header(
-        self,
-        snapshot: Snapshot,
-        share: SealedShare,
-        nbytes: int,
-        facts: StepFacts,
-        parts: tuple[SlotPart, ...],
-        **of_slot: Any,
-    ) -> SlotHeader:
-        """Header of one of the snapshot's slots. of_slot: fields of this slot alone."""
-        request, files = snapshot.request, self._tier.files
-        return SlotHeader(
-            run_id=files.run_id,
-            life=files.life,
-            sequence=snapshot.memory_sequence,
-            step=request.step,
-            generation=request.generation,
-            rank=snapshot.writer,
-            world_size=self._comm.world_size,
-            boot_id=files.boot_id,
-            nbytes=nbytes,
-            freshness=share.freshness,
-            facts=facts,
-            parts=parts,
-            **of_slot,
-        )
-
-    def _facts(self, snapshot: Snapshot) -> StepFacts:
-        request = snapshot.request
-        window = request.window
-        return StepFacts(
-            index=request.index,
-            base=request.base,
-            operators=self._saved_operators.of(request, snapshot.plan.claims)[0],
-            window=None if window is None else WindowPlace(window.start, window.size, request.slot),
-            applied=request.applied.result(),
-            faults=request.faults,
-            lost=request.lost,
-            own=request.rank_tokens,
-            policy=request.policy,
-            measured=request.measured,
-            since=request.since,
-            gradients=request.gradients if request.is_partial_log else (),
-            groups=() if request.groups is None else request.groups.groups,
-        )

@@ -182,8 +182,7 @@ class CheckpointSession:
 
     def training_begins(self) -> None:
         """The state is complete, and the loop is entered. No collective."""
-        if self._resources.memory is not None:
-            self._resources.memory.left_slots.training_begins()
+        self.tier.left_slots.training_begins()
         ledger = self.run_ledger
         is_new = ledger.newest is None and ledger.committed_step is None
         self._resources.pipeline.training_begins(whole=is_new or ledger.needs_everything)
@@ -291,8 +290,7 @@ class CheckpointSession:
         plain = plain_of(capture, self.comm.rank)
         self.survivor.step_ends(step, plain, tokens)
         self._snapshots.step_begins(updated=updated)
-        if self._resources.memory is not None:
-            self._resources.memory.left_slots.step_ended()
+        self.tier.left_slots.step_ended()
         booking, pipeline = self._booking, self._resources.pipeline
         pipeline.stages.raise_fatal()
         pipeline.join()

@@ -140,7 +140,6 @@ class StateKeeper:
             generation=files.generation,
             rank=files.rank,
             world_size=self._world_size,
-            boot_id=files.boot_id,
             nbytes=slot.memory.numel(),
             freshness=UNKNOWN,
             facts=StepFacts(step.books, "", (), None, _NO_COUNTS, own=step.tokens.result().applied),

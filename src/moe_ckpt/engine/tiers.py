@@ -27,15 +27,13 @@ class BufferTier(Protocol):
         rank: This process's.
         outlives_process: It keeps snapshots by itself, whatever becomes of them on storage, and windows as well.
         replicator: Sends copies to peers; None without.
-        left: Slots of earlier lives; None where there can be none.
+        left_slots: What earlier lives left.
     """
 
     rank: int
     outlives_process: bool
     replicator: Replicator | None
-
-    @property
-    def left_slots(self) -> LeftSlots | None: ...
+    left_slots: LeftSlots
 
     def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
         """This rank's share is on storage, and will be acknowledged next."""

@@ -113,7 +113,7 @@ class SealedPart:
         begin: Its first byte in the snapshot's buffer.
         part: Of the plan.
         checksums: Of its slices.
-        header: Head and seal of its shard (``format.shard``); empty for what is in private memory only.
+        header: Head and seal of its shard (``format.shard``).
         not_finite: Key of the first slice with NaN or infinity; empty without any.
     """
 
@@ -197,10 +197,8 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
     def sealed(begin: int, part: CompiledPart) -> SealedPart:
         memory = snapshot.bytes_of(part)
         checksums = checksums_of(part, memory)
-        header: tuple[bytes, ...] = ()
-        if part.is_written or snapshot.buffer.slot is not None:
-            seal = seal_of(snapshot.step, snapshot.request.generation, checksums)
-            header = part.head(run_id, rank, snapshot.step), seal
+        seal = seal_of(snapshot.step, snapshot.request.generation, checksums)
+        header = part.head(run_id, rank, snapshot.step), seal
         return SealedPart(begin, part, checksums, header, not_finite_in(part, memory, judged))
 
     parts = tuple(sealed(begin, part) for begin, part in snapshot.plan.share_parts)

@@ -240,6 +240,13 @@ class Manifest:
         return step_dir(self.step, self.generation)
 
     @property
+    def stale_experts(self) -> int:
+        """Returns how many experts are older than the checkpoint."""
+        return sum(
+            _EXPERT.fullmatch(op) is not None and record.step < self.step for op, record in self.operators.items()
+        )
+
+    @property
     def paths(self) -> frozenset[str]:
         """Every file that this view needs, relative to the store's root."""
         states = [state.path for slot in self.window for state in slot.states] + [s.path for s in self.states]

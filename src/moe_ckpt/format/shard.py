@@ -85,7 +85,7 @@ class SliceEntry:
 
     @cached_property
     def texts(self) -> tuple[str, str]:
-        """The slice in a head: its entry of the metadata, and its entry of the table of tensors up to the byte range."""
+        """The slice in a head: its entry of the metadata, and that of the table of tensors up to the byte range."""
         name = _json(self.name)
         fields = _json([self.operator, self.global_shape, *([] if self.on_param_device else ["cpu"])])
         return (

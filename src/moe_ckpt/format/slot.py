@@ -83,7 +83,6 @@ _FIELDS = record(
         "generation": whole(),
         "rank": whole(),
         "world_size": whole(1, MOST_RANKS),
-        "boot_id": text,
         "nbytes": whole(),
         "freshness": one_of(UNKNOWN, STALE, FRESH),
         "facts": _FACTS,
@@ -222,7 +221,6 @@ class SlotHeader:
         generation: Of that life.
         rank: Whose share it is.
         world_size: Ranks of that life.
-        boot_id: Of the machine's kernel.
         nbytes: Of the slot.
         freshness: What its checksums showed beside those of the rank's slot before (``core.freshness``).
         facts: Of the step.
@@ -241,7 +239,6 @@ class SlotHeader:
     generation: int
     rank: int
     world_size: int
-    boot_id: str
     nbytes: int
     freshness: int
     facts: StepFacts
@@ -270,7 +267,7 @@ class SlotHeader:
         return header.slices
 
 
-_SCALARS = ("run_id", "life", "sequence", "step", "generation", "rank", "world_size", "boot_id", "nbytes", "freshness")
+_SCALARS = ("run_id", "life", "sequence", "step", "generation", "rank", "world_size", "nbytes", "freshness")
 
 
 def encode_slot(header: SlotHeader) -> bytes:

@@ -29,7 +29,6 @@ from moe_ckpt.interop.renaming import aligned
 from moe_ckpt.interop.safetensors_files import SUFFIX, FileTensor, model_files, read_block, read_tables
 from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
-from moe_ckpt.recovery.memory_source import stale_experts
 from moe_ckpt.recovery.newest import newest_dense, require_dense
 from moe_ckpt.recovery.reader import StoreReader, locate
 from moe_ckpt.recovery.restore import box_of, needed_slices, verify_needed, weight_specs
@@ -74,7 +73,7 @@ class StoreSource:
         reader.prove(manifest)
         self._reader, self._index = reader, reader.index(manifest)
         self._buffers = module_buffers(reader, manifest)
-        stale = len(stale_experts(manifest))
+        stale = manifest.stale_experts
         older = f", of which {stale} experts are older than that" if stale else ""
         self.title = f"step {manifest.step} in {reader.storage.root}/{manifest.directory}{older}{passed_over}"
         names = [key.removeprefix(_MODEL) for key in self._index.tensors if key.startswith(_MODEL)]

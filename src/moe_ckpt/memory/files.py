@@ -71,8 +71,7 @@ class MemoryFiles:
 
     def __init__(self, root: str, run_id: str, generation: int, life: str, rank: int, store: str) -> None:
         self.run_id, self.generation, self.life, self.rank = run_id, generation, life, rank
-        self.boot_id = boot_id()
-        self._root, self._store = root, store
+        self.root, self._store = root, store
         self._noted: set[int] = set()
         self._making, self._copying = threading.Lock(), threading.Lock()
         self._own = make_rank_directory(root, run_id, generation, rank, store)
@@ -229,7 +228,7 @@ class MemoryFiles:
         try:
             return free_bytes(str(self.path)) >= nbytes
         except FileNotFoundError:  # it is made again
-            return os.path.isdir(self._root)
+            return os.path.isdir(self.root)
         except OSError:
             return False
 
@@ -239,7 +238,7 @@ class MemoryFiles:
         if not gone.is_gone:
             return
         try:
-            self._own = make_rank_directory(self._root, self.run_id, self.generation, self.rank, self._store)
+            self._own = make_rank_directory(self.root, self.run_id, self.generation, self.rank, self._store)
         except ConfigError as error:
             raise OSError(str(error)) from error
         gone.release()

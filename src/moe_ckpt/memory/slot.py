@@ -177,6 +177,36 @@ class Slot:
         forget_starts(self.path)
 
 
+class PrivateSlot(Slot):
+    """A room of this process's own memory, which goes with the process: there are no files.
+
+    Args:
+        name: Tells people what it holds.
+        room: The memory.
+    """
+
+    def __init__(self, name: str, room: Buffer) -> None:
+        super().__init__(Path(name), room.memory, None)
+        self.room = room
+
+    def quarantine(self) -> None:
+        """Does nothing: whoever set it aside frees it."""
+
+    @property
+    def starts(self) -> int:
+        """Returns 0: a process that goes back again and again is stopped by whoever restarts it."""
+        return 0
+
+    def note_start(self) -> None:
+        """Does nothing: see ``starts``."""
+
+    def withdraw_start(self) -> None:
+        """Does nothing: see ``starts``."""
+
+    def forget_starts(self) -> None:
+        """Does nothing: see ``starts``."""
+
+
 def data_of(path: Path) -> tuple[Path, int]:
     """Returns the file that a slot's bytes are in, and the first of them.
 

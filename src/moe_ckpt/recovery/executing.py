@@ -14,7 +14,6 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import human_bytes, name_ranks
 from moe_ckpt.core.recovery_plan import Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.errors import ConfigError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
@@ -22,13 +21,12 @@ from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.gradient_log import NOTHING, StoredLog, SurvivorSlices, anchors_of, needed_gradients, since
 from moe_ckpt.recovery.kept_beside import kept_here, plan_along_log
 from moe_ckpt.recovery.log_of_others import MakeDense, made_dense
-from moe_ckpt.recovery.memory_source import MemorySource, side_tensors
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.restore import needed_slices, parameters_of, require_fitting
 from moe_ckpt.recovery.slot_storage import Span
-from moe_ckpt.recovery.sources import OperatorSource, StorageSource, WindowSource, opened_inventories
+from moe_ckpt.recovery.sources import StorageSource, WindowSource, opened_inventories
 from moe_ckpt.recovery.together import NotUsableError, together, together_and_most
 
 if TYPE_CHECKING:
@@ -165,7 +163,6 @@ class Recovery:
         reader: Of the store.
         comm: The ranks.
         state: Its tensors are written.
-        tier: Private host memory of an earlier life in this process, if any; ranks may differ.
         admits: See ``Admits``.
         replayer: Makes the updates of a gradient log once more; None where the policy keeps none.
         make_dense: Opens a log for other ranks, or another layout, than those that wrote it; None where nothing does.
@@ -174,7 +171,6 @@ class Recovery:
     reader: StoreReader
     comm: Communicator
     state: TrainingState
-    tier: HostTier | None
     admits: Admits | None
     replayer: UpdateReplayer | None = None
     make_dense: MakeDense | None = None
@@ -200,34 +196,17 @@ class Recovery:
 
     def _return_to(self, directory: str) -> Restored:
         comm, state = self.comm, self.state
-        restored, storage = together(comm, lambda: self._opened(directory))
+        restored, storage = together(comm, lambda: opening(self, self.reader, self.reader.manifest(directory)))
         manifest = restored.manifest
-        window = restored.replay is not None
-        memory = None if window else MemorySource(manifest, self.reader.index(manifest), comm, self.tier)
-        sources: tuple[OperatorSource, ...] = (storage,) if memory is None else (memory, storage)  # nearest first
-        inventories = [source.inventory() for source in sources]
-        first = manifest.window[0].step if window else None
-        plan = plan_recovery(directory, manifest.step, tuple(manifest.operators), inventories, first=first)
+        first, operators = manifest.window[0].step if manifest.window else None, tuple(manifest.operators)
+        plan = plan_recovery(directory, manifest.step, operators, [storage.inventory()], first=first)
         if comm.rank == 0:
-            say_plan(plan, from_directory=True)
+            say_plan(plan)
         restored = replace(restored, plan=plan, planned_unix_secs=time.time())
-        in_memory, stored = plan.from_source(inventories[0]), plan.from_source(inventories[-1])
-        if stored:
-            storage.share(comm, stored, state)
-        together(comm, lambda: storage.verify(stored, state))
-        if memory is None or not in_memory:
-            together(comm, lambda: storage.prepare_and_write(stored, state))
-            return restored
-        together(comm, lambda: storage.prepare(state))
-        lacking = frozenset(memory.write(in_memory, state))
-        together(comm, lambda: storage.write((*stored, *lacking), state))
-        return replace(restored, tokens_from_host=memory.seen([op for op in in_memory if op not in lacking]))
-
-    def _opened(self, directory: str) -> tuple[Restored, StorageSource]:
-        """Opens a checkpoint of storage; what this rank's plain state has in memory, too, is not read from there."""
-        manifest = self.reader.manifest(directory)
-        self.reader.at_hand = {} if self.tier is None else side_tensors(self.tier, manifest)
-        return opening(self, self.reader, manifest)
+        storage.share(comm, operators, state)
+        together(comm, lambda: storage.verify(operators, state))
+        together(comm, lambda: storage.prepare_and_write(operators, state))
+        return restored
 
     def _return_to_memory(self, opener: Opener) -> Restored:
         """The same of a checkpoint that memory has, or has a part of: its files are read like those of a store.
@@ -241,7 +220,7 @@ class Recovery:
         received = opened.slots.fetch(spans) if asked else 0
         if opened.logged:
             return self._return_along_log(opened, received, survivors)
-        log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
+        log.info("rank %d received %s of what memory elsewhere holds", comm.rank, human_bytes(received))
         if asked == _OF_STORAGE:
             verified = self._verified_together(opened, verified)
         elif asked:
@@ -307,7 +286,7 @@ class Recovery:
         if any(largest(comm, [not replayer.fits(log_here)])):
             return self._return_by_dense(opened)
         plan = plan_along_log(comm, opened, survivors, log_here.steps[0])
-        log.info("rank %d received %s of what other nodes' memory holds", comm.rank, human_bytes(received))
+        log.info("rank %d received %s of what memory elsewhere holds", comm.rank, human_bytes(received))
         if comm.rank == 0:
             say_plan(plan)
         planned_at, operators = time.time(), tuple(manifest.operators)
@@ -440,16 +419,13 @@ def rank_of_state(manifest: Manifest, rank: int) -> int:
     return rank % manifest.world_size
 
 
-def say_plan(plan: RecoveryPlan, *, from_directory: bool = False) -> None:
+def say_plan(plan: RecoveryPlan) -> None:
     """Announces what comes from where; logs a plan with one source and one step, for "resumed at ..." says as much.
 
     Args:
         plan: Of all ranks.
-        from_directory: "resumed at ..." will name the checkpoint's directory, whoever gives its bytes.
     """
-    rows = list(plan.rows())
-    surprising = from_directory and any(row.source.tier is not Tier.STORAGE for row in rows)
-    (announce if len(rows) > 1 or plan.updates is not None or surprising else log.info)("%s", plan_text(plan))
+    (announce if len(list(plan.rows())) > 1 or plan.updates is not None else log.info)("%s", plan_text(plan))
 
 
 def plan_text(plan: RecoveryPlan) -> str:

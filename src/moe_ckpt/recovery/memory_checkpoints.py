@@ -123,6 +123,9 @@ class MemoryCheckpoints:
         for holder, (_, node, paths, slots) in enumerate(ranks):
             self.paths.note(holder, paths)
             self.shares += [share_of(holder, node, fields) for fields in slots]
+        if not tier.outlives_process:  # a commit on storage makes it a checkpoint
+            stored = set(self.standing.stored)
+            self.shares = [share for share in self.shares if step_dir(share.step, share.generation) in stored]
         self.standing.say_gone(checkpoints_of(self.shares))
 
     def offered(self) -> list[str]:
@@ -237,8 +240,7 @@ class MemoryCheckpoints:
         starts = max(share.starts for share in shares)
         if starts >= MOST_STARTS:
             slots = [f"{self.paths[share]} (rank {share.writer}'s, on rank {share.holder})" for share in shares]
-            files = self._tier.files
-            raise RecoveryLoopError(directory, starts, slots, files.run_id, str(files.path.parents[3]))
+            raise RecoveryLoopError(directory, starts, slots, self._tier.run_id, self._tier.root)
         for number in {share.number for share in shares if share.holder == self._comm.rank} - self._noted:
             self._noted.add(number)
             self._tier.left_slots.note_start(self._slots[number])
@@ -314,6 +316,7 @@ class MemoryCheckpoints:
             manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
         elif stored is not None and not is_survivors(checkpoint.shares[-1].sequence):
             [part] = parts
+            self._require_same(part, stored)
             view, unchanged = self._laid(stored, layers), part.known_to(stored)
             whole = checkpoint.is_whole and len(unchanged) == len(part.files)
             view.lay(
@@ -343,6 +346,15 @@ class MemoryCheckpoints:
             reader, slots, manifest, beneath, view.fresh, logged, chained=chained, survivor_slices=survivor_slices
         )
 
+    def _require_same(self, part: SlotFiles, stored: Manifest) -> None:
+        """Raises ``DamagedError`` unless all slots are of the checkpoint that storage has by this name, which a life
+        that ended before its first commit may have used, too."""
+        other = next((state for state in part.states if state not in stored.states), None)
+        if other is not None:
+            self.used = {other.path: part.files[other.path].share}
+            reason = "it differs from storage: another life of the run has used the same name"
+            raise DamagedError(other.path, reason, step=stored.step, rank=other.rank)
+
     def reading(
         self, manifest: Manifest, files: Mapping[str, SlotFile], parts: Iterable[SlotFiles]
     ) -> tuple[StoreReader, SlotStorage]:
@@ -361,6 +373,8 @@ class MemoryCheckpoints:
         slots = SlotStorage(
             self._reader.storage, self._comm, self._tier.node, slots_by_number, self.paths, files, checker=checker
         )
+        if not self._tier.outlives_process:
+            slots.places = ("this job's processes",)
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
         headers = {rec: head for part in parts for rec, head in part.headers.items() if rec.path in files}
         reader.add(manifest, headers, slots.is_sound)
@@ -462,7 +476,7 @@ class MemoryCheckpoints:
         book.faults = list(facts.faults)
         book.saved = {Tier.STORAGE: book.saved[Tier.STORAGE]}
         return Manifest(
-            run_id=self._tier.files.run_id,
+            run_id=self._tier.run_id,
             step=checkpoint.step,
             generation=checkpoint.generation,
             world_size=checkpoint.writers,

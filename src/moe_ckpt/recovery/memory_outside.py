@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ckpt.comm.communicator import SoloCommunicator
@@ -24,6 +23,7 @@ from moe_ckpt.errors import (
     NoCheckpointError,
     StepRemovedError,
     StoreError,
+    UnsupportedError,
 )
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import Manifest, ModelRecord, step_dir
@@ -42,17 +42,12 @@ from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.opened_memory import OpenedMemory
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.recovery.slices import find_damage
 
 log = logging.getLogger("moe_ckpt")
 
 _SHOWN = 4
-
-
-@dataclass(frozen=True)
-class _Directory:
-    run_id: str
-    path: Path
 
 
 class _SlotsOutside:
@@ -70,11 +65,12 @@ class _SlotsOutside:
 class _Memory:
     """``opened_memory.RankMemory`` of everything that was found."""
 
-    node = ""
+    node, root = "", ""
     complete_step: int | None = None
+    outlives_process = True
 
-    def __init__(self, slots: Sequence[FoundSlot], run_id: str, model: ModelRecord, path: Path) -> None:
-        self.left_slots, self.model, self.files = _SlotsOutside(slots), model, _Directory(run_id, path)
+    def __init__(self, slots: Sequence[FoundSlot], run_id: str, model: ModelRecord) -> None:
+        self.left_slots, self.model, self.run_id = _SlotsOutside(slots), model, run_id
 
 
 class MemoryOutside:
@@ -83,6 +79,9 @@ class MemoryOutside:
     Args:
         reader: Of the run's store.
         roots: As in ``Memory(directory=...)``, of all nodes.
+
+    Attributes:
+        damages: What ``opened`` found, for people.
 
     Raises:
         NoCheckpointError: Nothing of the store's run lies there; says what does. Or the store has no checkpoint yet.
@@ -94,6 +93,7 @@ class MemoryOutside:
         self._reader = reader
         self._exit = contextlib.ExitStack()
         self._bad: set[tuple[int, int]] = set()
+        self.damages: list[str] = []
         try:
             self._open(roots)
         except BaseException:
@@ -112,7 +112,7 @@ class MemoryOutside:
         if not slots:
             raise NoCheckpointError(_nothing(reader, roots))
         self._headers = [slot.header for slot in slots]
-        self.memory = MemoryCheckpoints(SoloCommunicator(), _Memory(slots, run_id, model, runs[0]), reader)
+        self.memory = MemoryCheckpoints(SoloCommunicator(), _Memory(slots, run_id, model), reader)
 
     @staticmethod
     def _locked(path: Path) -> RankDirectory:
@@ -136,10 +136,23 @@ class MemoryOutside:
     def _stored(self, checkpoint: MemoryCheckpoint) -> bool:
         return step_dir(checkpoint.step, checkpoint.generation) in self.memory.standing.stored
 
-    def _complete(self) -> list[MemoryCheckpoint]:
-        """Newest first. A sparse window is none: it takes forward and backward passes."""
+    def _complete(self, *, windows: bool = False) -> list[MemoryCheckpoint]:
+        """Newest first. By default without sparse windows: what they are takes forward and backward passes."""
         checkpoints = checkpoints_of(without(self.memory.shares, self._bad))
-        return [checkpoint for checkpoint in checkpoints if checkpoint.is_complete and not checkpoint.is_window]
+        return [one for one in checkpoints if one.is_complete and (windows or not one.is_window)]
+
+    def manifests(self) -> Iterator[Manifest]:
+        """Yields the checkpoints that are whole in memory, and that storage does not have, newest first. Of a gradient
+        log, whose steps are all checkpoints, only the newest.
+
+        Raises:
+            MoECheckpointError: As ``MemoryCheckpoints.opener``.
+        """
+        checkpoints = [one for one in self._complete(windows=True) if not self._stored(one)]
+        newest_log = next((one for one in checkpoints if one.is_log), None)
+        for checkpoint in checkpoints:
+            if checkpoint is newest_log or not checkpoint.is_log:
+                yield self.memory.opener(checkpoint)().manifest
 
     def opened(self, step: int | None, verify: Callable[[OpenedMemory], None]) -> OpenedMemory:
         """Returns a checkpoint whose bytes were verified: of damaged slots other copies are taken, if there are any.
@@ -153,14 +166,13 @@ class MemoryOutside:
                 storage has it.
             MoECheckpointError: As ``MemoryCheckpoints.opener``.
         """
-        damages: list[str] = []
         requested = step
         while True:
             checkpoint = next(
                 (candidate for candidate in self._complete() if requested in (None, candidate.step)), None
             )
             if checkpoint is None:
-                raise NoCheckpointError(self._unreached(requested, damages))
+                raise NoCheckpointError(self._unreached(requested))
             if self._stored(checkpoint):
                 directory = step_dir(checkpoint.step, checkpoint.generation)
                 raise NoCheckpointError(f"{self._reader.storage.root}/{directory} is there already")
@@ -176,19 +188,19 @@ class MemoryOutside:
                 if share is None:
                     raise
                 self._bad.add((share.holder, share.number))
-                damages.append(f"{self.memory.paths[share]} is damaged ({error})")
-                log.warning("%s; it is left out", damages[-1])
+                self.damages.append(f"{self.memory.paths[share]} is damaged ({error})")
+                log.warning("%s; it is left out", self.damages[-1])
                 continue
             return opened
 
     # --- why not ---
 
-    def _unreached(self, step: int | None, damages: Sequence[str]) -> str:
+    def _unreached(self, step: int | None) -> str:
         steps = self.steps()
         can = f"steps that can be made: {', '.join(map(str, steps[:12]))}" if steps else "no step can be made"
         if step is None:
-            return f"no checkpoint in memory is complete; {can}{_because(damages)}"
-        return f"step {step} cannot be made: {self._lacking(step)}{_because(damages)}; {can}"
+            return f"no checkpoint in memory is complete; {can}{_because(self.damages)}"
+        return f"step {step} cannot be made: {self._lacking(step)}{_because(self.damages)}; {can}"
 
     def _lacking(self, step: int) -> str:
         """Which operators lack which steps."""
@@ -231,6 +243,41 @@ class MemoryOutside:
         slots = (slot for slot in self._headers if (slot.step, slot.only) == (step, GRADIENTS))
         parts = (header.slices(part, f"memory slots of step {step}") for header in slots for part in header.parts)
         return frozenset(entry.operator for slices in parts for entry in slices)
+
+
+@contextlib.contextmanager
+def memory_step(reader: StoreReader, roots: Sequence[str], step: int | None) -> Iterator[OpenedMemory]:
+    """Gives a checkpoint that lies in memory and not on storage, every byte of it verified. Memory is locked meanwhile.
+
+    Args:
+        reader: Of the run's store.
+        roots: As in ``Memory(directory=...)``, of all nodes.
+        step: Of the state; None for the newest.
+
+    Raises:
+        NoCheckpointError, StoreError, ConfigError: As ``MemoryOutside`` and ``MemoryOutside.opened``.
+        UnsupportedError: It is a step of a gradient log, which has to be made dense first.
+    """
+
+    def verify(opened: OpenedMemory) -> None:
+        if opened.logged:
+            raise UnsupportedError(
+                f"step {opened.manifest.step} in memory is a step of a gradient log: write it to the store first, with "
+                f"moe-ckpt densify {reader.storage.root} --step {opened.manifest.step}"
+            )
+        verify_opened(opened)
+
+    with MemoryOutside(reader, roots) as memory:
+        yield memory.opened(step, verify)
+
+
+def verify_opened(opened: OpenedMemory) -> None:
+    """Reads every byte of a checkpoint, the gradients of a log included. Raises as ``check_checkpoint``."""
+    check_checkpoint(opened.reader, opened.manifest)
+    slices = (stored for snapshot in opened.logged for stored in snapshot.gradients)
+    for _, damage in find_damage(opened.reader.storage, slices):
+        if damage is not None:
+            raise damage
 
 
 def _full(header: SlotHeader) -> Collection[str]:

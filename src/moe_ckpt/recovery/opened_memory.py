@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -44,35 +43,32 @@ class LeftMemory(Protocol):
         ...
 
 
-class MemoryPlace(Protocol):
-    """The directory in which slots lie (``memory.files``)."""
-
-    @property
-    def run_id(self) -> str:
-        """The run id of the store."""
-        ...
-
-    @property
-    def path(self) -> Path:
-        """The folder of this life's slots: ``<root>/<user>/<run>/<generation>/<rank>``."""
-        ...
-
-
 class RankMemory(Protocol):
-    """The memory of a run as far as one rank reaches it: ``engine.memory_tier``, or whoever looks from outside."""
+    """The memory of a run as far as one rank reaches it: a tier of ``engine``, or whoever looks from outside.
+
+    Attributes:
+        node: Names what reaches its slots: this machine, or this process.
+        model: That is trained.
+        complete_step: Step of the newest checkpoint that the ranks hold.
+        outlives_process: It keeps snapshots by itself; else a commit on storage makes them checkpoints.
+        run_id: Of the store.
+        root: ``Memory(directory=...)``; empty for a process's own memory.
+    """
 
     node: str
     model: ModelRecord
     complete_step: int | None
+    outlives_process: bool
+
+    @property
+    def run_id(self) -> str: ...
+
+    @property
+    def root(self) -> str: ...
 
     @property
     def left_slots(self) -> LeftMemory:
         """The slots that earlier lives left."""
-        ...
-
-    @property
-    def files(self) -> MemoryPlace:
-        """The directory of its slots."""
         ...
 
 

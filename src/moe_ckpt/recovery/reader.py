@@ -73,14 +73,12 @@ class StoreReader:
         storage: Of the store; tells a step that was removed from one that is damaged.
         identity_damage: What is wrong with ``store.json``, if ``identity`` did without it.
         verified: Slices that lie in memory, and need not be verified twice.
-        at_hand: (name, checksum) -> values, verified, of side tensors that need not be read.
     """
 
     def __init__(self, storage: Storage, patience_secs: float = PATIENCE_SECS) -> None:
         self.storage = StepStorage(storage, patience_secs)
         self.identity_damage: DamagedError | None = None
         self.verified: set[StoredSlice] = set()
-        self.at_hand: Mapping[tuple[str, int], torch.Tensor] = {}
         self._in_memory: Collection[str] = ()
         self._is_sound: Callable[[str], bool] = lambda path: False
         self._identity: Identity | None = None
@@ -251,10 +249,7 @@ class StoreReader:
         body = self._state_body(manifest, record)
         prefix = f"side/{rank}/"
         side = [stored for key, stored in self.index(manifest).side.items() if key.startswith(prefix)]
-        values_of = {tensor.entry.key: self.at_hand.get((tensor.entry.name, tensor.entry.checksum)) for tensor in side}
-        tensors = {key: values.clone() for key, values in values_of.items() if values is not None}
-        missing = [stored for stored in side if stored.entry.key not in tensors]
-        tensors |= {stored.entry.key: values.clone() for stored, values in self.read_many(missing)}
+        tensors = {stored.entry.key: values.clone() for stored, values in self.read_many(side)}
         try:
             state = decode_tree(body["state"], lambda name: tensors[prefix + name])
         except (KeyError, TypeError, ValueError) as error:

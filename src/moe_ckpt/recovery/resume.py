@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.memory_shares import checkpoints_of
 from moe_ckpt.core.recovery_plan import first_choice
 from moe_ckpt.engine.host_tier import HostTier
@@ -70,7 +71,7 @@ def resume_newest(
         storage: Of the store.
         comm: The ranks.
         state: Its tensors are written.
-        tier: What memory holds (``CheckpointSession.tier``); ranks may differ, but not in its kind.
+        tier: What memory holds (``CheckpointSession.tier``); of the same kind on every rank.
         admits: See ``Admits``.
         on_read_error: If storage does not give a checkpoint's bytes: "stop", or "fallback" to the next older one. The
             manifests written from then on name the newer one, so that retention keeps it.
@@ -87,12 +88,12 @@ def resume_newest(
         StoreError: One of these on another rank, with its message.
     """
     reader = StoreReader(storage, read_patience_secs)
-    recovery = Recovery(
-        reader, comm, state, tier if isinstance(tier, HostTier) else None, admits, replayer, make_dense=make_dense
-    )
-    memory = MemoryCheckpoints(comm, tier, reader) if isinstance(tier, MemoryTier) else None
+    recovery = Recovery(reader, comm, state, admits, replayer, make_dense=make_dense)
+    has_slots = tier is not None and (tier.outlives_process or any(largest(comm, [bool(tier.left_slots.slots)])))
+    memory = None if tier is None or not has_slots else MemoryCheckpoints(comm, tier, reader)
     directories = memory.standing.stored if memory is not None else _listed(comm, reader)
-    in_memory = None if memory is None else max((share.step for share in memory.shares), default=None)
+    only_copy = memory is not None and tier is not None and tier.outlives_process
+    in_memory = None if not only_copy or memory is None else max((share.step for share in memory.shares), default=None)
     passed_over = _PassedOver(comm)
     local = None if memory is None or logs is None else LocalAttempt(recovery, memory, logs)
     for directory, opener in _candidates(directories, memory):
@@ -100,7 +101,7 @@ def resume_newest(
         restored = in_part or _all_go_back(recovery, memory, directory, opener)
         if isinstance(restored, NotUsableError):
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
-                if isinstance(tier, MemoryTier):
+                if tier is not None:
                     tier.left_slots.withdraw_starts()  # else three starts would pass for one that leads nowhere
                 raise_on_all_ranks(comm, restored, directory)
             if memory is not None and opener is not None:

@@ -110,6 +110,7 @@ class SlotStorage:
         paths: Share -> where its slot lies; only those of this node are opened.
         files: Path -> what is read instead of the store's file.
         checker: Has verified some of this rank's slots, if any.
+        places: Where memory is, for people: what this rank reaches as files, and the rest; or all of it.
     """
 
     storage: Storage
@@ -119,6 +120,7 @@ class SlotStorage:
     paths: SlotPaths
     files: Mapping[str, SlotFile]
     checker: SlotChecker | None = None
+    places: tuple[str, ...] = ("this node", "other nodes")
     _opened: dict[Share, FoundSlot] = field(default_factory=dict)
     _fetched: dict[str, list[_Fetched]] = field(default_factory=dict)
 

@@ -1,12 +1,12 @@
-"""The sources of a recovery, which outlive a failure: storage here, memory in ``memory_source``.
+"""A checkpoint as the source of a recovery: its inventory, what must be verified, and how it is loaded.
 
-Each gives its inventory, ``core.recovery_plan`` decides, and every rank verifies that before training state changes.
+What memory has of it is read as files of a store (``slot_storage``). Every rank verifies what it needs before training
+state changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -20,22 +20,6 @@ from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.restore import needed_slices, parameters_of, prepare, verify_needed
 from moe_ckpt.recovery.shared_reading import SharedReading, divide, load_slices
-
-
-class OperatorSource(Protocol):
-    """A source of operators, whose methods are called on every rank, on the training thread, in this order."""
-
-    def inventory(self) -> Inventory:
-        """Returns what it has of the checkpoint, in the order of the manifest's operators; equal on every rank."""
-        ...
-
-    def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
-        """Writes these operators, verified, into the live tensors, which exist.
-
-        Returns:
-            Those that it could not give, equal on every rank: another source must.
-        """
-        ...
 
 
 class StorageSource:
@@ -102,18 +86,16 @@ class StorageSource:
             verify_needed(self._reader, kind, parameters_of(state), self.shared)
 
     def prepare(self, state: TrainingState) -> None:
-        """Creates the optimizer state that the checkpoint has, before any source writes."""
+        """Creates the optimizer state that the checkpoint has, before anything is written."""
         prepare(self._manifest, self._index, state)
 
-    def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
-        """See ``OperatorSource``. Raises ``DamagedError`` for damage since ``verify``. A collective if reading is
-        shared."""
-        load_slices(self._reader, self._of(operators), state.tensors, self.shared)
-        return ()
-
     def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
-        """Does ``prepare`` and ``write`` at once if no other source writes in between. A collective if reading is
-        shared."""
+        """Does ``prepare``, and writes these operators, verified, into the live tensors. A collective if reading is
+        shared.
+
+        Raises:
+            DamagedError: There is damage since ``verify``.
+        """
 
         def prepared() -> Sequence[StateTensor]:
             if self._weights_only:
@@ -147,7 +129,7 @@ def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
 
 
 class WindowSource(StorageSource):
-    """A sparse window on storage: ``write`` loads its first step, ``replay`` the others."""
+    """A sparse window: its first step is loaded, and ``replay`` computes the others."""
 
     def __init__(self, reader: StoreReader, manifest: Manifest, replay: Replay) -> None:
         super().__init__(reader, manifest)
@@ -160,15 +142,10 @@ class WindowSource(StorageSource):
     def prepare(self, state: TrainingState) -> None:
         """Does nothing: the replay creates optimizer state step by step."""
 
-    def write(self, operators: Collection[str], state: TrainingState) -> tuple[str, ...]:
-        """See ``OperatorSource``: the window's first step. A collective if reading is shared."""
+    def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
+        """Writes the window's first step; there is nothing to prepare. A collective if reading is shared."""
         self._replay.shared = self.shared
         self._replay.load(self._replay.steps[0])
-        return ()
-
-    def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
-        """Writes, as there is nothing to prepare."""
-        self.write(operators, state)
 
 
 def opened_inventories(opened: OpenedMemory) -> tuple[Inventory, ...]:
@@ -177,6 +154,7 @@ def opened_inventories(opened: OpenedMemory) -> tuple[Inventory, ...]:
     An operator counts for the farthest place that something of it comes from.
     """
     manifest, slots = opened.manifest, opened.slots
+    storage = len(slots.places)
     places = {op: at for at, op in enumerate(manifest.operators)}
     far = np.zeros(len(places), dtype=np.int64)
     nbytes = np.zeros(len(places), dtype=np.int64)
@@ -184,16 +162,16 @@ def opened_inventories(opened: OpenedMemory) -> tuple[Inventory, ...]:
         at = places.get(stored.entry.operator)
         if at is None:
             continue
-        near = stored.path in slots.files
-        far[at] = max(far[at], 2 if not near else 0 if slots.is_near(stored.path) else 1)
+        is_here = stored.path in slots.files and (storage == 1 or slots.is_near(stored.path))
+        far[at] = max(far[at], 0 if is_here else 1 if stored.path in slots.files else storage)
         nbytes[at] += stored.nbytes
     steps = np.array([record.step for record in manifest.operators.values()], dtype=np.int64)
     if manifest.window:  # which is of its last step, wherever its slots are
-        steps = np.where(far < 2, manifest.step, steps)
-    stored_in = "" if opened.beneath is None else opened.beneath.directory
-    names = ((Tier.HOST, "this node"), (Tier.PEER, "other nodes"), (Tier.STORAGE, stored_in))
+        steps = np.where(far < storage, manifest.step, steps)
+    names = [*zip((Tier.HOST, Tier.PEER), slots.places, strict=False)]
+    if opened.beneath is not None:
+        names.append((Tier.STORAGE, opened.beneath.directory))
     return tuple(
         Inventory(tier, name, np.where(far == number, steps, ABSENT), nbytes)
         for number, (tier, name) in enumerate(names)
-        if number < 2 or stored_in
     )

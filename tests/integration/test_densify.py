@@ -43,7 +43,7 @@ THESE = (
 
 
 def densify(run: Run, *arguments: str, nodes: tuple[str, ...] = ("",)) -> int:
-    memory = [word for node in nodes for word in ("--memory", str(Path(run.memory, node)))]
+    memory = [word for node in nodes for word in ("--directory", str(Path(run.memory, node)))]
     return main(["densify", run.store, *memory, *arguments])
 
 

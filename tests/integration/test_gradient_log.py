@@ -156,7 +156,7 @@ def test_a_log_that_anchors_them_apart_is_refused(place):  # noqa: F811
     assert live(replace(run, crash=("compute, sealed", 9), sabotage="gates apart")) == KILLED, output(run)
     assert exit_code(run) == 1, output(run)
     assert "so the log leads to wrong numbers: anchor them together, and run moe-ckpt memory clear" in output(run)
-    assert main(["densify", run.store, "--memory", run.memory]) == 2
+    assert main(["densify", run.store, "--directory", run.memory]) == 2
     assert main(["memory", "clear", "--directory", run.memory]) == 0
     assert live(run) == 0, output(run)
     assert_same_run(run)

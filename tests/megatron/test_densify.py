@@ -21,7 +21,7 @@ NODES = ("node_0", "node_1")
 
 def densify(place, *nodes: str) -> int:
     there = [place / "memory" / node for node in nodes if (place / "memory" / node).exists()]
-    memory = [word for path in there for word in ("--memory", str(path))]
+    memory = [word for path in there for word in ("--directory", str(path))]
     return main(["densify", str(place / "store"), *memory])
 
 

@@ -93,7 +93,7 @@ def test_its_updates_are_made_once_more(tmp_path: Path):
 @pytest.mark.slow
 def test_its_log_is_made_dense_once_the_class_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     life = killed_log(tmp_path)
-    densify = ["densify", life.store, "--memory", str(tmp_path / "memory" / "node_0")]
+    densify = ["densify", life.store, "--directory", str(tmp_path / "memory" / "node_0")]
     assert main(densify) == 2
     assert "optimizer class tests.support.fused_adam.FusedAdam is not registered" in (said := capsys.readouterr().err)
     assert "--import MODULE" in said

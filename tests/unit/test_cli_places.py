@@ -94,7 +94,7 @@ def test_a_window_plotted_nowhere_says_so(run, here, capsys, plot, why):
 
 
 @pytest.mark.parametrize(
-    "argv", [("memory", "--directory"), ("densify", "{run}", "--directory"), ("densify", "{run}", "--memory")]
+    "argv", [("memory", "--directory"), ("densify", "{run}", "--directory"), ("verify", "{run}", "--directory")]
 )
 def test_a_memory_directory_that_is_not_there_is_called_as_it_was_given(run, here, capsys, argv):
     argv = [each.format(run=run) for each in argv]

@@ -41,7 +41,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("store", help="store of the run: a directory or URL; the checkpoint is written there")
     parser.add_argument(
         "--directory",
-        "--memory",  # its name until now
         action="append",
         metavar="DIR",
         help="as in Memory(directory=...), once for each node; default /dev/shm",

@@ -9,6 +9,7 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any
 
+from moe_ckpt.cli.options import add_memory, require_memory
 from moe_ckpt.cli.output import print_cells
 from moe_ckpt.core.quantities import human_bytes
 from moe_ckpt.tables import PIPED_WIDTH, print_table, width, wrapped
@@ -17,6 +18,7 @@ EPILOG = """\
 examples:
   moe-ckpt inspect runs/x                       table of committed steps, and the age of every expert
   moe-ckpt inspect runs/x/step_00000120         one step
+  moe-ckpt inspect runs/x --directory /dev/shm  and the steps that an ended run left in memory
   moe-ckpt inspect runs/x --json | jq '.steps[0].plt'
 
 reads manifests only; "moe-ckpt verify" reads everything
@@ -38,6 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", help="store or step directory, or a URL of one")
+    add_memory(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -45,7 +48,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Always 0: damage of a manifest is shown in its row."""
     from moe_ckpt.cli.report import describe
 
-    facts = describe(args.path)
+    for root in args.directory:
+        require_memory("--directory", root)
+    facts = describe(args.path, args.directory)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -64,7 +69,7 @@ def _show(facts: dict[str, Any]) -> None:
     rows = [
         (
             step["directory"],
-            datetime.fromtimestamp(step["committed_unix_secs"]).strftime(date),
+            "in memory" if step["in_memory"] else datetime.fromtimestamp(step["committed_unix_secs"]).strftime(date),
             human_bytes(step["written_bytes"]),
             human_bytes(step["whole_bytes"]),
             str(step["oldest_age_steps"]) if step["versions"] else "-",

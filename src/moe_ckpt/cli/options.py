@@ -60,6 +60,17 @@ def not_written(option: str, path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{option} {path}: cannot be written: {why_unwritable(path, error)}")
 
 
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--directory`` to a command that also reads what a run left in memory."""
+    parser.add_argument(
+        "--directory",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="read what an ended run left in memory: as in Memory(directory=...), once for each node",
+    )
+
+
 def require_memory(option: str, path: str) -> None:
     """See that ``path`` may be a memory directory of a run on this node. Raises ``ConfigError``."""
     if not os.path.isdir(path):

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.tokens import TokenBook, tokens_at_risk
 from moe_ckpt.errors import DamagedError, NoCheckpointError, StepRemovedError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
+from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, age_of
+from moe_ckpt.recovery.memory_outside import MemoryOutside
 from moe_ckpt.recovery.reader import StoreReader, locate, require_store
 from moe_ckpt.recovery.step_storage import listed_again
 
 
-def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+def describe(path: str | os.PathLike[str], memory: Sequence[str] = ()) -> dict[str, Any]:
     """A store and its steps, newest first; only the named step for a step directory. JSON-ready.
+
+    Args:
+        path: Of the store, or of a step.
+        memory: Directories in which an ended run left further steps.
 
     Raises:
         NoCheckpointError: there is no store, or the step is not committed.
@@ -34,6 +40,10 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         steps = [_describe_step(reader, directory)]
     else:
         steps = listed_again(lambda: _describe_steps(reader))
+        if memory:
+            with MemoryOutside(reader, memory) as outside:
+                in_memory = [_facts_of(manifest, 0) | {"in_memory": True} for manifest in outside.manifests()]
+            steps = sorted((*in_memory, *steps), key=lambda step: age_of(step["directory"]), reverse=True)
     return {
         "store": storage.root,
         "format_version": FORMAT_VERSION,
@@ -59,9 +69,14 @@ def _describe_steps(reader: StoreReader) -> list[dict[str, Any]]:
 def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
     try:
         manifest = reader.manifest(directory)
-        tokens = _tokens(manifest)
+        return _facts_of(manifest, reader.storage.size(f"{directory}/{MANIFEST_NAME}"))
     except DamagedError as error:
         return {"directory": directory, "damage": str(error)}
+
+
+def _facts_of(manifest: Manifest, manifest_bytes: int) -> dict[str, Any]:
+    """Raises ``DamagedError``: its token counts cannot be read."""
+    tokens = _tokens(manifest)
     versions = [
         [_version(manifest, expert_id(number, expert)) for expert in range(layer.experts)]
         for number, layer in enumerate(manifest.model.layers)
@@ -71,9 +86,9 @@ def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
     sizes |= {state.path: state.nbytes for slot in manifest.slots for state in slot.states}
     inside = tuple(f"{slot.directory}/" for slot in manifest.slots)  # of a sparse window also its earlier steps
     sizes |= {part.path: part.nbytes for part in manifest.parts}
-    manifest_bytes = reader.storage.size(f"{directory}/{MANIFEST_NAME}")
     return {
-        "directory": directory,
+        "directory": manifest.directory,
+        "in_memory": False,
         "step": manifest.step,
         "generation": manifest.generation,
         "committed_unix_secs": manifest.created_unix_secs,

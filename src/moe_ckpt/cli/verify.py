@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from moe_ckpt.cli.options import add_memory, require_memory
+
 EPILOG = """\
 examples:
   moe-ckpt verify runs/x                      all committed steps
   moe-ckpt verify runs/x/step_00000120        one step, with the older files that it needs
+  moe-ckpt verify runs/x --directory /dev/shm the newest step that an ended run left in memory
   moe-ckpt verify runs/x --json | jq '.damages[].path'
 
 exit code: 0 undamaged, 1 damage found (named on stdout), 2 no store there, or it cannot be read
@@ -27,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", help="store or step directory, or a URL of one")
+    add_memory(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -40,6 +44,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.recovery.verify import Verified, verify_steps
 
     storage, directory = locate(args.path)
+    if args.directory:
+        return _run_on_memory(args)
 
     def verified() -> tuple[list[str], Verified]:
         reader = StoreReader(storage)
@@ -73,3 +79,32 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     steps_checked = "1 step" if len(checked) == 1 else f"{len(checked)} steps"
     print(f"{steps_checked} undamaged" if checked else "the store has no committed step yet", file=sys.stdout)
     return 0
+
+
+def _run_on_memory(args: argparse.Namespace) -> int:
+    """Verifies one checkpoint that memory has and storage does not; 0 if it is whole, 1 when something is damaged."""
+    from moe_ckpt.errors import NoCheckpointError
+    from moe_ckpt.format.manifest import age_of
+    from moe_ckpt.recovery.memory_outside import MemoryOutside, verify_opened
+    from moe_ckpt.recovery.reader import StoreReader, locate
+
+    for root in args.directory:
+        require_memory("--directory", root)
+    storage, directory = locate(args.path)
+    with MemoryOutside(StoreReader(storage), args.directory) as memory:
+        usable: list[str] = []
+        try:
+            opened = memory.opened(None if directory is None else age_of(directory)[1], verify_opened)
+            usable.append(opened.manifest.directory)
+        except NoCheckpointError as error:
+            if not memory.damages:
+                raise
+            reason = str(error)
+        if args.json:
+            print(json.dumps({"path": args.path, "usable": usable, "damages": memory.damages}, indent=2))
+            return 1 if memory.damages else 0
+        for damage in memory.damages:
+            print(f"damaged: {damage}")
+        others = ", with what others hold of it" if memory.damages else ""
+        print(f"{usable[0]} in memory is undamaged{others}" if usable else reason)
+        return 1 if memory.damages else 0

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -26,11 +26,12 @@ import torch.distributed as dist
 from moe_ckpt.core.quantities import parse_bytes
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.manifest import Manifest, age_of
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.interop.safetensors_export import MAX_FILE_BYTES, write_safetensors
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
-from moe_ckpt.recovery.reader import StoreReader, with_step
+from moe_ckpt.recovery.memory_outside import memory_step
+from moe_ckpt.recovery.reader import StoreReader, locate, with_step
 from moe_ckpt.storage.unwritable import why_unwritable
 
 Target = Literal["dcp", "safetensors", "lightning"]
@@ -51,6 +52,7 @@ def export(
     strip_prefix: str | None = None,
     max_file_bytes: int | str | None = None,
     chosen: Callable[[Manifest], None] | None = None,
+    memory: Sequence[str] = (),
 ) -> Path:
     """Writes one checkpoint in another format.
 
@@ -68,6 +70,7 @@ def export(
             transformers has its names from; "": nothing.
         max_file_bytes: Of ``safetensors``: larger models are split, with an index. "5GB" will do. None: 50 GB.
         chosen: Told which checkpoint is taken, before anything of it is written; again of one that takes its place.
+        memory: Directories as in ``Memory(directory=...)``, of an ended run: it is taken from there.
 
     Returns:
         The path written.
@@ -98,7 +101,11 @@ def export(
         target = Path(output) if output is not None else Path(manifest.directory + suffix)
         return _write(reader, manifest, writers[to], target, progress or _quiet)
 
-    return with_step(step_path, written)
+    if not memory:
+        return with_step(step_path, written)
+    storage, directory = locate(step_path)
+    with memory_step(StoreReader(storage), memory, None if directory is None else age_of(directory)[1]) as opened:
+        return written(opened.reader, opened.manifest)
 
 
 def _write(reader: StoreReader, manifest: Manifest, writer: _Writer, target: Path, progress: Progress) -> Path:

@@ -1,0 +1,95 @@
+"""``moe-ckpt inspect``, ``verify`` and ``export`` work on what an ended run left in memory, and change nothing there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+from moe_ckpt.cli.main import main
+from moe_ckpt.engine import host_tier
+from moe_ckpt.interop.export import export
+from moe_ckpt.policies import Dense, MoC
+from tests.support.spoiled import flip
+from tests.support.store_builder import values_at
+from tests.unit.test_engine_memory import files
+from tests.unit.test_engine_memory_only import committed, life, train_and_fail, where  # noqa: F401 - a fixture
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests():
+    host_tier.release_host_memory()
+    yield
+    host_tier.release_host_memory()
+
+
+def answer(capsys, *arguments: str) -> tuple[int, dict]:
+    code = main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("policy", [Dense(), MoC(k=1, snapshot_k=4)], ids=["dense", "moc"])
+def test_a_step_that_only_memory_has_is_shown_verified_and_exported(where, tmp_path, capsys, policy):  # noqa: F811
+    train_and_fail(where, steps=6, policy=policy)
+    store, memory = map(str, where)
+    before = files(where[1])
+    assert committed(where[0]) == ["step_00000001"]
+    _, facts = answer(capsys, "inspect", store, "--directory", memory)
+    assert [(step["step"], step["in_memory"]) for step in facts["steps"]][0] == (6, True)
+    assert facts["steps"][-1]["step"] == 1
+    assert not facts["steps"][-1]["in_memory"]
+    assert main(["inspect", store, "--directory", memory]) == 0
+    assert "in memory" in capsys.readouterr().out
+    assert answer(capsys, "verify", store, "--directory", memory) == (
+        0,
+        {"path": store, "usable": ["step_00000006"], "damages": []},
+    )
+    target = tmp_path / "weights"
+    assert main(["export", store, "--directory", memory, "--to", "safetensors", "-o", str(target)]) == 0
+    assert "step 6 (step_00000006):" in capsys.readouterr().err
+    weights = safetensors.torch.load_file(target / "model.safetensors")
+    assert weights
+    for name, values in weights.items():
+        assert torch.equal(values, values_at(6, f"model/{name}", values.shape, torch.float32)), name
+    assert files(where[1]) == before, "nothing is changed, and nothing is left behind"
+    with life(where, policy) as second:
+        assert second.session.tier.left_slots.slots, "a start still goes on from it"
+
+
+def test_optimizer_state_comes_along(where, tmp_path):  # noqa: F811
+    train_and_fail(where, steps=4)
+    target = export(f"{where[0]}/step_00000004", "dcp", tmp_path / "out", memory=[str(where[1])])
+    metadata = dcp.FileSystemReader(target).read_metadata().state_dict_metadata
+    state = {name: torch.zeros(meta.size) for name, meta in metadata.items() if "exp_avg" in name}
+    assert state
+    dcp.load(state, checkpoint_id=target, no_dist=True)
+    for name, values in state.items():
+        _, _, *parts, moment = name.split(".")
+        assert torch.equal(values, values_at(4, f"optim/0/{'.'.join(parts)}/{moment}", values.shape, torch.float32))
+
+
+def test_damage_is_named_and_another_copy_is_taken(where, capsys):  # noqa: F811
+    train_and_fail(where, steps=6)
+    for path in where[1].rglob("*.head"):
+        flip(path, 16)
+    code = main(["verify", str(where[0]), "--directory", str(where[1])])
+    out = capsys.readouterr().out
+    assert code == 1
+    assert "damaged: " in out
+    assert "because of damage" in out
+
+
+def test_a_run_that_is_at_work_is_left_alone(where, capsys):  # noqa: F811
+    with life(where) as only:
+        only.go(3, settle=True)
+        assert main(["export", str(where[0]), "--directory", str(where[1]), "--to", "dcp"]) == 2
+    assert "End it first" in capsys.readouterr().err
+
+
+def test_what_storage_has_is_exported_from_there(where, capsys):  # noqa: F811
+    train_and_fail(where, steps=1)
+    assert main(["export", str(where[0]), "--directory", str(where[1]), "--to", "dcp"]) == 2
+    assert "is there already" in capsys.readouterr().err

@@ -45,8 +45,8 @@ from moe_ckpt.core.tree import TreeNode
 from moe_ckpt.engine.outcomes import StorageOutcome
 from moe_ckpt.engine.snapshot import side_tensors
 from moe_ckpt.engine.writing import acknowledge
-from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import FileRecord, StateRecord, group_of, shard_path, state_path, step_dir
+from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import REPLAY
 from moe_ckpt.modeling.training_state import specs_of

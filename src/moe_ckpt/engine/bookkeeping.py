@@ -15,10 +15,10 @@ from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.meter import Meter
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.outcomes import FailureCount
 from moe_ckpt.engine.pipeline import Pipeline
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.ports import Communicator

@@ -25,13 +25,21 @@ from moe_ckpt.engine.agreement import StepConsensus, StepTokens
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.edited_steps import EditedSteps
-from moe_ckpt.engine.events import Joined, Observer, Resumed, StepEnded, TrainingBegins, TrainingEnded, all_of
+from moe_ckpt.engine.events import (
+    Joined,
+    Observer,
+    Resumed,
+    StepEnded,
+    StepRecord,
+    TrainingBegins,
+    TrainingEnded,
+    all_of,
+)
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.outcomes import Resolution
-from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session_resources import SessionResources
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.engine.snapshotting import Capture, Snapshotter
 from moe_ckpt.engine.surviving import Survivor

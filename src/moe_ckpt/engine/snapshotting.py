@@ -13,15 +13,13 @@ from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import StepConsensus
-from moe_ckpt.engine.backlog import Backlog
+from moe_ckpt.engine.backlog import Backlog, PeerCopies, StorageFlush
 from moe_ckpt.engine.bookkeeping import Bookkeeper
 from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded
-from moe_ckpt.engine.flushing import PeerCopies, StorageFlush
+from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded, StepRecord
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.planning import Planner, anchoring, gradient_factor
-from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import Pending, places
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Snapshot, plain_of

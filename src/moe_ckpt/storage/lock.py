@@ -30,9 +30,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
-from moe_ckpt.storage.access import ACCESS, Access
 from moe_ckpt.storage.base import Storage
-from moe_ckpt.storage.local import make_directories
+from moe_ckpt.storage.local import ACCESS, Access, make_directories
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")

@@ -125,7 +125,7 @@ class Backlog:
         """Warn once of each snapshot that storage does not finish, and of each window that is given up for it."""
         if self._comm.rank:
             return
-        writing = pipeline.stages.writing
+        writing = pipeline.stages.persister.writing
         step, secs = (None, 0.0) if writing is None else writing
         if plan.window is not None and plan.slot:
             log.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -10,7 +11,6 @@ import numpy as np
 
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import StepConsensus, pack
-from moe_ckpt.engine.outcomes import StorageOutcome
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.manifest import GROUPS, step_dir
 from moe_ckpt.ports import Communicator
@@ -57,7 +57,7 @@ class ActedRank:
         self._ended.append((self._sequence, True, False))
         self._sequence += 1
         gone = {step_dir(self._sequence - 2, 0): (True, GROUPS)} if self._sequence > 2 else {}
-        return StorageOutcome(superseded=gone).encode()
+        return json.dumps([None, False, False, gone]).encode()
 
     def scope(self, ranks: Sequence[int]) -> Communicator:
         raise NotImplementedError("acted ranks are not divided")

@@ -24,8 +24,8 @@ from benchmarks.report import write_json
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.storage import LocalStorage

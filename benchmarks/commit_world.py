@@ -42,11 +42,11 @@ from moe_ckpt.core.operators import (
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.tree import TreeNode
-from moe_ckpt.engine.outcomes import StorageOutcome
+from moe_ckpt.engine.persisting import Fate, Superseded
 from moe_ckpt.engine.snapshot import side_tensors
 from moe_ckpt.engine.writing import acknowledge
-from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import FileRecord, StateRecord, group_of, shard_path, state_path, step_dir
+from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import REPLAY, seal_of
 from moe_ckpt.modeling.training_state import specs_of
@@ -226,9 +226,9 @@ class Acknowledging:
         (self._root / step_dir(step, 0)).mkdir(exist_ok=True)
         return [self._one(rank, share, step, run_id) for rank, share in enumerate(shares) if rank]
 
-    def delete(self, outcome: StorageOutcome) -> None:
+    def delete(self, superseded: Superseded) -> None:
         """What the other ranks do when they hear that a checkpoint is committed."""
-        for directory, (whole, groups) in outcome.superseded.items():
+        for directory, (whole, groups) in superseded.items():
             for path in (self._root / directory).iterdir():
                 if group_of(path.name) in groups and not path.name.startswith("rank_00000_"):
                     path.unlink()
@@ -317,7 +317,7 @@ class ActedPeers(ActedRank):
         if self.rank == 0:
             self._count(sent=[payload] * len(self._subtrees()))
             with self._acting():
-                self._acknowledging.delete(StorageOutcome.decode(payload))
+                self._acknowledging.delete(Fate(*json.loads(payload)).superseded)
             return payload
         answer = self._first_rank_commits()
         self._count(received=[answer], sent=[answer] * len(self._subtrees()))

@@ -17,9 +17,9 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.engine import pipeline, session, snapshot
 from moe_ckpt.engine.bookkeeping import Bookkeeper
 from moe_ckpt.engine.live import LiveState
+from moe_ckpt.engine.persisting import Stages
 from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.run_ledger import RunLedger
-from moe_ckpt.engine.stages import Stages
 from moe_ckpt.megatron import checkpoint, topology
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.routing import RouterCounter

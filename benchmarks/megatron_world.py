@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.acting import ActedRank
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.format.identity import Identity
+from moe_ckpt.format.run_records import Identity
 from moe_ckpt.megatron import checkpoint
 from moe_ckpt.megatron.world import HeldTensor, Holding
 from moe_ckpt.ports import Communicator

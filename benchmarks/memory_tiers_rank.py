@@ -30,8 +30,8 @@ from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.memory.slot import Slot, read_header
 from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.bubbles_rank import Stage, run_config
 from moe_ckpt import Memory, policies
-from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.events import StepRecord
 from moe_ckpt.recovery.upstream_logs import LogExchange
 from moe_ckpt.upstream.answering import Received
 from moe_ckpt.upstream.recording import UpstreamLog

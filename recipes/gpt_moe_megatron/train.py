@@ -31,7 +31,7 @@ from recipes.gpt_moe_megatron.runlog import RunLog, fingerprint
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from moe_ckpt.engine.record import StepRecord
+    from moe_ckpt.engine.events import StepRecord
     from moe_ckpt.megatron import MegatronCheckpoint
 
 HERE = Path(__file__).resolve().parent

@@ -16,8 +16,8 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import MoC

@@ -20,8 +20,8 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.core.sharding import GRAIN_BYTES, water_level
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.training_state import TorchTrainingState

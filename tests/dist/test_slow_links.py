@@ -18,9 +18,9 @@ from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
-from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.events import StepRecord
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.memory.survey import survey
 from moe_ckpt.policies import Dense
 from moe_ckpt.recovery.resume import resume_newest

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.memory.arena import ARENA, COPIES
 from moe_ckpt.memory.directory import RankDirectory, boot_id, make_rank_directory
 from tests.integration.crash_run import Run

@@ -86,8 +86,8 @@ POLICY_OPTIONS = {
 }
 
 RECORDS = {
-    "moe_ckpt.format.identity.Identity": "run_id fingerprint created_unix_secs",
-    "moe_ckpt.format.finished.Finished": "run_id step generation reason limits callbacks",
+    "moe_ckpt.format.run_records.Identity": "run_id fingerprint created_unix_secs",
+    "moe_ckpt.format.run_records.Finished": "run_id step generation reason limits callbacks",
     "moe_ckpt.format.manifest.Manifest": (
         "run_id step generation world_size index created_unix_secs model files operators states parent policy measured "
         "tokens window passed_over parts not_finite"

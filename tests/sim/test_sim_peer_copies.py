@@ -11,9 +11,9 @@ import pytest
 from moe_ckpt.core.plan import save_full
 from moe_ckpt.core.replica_placement import ReplicaPlacement
 from moe_ckpt.engine.agreement import StepConsensus
-from moe_ckpt.engine.flushing import PeerCopies
+from moe_ckpt.engine.backlog import PeerCopies
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.room import Room
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.policies import Dense, MoEvement
 from moe_ckpt.replicas.messages import SealedSlot
 from moe_ckpt.replicas.replication import Replicator, Roster

@@ -23,10 +23,9 @@ from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
-from moe_ckpt.engine.events import Observer
-from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.events import Observer, StepRecord
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies import MoC, Policy

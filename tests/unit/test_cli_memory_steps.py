@@ -1,4 +1,4 @@
-"""``moe-ckpt inspect``, ``verify`` and ``export`` work on what an ended run left in memory, and change nothing there."""
+"""``moe-ckpt inspect``, ``verify`` and ``export`` read what an ended run left in memory, and change nothing there."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def answer(capsys, *arguments: str) -> tuple[int, dict]:
 def test_a_step_that_only_memory_has_is_shown_verified_and_exported(where, tmp_path, capsys, policy):  # noqa: F811
     train_and_fail(where, steps=6, policy=policy)
     store, memory = map(str, where)
-    before = files(where[1])
+    before = {path: path.read_bytes() for path in files(where[1])}
     assert committed(where[0]) == ["step_00000001"]
     _, facts = answer(capsys, "inspect", store, "--directory", memory)
-    assert [(step["step"], step["in_memory"]) for step in facts["steps"]][0] == (6, True)
+    assert (facts["steps"][0]["step"], facts["steps"][0]["in_memory"]) == (6, True)
     assert facts["steps"][-1]["step"] == 1
     assert not facts["steps"][-1]["in_memory"]
     assert main(["inspect", store, "--directory", memory]) == 0
@@ -54,7 +54,8 @@ def test_a_step_that_only_memory_has_is_shown_verified_and_exported(where, tmp_p
     assert weights
     for name, values in weights.items():
         assert torch.equal(values, values_at(6, f"model/{name}", values.shape, torch.float32)), name
-    assert files(where[1]) == before, "nothing is changed, and nothing is left behind"
+    after = {path: path.read_bytes() for path in files(where[1])}
+    assert after == before, "nothing is changed, and nothing is left behind"
     with life(where, policy) as second:
         assert second.session.tier.left_slots.slots, "a start still goes on from it"
 

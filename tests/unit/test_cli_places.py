@@ -62,7 +62,7 @@ def test_an_export_that_finds_no_room_names_its_output_and_leaves_nothing(run, h
 
 
 def test_a_full_disk_is_said_with_what_to_do():
-    from moe_ckpt.storage.unwritable import why_unwritable
+    from moe_ckpt.storage.local import why_unwritable
 
     full = OSError(28, "No space left on device")
     assert why_unwritable("/out", full) == "No space left on device; make room, or name another place"

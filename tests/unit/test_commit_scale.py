@@ -16,8 +16,8 @@ from benchmarks import commit_scale
 from benchmarks.commit_rank import policy_of
 from benchmarks.commit_world import Acknowledging, ActedPeers, Others, State, key_of, recorded
 from benchmarks.report import RESULTS
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.writing import Acknowledgement
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import told

@@ -23,8 +23,7 @@ from moe_ckpt.cli.report import describe
 from moe_ckpt.conf import schema
 from moe_ckpt.conf.schema import SCHEMAS, StoreConfig
 from moe_ckpt.core.cadence import StorageCadence
-from moe_ckpt.engine.options import Options, OptionValues
-from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.options import Options, OptionValues, Settings
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, GradientLog, Guarded, MoC, MoEtion, MoEvement
 from tests.support import warm

@@ -14,7 +14,7 @@ from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.engine import session as sessions
 from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, pack, unpack
 from moe_ckpt.engine.meter import Meter
-from moe_ckpt.engine.outcomes import Resolution
+from moe_ckpt.engine.persisting import Fate
 from moe_ckpt.policies import CheckFreq, Measured
 from moe_ckpt.policies.base import Sends
 from moe_ckpt.storage import LocalStorage
@@ -179,7 +179,8 @@ def test_recent_iterations_count_whatever_ran_beside_them_but_not_what_training_
 
 def test_rates_are_those_of_snapshots_that_were_committed():
     meter = Meter()
-    ended = [Resolution(n, n, "d", n != 1, None, 9.0, 100 * n, 0.5, 2.0) for n in range(4)]
+    why = {1: "disk full"}
+    ended = [Fate(why.get(n), sequence=n, nbytes=100 * n, copy_secs=0.5, write_secs=2.0) for n in range(4)]
     meter.record_transfers(ended[:3])
     meter.record_transfers(ended)  # the last one is new
     measured = meter.measured()
@@ -276,7 +277,7 @@ def test_a_restarted_meter_knows_what_was_measured_before():
     before.update_begins(now + 0.75)
     laps(before, [(1.0, False)], now)
     before.resolved(0.75)
-    before.record_transfers([Resolution(0, 9, "s", True, None, 0.75, nbytes=600, copy_secs=0.5, write_secs=2.0)])
+    before.record_transfers([Fate(sequence=0, nbytes=600, copy_secs=0.5, write_secs=2.0)])
     meter = Meter()
     assert meter.measurements == {}
     meter.resume(before.measurements)

@@ -122,7 +122,7 @@ def test_the_death_of_the_persist_thread_surfaces_at_the_next_step(tmp_path):
     with Life(LocalStorage(tmp_path), comm=Deaf()) as life:
         life.go(1, settle=True)
         life.go()
-        life.session._resources.pipeline.stages._persister._thread.join(120)
+        life.session._resources.pipeline.stages.persister._thread.join(120)
         with pytest.raises(RuntimeError, match="closed by peer"):
             life.go()
 

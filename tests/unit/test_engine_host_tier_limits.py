@@ -78,7 +78,7 @@ def test_a_snapshot_under_way_when_the_fault_came_leaves_nothing_once_its_thread
         life.go(3, settle=True)
         storage.gate.clear()
         life.go(2)
-        writer = life.session._resources.pipeline.stages._persister._thread
+        writer = life.session._resources.pipeline.stages.persister._thread
         life.session.close(0.2)
     del life
     storage.gate.set()
@@ -150,7 +150,7 @@ def test_a_session_that_failed_in_the_middle_of_a_write_leaves_the_store_to_the_
         life.go(3, settle=True)
         storage.gate.clear()
         life.go(1)
-        writer = life.session._resources.pipeline.stages._persister._thread
+        writer = life.session._resources.pipeline.stages.persister._thread
         life.session.close(0.2)
         with pytest.raises(StoreInUseError), Life(LocalStorage(tmp_path)):
             pass
@@ -193,7 +193,7 @@ def test_a_copy_that_breaks_while_an_earlier_checkpoint_is_being_written_leaves_
     life.session.before_update()
     breaking.append(True)
     life.session.save_complete(life.step, life.capture)
-    writer = life.session._resources.pipeline.stages._persister._thread
+    writer = life.session._resources.pipeline.stages.persister._thread
     life.session.close(0.2)
     with pytest.raises(StoreInUseError), Life(LocalStorage(tmp_path)):
         pass

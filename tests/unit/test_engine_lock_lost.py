@@ -15,7 +15,7 @@ import uuid
 
 import pytest
 
-from moe_ckpt.engine import persisting, session
+from moe_ckpt.engine import session
 from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.policies import Dense
@@ -55,19 +55,17 @@ def test_a_commit_takes_the_lock_again(tmp_path):
     assert [m.step for m in manifests(tmp_path / "store")] == [1, 2, 3]
 
 
-def test_after_another_run_was_let_in_nothing_is_committed_or_collected(tmp_path, monkeypatch, caplog):
+def test_after_another_run_was_let_in_nothing_is_committed_or_collected(tmp_path, caplog):
     """Retention of the first run must not judge what the second one wrote."""
     root = tmp_path / "store"
     with Life(LocalStorage(root), policy=Dense()) as life:
         life.go(2, settle=True)
         shutil.copytree(root, tmp_path / "backup")
         assert another_run(root, steps=3) == "let in"
-        monkeypatch.setattr(persisting, "_KEEP_ALIVE_SECS", 0.0)
         before = files(root)
         life.go(5, settle=True)
     assert life.records[-1].failed_checkpoints == 4
     assert re.search(r"not committed.*in use by another run \(.*, which had the store meanwhile", caplog.text)
-    assert "the lock of the store could not be renewed" in caplog.text
     assert files(root) == before
 
 
@@ -89,7 +87,7 @@ def test_an_upload_may_take_longer_than_a_lease(monkeypatch):
         storage.secs = 1.5
         life.go(1)
         life.session._run.lock._unregister()  # as if the other were another process
-        while life.session._resources.pipeline.stages.storage_in_flight:
+        while life.session._resources.pipeline.stages.persister.in_flight:
             with pytest.raises(StoreInUseError):
                 StoreLock(RemoteStorage(storage.root), "another run", ttl_secs=1.0).acquire()
             time.sleep(0.2)

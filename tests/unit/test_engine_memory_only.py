@@ -20,7 +20,7 @@ from moe_ckpt.comm.communicator import SoloCommunicator, largest
 from moe_ckpt.core.memory_retention import MemoryStep, needed
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.events import StepRecord
 from moe_ckpt.engine.room import Room
 from moe_ckpt.errors import RecoveryLoopError, SaveFailedError
 from moe_ckpt.format.manifest import age_of

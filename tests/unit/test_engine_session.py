@@ -432,7 +432,7 @@ def test_close_abandons_a_slow_write_and_keeps_the_store_from_others(tmp_path, c
         life.go(1, settle=True)
         storage.gate.clear()
         life.go(1)
-        writer = life.session._resources.pipeline.stages._persister._thread
+        writer = life.session._resources.pipeline.stages.persister._thread
         began = time.perf_counter()
         life.session.close(0.2)
         assert time.perf_counter() - began < PATIENCE_SECS / 2

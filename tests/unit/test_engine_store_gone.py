@@ -14,8 +14,8 @@ import pytest
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import STORE_NAME
+from moe_ckpt.format.run_records import Identity
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint

@@ -15,7 +15,7 @@ from benchmarks import interference
 from moe_ckpt.core.interference import BLOCK, COMPARED, Lap, is_small, secs_per_byte
 from moe_ckpt.engine.agreement import StepConsensus, pack, unpack
 from moe_ckpt.engine.meter import Meter
-from moe_ckpt.engine.outcomes import Resolution
+from moe_ckpt.engine.persisting import Fate
 from moe_ckpt.policies import Dense, MoEtion
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.policies.moetion import PROBED_CHECKPOINTS
@@ -120,8 +120,8 @@ def run(policy: MoEtion, slopes: tuple[float, float], noise: float = 0.0, restar
             meter.copies(nbytes)
             clock[rank] += (FIXED + slopes[rank] * nbytes) * (1 + rng.gauss(0, noise))
             meter.update_begins(clock[rank] - UPDATE)
-            meter.record_transfers([Resolution(step, step, "s", True, None, 0.1, nbytes=nbytes,
-                                               copy_secs=nbytes / RATE, write_secs=nbytes / 1e6)])  # fmt: skip
+            fate = Fate(sequence=step, nbytes=nbytes, copy_secs=nbytes / RATE, write_secs=nbytes / 1e6)
+            meter.record_transfers([fate])
             meter.lap(clock[rank], loaded=True)
     return told
 

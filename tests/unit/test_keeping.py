@@ -11,8 +11,8 @@ from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.view import PART
 from moe_ckpt.errors import FilesGoneError
-from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, Manifest, ModelRecord, group_path, step_dir
+from moe_ckpt.format.run_records import Identity
 from moe_ckpt.storage import StoreLock
 from tests.support.bad_disks import FastClock
 

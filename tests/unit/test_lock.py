@@ -77,7 +77,7 @@ def test_kill_minus_nine_frees_the_store(tmp_path, holder):
     holder.wait()
     with StoreLock(LocalStorage(tmp_path), "job-18") as lock:
         assert lock.held
-        lock.refresh()
+        lock.confirm()
 
 
 def test_a_second_holder_in_the_same_process_is_refused_and_does_no_harm(tmp_path):
@@ -129,36 +129,42 @@ def lost(tmp_path):
         yield lock
 
 
-@pytest.mark.parametrize("again", ["refresh", "confirm"])
-def test_a_dropped_lock_is_taken_again(tmp_path, lost, again):
-    getattr(lost, again)()
+def test_a_dropped_lock_is_taken_again(tmp_path, lost):
+    lost.confirm()
     assert "job-1, process" in try_from_another_process(tmp_path / "store")
     assert not lost.is_lost
 
 
-@pytest.mark.parametrize("again", ["refresh", "confirm"])
-def test_a_dropped_lock_that_another_run_has_taken_is_lost(tmp_path, lost, again):
+def test_a_thread_takes_a_dropped_lock_again_between_commits(tmp_path, lost, monkeypatch):
+    lock_again, again = lost._file.lock_again, threading.Event()
+    monkeypatch.setattr(lost._file, "lock_again", lambda: [lock_again(), again.set()])
+    monkeypatch.setattr(lost, "_ttl_secs", 0.1)
+    lost.renew_meanwhile()
+    assert again.wait(60)
+    assert "job-1, process" in try_from_another_process(tmp_path / "store")
+
+
+def test_a_dropped_lock_that_another_run_has_taken_is_lost(tmp_path, lost):
     with running(HOLDER, tmp_path / "store") as other:
         for _ in range(2):
             with pytest.raises(StoreInUseError, match=rf"job-17, process {other.pid} on "):
-                getattr(lost, again)()
+                lost.confirm()
         assert lost.is_lost
 
 
-@pytest.mark.parametrize("again", ["refresh", "confirm"])
-def test_a_dropped_lock_that_another_run_had_meanwhile_is_lost(tmp_path, lost, again):
+def test_a_dropped_lock_that_another_run_had_meanwhile_is_lost(tmp_path, lost):
     """What the other one wrote is unknown to this one."""
     assert try_from_another_process(tmp_path / "store") == "free"
     for _ in range(2):
         with pytest.raises(StoreInUseError, match=r"job-18, process \d+ on .*, which had the store meanwhile"):
-            getattr(lost, again)()
+            lost.confirm()
     assert lost.is_lost
 
 
 def test_a_deleted_lock_file_is_made_again_for_a_commit(tmp_path, caplog):
     with StoreLock(LocalStorage(tmp_path), "job-1") as lock:
         (tmp_path / ".lock").unlink()
-        lock.refresh()
+        lock._keep()
         assert os.listdir(tmp_path) == [], "whose store it is, is seen only at a commit"
         lock.confirm()
         assert "job-1, process" in try_from_another_process(tmp_path)
@@ -181,7 +187,6 @@ def test_what_was_never_taken_or_is_released_is_not_taken_again(tmp_path):
     lock.confirm()
     with lock:
         pass
-    lock.refresh()
     lock.confirm()
     assert try_from_another_process(tmp_path) == "free"
 
@@ -243,7 +248,7 @@ def test_a_renewed_lease_is_not_stale_and_leaves_one_object(url):
     first.acquire()
     for _ in range(3):
         clock.now += 500
-        first.refresh()
+        first.confirm()
     assert len(open_storage(url).list()) == 1
     leave_behind(first)
     with pytest.raises(StoreInUseError):
@@ -269,9 +274,9 @@ def test_a_holder_that_was_taken_over_learns_it_and_does_not_write(url):
     fast.acquire()
     names = open_storage(url).list()
     with pytest.raises(StoreInUseError, match=r"job-2, process .* took over the lease"):
-        slow.refresh()
+        slow.confirm()
     assert open_storage(url).list() == names
-    fast.refresh()
+    fast.confirm()
 
 
 def test_two_takeovers_at_the_same_moment_have_one_winner(url):
@@ -310,13 +315,15 @@ class NoAnswer(RemoteStorage):
 
 def test_a_renewal_whose_answer_was_lost_is_the_run_s_own(url):
     storage = NoAnswer(url)
-    lock = StoreLock(storage, "job-1")
+    clock = Clock()
+    lock = StoreLock(storage, "job-1", clock=clock)
     lock.acquire()
+    clock.now += 500
     for _ in range(2):
         storage.loses = True
         with pytest.raises(TimeoutError):
-            lock.refresh()
-    lock.refresh()
+            lock.confirm()
+    lock.confirm()
     assert storage.list() == ["lock_00000004.json"]
     lock.release()
     assert storage.list() == []
@@ -324,28 +331,32 @@ def test_a_renewal_whose_answer_was_lost_is_the_run_s_own(url):
 
 def test_no_lease_is_left_behind_a_lost_answer(url):
     storage = NoAnswer(url)
-    lock = StoreLock(storage, "job-1")
+    clock = Clock()
+    lock = StoreLock(storage, "job-1", clock=clock)
     storage.loses = True
     with pytest.raises(StoreUnwritableError, match="no answer"):
         lock.acquire()
     assert storage.list() == [], "another job need not wait until it has run out"
     lock.acquire()
     storage.loses = True
+    clock.now += 500
     with pytest.raises(TimeoutError):
-        lock.refresh()
+        lock.confirm()
     lock.release()
     assert storage.list() == []
 
 
 def test_whoever_lost_a_lease_leaves_the_other_s_alone(url):
     """Somebody deleted the first one's lease, so that the second one's has the same number."""
-    first = StoreLock(open_storage(url), "job-1")
+    clock = Clock()
+    first = StoreLock(open_storage(url), "job-1", clock=clock)
     first.acquire()
+    clock.now += 500
     open_storage(url).delete("lock_00000001.json")
     first._unregister()  # as if the other were another process
     with StoreLock(open_storage(url), "job-2"):
         with pytest.raises(StoreInUseError, match="job-2"):
-            first.refresh()
+            first.confirm()
         first.release()
         assert open_storage(url).list() == ["lock_00000001.json"]
 
@@ -436,11 +447,12 @@ def test_a_lease_lost_to_another_run_while_its_holder_is_busy_is_told_at_the_com
         assert open_storage(url).list() == ["lock_00000002.json"]
 
 
-def test_no_thread_renews_what_the_kernel_holds(tmp_path):
+def test_the_thread_that_keeps_the_lock_ends_with_it(tmp_path):
     before = set(threading.enumerate())
     with StoreLock(LocalStorage(tmp_path), "job-1") as lock:
         lock.renew_meanwhile()
-        assert set(threading.enumerate()) == before
+        assert len(set(threading.enumerate()) - before) == 1
+    assert set(threading.enumerate()) == before
 
 
 def test_in_one_process_a_remote_store_is_refused_too(url):

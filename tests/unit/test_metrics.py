@@ -15,8 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.core.tokens import AtRisk
-from moe_ckpt.engine.events import StepEnded, StepReplayed, TrainingEnded
-from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.events import StepEnded, StepRecord, StepReplayed, TrainingEnded
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import ConfigError, MissingPackageError
 from moe_ckpt.metrics import CheckpointMetrics, facts_of

@@ -20,9 +20,8 @@ import pytest
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.window import OperatorBytes
-from moe_ckpt.engine.events import Loaded, StepReplayed
+from moe_ckpt.engine.events import Loaded, StepRecord, StepReplayed
 from moe_ckpt.engine.options import Options
-from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import ConfigError, DamagedError, FormatVersionError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import LayerRecord

@@ -10,7 +10,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.engine import room
-from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.events import StepRecord
 from moe_ckpt.memory import mapping
 from moe_ckpt.memory.arena import Arena
 from moe_ckpt.policies import Dense, MoC, MoEvement

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.format.contents import state_contents
+from moe_ckpt.format.contents import UNSLICED, described, made, state_contents
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.tree import decode_tree, encode_tree
-from moe_ckpt.format.unsliced import UNSLICED, described, made
 from tests.support.store_builder import generators
 
 

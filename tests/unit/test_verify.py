@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.errors import StoreError
-from moe_ckpt.format.finished import FINISHED_NAME, Finished
+from moe_ckpt.format.run_records import FINISHED_NAME, Finished
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import STACK, TinyRun, example

@@ -17,8 +17,8 @@ from moe_ckpt.callbacks.support import STATE_KEY
 from moe_ckpt.driver.changes import Change, differing
 from moe_ckpt.driver.host import End
 from moe_ckpt.errors import finished_run
-from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.run_records import Finished
 from moe_ckpt.policies.base import Policy
 
 log = logging.getLogger("moe_ckpt")

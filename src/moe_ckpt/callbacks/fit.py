@@ -33,7 +33,7 @@ from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say
 from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
-from moe_ckpt.engine.finishing import read_finished
+from moe_ckpt.engine.documents import read_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError

@@ -28,8 +28,8 @@ from moe_ckpt.driver.host import End, Host
 from moe_ckpt.driver.replaying import Repeated
 from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
-from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, state_path
+from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights, load_weights
 from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.compiled import is_compiled

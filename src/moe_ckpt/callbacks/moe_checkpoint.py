@@ -37,8 +37,8 @@ from moe_ckpt.callbacks.support import STATE_KEY, sharding_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.surviving import Moment, Surviving
+from moe_ckpt.engine.events import StepRecord
 from moe_ckpt.engine.options import OptionValues, make_options
-from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.lightning_dict import TOKENS_MARK
 from moe_ckpt.policies.base import Policy

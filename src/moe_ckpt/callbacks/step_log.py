@@ -6,8 +6,7 @@ import logging
 from typing import Any
 
 from moe_ckpt.core.skew import normalized_hhi
-from moe_ckpt.engine.events import SessionEvent, StepEnded, StepReplayed
-from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.events import SessionEvent, StepEnded, StepRecord, StepReplayed
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.metrics import CheckpointMetrics
 

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.gradients.densify import densify, steps_in_memory
     from moe_ckpt.recovery.reader import StoreReader, locate, require_store
     from moe_ckpt.storage import LocalStorage
-    from moe_ckpt.storage.access import access_of
+    from moe_ckpt.storage.local import access_of
 
     _require_device(args.device)
     storage, directory = locate(args.store)

@@ -55,7 +55,7 @@ def require_file(option: str, path: Path) -> None:
 
 def not_written(option: str, path: Path, error: OSError) -> ConfigError:
     """Returns the error for a path that was named with ``option`` and cannot be written."""
-    from moe_ckpt.storage.unwritable import why_unwritable
+    from moe_ckpt.storage.local import why_unwritable
 
     return ConfigError(f"{option} {path}: cannot be written: {why_unwritable(path, error)}")
 

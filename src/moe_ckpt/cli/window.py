@@ -113,7 +113,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _policy(args: argparse.Namespace) -> MoEvement:
-    from moe_ckpt.engine.settings import require_fraction
+    from moe_ckpt.engine.options import require_fraction
     from moe_ckpt.policies.moevement import MoEvement
 
     if args.window is None and (args.iteration_secs is None or args.bandwidth is None):

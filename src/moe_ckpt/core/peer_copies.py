@@ -15,7 +15,7 @@ def are_behind(in_flight: int, max_in_flight: int, window_size: int = 1) -> bool
 
     Args:
         in_flight: Snapshots on their way to peers.
-        max_in_flight: Of ``engine.settings.Settings``.
+        max_in_flight: Of ``engine.options.Settings``.
         window_size: Snapshots of a checkpoint.
     """
     return in_flight > (max_in_flight - 1) * window_size

@@ -9,15 +9,15 @@ from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.replaying import Repeated, StepSource
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored
 
 
 class End(NamedTuple):
-    """End of training; see ``format.finished.Finished``."""
+    """End of training; see ``format.run_records.Finished``."""
 
     reason: str
     limits: Mapping[str, int] = {}

@@ -22,10 +22,9 @@ from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
-from moe_ckpt.engine.events import Loaded, Observer, StepReplayed, all_of
-from moe_ckpt.engine.finishing import read_finished, write_finished
+from moe_ckpt.engine.documents import read_finished, write_finished
+from moe_ckpt.engine.events import Loaded, Observer, StepRecord, StepReplayed, all_of
 from moe_ckpt.engine.options import Options
-from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.errors import SaveFailedError
@@ -111,7 +110,7 @@ class Driver:
 
         ``gradients`` is for policies that log them.
 
-        ``machine`` has the fields of ``engine.settings.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
+        ``machine`` has the fields of ``engine.options.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
         self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers, *unlogged(gradients)])
         storage = open_storage(self.options.dirpath, on_phase, access=self.options.access)

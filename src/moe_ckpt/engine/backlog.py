@@ -1,4 +1,5 @@
-"""The handling of a checkpoint that is due while storage is behind with earlier ones."""
+"""Decides, equally on every rank, whether a snapshot that is due begins, and whether it goes to storage and to peers,
+while storage or peers are behind with earlier ones."""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ import time
 from collections import deque
 
 from moe_ckpt.comm.communicator import largest
+from moe_ckpt.core.cadence import StorageFacts
+from moe_ckpt.core.peer_copies import goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.window import Window
+from moe_ckpt.engine.agreement import StepConsensus
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.pipeline import Pipeline
-from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import Communicator
 
@@ -119,7 +125,7 @@ class Backlog:
         """Warn once of each snapshot that storage does not finish, and of each window that is given up for it."""
         if self._comm.rank:
             return
-        writing = pipeline.stages.writing
+        writing = pipeline.stages.persister.writing
         step, secs = (None, 0.0) if writing is None else writing
         if plan.window is not None and plan.slot:
             log.warning(
@@ -142,3 +148,152 @@ class Backlog:
         else:
             return
         self._warned_of = step
+
+
+class StorageFlush:
+    """Decides which snapshots go to storage: all, unless memory outlives the process. For the training thread only.
+
+    Args:
+        settings: The user's.
+        windows: The policy has sparse windows; of those all steps go, or none.
+        rank: 0 tells the user.
+
+    Attributes:
+        skips: Snapshots that were due on storage, and stayed in memory because storage was behind.
+    """
+
+    def __init__(self, settings: Settings, *, windows: bool, rank: int) -> None:
+        memory = settings.memory
+        self.skips = 0
+        self._cadence = None if memory is None else memory.cadence
+        self._waits = settings.when_busy == "wait"
+        self._windows = windows
+        self._rank = rank
+        self._last: tuple[int, float | None] | None = None
+        self._window: Window | None = None
+        self._window_goes = True
+        self._behind = self._tight = False
+
+    def resumed(self, step: int) -> None:
+        """The run resumed, and the newest checkpoint on storage is of ``step``: seconds count from the next step."""
+        self._last = (step, None)
+
+    def expects(self, step: int, consensus: StepConsensus, ledger: RunLedger) -> bool:
+        """Tells whether a snapshot of ``step`` would go to storage, or the window that it begins, as far as that is
+        known beforehand."""
+        behind = consensus.storage_busy and not self._waits
+        return self._cadence is None or (not behind and self._is_due_by_cadence(step, consensus, ledger))
+
+    def steps_since(self, step: int) -> int | None:
+        """Steps from the newest snapshot that went to storage, in any life, to ``step``; None if none did."""
+        return None if self._last is None else max(0, step - self._last[0])
+
+    def goes(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger, *, tight: bool = False) -> bool:
+        """Returns whether the snapshot of ``plan``, which begins now, goes to storage.
+
+        Args:
+            plan: Of the snapshot.
+            consensus: Of the step.
+            ledger: Of the run.
+            tight: Memory has no room for two such.
+        """
+        if plan.gradients:  # which nothing but memory holds
+            return False
+        if self._cadence is None:
+            return True
+        if plan.slot:
+            return self._window_goes
+        goes = self._is_due(plan, consensus, ledger) or tight
+        self._say_tight(plan.step, tight=tight)
+        if goes and consensus.storage_busy and not (self._waits or plan.wait or plan.halt is not None):
+            goes = False
+            self.skips += 1
+            self._say_behind(plan.step)
+        elif goes:
+            self._last, self._behind = (plan.step, consensus.secs), False
+        self._window, self._window_goes = plan.window, goes
+        return goes
+
+    def failed(self, pending: Pending) -> None:
+        """A snapshot did not get to storage: the next one is due, and the rest of its window is of no use there."""
+        if pending.window is not None and pending.window == self._window:
+            self._window_goes = False
+        start = pending.step if pending.window is None else pending.window.start
+        if self._last is not None and self._last[0] >= start:
+            self._last = None
+
+    def _is_due(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger) -> bool:
+        if self._cadence is None or plan.wait or plan.halt is not None or ledger.needs_everything:
+            return True
+        if self._windows and plan.window is None:  # windows are built upon dense checkpoints, which are rare
+            return True
+        return self._is_due_by_cadence(plan.step, consensus, ledger)
+
+    def _is_due_by_cadence(self, at: int, consensus: StepConsensus, ledger: RunLedger) -> bool:
+        if self._cadence is None:
+            return True
+        measured = consensus.measured
+        # Where memory takes a checkpoint at each step, no iteration is without one beside it.
+        iteration_secs = measured.iteration_secs or measured.recent_iteration_secs
+        step, secs = self._last or (None, None)
+        if step is not None and secs is None:
+            self._last = step, secs = step, consensus.secs
+        return self._cadence.due(
+            StorageFacts(
+                step=at,
+                last_step=step,
+                secs_since=0.0 if secs is None or consensus.secs is None else consensus.secs - secs,
+                flush_secs=measured.persist_secs,
+                iteration_secs=iteration_secs,
+                failures=len(ledger.tokens.faults),
+                run_secs=at * (iteration_secs or 0.0),
+            )
+        )
+
+    def _say_tight(self, step: int, *, tight: bool) -> None:
+        if tight and not self._tight and self._rank == 0:
+            log.warning(
+                "step %d: memory has no room for two checkpoints, so each goes to storage too, from which the next one "
+                "takes its place. To keep them in memory alone, raise host_memory_bytes",
+                step,
+            )
+        self._tight = self._tight or tight
+
+    def _say_behind(self, step: int) -> None:
+        if not self._behind and self._rank == 0:
+            log.warning(
+                "step %d: storage is still writing earlier checkpoints, so this one stays in memory only. Training "
+                "continues; storage gets the next one when it answers again",
+                step,
+            )
+        self._behind = True
+
+
+class PeerCopies:
+    """Decides which snapshots go to peers, by the rule in ``core.peer_copies``. For the training thread only.
+
+    Args:
+        settings: The user's.
+        rank: 0 tells the user.
+    """
+
+    def __init__(self, settings: Settings, *, rank: int) -> None:
+        self._waits = settings.when_busy == "wait"
+        self._rank = rank
+        self._window_goes = True
+        self._said = False
+
+    def go(self, plan: SnapshotPlan, consensus: StepConsensus) -> bool:
+        """Returns whether the snapshot of ``plan``, which begins now, goes to peers. Of a window all do, or none."""
+        if plan.slot:
+            return self._window_goes
+        self._window_goes = goes_to_peers(plan, behind=consensus.copies_behind, waits=self._waits)
+        if not self._window_goes and not self._said and self._rank == 0:
+            self._said = True
+            log.warning(
+                "step %d: peers have not taken the copies of earlier checkpoints, so this one gets none. A peer is "
+                "paused, or the network between nodes is too slow for copies of every checkpoint. Training continues; "
+                "moe_ckpt/replica_lag_steps shows how old the newest copies are",
+                plan.step,
+            )
+        return self._window_goes

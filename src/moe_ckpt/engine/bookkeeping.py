@@ -15,10 +15,10 @@ from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.meter import Meter
-from moe_ckpt.engine.outcomes import FailureCount
+from moe_ckpt.engine.options import Settings
+from moe_ckpt.engine.persisting import FailureCount
 from moe_ckpt.engine.pipeline import Pipeline
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.ports import Communicator
@@ -106,7 +106,7 @@ class Bookkeeper:
             edited: See ``StepConsensus``; of this rank.
         """
         before = self.run_ledger.tokens.applied.copy()
-        ended, memory = pipeline.stages.resolutions(self._newest_ended), pipeline.memory
+        ended, memory = pipeline.stages.persister.fates(self._newest_ended), pipeline.memory
         self.meter.record_transfers(ended)
         if memory is not None and memory.replicator is not None:
             self.meter.sends(memory.replicator.send_bytes_per_sec)
@@ -118,9 +118,9 @@ class Bookkeeper:
             used_up=outlives and room.is_used_up,
             tight=outlives and room.is_tight,
             edited=edited,
-            gone=outlives and self._leads and newest is not None and pipeline.stages.is_gone(newest),
-            ended=tuple((resolution.sequence, resolution.committed, resolution.lost) for resolution in ended),
-            persist_secs=max((resolution.persist_secs for resolution in ended), default=None),
+            gone=outlives and self._leads and newest is not None and pipeline.stages.persister.is_gone(newest),
+            ended=tuple((fate.sequence, fate.committed, fate.lost) for fate in ended),
+            persist_secs=max((fate.persist_secs for fate in ended), default=None),
             secs=time.monotonic(),
             sends=pipeline.sends,
             measured=self.meter.measured(),

@@ -20,13 +20,12 @@ from functools import cache
 from itertools import chain
 
 from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
-from moe_ckpt.engine.documents import read_manifest
+from moe_ckpt.engine.documents import each_step, read_manifest
 from moe_ckpt.engine.view import Names, Needed, needed_of
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format.manifest import GROUPS, MANIFEST_NAME, Manifest, PartRecord, age_of, group_of, parse_step_dir
 from moe_ckpt.format.part import Part
 from moe_ckpt.storage.base import Storage
-from moe_ckpt.storage.steps import each_step
 
 
 @dataclass(frozen=True)

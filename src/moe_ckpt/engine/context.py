@@ -9,7 +9,7 @@ from functools import cached_property
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.engine.events import Observer
-from moe_ckpt.engine.settings import Settings
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.format.manifest import LayerRecord, ModelRecord
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState

@@ -1,11 +1,16 @@
 """Reads the documents of a store. The size is checked first, so that none costs more memory than a document may need,
-and decoding is strict. For the engine, which maintains a store, and for recovery, which opens it."""
+and decoding is strict. For the engine, which maintains a store, and for recovery, which opens it.
+
+Also here: the record of a finished run, written by rank 0 when training ended well, and read when it is started again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, TypeVar
 
-from moe_ckpt.errors import DamagedError
+from moe_ckpt.errors import DamagedError, FormatVersionError, StoreError
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -16,8 +21,10 @@ from moe_ckpt.format.manifest import (
     step_of,
 )
 from moe_ckpt.format.part import Part, composed
+from moe_ckpt.format.run_records import FINISHED_NAME, Finished
 from moe_ckpt.format.sealed import FRAME_NBYTES, MAX_SEALED_BYTES, digest, require_frame
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, decode_header
+from moe_ckpt.ports import Communicator
 from moe_ckpt.storage.base import Chunk, Storage
 from moe_ckpt.threads import ThreadName, named_pool
 
@@ -25,6 +32,30 @@ _READERS = 16
 """Threads that read parts. A round of MoC has as many as a layer has experts, each a few messages to a server."""
 _LOOK_FIRST_NBYTES = 4 << 20
 """Larger files are looked at, at their beginning and end, before they are read."""
+Description = TypeVar("Description")
+_warned_of: set[tuple[str, str]] = set()
+"""(root, name) of the links that this process has warned of."""
+
+
+def each_step(storage: Storage, look: Callable[[str], Description]) -> dict[str, Description]:
+    """Step directory -> what ``look`` says of it, ordered by (generation, step).
+
+    A symbolic link that is named like a step and leads out of the store is skipped, with one warning per process:
+    whatever it leads to is not part of the store.
+
+    Raises:
+        OSError: the storage does not answer.
+    """
+    steps = {name: parsed for name in storage.list() if (parsed := parse_step_dir(name)) is not None}
+    described: dict[str, Description] = {}
+    for name in sorted(steps, key=lambda name: (steps[name][1], steps[name][0])):
+        try:
+            described[name] = look(name)
+        except DamagedError as error:
+            if (storage.root, name) not in _warned_of:
+                _warned_of.add((storage.root, name))
+                log.warning("%s/%s is skipped: it %s", storage.root, name, error.reason)
+    return described
 
 
 def read_sealed(storage: Storage, path: str) -> Chunk:
@@ -147,3 +178,60 @@ def read_header(storage: Storage, record: FileRecord) -> ShardHeader:
     if record.path not in expected or record.header_nbytes + header.data_nbytes != nbytes:
         raise DamagedError(record.path, "its header describes another file")
     return header
+
+
+log = logging.getLogger("moe_ckpt")
+
+
+def write_finished(
+    storage: Storage, newest: str, reason: str, limits: Mapping[str, int], callbacks: Mapping[str, Any]
+) -> None:
+    """Note the end of the run. Called on rank 0, after the last checkpoint was committed.
+
+    What cannot be written is warned of and costs little: the end of the last epoch is then done again.
+
+    Args:
+        storage: Of the run.
+        newest: Directory of the last checkpoint.
+        reason: See ``Finished``, as for the other arguments.
+        limits: Likewise.
+        callbacks: Likewise.
+    """
+    try:
+        last = read_commit(storage, newest)
+        finished = Finished(last.run_id, last.step, last.generation, reason, limits, callbacks)
+        storage.delete(FINISHED_NAME)
+        storage.write(FINISHED_NAME, [finished.encode()])
+    except (OSError, StoreError) as error:
+        log.warning(
+            "cannot record in %s that this run is finished: %s. Its checkpoints are complete; if started again, it "
+            "will repeat the end of its last epoch",
+            storage.root,
+            error,
+        )
+
+
+def read_finished(storage: Storage, comm: Communicator, manifest: Manifest) -> Finished | None:
+    """Returns the end of the run whose newest checkpoint is ``manifest``; None if nothing says that it ended there.
+
+    A collective, called by all ranks before training.
+    """
+    raw = comm.broadcast(_finished_of(storage) if comm.rank == 0 else b"")
+    if not raw:
+        return None
+    finished = Finished.decode(raw, FINISHED_NAME)
+    end = (finished.run_id, finished.step, finished.generation)
+    return finished if end == (manifest.run_id, manifest.step, manifest.generation) else None
+
+
+def _finished_of(storage: Storage) -> bytes:
+    """The record of the end, if there is one that can be used."""
+    try:
+        raw = bytes(read_sealed(storage, FINISHED_NAME))
+        Finished.decode(raw, FINISHED_NAME)
+        return raw
+    except FileNotFoundError:
+        return b""
+    except (OSError, DamagedError, FormatVersionError) as error:
+        log.warning("%s of %s cannot be used: %s. The run is treated as unfinished", FINISHED_NAME, storage.root, error)
+        return b""

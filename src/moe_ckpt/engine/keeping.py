@@ -18,12 +18,12 @@ from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.collect import CollectMemo, clean_start, collect, grouped, record_of
 from moe_ckpt.engine.commit import Abandoned
 from moe_ckpt.engine.documents import read_sealed
-from moe_ckpt.engine.outcomes import Superseded
+from moe_ckpt.engine.persisting import Superseded
 from moe_ckpt.engine.view import Names, Needed
 from moe_ckpt.engine.writing import write_named
 from moe_ckpt.errors import DamagedError, FilesGoneError, FormatVersionError, MoECheckpointError, StoreError
-from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import GROUPS, MANIFEST_NAME, STORE_NAME, Manifest, group_path
+from moe_ckpt.format.run_records import Identity
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.listings import Listings
 from moe_ckpt.storage.lock import StoreLock

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from moe_ckpt.core.interference import Lap, secs_per_byte
-from moe_ckpt.engine.outcomes import Resolution
+from moe_ckpt.engine.persisting import Fate
 from moe_ckpt.policies.base import Measured
 
 _RECENT_LAPS = 50
@@ -103,13 +103,13 @@ class Meter:
             self._costs.append(self._extra)
         self._extra = 0.0
 
-    def record_transfers(self, ended: Sequence[Resolution]) -> None:
+    def record_transfers(self, ended: Sequence[Fate]) -> None:
         """Records this rank's snapshots that ended. Snapshots that are known already are skipped."""
-        for resolution in ended:
-            if resolution.sequence > self._moved and resolution.committed and resolution.nbytes:
-                self._moved = resolution.sequence
-                self._copies.append(resolution.nbytes / max(resolution.copy_secs, _TICK_SECS))
-                self._writes.append(resolution.nbytes / max(resolution.write_secs, _TICK_SECS))
+        for fate in ended:
+            if fate.sequence > self._moved and fate.committed and fate.nbytes:
+                self._moved = fate.sequence
+                self._copies.append(fate.nbytes / max(fate.copy_secs, _TICK_SECS))
+                self._writes.append(fate.nbytes / max(fate.write_secs, _TICK_SECS))
 
     def sends(self, bytes_per_sec: float | None) -> None:
         """Sets the send rate of peers; None keeps the known one."""

@@ -1,61 +1,137 @@
-"""The persist thread: brings snapshots to their end, in order, one at a time.
+"""The threads that a copied snapshot passes through, and what became of it.
 
-Errors between ranks end the thread, because nothing can be committed without every rank, and surface at the next
-``raise_fatal``.
+Where memory outlives the process a first thread seals each snapshot; the persist thread brings those for storage to
+their end. Each takes them in order, one at a time. Errors between ranks end the persist thread, because nothing can be
+committed without every rank, and surface at the next ``raise_fatal``.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from moe_ckpt.engine.outcomes import Resolution
+from moe_ckpt.core.window import Window
+from moe_ckpt.engine.context import RunContext
+from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Snapshot
-from moe_ckpt.errors import MoECheckpointError
+from moe_ckpt.ports import Communicator
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
 
+Superseded = Mapping[str, tuple[bool, Sequence[str]]]
+
 _REMEMBERED = 64
-"""Resolutions kept; far more than can come between two optimizer steps."""
-_KEEP_ALIVE_SECS = 60.0
+"""Fates remembered; far more than can come between two optimizer steps."""
 _LONGEST_UNSEEN_SECS = 1.0
 
 
-class Persister:
-    """Owns the persist thread of one rank.
+@dataclass(frozen=True)
+class Fate:
+    """What became of one snapshot on storage. Rank 0 decides the first four fields, and each rank adds the others.
+
+    Attributes:
+        cause: Why it was not committed; None if it was.
+        lost: Files that older checkpoints had written are gone, so that nothing on storage may be built upon.
+        differs: The ranks' shares do not tile the plan: rank 0 asks for them box by box, to say what is wrong.
+        superseded: What no checkpoint needs any more, for each rank to delete its own of it: step directory -> (True if
+            nothing of this format is left in it then, groups of files).
+        sequence: See ``Snapshot``.
+        step: Likewise.
+        persist_secs: From its beginning to its end.
+        nbytes: Of this rank's tensors.
+        copy_secs: To host memory.
+        write_secs: From there to the end.
+    """
+
+    cause: str | None = None
+    lost: bool = False
+    differs: bool = False
+    superseded: Superseded = field(default_factory=dict)
+    sequence: int = -1
+    step: int = -1
+    persist_secs: float = 0.0
+    nbytes: int = 0
+    copy_secs: float = 0.0
+    write_secs: float = 0.0
+
+    @property
+    def committed(self) -> bool:
+        return self.cause is None
+
+    def announced(self, comm: Communicator) -> Fate:
+        """Returns rank 0's fate of the snapshot, on every rank."""
+        message = json.dumps([self.cause, self.lost, self.differs, self.superseded]).encode()
+        return Fate(*json.loads(comm.announce(message)))
+
+
+@dataclass
+class FailureCount:
+    """Counts checkpoints that failed. The steps of a sparse window are one checkpoint together, and fail as one.
+
+    Attributes:
+        total: Of this life of the run.
+        in_row: Since the last one that was committed.
+    """
+
+    total: int = 0
+    in_row: int = 0
+    _windows: set[int] = field(default_factory=set)
+
+    def note(self, window: Window | None, slot: int, *, committed: bool) -> bool:
+        """Count one snapshot. Returns True if with it one more checkpoint has failed."""
+        if committed:
+            if window is None or slot + 1 == window.size:
+                self.in_row = 0
+                self._windows.clear()
+            return False
+        if window is not None:
+            if self.has_failed(window):
+                return False
+            self._windows.add(window.start)
+        self.total += 1
+        self.in_row += 1
+        return True
+
+    def has_failed(self, window: Window) -> bool:
+        """True if a step of this window failed already, so that the others are of no use."""
+        return window.start in self._windows
+
+
+class SnapshotThread:
+    """A thread that brings snapshots to their end, in order, one at a time.
 
     Args:
-        resolve: Brings one snapshot to its end, on the thread; what it raises ends that.
-        keep_alive: Called about once a minute (keeps the store's lock).
+        resolve: Brings one snapshot to its end, on the thread, and returns its fate on storage, if this decides that.
+            What it raises ends the thread.
         looks_gone: Says whether a checkpoint is no longer on storage (``StoreKeeper.looks_gone``).
     """
 
     def __init__(
         self,
-        resolve: Callable[[Snapshot], Resolution],
-        keep_alive: Callable[[], None],
-        name: ThreadName = ThreadName.PERSIST,
+        name: ThreadName,
+        resolve: Callable[[Snapshot], Fate | None],
         looks_gone: Callable[[str], bool] = lambda directory: False,
     ) -> None:
         self._resolve = resolve
-        self._keep_alive = keep_alive
         self._looks_gone = looks_gone
         self._looked = "", 0.0  # what was gone then, and when to look again
         self._taken: tuple[int, float] | None = None
         self._queue: queue.SimpleQueue[Snapshot | str | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._in_flight = 0
-        self._resolutions: deque[Resolution] = deque(maxlen=_REMEMBERED)
+        self._fates: deque[Fate] = deque(maxlen=_REMEMBERED)
         self._fatal: BaseException | None = None
         self._ended = self._through = False
         self._afterwards: Callable[[], None] = lambda: None
-        self._renewed = time.monotonic()
         self._thread = named_thread(name, self._run)
         self._thread.start()
 
@@ -98,10 +174,10 @@ class Persister:
         with self._changed:  # so that it costs little where storage is slow, and is soon done again
             self._looked = directory if gone else "", began + min(100 * took, _LONGEST_UNSEEN_SECS)
 
-    def resolutions(self, after: int) -> list[Resolution]:
-        """The last resolutions with a sequence greater than ``after``, in order."""
+    def fates(self, after: int) -> list[Fate]:
+        """Returns the last fates with a sequence greater than ``after``, in order."""
         with self._changed:
-            return [r for r in self._resolutions if r.sequence > after]
+            return [fate for fate in self._fates if fate.sequence > after]
 
     def wait(self, in_flight: int, timeout_secs: float) -> bool:
         """Wait until at most ``in_flight`` snapshots are unresolved; False if the time ran out.
@@ -121,7 +197,7 @@ class Persister:
         if error is not None:
             raise error
 
-    def close(self, timeout_secs: float, afterwards: Callable[[], None]) -> bool:
+    def close(self, timeout_secs: float, afterwards: Callable[[], None] = lambda: None) -> bool:
         """Stop after what is queued.
 
         Args:
@@ -142,16 +218,18 @@ class Persister:
 
     def _run(self) -> None:
         try:
-            while (snapshot := self._next()) is not None:
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, str):
+                    self._look(item)
+                    continue
                 with self._changed:
-                    self._taken = snapshot.step, time.monotonic()
-                self._renew_lock()
-                resolution = self._resolve(snapshot)
-                del snapshot  # a slot that is removed takes room for as long as somebody knows its bytes
+                    self._taken = item.step, time.monotonic()
+                fate = self._resolve(item)
+                del item  # a slot that is removed takes room for as long as somebody knows its bytes
                 with self._changed:
                     self._in_flight -= 1
                     self._taken = None
-                    self._resolutions.append(resolution)
+                    self._fates += () if fate is None else (fate,)
                     self._changed.notify_all()
         except BaseException as error:  # the thread's boundary: kept for raise_fatal on the training thread
             with self._changed:
@@ -165,25 +243,80 @@ class Persister:
             except OSError as error:  # nobody waits for this thread any more
                 log.warning("the store could not be released: %s", error)
 
-    def _next(self) -> Snapshot | None:
-        """The next snapshot, or None at the end; keeps the store's lock alive meanwhile."""
-        while True:
-            try:
-                item = self._queue.get(timeout=_KEEP_ALIVE_SECS)
-            except queue.Empty:
-                item = ""
-            if not isinstance(item, str):
-                return item
-            if item:
-                self._look(item)
-            self._renew_lock()
 
-    def _renew_lock(self) -> None:
-        """Renew the lock when it is time. Without it no commit succeeds, but training continues."""
-        if time.monotonic() - self._renewed < _KEEP_ALIVE_SECS:
-            return
-        try:
-            self._keep_alive()
-            self._renewed = time.monotonic()
-        except (OSError, MoECheckpointError) as error:
-            log.warning("the lock of the store could not be renewed, retrying: %s", error)
+class Stages:
+    """Owns the persist thread, and the sealing thread before it. Its methods are called on the training thread.
+
+    Args:
+        run: The session's.
+        memory: Where snapshots are sealed first; None where memory is the process's own.
+        resolve: See ``SnapshotThread``, for the persist thread.
+        looks_gone: Likewise.
+
+    Attributes:
+        persister: The persist thread.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        memory: MemoryTier | None,
+        resolve: Callable[[Snapshot], Fate],
+        looks_gone: Callable[[str], bool],
+    ) -> None:
+        self.persister = self._first = SnapshotThread(ThreadName.PERSIST, resolve, looks_gone)
+        self._memory = memory
+        if memory is not None:
+            sealer = MemorySealer(run, memory, self.persister.submit)
+            self._first = SnapshotThread(ThreadName.SEAL, sealer.resolve)
+
+    @property
+    def in_flight(self) -> int:
+        """Snapshots that the next one would wait for: not sealed yet, or, in private memory, not written yet."""
+        return self._first.in_flight
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Take a snapshot over. Its copy may still be under way."""
+        if self._memory is not None:
+            self._memory.begin(snapshot)
+            if snapshot.request.stored:
+                self.persister.expect()
+        self._first.expect()
+        self._first.submit(snapshot)
+
+    def wait(self, most: int, timeout_secs: float) -> bool:
+        """Wait until at most ``most`` snapshots are in the next one's way; False if the time ran out."""
+        return self._first.wait(most, timeout_secs)
+
+    def wait_for_seal(self, timeout_secs: float) -> None:
+        """Waits until the newest step of a gradient log is sealed: one that is not sealed breaks it off, so a failure
+        costs the step before, not two. A warning tells if the time ran out.
+        """
+        if not self.wait(0, timeout_secs):
+            log.warning(
+                "the step before is not sealed in memory after %g s (timeout_secs). Training goes on; a failure costs "
+                "two steps until it is",
+                timeout_secs,
+            )
+
+    def wait_for_storage(self, timeout_secs: float) -> bool:
+        """Wait until storage has one snapshot more; False if it has none to write, or not in time."""
+        writing = self.persister.in_flight
+        return bool(writing) and self.persister.wait(writing - 1, timeout_secs)
+
+    def wait_for_all(self, timeout_secs: float) -> bool:
+        """Wait until no snapshot is under way; False if the time ran out."""
+        until = time.monotonic() + timeout_secs
+        return self.wait(0, timeout_secs) and self.persister.wait(0, max(0.0, until - time.monotonic()))
+
+    def raise_fatal(self) -> None:
+        """Raise, once, the error that ended a thread."""
+        self._first.raise_fatal()
+        self.persister.raise_fatal()
+
+    def close(self, timeout_secs: float, afterwards: Callable[[], None]) -> bool:
+        """End the threads once what is queued is done. See ``SnapshotThread.close``."""
+        until = time.monotonic() + timeout_secs
+        if self._first is not self.persister:
+            self._first.close(timeout_secs)
+        return self.persister.close(max(0.0, until - time.monotonic()), afterwards)

@@ -27,13 +27,11 @@ from moe_ckpt.engine.host_memory import HostMemory
 from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.limited_slots import requires_room
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.persisting import Persister
+from moe_ckpt.engine.persisting import Stages
 from moe_ckpt.engine.preallocation import Preallocator
 from moe_ckpt.engine.resolving import SnapshotResolver
 from moe_ckpt.engine.room import Room
-from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Encode, Snapshot, buffer_sizes, copy_at_once, placed
-from moe_ckpt.engine.stages import Stages
 from moe_ckpt.engine.work_thread import WorkThread
 from moe_ckpt.policies.base import Sends, needs_of
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
@@ -88,9 +86,7 @@ class Pipeline:
         try:
             resolver = SnapshotResolver(run, run_id, committer, keeper, self.tier)
             looks_gone = (lambda _: False) if keeper is None else keeper.looks_gone
-            persister = Persister(resolver.resolve, (lambda: None) if rank else run.lock.refresh, looks_gone=looks_gone)
-            sealer = None if self.memory is None else MemorySealer(run, self.memory, persister.submit)
-            self.stages = stages = Stages(persister, sealer, self.memory)
+            self.stages = stages = Stages(run, self.memory, resolver.resolve, looks_gone)
             maker, at_hand = WorkThread(), (self._pool, self.tier, self.stages, settings)
             self.room = Room(*at_hand, rank, count, require=require, always_whole=always_whole, maker=maker)
             self._preallocator = Preallocator(run, self.room, maker, is_wanted=is_wanted, always_whole=always_whole)
@@ -111,7 +107,7 @@ class Pipeline:
     @property
     def storage_busy(self) -> bool:
         """True if storage is so far behind that it should be left alone, while memory takes the next snapshot."""
-        return self.stages.storage_in_flight >= self._settings.max_in_flight
+        return self.stages.persister.in_flight >= self._settings.max_in_flight
 
     @property
     def sends(self) -> Sends:
@@ -289,7 +285,7 @@ class Pipeline:
         Args:
             timeout_secs: Longest wait for that.
             keep: Training failed, so leave the recovery buffer in memory for whoever starts it again here.
-            afterwards: See ``Persister.close``.
+            afterwards: See ``SnapshotThread.close``.
 
         Returns:
             False if writing was still going on.

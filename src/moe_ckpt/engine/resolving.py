@@ -14,21 +14,22 @@ import time
 from dataclasses import replace
 
 from moe_ckpt.core.coverage import prove_cover
-from moe_ckpt.engine.commit import Abandoned, Committer, CoverDiffersError
+from moe_ckpt.engine.commit import Committer, CoverDiffersError
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.keeping import StoreKeeper
-from moe_ckpt.engine.outcomes import FailureCount, Resolution, StorageOutcome, Superseded
+from moe_ckpt.engine.persisting import FailureCount, Fate, Superseded
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_share, write_share
 from moe_ckpt.errors import CoverageError, FilesGoneError, MoECheckpointError, NotFiniteError, SaveFailedError
-from moe_ckpt.format.manifest import Manifest, group_path
+from moe_ckpt.format.manifest import group_path
 from moe_ckpt.slices.compiling import cover_difference
 
 log = logging.getLogger("moe_ckpt")
 
 _FULL = os.strerror(errno.ENOSPC)
+_NOT_CLEARED = "files of the failed checkpoint of step %d could not be removed, retrying: %s"
 _NOT_REMOVED = "old checkpoints could not be removed after step %d: %s"
 _NUMBERS = re.compile(r"\d[\d,]*")
 """What differs between two failures for one reason: steps, sizes, ranks."""
@@ -64,36 +65,32 @@ class SnapshotResolver:
         self._reason = ""
         self._is_spoiled = False
 
-    def resolve(self, snapshot: Snapshot) -> Resolution:
+    def resolve(self, snapshot: Snapshot) -> Fate:
         """Bring one snapshot to its end. All ranks, in the same order."""
-        taken_at = time.perf_counter()
-        refusal = snapshot.refused or self._refusal(snapshot)
+        taken_at, request, refusal = time.perf_counter(), snapshot.request, snapshot.refused
+        if refusal is None and request.window is not None and self._failures.has_failed(request.window):
+            refusal = "an earlier step of its window was not saved"
         acknowledged = Acknowledgement.failed(self._comm.rank, refusal) if refusal else self._write(snapshot)
         columns = self._comm.combine(acknowledged.columns)
-        outcome = self._announced(
-            StorageOutcome() if columns is None else self._commit(snapshot, Acknowledgement(*columns))
-        )
-        if outcome.differs:
-            outcome = self._announced(self._explain(snapshot))
-        request = snapshot.request
-        failed = self._failures.note(request.window, request.slot, committed=outcome.cause is None)
-        if outcome.cause is None:
-            self._delete_own(outcome.superseded, snapshot.step)
-        elif self._comm.rank == 0:
-            self._say_failed(snapshot.step, outcome.cause, counted=failed)
-        self._tier.ended(snapshot, committed=outcome.cause is None)
+        fate = Fate() if columns is None else self._commit(snapshot, Acknowledgement(*columns))
+        fate = fate.announced(self._comm)
+        if fate.differs:
+            fate = self._explain(snapshot).announced(self._comm)
+        failed = self._failures.note(request.window, request.slot, committed=fate.committed)
+        if fate.superseded and self._comm.rank:
+            self._delete_own(fate.superseded, snapshot.step)
+        if fate.cause is not None and self._comm.rank == 0:
+            self._say_failed(snapshot.step, fate.cause, counted=failed)
+        self._tier.ended(snapshot, committed=fate.committed)
         ended_at = time.perf_counter()
-        return Resolution(
+        return replace(
+            fate,
             sequence=snapshot.sequence,
             step=snapshot.step,
-            directory=snapshot.directory,
-            committed=outcome.cause is None,
-            cause=outcome.cause,
             persist_secs=ended_at - snapshot.began_at,
             nbytes=snapshot.nbytes,
             copy_secs=snapshot.copy.moving_secs,
             write_secs=ended_at - max(taken_at, snapshot.began_at + snapshot.copy.secs),
-            lost=outcome.lost,
         )
 
     def _say_failed(self, step: int, cause: str, *, counted: bool) -> None:
@@ -110,28 +107,17 @@ class SnapshotResolver:
             log.warning("the checkpoint of step %d was not committed; training continues. %s.%s", step, cause, advice)
         self._reason = reason
 
-    def _announced(self, outcome: StorageOutcome) -> StorageOutcome:
-        """Rank 0's outcome, on every rank."""
-        return StorageOutcome.decode(self._comm.announce(outcome.encode()))
-
-    def _explain(self, snapshot: Snapshot) -> StorageOutcome:
+    def _explain(self, snapshot: Snapshot) -> Fate:
         """All ranks tell rank 0 what they wrote, box by box, and it finds out why that is not what was planned."""
         boxes = [box for part in snapshot.written for box in part.boxes]
         columns = self._comm.combine([encode_boxes(boxes)])
         if columns is None:
-            return StorageOutcome()
+            return Fate()
         try:
             prove_cover(f"checkpoint of step {snapshot.step}", snapshot.plan.claimed_boxes(), decode_boxes(*columns))
         except CoverageError as error:
-            return StorageOutcome(f"{type(error).__name__}: {error}")
-        return StorageOutcome(f"the ranks' plans of step {snapshot.step} differ, although their shares cover it")
-
-    def _refusal(self, snapshot: Snapshot) -> str | None:
-        """Why this snapshot must not be written, equal on every rank; None if it may be."""
-        window = snapshot.request.window
-        if window is not None and self._failures.has_failed(window):
-            return "an earlier step of its window was not saved"
-        return None
+            return Fate(f"{type(error).__name__}: {error}")
+        return Fate(f"the ranks' plans of step {snapshot.step} differ, although their shares cover it")
 
     def _write(self, snapshot: Snapshot) -> Acknowledgement:
         try:
@@ -147,49 +133,41 @@ class SnapshotResolver:
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
 
-    def _commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> StorageOutcome:
+    def _commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Fate:
         """Commit on rank 0, and release what is superseded.
 
         Where that fails, what was written goes before any rank hears of it and writes on.
         """
         if self._committer is None or self._keeper is None:
-            return StorageOutcome("rank 0 has no committer")
+            return Fate("rank 0 has no committer")
         try:
             manifest = self._committer.commit(snapshot, acknowledged)
         except (OSError, MoECheckpointError) as error:
             causes = error.causes if isinstance(error, SaveFailedError) else [f"{type(error).__name__}: {error}"]
             lost, differs = isinstance(error, FilesGoneError), isinstance(error, CoverDiffersError)
-            self._clear_away(self._keeper, self._committer.abandon(snapshot, acknowledged), snapshot.step)
-            return StorageOutcome("; ".join(causes), lost, differs)
+            try:
+                self._keeper.clear_away(self._committer.abandon(snapshot, acknowledged))
+            except (OSError, MoECheckpointError) as trouble:
+                log.warning(_NOT_CLEARED, snapshot.step, trouble)
+            return Fate("; ".join(causes), lost, differs)
         if manifest is not None:
-            self._say_not_finite(manifest)
+            if manifest.not_finite and not self._is_spoiled:  # once, where checkpoints begin to hold NaN or infinity
+                problem = NotFiniteError(f"the checkpoint of step {manifest.step}", manifest.not_finite)
+                log.warning("%s: starts pass it over, and the newest finite one stays", problem)
+            self._is_spoiled = bool(manifest.not_finite)
         try:
             self._keeper.look_ahead(self._committer.begun)
-            return StorageOutcome(superseded=self._keeper.collect(self._committer.superseded()))
+            return Fate(superseded=self._keeper.collect(self._committer.superseded()))
         except (OSError, MoECheckpointError) as error:
             log.warning(_NOT_REMOVED, snapshot.step, error)
-            return StorageOutcome()
-
-    def _say_not_finite(self, manifest: Manifest) -> None:
-        """Once, where checkpoints begin to hold NaN or infinity."""
-        if manifest.not_finite and not self._is_spoiled:
-            problem = NotFiniteError(f"the checkpoint of step {manifest.step}", manifest.not_finite)
-            log.warning("%s: starts pass it over, and the newest finite one stays", problem)
-        self._is_spoiled = bool(manifest.not_finite)
-
-    def _clear_away(self, keeper: StoreKeeper, abandoned: Abandoned, step: int) -> None:
-        try:
-            keeper.clear_away(abandoned)
-        except (OSError, MoECheckpointError) as error:
-            log.warning("files of the failed checkpoint of step %d could not be removed, retrying: %s", step, error)
+            return Fate()
 
     def _delete_own(self, superseded: Superseded, step: int) -> None:
         """Deletes this rank's files that rank 0 has released; rank 0 deletes its own. The rest is reported again."""
-        rank = self._comm.rank
         try:
-            for directory, (whole, groups) in superseded.items() if rank else ():
+            for directory, (whole, groups) in superseded.items():
                 for group in groups:
-                    self._storage.delete(group_path(directory, rank, group))
+                    self._storage.delete(group_path(directory, self._comm.rank, group))
                 if whole:
                     self._storage.delete_dir(directory)
         except OSError as error:

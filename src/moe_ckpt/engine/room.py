@@ -12,8 +12,8 @@ from functools import partial
 
 from moe_ckpt.core.peer_copies import are_behind
 from moe_ckpt.engine.buffers import BufferPool
-from moe_ckpt.engine.settings import Settings
-from moe_ckpt.engine.stages import Stages
+from moe_ckpt.engine.options import Settings
+from moe_ckpt.engine.persisting import Stages
 from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.work_thread import WorkThread
 from moe_ckpt.errors import HostMemoryError

@@ -12,7 +12,6 @@ from dataclasses import replace
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.outcomes import Resolution
 from moe_ckpt.engine.slot_headers import SlotHeaders
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedShare, seal_share
@@ -42,7 +41,7 @@ class MemorySealer:
         self._said: set[str] = set()
         self._is_spoiled = False
 
-    def resolve(self, snapshot: Snapshot) -> Resolution:
+    def resolve(self, snapshot: Snapshot) -> None:
         """Seal this rank's share. After an error the other ranks are told, and the snapshot may still go to storage."""
         trouble, header = snapshot.refused, list[bytes]()
         try:
@@ -65,7 +64,6 @@ class MemorySealer:
         self._tier.sealed(snapshot, header)
         if snapshot.request.stored:
             self._to_storage(snapshot)
-        return Resolution(snapshot.sequence, snapshot.step, snapshot.directory, False, trouble, 0.0)
 
     def _seal_somehow(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
         """Seal, on a full file system at the expense of headers that are needed less."""

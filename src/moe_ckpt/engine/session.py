@@ -25,13 +25,21 @@ from moe_ckpt.engine.agreement import StepConsensus, StepTokens
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.edited_steps import EditedSteps
-from moe_ckpt.engine.events import Joined, Observer, Resumed, StepEnded, TrainingBegins, TrainingEnded, all_of
+from moe_ckpt.engine.events import (
+    Joined,
+    Observer,
+    Resumed,
+    StepEnded,
+    StepRecord,
+    TrainingBegins,
+    TrainingEnded,
+    all_of,
+)
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.outcomes import Resolution
-from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.options import Settings
+from moe_ckpt.engine.persisting import Fate
 from moe_ckpt.engine.session_resources import SessionResources
-from moe_ckpt.engine.settings import Settings
 from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.engine.snapshotting import Capture, Snapshotter
 from moe_ckpt.engine.surviving import Survivor
@@ -378,7 +386,7 @@ class CheckpointSession:
         self._receive()
         self._snapshots.save_complete(step, capture)
 
-    def drain(self, step: int) -> Sequence[Resolution]:
+    def drain(self, step: int) -> Sequence[Fate]:
         """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
 
         Args:
@@ -417,9 +425,9 @@ class CheckpointSession:
             self.close(0.0)
             raise
         # No step follows whose agreement could book these, and none is needed: every rank has seen all.
-        for resolution in ended:
-            if resolution.sequence in self.run_ledger.pending:
-                self._booking.book(resolution.sequence, resolution.committed)
+        for fate in ended:
+            if fate.sequence in self.run_ledger.pending:
+                self._booking.book(fate.sequence, fate.committed)
         failed = bool(ended) and not ended[-1].committed
         if note_end is not None and not failed and self.comm.rank == 0 and self.committed_directory is not None:
             note_end(self.committed_directory)

@@ -13,15 +13,13 @@ from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import StepConsensus
-from moe_ckpt.engine.backlog import Backlog
+from moe_ckpt.engine.backlog import Backlog, PeerCopies, StorageFlush
 from moe_ckpt.engine.bookkeeping import Bookkeeper
 from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded
-from moe_ckpt.engine.flushing import PeerCopies, StorageFlush
+from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded, StepRecord
 from moe_ckpt.engine.live import LiveState
-from moe_ckpt.engine.outcomes import Resolution
+from moe_ckpt.engine.persisting import Fate
 from moe_ckpt.engine.planning import Planner, anchoring, gradient_factor
-from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.run_ledger import Pending, places
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Snapshot, plain_of
@@ -252,7 +250,7 @@ class Snapshotter:
         # Nobody is asked about it, so that it begins.
         return cast(Snapshot, self._resources.pipeline.begin(request, tensors, specs, plain, patience_secs))
 
-    def drain(self, step: int, *, last: bool = False) -> Sequence[Resolution]:
+    def drain(self, step: int, *, last: bool = False) -> Sequence[Fate]:
         """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
 
         Args:
@@ -266,7 +264,7 @@ class Snapshotter:
         pipeline.join()
         if not pipeline.wait(self._end_secs if last else timeout_secs):
             raise self._not_in_time(step, timeout_secs)
-        return pipeline.stages.resolutions(-1)
+        return pipeline.stages.persister.fates(-1)
 
     def wait(self, step: int) -> None:
         """Waits as ``drain`` does, in training: says what storage did not finish in time, and raises nothing."""
@@ -447,7 +445,7 @@ class Snapshotter:
     def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
         """What to raise when earlier snapshots were not out of the way after so long."""
         pipeline, newest = self._resources.pipeline, self.booking.run_ledger.committed_step
-        writing, root = pipeline.stages.writing, self._run.storage.root
+        writing, root = pipeline.stages.persister.writing, self._run.storage.root
         newest_text = (
             "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
         )

@@ -2,23 +2,26 @@
 
 Checked when a state file is read, so that whoever hands it on (verification, exports, a resume before it touches the
 live state) meets the types that it relies on. What only a trainer, a callback or a user's own object understands is
-left to it.
+left to it. Tensors that no slice holds are described here as well.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import MOST_RANKS, RANK
 from moe_ckpt.format.schema import (
     Check,
     anything,
     both,
+    flag,
     listing,
     mapping,
     maybe,
@@ -27,7 +30,6 @@ from moe_ckpt.format.schema import (
     value,
     whole,
 )
-from moe_ckpt.format.unsliced import UNSLICED
 
 _object = value(lambda datum: isinstance(datum, dict), "an object")
 
@@ -59,6 +61,59 @@ _generator_state = value(
     lambda datum: isinstance(datum, torch.Tensor) and datum.dtype == torch.uint8 and datum.dim() == 1,
     "the state of a generator",
 )
+
+# --- tensors of which a store has no slice ---
+#
+# Those without elements, and the state of parameters without elements. They belong to no operator. Plain state tells
+# their type and shape, and the value of those that have elements.
+
+
+def described(tensor: torch.Tensor, of: str, *, on_param_device: bool = True) -> dict[str, Any]:
+    """Returns what plain state tells of a tensor; a value in it is live.
+
+    Args:
+        tensor: Of this rank; of a sharded one without elements any part.
+        of: What it is, for the message.
+        on_param_device: False for state on the CPU of a parameter elsewhere.
+
+    Raises:
+        UnsupportedError: It is of a type that cannot be stored.
+    """
+    description: dict[str, Any] = {"dtype": dtype_name(tensor.dtype, of), "shape": list(tensor.shape)}
+    if tensor.numel():
+        description["value"] = tensor
+    return description if on_param_device else description | {"cpu": True}
+
+
+def made(entry: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the tensor that ``described`` told of, on the CPU."""
+    if "value" in entry:
+        values: torch.Tensor = entry["value"]
+        return values
+    return torch.empty(entry["shape"], dtype=TORCH_DTYPES[entry["dtype"]])
+
+
+def _agrees(description: Any) -> str:
+    """A ``Check`` that a value is there where there are elements, and no memory is asked for otherwise."""
+    shape = tuple(description["shape"])
+    values = description.get("value")
+    if values is None:
+        return f".shape is {list(shape)} without a value" if prod(shape) else ""
+    same = tuple(values.shape) == shape and values.dtype == TORCH_DTYPES[description["dtype"]]
+    return "" if same else ".value is of another type or shape"
+
+
+UNSLICED = both(
+    record(
+        {
+            "dtype": value(lambda datum: isinstance(datum, str) and datum in TORCH_DTYPES, "an element type"),
+            "shape": listing(whole(), most=32),
+        },
+        {"cpu": flag, "value": value(lambda datum: isinstance(datum, torch.Tensor), "a tensor")},
+    ),
+    _agrees,
+)
+"""The check of an entry."""
 
 # --- random numbers ---
 

@@ -32,7 +32,7 @@ from moe_ckpt.interop.safetensors_export import MAX_FILE_BYTES, write_safetensor
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
 from moe_ckpt.recovery.memory_outside import memory_step
 from moe_ckpt.recovery.reader import StoreReader, locate, with_step
-from moe_ckpt.storage.unwritable import why_unwritable
+from moe_ckpt.storage.local import why_unwritable
 
 Target = Literal["dcp", "safetensors", "lightning"]
 TARGETS: tuple[Target, ...] = ("dcp", "safetensors", "lightning")

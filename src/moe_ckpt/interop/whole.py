@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.contents import made
 from moe_ckpt.format.manifest import Manifest, state_path
-from moe_ckpt.format.unsliced import made
 from moe_ckpt.recovery.index import split_key
 from moe_ckpt.recovery.newest import require_dense
 from moe_ckpt.recovery.reader import StoreReader

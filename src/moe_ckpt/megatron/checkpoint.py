@@ -21,9 +21,8 @@ from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
-from moe_ckpt.engine.events import Observer
+from moe_ckpt.engine.events import Observer, StepRecord
 from moe_ckpt.engine.options import Options, OptionValues, make_options
-from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.boosting import RouterPort

@@ -16,8 +16,8 @@ from moe_ckpt.driver.replaying import Repeated, StepSource, same_plain
 from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, OtherLayoutError
-from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.hyperparameters import changes, configured, write_settings

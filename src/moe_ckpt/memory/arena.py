@@ -25,8 +25,7 @@ from moe_ckpt.core.free_space import FreeSpace
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory.identity import Identity, identity, identity_at
 from moe_ckpt.memory.mapping import LOCK_NBYTES, Pages
-from moe_ckpt.storage.access import PRIVATE
-from moe_ckpt.storage.local import free_bytes
+from moe_ckpt.storage.local import PRIVATE, free_bytes
 
 if TYPE_CHECKING:
     from moe_ckpt.memory.slot import Slot

@@ -25,8 +25,7 @@ from moe_ckpt.memory.identity import Identity, identity, identity_at
 from moe_ckpt.memory.logs import is_log
 from moe_ckpt.memory.options import DEFAULT_ROOT
 from moe_ckpt.memory.slot import AT, HEADER_SUFFIX, STARTS_SUFFIX, data_of
-from moe_ckpt.storage.access import PRIVATE
-from moe_ckpt.storage.local import make_directories
+from moe_ckpt.storage.local import PRIVATE, make_directories
 
 log = logging.getLogger("moe_ckpt")
 

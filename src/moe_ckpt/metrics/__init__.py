@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ckpt.core.skew import normalized_hhi
-from moe_ckpt.engine.events import SessionEvent, StepEnded, TrainingEnded
-from moe_ckpt.engine.record import StepRecord
+from moe_ckpt.engine.events import SessionEvent, StepEnded, StepRecord, TrainingEnded
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import MissingPackageError
 from moe_ckpt.metrics.plotting import axes_or_new, draw_curves, draw_tables

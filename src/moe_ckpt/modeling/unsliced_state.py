@@ -1,7 +1,7 @@
 """State that is in no slice: parameters without elements, all of their state, and other state tensors without elements.
 
 Optimizers take what they once put into a parameter's state for granted. So it comes back with the rest, although
-nothing of it is in a tensor of the store (``format.unsliced``).
+nothing of it is in a tensor of the store (``format.contents``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from moe_ckpt.format.contents import described
 from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.unsliced import described
 from moe_ckpt.modeling.blocks import block_in, is_dtensor
 from moe_ckpt.ports import TensorMeta
 

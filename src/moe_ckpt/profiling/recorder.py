@@ -29,11 +29,11 @@ from moe_ckpt.engine.events import (
     SnapshotBegan,
     SnapshotEnded,
     StepEnded,
+    StepRecord,
     StepReplayed,
     TrainingBegins,
     TrainingEnded,
 )
-from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.format.profile import Life
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import TensorSpec

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe_ckpt.engine.documents import read_commit, read_header, read_part, read_parts, read_sealed
+from moe_ckpt.engine.documents import each_step, read_commit, read_header, read_part, read_parts, read_sealed
 from moe_ckpt.errors import (
     CoverageError,
     DamagedError,
@@ -26,7 +26,6 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.format.contents import STATE_FILE, state_contents
 from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.identity import Identity
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
     STORE_NAME,
@@ -40,6 +39,7 @@ from moe_ckpt.format.manifest import (
     step_of,
 )
 from moe_ckpt.format.part import Part, composed
+from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.schema import require, shown
 from moe_ckpt.format.sealed import digest, unseal
 from moe_ckpt.format.shard import ShardHeader
@@ -51,7 +51,6 @@ from moe_ckpt.recovery.step_storage import StepStorage, listed_again
 from moe_ckpt.storage import Storage, open_storage
 from moe_ckpt.storage.base import Chunk
 from moe_ckpt.storage.patience import PATIENCE_SECS
-from moe_ckpt.storage.steps import each_step
 from moe_ckpt.threads import ThreadName, named_pool
 
 STORE_KIND = "moe_ckpt.store"

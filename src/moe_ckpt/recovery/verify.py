@@ -10,8 +10,8 @@ from itertools import chain
 
 from moe_ckpt.engine.documents import read_sealed
 from moe_ckpt.errors import CoverageError, DamagedError, StepRemovedError, StoreForbiddenError, StoreUnreadableError
-from moe_ckpt.format.finished import FINISHED_NAME, Finished
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, FileRecord, Manifest
+from moe_ckpt.format.run_records import FINISHED_NAME, Finished
 from moe_ckpt.format.shard import ShardHeader
 from moe_ckpt.recovery.index import StoredSlice, TensorIndex, build_index, prove
 from moe_ckpt.recovery.reader import StoreReader

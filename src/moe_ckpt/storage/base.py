@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from moe_ckpt.errors import DamagedError
+
 Chunk = bytes | bytearray | memoryview
 
 
@@ -112,3 +114,18 @@ class Storage(Protocol):
     def clean_temporaries(self, path: str) -> int:
         """Removes half-written files of this format that a dead writer left in the directory; returns how many."""
         ...
+
+
+def split_path(path: str, root: str) -> tuple[str, ...]:
+    """Components of a path relative to the store's root; () for the root itself.
+
+    Raises:
+        DamagedError: the path is absolute, has empty, "." or ".." components, a NUL or a backslash. Paths
+            come from manifests, which are data from elsewhere; ``root`` is for the message only.
+    """
+    if not path:
+        return ()
+    parts = tuple(path.split("/"))
+    if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts):
+        raise DamagedError(path, f"is not a path inside the store {root}")
+    return parts

@@ -1,4 +1,4 @@
-"""Local disks (and anything mounted as a directory) by plain ``os`` calls.
+"""Local disks (and anything mounted as a directory) by plain ``os`` calls: who may read files, how they become durable.
 
 Rules of this file:
 
@@ -21,12 +21,12 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from moe_ckpt.errors import DamagedError, StoreUnwritableError
 from moe_ckpt.format.manifest import MANIFEST_NAME
-from moe_ckpt.storage.access import ACCESS, PRIVATE, Access
-from moe_ckpt.storage.base import Chunk, Stamp
-from moe_ckpt.storage.paths import split_path
+from moe_ckpt.storage.base import Chunk, Stamp, split_path
 
 log = logging.getLogger("moe_ckpt")
 
@@ -35,6 +35,57 @@ _PIECE_NBYTES = 8 << 20
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+_NO_PLACE = (errno.ENOTDIR, errno.EEXIST, errno.ENOENT)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Modes of new files and directories.
+
+    Attributes:
+        exact: Whatever the umask; otherwise less the umask, as usual.
+    """
+
+    file_mode: int
+    directory_mode: int
+    exact: bool = False
+
+    def create(self, path: str, flags: int) -> int:
+        """``os.open`` of a file that is created: its descriptor. Raises ``OSError``."""
+        descriptor = os.open(path, flags, self.file_mode)
+        if self.exact:
+            with contextlib.suppress(PermissionError):  # a file system without modes, or a file of another user
+                os.fchmod(descriptor, self.file_mode)
+        return descriptor
+
+    def make_directory(self, path: str) -> None:
+        """``os.mkdir``. A set-group-ID bit that the parent hands down stays. Raises ``OSError``."""
+        os.mkdir(path, self.directory_mode)
+        if self.exact:
+            with contextlib.suppress(PermissionError):
+                os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & 0o7000 | self.directory_mode)
+
+
+PRIVATE = Access(0o600, 0o700)
+ACCESS = {
+    "private": PRIVATE,
+    "group": Access(0o640, 0o750, exact=True),
+    "umask": Access(0o666, 0o777),
+}
+"""The choices of the option ``access``."""
+
+
+def access_of(path: str) -> str:
+    """Returns the choice that a store's file was made with, as its mode tells; "private" if it is not there."""
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    except OSError:
+        return "private"
+    if mode & 0o777 == ACCESS["group"].file_mode:
+        return "group"
+    return "umask" if mode & 0o077 else "private"
 
 
 class LocalStorage:
@@ -413,3 +464,26 @@ def _require_regular(path: str, status: os.stat_result) -> None:
 
 def _no_phase(phase: str) -> None:
     """Nobody listens."""
+
+
+def why_unwritable(path: str | os.PathLike[str], error: OSError) -> str:
+    """Returns the end of a sentence: what keeps ``path`` from being written, and what to do.
+
+    Args:
+        path: Of what was to be written.
+        error: What the attempt raised.
+    """
+    if error.errno in _NO_PLACE:
+        above = [parent for parent in Path(path).absolute().parents if not parent.is_dir()]
+        if above:
+            highest = above[-1]
+            obstacle = (
+                f"{highest} is a file, not a directory" if highest.exists() else f"there is no directory {highest}"
+            )
+            return f"{obstacle}; name another place"
+    advice = ""
+    if error.errno in _FULL:
+        advice = "; make room, or name another place"
+    elif error.errno in _CLOSED:
+        advice = "; name another place"
+    return f"{error.strerror or error}{advice}"

@@ -30,9 +30,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
-from moe_ckpt.storage.access import ACCESS, Access
 from moe_ckpt.storage.base import Storage
-from moe_ckpt.storage.local import make_directories
+from moe_ckpt.storage.local import ACCESS, Access, make_directories
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
@@ -46,6 +45,8 @@ _FRESH_SHARE = 0.2
 """Of a lease's time: so long after a renewal it need not be renewed."""
 _WAIT_SHARE = 0.1
 """Of a lease's time: how often the thread looks."""
+_END_SECS = 1.0
+"""Longest wait for the thread, which may be waiting for a server."""
 
 _registry_guard = threading.Lock()
 _registry: dict[str, tuple[int, str]] = {}
@@ -61,7 +62,7 @@ class StoreLock:
         storage: Of the store.
         owner: What names this run to others, and over restarts (a job id, see ``job_name``): a lease left by a killed
             process of the same owner is taken over at once.
-        ttl_secs: A lease not renewed for so long is considered dead. Call ``refresh`` several times as often.
+        ttl_secs: A lease not renewed for so long is considered dead.
         clock: Seconds since the epoch, for leases.
         access: Of the lock's file, see ``LocalStorage``.
     """
@@ -84,6 +85,7 @@ class StoreLock:
         self._leased = False
         self._lost_to = ""
         self._released = threading.Event()
+        self._thread: threading.Thread | None = None
         self._taken = False
         """From ``acquire`` to ``release``, also while somebody else holds what ``retake`` could not get back."""
 
@@ -120,46 +122,24 @@ class StoreLock:
                     self._unregister()
 
     def renew_meanwhile(self) -> None:
-        """Renew a lease on a thread of its own until ``release``, for whoever is busy longer than it lasts.
-
-        An upload of one snapshot may be. What the kernel holds needs no renewing: no thread is made.
-        """
+        """Keep the lock on a thread of its own until ``release``: an upload may take longer than a lease lasts, and the
+        kernel drops its lock when this process closes the file elsewhere."""
         with self._guard:
-            if self._leased:
-                named_thread(ThreadName.LEASE, self._renew, self._released).start()
-
-    def refresh(self) -> None:
-        """Renew a lease. Take the kernel's lock again, which is lost when this process closes the file elsewhere.
-
-        A lock file that was deleted or replaced is left to ``confirm``: it may belong to another store by now.
-
-        Raises:
-            StoreInUseError: Another run has, or had, the store: stop writing.
-            OSError: The store did not answer; try again before ``ttl_secs`` are over.
-        """
-        with self._noticing_loss():
-            if self._leased:
-                self._lease.renew()
-            elif self._file.is_in_place:
-                self._file.lock_again()
+            self._thread = named_thread(ThreadName.LEASE, self._renew, self._released)
+            self._thread.start()
 
     def confirm(self) -> None:
         """Make sure, just before a commit into a store that was found to be this run's, that the lock is held.
 
-        As ``refresh``, but a lease that was renewed lately serves, and a new lock file is made for one that was deleted
-        or replaced. Does nothing for a lock that was not taken.
+        Renews a lease, unless that was done lately. Takes the kernel's lock again, and makes a new lock file for one
+        that was deleted or replaced. Does nothing for a lock that was not taken.
 
         Raises:
             StoreInUseError: Another run has, or had, the store: do not commit.
             OSError: The store did not answer.
         """
         with self._noticing_loss():
-            if self._leased:
-                if not self._lease.is_fresh:
-                    self._lease.renew()
-            elif self._file.is_in_place:
-                self._file.lock_again()
-            elif self._taken:
+            if not self._keep() and self._taken:
                 path = os.path.join(self._root, LOCK_NAME)
                 log.warning("the lock file %s was deleted or replaced during training; it is made again", path)
                 self._retake()
@@ -190,6 +170,8 @@ class StoreLock:
                     self._lease.drop()
             finally:
                 self._unregister()
+        if self._thread is not None:
+            self._thread.join(_END_SECS)
 
     def __enter__(self) -> StoreLock:
         self.acquire()
@@ -227,12 +209,24 @@ class StoreLock:
         while not released.wait(self._ttl_secs * _WAIT_SHARE):
             try:
                 with self._noticing_loss():
-                    if self._leased and not self._lease.is_fresh:
-                        self._lease.renew()
-            except StoreInUseError:
-                return  # the next commit is told
+                    self._keep()
+            except StoreInUseError as error:
+                log.warning("%s", error)
+                return  # the next commit is told as well
             except OSError as error:
                 log.warning("the lock of the store could not be renewed, retrying: %s", error)
+
+    def _keep(self) -> bool:
+        """Renews a lease that is not fresh, or locks the file again. False if the lock file was deleted or replaced: it
+        may belong to another store by now, which only ``confirm`` may judge."""
+        if self._leased:
+            if not self._lease.is_fresh:
+                self._lease.renew()
+            return True
+        if not self._file.is_in_place:
+            return False
+        self._file.lock_again()
+        return True
 
     def _take(self) -> None:
         if "://" in self._root or not self._file.acquire():

@@ -17,8 +17,7 @@ from fsspec.registry import known_implementations
 
 from moe_ckpt.errors import ConfigError, MissingPackageError, StoreError, StoreUnwritableError
 from moe_ckpt.format.manifest import MANIFEST_NAME
-from moe_ckpt.storage.base import Chunk
-from moe_ckpt.storage.paths import split_path
+from moe_ckpt.storage.base import Chunk, split_path
 
 
 class RemoteStorage:

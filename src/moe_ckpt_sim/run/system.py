@@ -25,7 +25,7 @@ class System:
             process, or in that of ``replicas`` "peers" besides.
         storage_every: Which of those in memory also go to storage, for when memory is lost (``core.cadence``); None:
             none, and training then starts from scratch.
-        when_busy, max_in_flight: As ``engine.settings.Settings``.
+        when_busy, max_in_flight: As ``engine.options.Settings``.
         rollback: Who goes back after a failure: all ranks, or only the stages that lost a rank ("localized": stages
             keep what they sent each other, upstream logging, MoEvement, section 3.4).
         freeze: Replay leaves out the weight gradients and updates of operators that are not anchored yet.

@@ -1,7 +1,8 @@
-"""finished.json: that a run ended after its newest checkpoint, and what other callbacks held then.
+"""The records of a run as a whole.
 
-The last checkpoint cannot say so itself: it is committed before the last validation and what follows it, which a
-restart has to make up for if they did not happen.
+store.json: which run and which model a store belongs to. finished.json: that the run ended after its newest checkpoint,
+and what other callbacks held then. That checkpoint cannot say so itself: it is committed before the last validation and
+what follows it, which a restart has to make up for if they did not happen.
 """
 
 from __future__ import annotations
@@ -14,18 +15,58 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.errors import DamagedError, UnencodableStateError, UnsupportedError
+from moe_ckpt.errors import DamagedError, StoreError, UnencodableStateError, UnsupportedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.format.manifest import check_version
-from moe_ckpt.format.schema import anything, listing, mapping, one_of, record, require, row, text, whole
+from moe_ckpt.format.manifest import MOST_UNIX_SECS, check_version
+from moe_ckpt.format.schema import anything, listing, mapping, number, one_of, record, require, row, text, whole
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.format.tree import decode_tree, encode_tree
 
 FINISHED_NAME = "finished.json"
-_KIND = "moe_ckpt.finished"
+_END = "moe_ckpt.finished"
 _MAX_TENSOR_BYTES = 1 << 16
 """Of one callback: scores and paths are kept, averaged weights are not."""
+_STORE = "moe_ckpt.store"
+_STORE_FIELDS = record({"run_id": text, "fingerprint": text, "created_unix_secs": number(most=MOST_UNIX_SECS)})
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The identity of a store.
+
+    Attributes:
+        run_id: Random hex, one per store.
+        fingerprint: ``Catalog.fingerprint`` of the model.
+    """
+
+    run_id: str
+    fingerprint: str
+    created_unix_secs: float
+
+    def encode(self) -> bytes:
+        return seal({"kind": _STORE, "format_version": FORMAT_VERSION, **self.__dict__})
+
+    @classmethod
+    def decode(cls, raw: bytes | bytearray | memoryview, path: str) -> Identity:
+        """Raises ``DamagedError`` or ``FormatVersionError``."""
+        body = unseal(raw, path)
+        check_version(body, path, _STORE)
+        require(_STORE_FIELDS, body, path, "not a store identity: ")
+        return cls(body["run_id"], body["fingerprint"], float(body["created_unix_secs"]))
+
+    def require_model(self, fingerprint: str, root: str, differences: str = "") -> None:
+        """Raise ``StoreError`` unless the store was written by a model of this structure.
+
+        Args:
+            differences: What is known of how they differ.
+        """
+        if self.fingerprint != fingerprint:
+            raise StoreError(
+                f"the store {root} holds checkpoints of another model (structure {self.fingerprint}, "
+                f"this model is {fingerprint}{': ' + differences if differences else ''}). "
+                "Choose another dirpath, or restore the model's configuration."
+            )
 
 
 @dataclass(frozen=True)
@@ -51,9 +92,9 @@ class Finished:
     def encode(self) -> bytes:
         """Returns the sealed document. States that it cannot hold, or that are large, are left out."""
         callbacks, tensors = {}, {}
-        for number, (name, state) in enumerate(self.callbacks.items()):
+        for position, (name, state) in enumerate(self.callbacks.items()):
             try:
-                tree, parts = encode_tree(state, str(number))
+                tree, parts = encode_tree(state, str(position))
                 if sum(part.nbytes for part in parts.values()) <= _MAX_TENSOR_BYTES:
                     tensors.update({key: _row(part) for key, part in parts.items()})
                     callbacks[name] = tree
@@ -61,7 +102,7 @@ class Finished:
                 continue
         facts = {name: value for name, value in self.__dict__.items() if name != "callbacks"}
         return seal(
-            {"kind": _KIND, "format_version": FORMAT_VERSION, **facts, "callbacks": callbacks, "tensors": tensors}
+            {"kind": _END, "format_version": FORMAT_VERSION, **facts, "callbacks": callbacks, "tensors": tensors}
         )
 
     @classmethod
@@ -73,8 +114,8 @@ class Finished:
             FormatVersionError: It is of a version that this package does not read.
         """
         body = unseal(raw, path)
-        check_version(body, path, _KIND)
-        require(_FIELDS, body, path, "not the end of a run: ")
+        check_version(body, path, _END)
+        require(_END_FIELDS, body, path, "not the end of a run: ")
         try:
             tensors = {name: _tensor(*row) for name, row in body["tensors"].items()}
             callbacks = {name: decode_tree(tree, tensors.__getitem__) for name, tree in body["callbacks"].items()}
@@ -96,7 +137,7 @@ def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
 
 
 _SHAPE = listing(whole(0, _MAX_TENSOR_BYTES), most=32)
-_FIELDS = record(
+_END_FIELDS = record(
     {
         "run_id": text,
         "step": whole(),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ckpt.boost.life import Boosting
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.run_ledger import RunLedger

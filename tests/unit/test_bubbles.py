@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.bubbles import CAUTION, Bubble, Pace, clipped, one_f_one_b, sizes, timetable, typical
+from moe_ckpt.bubbles.schedule import CAUTION, Bubble, Pace, clipped, one_f_one_b, sizes, timetable, typical
 
 PIPELINES = st.tuples(st.integers(1, 8), st.integers(1, 24))
 

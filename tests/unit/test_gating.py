@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from moe_ckpt.core.bubbles import one_f_one_b
+from moe_ckpt.bubbles.gate import CHUNK_NBYTES, BubbleGate
+from moe_ckpt.bubbles.schedule import one_f_one_b
 from moe_ckpt.slices.copier import Copier
 from moe_ckpt.slices.copying import CopyStep
-from moe_ckpt.slices.gating import CHUNK_NBYTES, BubbleGate
 from tests.support.acted_gpu import ActedGPU
 from tests.unit.test_engine_copying import piece, program_of
 

@@ -14,6 +14,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from moe_ckpt.boost.life import Boosting
+from moe_ckpt.boost.ports import boost_ports
 from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.callbacks.data_position import DataPosition
@@ -28,7 +30,6 @@ from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
-from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_unsaved
 from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
 from moe_ckpt.driver.states import Action, State
@@ -39,7 +40,6 @@ from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.gradients.recording import StepRecorder
 from moe_ckpt.gradients.run_log import RunLog
-from moe_ckpt.modeling.boost_ports import boost_ports
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.routing import Mask, RoutingCounter, no_experts

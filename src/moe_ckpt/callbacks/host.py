@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import ended, go_on_from_end, say_finished
 from moe_ckpt.callbacks.lightning_state import (
@@ -21,7 +22,6 @@ from moe_ckpt.callbacks.lightning_state import (
     restore_checkpoint,
 )
 from moe_ckpt.callbacks.windows import Windows
-from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, differing, plain_values, same
 from moe_ckpt.driver.generators import Generators
 from moe_ckpt.driver.host import End, Host

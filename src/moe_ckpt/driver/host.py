@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from moe_ckpt.driver.boosting import Boosting
+from moe_ckpt.boost.life import Boosting
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.replaying import Repeated, StepSource
 from moe_ckpt.errors import ConfigError

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moe_ckpt.bubbles.gate import BubbleGate
 from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.changes import say_changes
 from moe_ckpt.driver.host import Host
-from moe_ckpt.driver.rejoining import Rejoining, note_replayed, unlogged
 from moe_ckpt.driver.replaying import Replaying
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
@@ -31,13 +31,13 @@ from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.gradients.densifying import Densifier
+from moe_ckpt.localized.exchange import KeptLogs
+from moe_ckpt.localized.rejoining import Rejoining, note_replayed, unlogged
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.recovery.executing import Restored, versions_of
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
-from moe_ckpt.recovery.upstream_logs import KeptLogs
-from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.stopwatch import Stopwatch
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from moe_ckpt.bubbles.gate import BubbleGate
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.engine.events import Observer
@@ -13,7 +14,6 @@ from moe_ckpt.engine.settings import Settings
 from moe_ckpt.format.manifest import LayerRecord, ModelRecord
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState
-from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moe_ckpt.bubbles.gate import BubbleGate
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement, everywhere
@@ -40,7 +41,6 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.policies.base import Measured, Policy, needs_of
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState
 from moe_ckpt.slices.assignment import ComputeTypes
-from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.stopwatch import Since, Stopwatch, timed
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from moe_ckpt.boost.layer import BoostPort
+from moe_ckpt.boost.life import Boosting
+from moe_ckpt.boost.megatron import RouterPort
+from moe_ckpt.bubbles.megatron import PipelineWatch, make_gate
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
-from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.replaying import Recompute
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
@@ -26,8 +29,7 @@ from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.boosting import RouterPort
-from moe_ckpt.megatron.bubbles import PipelineWatch, make_gate
+from moe_ckpt.localized.megatron import PipelineStage, upstream_budget
 from moe_ckpt.megatron.gradient_log import run_log
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory
@@ -37,8 +39,6 @@ from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.sparing import Spares, may_spare
 from moe_ckpt.megatron.topology import bind, layout, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
-from moe_ckpt.megatron.upstream import PipelineStage, upstream_budget
-from moe_ckpt.modeling.boosting import BoostPort
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.stopwatch import timed
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_ckpt.driver.boosting import Boosting
+from moe_ckpt.boost.life import Boosting
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.generators import Generators
 from moe_ckpt.driver.host import End, Host, require_framework
@@ -20,6 +20,7 @@ from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
+from moe_ckpt.localized.megatron import PipelineStage
 from moe_ckpt.megatron.hyperparameters import changes, configured, write_settings
 from moe_ckpt.megatron.inventory import ModelInventory
 from moe_ckpt.megatron.loop import Loop, Progress
@@ -35,7 +36,6 @@ from moe_ckpt.megatron.trainer_state import (
     restore_generators,
     restore_stateful,
 )
-from moe_ckpt.megatron.upstream import PipelineStage
 from moe_ckpt.megatron.weights import load_into
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored

@@ -32,7 +32,7 @@ from moe_ckpt.recovery.sources import OperatorSource, StorageSource, WindowSourc
 from moe_ckpt.recovery.together import NotUsableError, together, together_and_most
 
 if TYPE_CHECKING:
-    from moe_ckpt.recovery.localized import LocalPart
+    from moe_ckpt.localized.attempt import LocalPart
 
 log = logging.getLogger("moe_ckpt")
 

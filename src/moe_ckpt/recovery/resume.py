@@ -21,16 +21,16 @@ from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, age_of, step_dir
+from moe_ckpt.localized.attempt import LocalAttempt
+from moe_ckpt.localized.exchange import KeptLogs
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored
-from moe_ckpt.recovery.localized import LocalAttempt
 from moe_ckpt.recovery.log_of_others import MakeDense
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.standing import say_kept
 from moe_ckpt.recovery.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
-from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS
 

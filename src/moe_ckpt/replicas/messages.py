@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ckpt.core.bubbles import sizes
+from moe_ckpt.bubbles.gate import CHUNK_NBYTES as GATED_NBYTES
+from moe_ckpt.bubbles.gate import Transfer
+from moe_ckpt.bubbles.schedule import sizes
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.replicas.headers import HeaderReader
 from moe_ckpt.replicas.store import Incoming, ReplicaStore, decoded
 from moe_ckpt.replicas.wire import CHUNK_NBYTES, Link, Wire
-from moe_ckpt.slices.gating import CHUNK_NBYTES as GATED_NBYTES
-from moe_ckpt.slices.gating import Transfer
 
 log = logging.getLogger("moe_ckpt")
 

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moe_ckpt.bubbles.gate import BubbleGate
 from moe_ckpt.core.quantities import name_ranks
 from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.errors import ConfigError, StoreError
@@ -18,7 +19,6 @@ from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.replicas.replication import Replicator, Roster
 from moe_ckpt.replicas.wire import SECRET_NBYTES, Listener
-from moe_ckpt.slices.gating import BubbleGate
 
 CANNOT_OPEN = "rank {} could not open its memory directory; see its log"
 

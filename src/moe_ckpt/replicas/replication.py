@@ -17,13 +17,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from statistics import median
 
+from moe_ckpt.bubbles.gate import BubbleGate, Transfer
 from moe_ckpt.core.replica_placement import ReplicaPlacement
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.replicas.messages import Answer, SealedSlot, Status, receive_copies, send_copy
 from moe_ckpt.replicas.store import ReplicaStore
 from moe_ckpt.replicas.wire import Cutter, Link, Listener, StaleHelloError, Wire, connect
-from moe_ckpt.slices.gating import BubbleGate, Transfer
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")

@@ -2,7 +2,7 @@
 
 One thread per rank. The caller may change the live tensors again only after ``Copy.join``. On a GPU the bytes move on a
 side stream, and the join makes the training stream wait, not the host. Under a pipeline they go chunk by chunk, in its
-bubbles first (``slices.gating``).
+bubbles first (``bubbles.gate``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_ckpt.bubbles.gate import CHUNK_NBYTES, BubbleGate, Transfer
 from moe_ckpt.slices.copying import CopyProgram, CopyStep
-from moe_ckpt.slices.gating import CHUNK_NBYTES, BubbleGate, Transfer
 from moe_ckpt.threads import ThreadName, named_pool
 
 _RECENT_COPIES = 5
@@ -60,7 +60,7 @@ class Copy:
     changed: keys of tensors that something changed before the copy was done: the snapshot is torn. Known
     once ``join`` or ``wait_on_host`` has returned.
     secs: how long it took. Known once ``wait_on_host`` has returned.
-    moving_secs: of those, less what it was held back (``slices.gating``). Known likewise.
+    moving_secs: of those, less what it was held back (``bubbles.gate``). Known likewise.
     """
 
     def __init__(self, issued: Future[_Issued], watch: _CopiedVersions, transfer: Transfer | None = None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_ckpt.core.bubbles import sizes
+from moe_ckpt.bubbles.schedule import sizes
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.gathering import Numbers, ascending
 from moe_ckpt.format.shard import SliceEntry, moved

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from moe_ckpt.bubbles.gate import BubbleGate
 from moe_ckpt.engine.options import Options
 from moe_ckpt.megatron.compat import look_up, megatron_core
-from moe_ckpt.slices.gating import BubbleGate
 
 _MODULE, _CLASS, _METHOD = "megatron.core.pipeline_parallel.p2p_communication", "P2PCommunicator", "_communicate"
 

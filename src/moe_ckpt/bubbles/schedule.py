@@ -190,7 +190,7 @@ def sizes(nbytes: int, most: int) -> Iterator[int]:
 def timetable(pace: Pace, nbytes: int, most: int, bubbles: Sequence[Bubble]) -> list[TimedChunk]:
     """Returns when each chunk goes, if these are the bubbles that come, expected or not.
 
-    What ``slices.gating`` does on threads, as a function: it takes the same decisions, by ``Pace.beside_from``.
+    What ``bubbles.gate`` does on threads, as a function: it takes the same decisions, by ``Pace.beside_from``.
     """
     chunks: list[TimedChunk] = []
     now, remaining = 0.0, nbytes

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_ckpt.boost.arithmetic import deal, parts_of
+from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.capacity_boost import deal, parts_of
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.driver import messages
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import MoECheckpointError, StoreError
-from moe_ckpt.modeling.boosting import BoostPort, LayerBoost
 from moe_ckpt.modeling.routing import counts_on_host
 from moe_ckpt.ports import Communicator
 from moe_ckpt.stopwatch import Stopwatch

@@ -10,8 +10,8 @@ from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.events import Observer, SessionEvent, StepReplayed
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.localized.attempt import LocalPart
 from moe_ckpt.ports import GradientRecord
-from moe_ckpt.recovery.localized import LocalPart
 
 
 def note_replayed(session: CheckpointSession, *, equal: bool) -> None:

@@ -1,8 +1,8 @@
 """Holds copies and sends back until a pipeline's schedule leaves this rank idle, or until they must go.
 
-The arithmetic is ``core.bubbles``; here are the clock and the threads. The adapter says when this rank begins and ends
-to wait for its neighbours, the engine when an iteration begins and when its update does, and every thread that copies
-or sends asks before each chunk. Between the update and the next iteration nothing is held back, and neither is anything
+The arithmetic is ``schedule``; here are the clock and the threads. The adapter says when this rank begins and ends to
+wait for its neighbours, the engine when an iteration begins and when its update does, and every thread that copies or
+sends asks before each chunk. Between the update and the next iteration nothing is held back, and neither is anything
 while training waits for it.
 """
 
@@ -18,7 +18,7 @@ from math import inf
 
 import torch
 
-from moe_ckpt.core.bubbles import MARGIN, Bubble, Pace, clipped, one_f_one_b, typical
+from moe_ckpt.bubbles.schedule import MARGIN, Bubble, Pace, clipped, one_f_one_b, typical
 
 CHUNK_NBYTES = 1 << 20
 """So little at a time: a copy that began in a bubble ends soon after it."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.localized import LocalRecovery, LogGap, local_recoveries
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.manifest import Manifest, age_of
+from moe_ckpt.localized.answers import Received
+from moe_ckpt.localized.exchange import KeptLogs, LogExchange
+from moe_ckpt.localized.segments import LocalRecovery, LogGap, local_recoveries
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
@@ -30,8 +32,6 @@ from moe_ckpt.recovery.restore import needed_slices, parameters_of
 from moe_ckpt.recovery.shared_reading import SharedReading, divide
 from moe_ckpt.recovery.sources import in_order
 from moe_ckpt.recovery.together import NotUsableError, together
-from moe_ckpt.recovery.upstream_logs import KeptLogs, LogExchange
-from moe_ckpt.upstream.answering import Received
 
 log = logging.getLogger("moe_ckpt")
 

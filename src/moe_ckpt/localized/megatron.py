@@ -14,14 +14,14 @@ from moe_ckpt.driver.run import Driver
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.recovery.localized import LocalPart
+from moe_ckpt.localized.answers import Answers
+from moe_ckpt.localized.attempt import LocalPart
+from moe_ckpt.localized.boundary import Boundary
+from moe_ckpt.localized.exchange import KeptLogs
+from moe_ckpt.localized.interception import Interception
+from moe_ckpt.localized.log_files import sealed_logs
+from moe_ckpt.localized.recording import UpstreamLog, Whose
 from moe_ckpt.recovery.replay import Replay
-from moe_ckpt.recovery.upstream_logs import KeptLogs
-from moe_ckpt.upstream.answering import Answers
-from moe_ckpt.upstream.boundary import Boundary
-from moe_ckpt.upstream.files import sealed_logs
-from moe_ckpt.upstream.interception import Interception
-from moe_ckpt.upstream.recording import UpstreamLog, Whose
 
 _REFUSED = {
     "use_ring_exchange_p2p": "sends by a function that torch.distributed does not have, so that nothing can be logged",

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_ckpt.bubbles.gate import BubbleGate
 from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.driver import messages
@@ -33,7 +32,7 @@ from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.gradients.densifying import Densifier
 from moe_ckpt.localized.exchange import KeptLogs
 from moe_ckpt.localized.rejoining import Rejoining, note_replayed, unlogged
-from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
+from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, TransferGate, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.recovery.executing import Restored, versions_of
 from moe_ckpt.recovery.reader import StoreReader
@@ -103,7 +102,7 @@ class Driver:
         placement: Placement | None = None,
         aliases: Mapping[str, str] | None = None,
         observers: Sequence[Observer] = (),
-        gate: BubbleGate | None = None,
+        gate: TransferGate | None = None,
         gradients: GradientRecord | None = None,
         **machine: Any,
     ) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from moe_ckpt.boost.layer import BoostPort
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.boost.megatron import RouterPort
-from moe_ckpt.bubbles.megatron import PipelineWatch, make_gate
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
@@ -142,7 +141,11 @@ class MegatronCheckpoint:
         world = bind(state, comm, may_spare(chunks, optimizer))
         options.policy.check(world.catalog)
         world.require_updates()
-        gate = make_gate(options, chunks)
+        self._pipeline = None
+        if options.needs.bubbles and len(set(world.stages.values())) > 1:
+            from moe_ckpt.bubbles.megatron import PipelineWatch
+
+            self._pipeline = PipelineWatch(chunks)
         numbers = {layer.name: layer.index for layer in world.layers}
         self._driver = Driver(self._host, options, "iteration", _ADVICE)
         self.stopwatch = stopwatch = self._driver.stopwatch
@@ -170,7 +173,7 @@ class MegatronCheckpoint:
                     state.groups.dense, experts_apart=not state.shards, expert_peers=state.groups.expert
                 ),
                 observers=observers,
-                gate=gate,
+                gate=None if self._pipeline is None else self._pipeline.gate,
                 gradients=self._log.recorder,
                 pinned=torch.cuda.is_available(),
                 local_ranks=local_ranks(comm),
@@ -199,7 +202,8 @@ class MegatronCheckpoint:
         self._watch = StepWatch(optimizer, reduces, self._stepped, ends_alone, stopwatch)
         self._watch.before_writing(lambda: self._driver.note(Moment.WRITING))
         self._first: FirstForward | None = None
-        self._pipeline = None if gate is None else PipelineWatch(gate)
+        if self._pipeline is not None:
+            self._pipeline.open()
 
     @property
     def session(self) -> CheckpointSession:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ckpt.boost.layer import LayerBoost
+from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.megatron.dropping import Dropping, Watch, attach, detach
 
 
-class RouterPort:
-    """``boost.layer.BoostPort`` of one router.
+class RouterPort(BoostPort):
+    """The port of one router.
 
     Args:
         layer: Name of the MoE layer.

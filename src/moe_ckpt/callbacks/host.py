@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import ended, go_on_from_end, say_finished
 from moe_ckpt.callbacks.lightning_state import (
@@ -49,7 +48,6 @@ class LightningHost(Host):
 
     Attributes:
         windows: What sparse windows need besides; None where they are neither written nor replayed.
-        boosting: See ``Host``; set before the driver opens.
         data: Positions in the data, once training has begun.
         passes: Which forward passes are training's.
         settled: The newest batch made a step, so that no gradients wait for another batch.
@@ -59,7 +57,6 @@ class LightningHost(Host):
     def __init__(
         self, trainer: Any, module: pl.LightningModule, options: Options, count_update: Callable[[], bool]
     ) -> None:
-        self.boosting: Boosting
         self._count_update = count_update
         self.trainer = trainer
         self.module = module
@@ -125,7 +122,7 @@ class LightningHost(Host):
     def capture(self, *, described: bool = False) -> _Plain:
         if self._retained_state is not None and self._retained_state[0] == self.step:
             return self._retained_state[1]
-        state = self.boosting.captured() | {
+        state = {
             "framework": "lightning",
             "checkpoint": capture_checkpoint(self.trainer),
             "plain": self.state.plain(described=described),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from moe_ckpt.boost.life import Boosting
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.replaying import Repeated, StepSource
 from moe_ckpt.errors import ConfigError
@@ -25,13 +24,7 @@ class End(NamedTuple):
 
 
 class Host(Protocol):
-    """Interface that an adapter provides. Called alike on all ranks, on the training thread.
-
-    Attributes:
-        boosting: The capacity boost; its state is part of what is captured.
-    """
-
-    boosting: Boosting
+    """Interface that an adapter provides. Called alike on all ranks, on the training thread."""
 
     @property
     def step(self) -> int:

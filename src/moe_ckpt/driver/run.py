@@ -13,8 +13,10 @@ from typing import Any
 
 from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.changes import say_changes
+from moe_ckpt.driver.guests import CapacityBoost
 from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.replaying import Replaying
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
@@ -65,6 +67,7 @@ class Driver:
             framework loaded it.
         replaying: The replay of a sparse window, until it is done.
         local: This rank's part, if only some pipeline stages went back; None if all did.
+        boost: Gives stale experts more tokens; None where the policy asks for none.
         surviving: What is done when training stops at a failure; from ``open`` on.
         stopwatch: The session's, as given: from here on every hook of the adapter counts on it.
     """
@@ -79,6 +82,7 @@ class Driver:
         self.restored: Restored | None = None
         self.replaying: Replaying | None = None
         self.local: Rejoining | None = None
+        self.boost: CapacityBoost | None = None
         self.lifecycle = Lifecycle(advice)
         self.session: CheckpointSession
         self.surviving: Surviving
@@ -102,6 +106,7 @@ class Driver:
         placement: Placement | None = None,
         aliases: Mapping[str, str] | None = None,
         observers: Sequence[Observer] = (),
+        boost: CapacityBoost | None = None,
         gate: TransferGate | None = None,
         gradients: GradientRecord | None = None,
         **machine: Any,
@@ -131,7 +136,7 @@ class Driver:
             stopwatch=self.stopwatch,
         )
         session.open()
-        self.session, self._storage = session, storage
+        self.session, self._storage, self.boost = session, storage, boost
         messages.say_setup(self.options, catalog, state.specs(), comm.rank)
         self._resume = functools.partial(resume_newest, storage, comm, state)
         memory = self.options.memory
@@ -207,8 +212,24 @@ class Driver:
         messages.say_resumed(
             self._unit, manifest.step, manifest.directory, fault=fault, plt=plt, dirpath=root, rank=self.comm.rank
         )
-        self._host.boosting.begin(plain, fault.lacking, self.session.run_ledger, **_writers(manifest, reader))
+        self.begin_boost(plain, fault, manifest, reader)
         self.restored_step = manifest.step
+
+    def begin_boost(
+        self, plain: Mapping[str, Any], fault: FaultRecord, manifest: Manifest, reader: StoreReader | None
+    ) -> None:
+        """Begins the boost of experts that came back stale, after ``resume_from`` of the session. A collective.
+
+        Args:
+            plain: This rank's plain state in the checkpoint.
+            fault: What the session booked.
+            manifest: Of the checkpoint.
+            reader: Of its store; None if storage does not have it.
+        """
+        if self.boost is not None:
+            of_rank = None if reader is None else functools.partial(reader.state, manifest)
+            ledger = self.session.run_ledger
+            self.boost.begin(plain, fault.lacking, ledger, ranks=manifest.world_size, of_rank=of_rank)
 
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         self.session.run_ledger.check(manifest)
@@ -264,8 +285,8 @@ class Driver:
             )
             if finished is None:
                 messages.say_left_behind(self._unit, manifest.step, restored.left_behind, rank)
-            writers = _writers(manifest, None if restored.from_memory else StoreReader(self._storage))
-            self._host.boosting.begin(restored.plain, fault.lacking, self.session.run_ledger, **writers)
+            reader = None if restored.from_memory else StoreReader(self._storage)
+            self.begin_boost(restored.plain, fault, manifest, reader)
         messages.say_inexact(inexact, rank)
         say_changes(changes, rank)
 
@@ -279,11 +300,11 @@ class Driver:
         """
         self.lifecycle.move(Action.BEGIN, "begin_training()")
         if new and self.options.needs.windows:
-            self.session.begin_run(self._host.capture, self._host.step, wait=wait)
+            self.session.begin_run(self._capture, self._host.step, wait=wait)
             self._undrained = not wait
         self.session.training_begins()
         if over and self.options.save_last and self.restored is not None and self.restored.is_unsaved:
-            self.session.save_complete(self._host.step, _capture_of(self.restored, self._host, self.comm))
+            self.session.save_complete(self._host.step, self._capture_of(self.restored))
             self.session.before_update(receive=False)
         if self.surviving.is_on:
             self.surviving.termination.watch()
@@ -314,27 +335,36 @@ class Driver:
             ReplayDivergedError: The replayed step differs from the recorded one.
         """
         self.lifecycle.move(Action.STEP, "after_update()")
-        step = self._host.step
+        step, tokens = self._host.step, self._boosted(tokens, updated=updated)
         if self.restored is not None and self.restored.plain:
             self.restored = replace(self.restored, plain={})
         if self.replaying is not None:
             return self._replayed(self.replaying, step, tokens)
-        capture = lambda: self._host.capture(described=True)  # noqa: E731
         with self.surviving.booking():
+            capture = functools.partial(self._capture, described=True)
             self.last = self.session.after_update(step, tokens, capture, updated=updated)
         self.surviving.termination.settle()
         return self.last
 
     def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
         """Counts the newest step, after whose update training stops, so that ``survive`` seals it."""
-        plain = plain_of(self._host.capture, self.comm.rank)
+        tokens = self._boosted(tokens, updated=updated)
+        plain = plain_of(self._capture, self.comm.rank)
         self.session.survivor.counted(self._host.step, plain, tokens, updated=updated)
+
+    def _boosted(self, tokens: Deferred[StepTokens], *, updated: bool) -> Deferred[StepTokens]:
+        return tokens if self.boost is None else self.boost.step_ends(tokens, applied=updated)
+
+    def _capture(self, *, described: bool = False) -> Mapping[str, Any]:
+        """As ``Host.capture``, with what guests add."""
+        captured = self._host.capture(described=described)
+        return captured if self.boost is None else {**self.boost.captured(), **captured}
 
     def _replayed(self, replaying: Replaying, step: int, tokens: Deferred[StepTokens]) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
         equal = False
         try:
-            replaying.compare(step, self._host.capture())
+            replaying.compare(step, self._capture())
             equal = True
         finally:
             note_replayed(self.session, equal=equal)
@@ -357,6 +387,12 @@ class Driver:
         self._tell(StepReplayed(self.last, self.session.run_ledger))
         return self.last
 
+    def _capture_of(self, restored: Restored) -> Callable[[], Mapping[str, Any]]:
+        """Returns a capture of the restored plain state, for a run that trains no more: its loops may not have
+        started."""
+        plain = restored.plain
+        return (lambda: plain) if restored.manifest.world_size == self.comm.world_size else self._capture
+
     def save(self, *, wait: bool) -> bool:
         """Saves everything as of the newest step, whatever the policy, unless the newest checkpoint is just that.
 
@@ -371,7 +407,7 @@ class Driver:
             return False  # the latter: ranks that kept that step do not come by here
         self.lifecycle.require(Action.SAVE, "save()")
         with self.surviving.saving():
-            self.session.save_complete(self._host.step, self._host.capture)
+            self.session.save_complete(self._host.step, self._capture)
         ended = self.session.drain(self._host.step) if wait else ()
         if ended and not ended[-1].committed:
             raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
@@ -404,9 +440,11 @@ class Driver:
         self.surviving.termination.unwatch()
         window = self.replaying  # memory holds no state that ever was
         unsaved = moved or self.local is not None  # no checkpoint holds what ranks reached apart
-        capture: Callable[[], Mapping[str, Any]] = self._host.capture
+        capture: Callable[[], Mapping[str, Any]] = self._capture
         if not unsaved and self.restored is not None and self.restored.is_unsaved:
-            unsaved, capture = True, _capture_of(self.restored, self._host, self.comm)
+            unsaved, capture = True, self._capture_of(self.restored)
+        if self.boost is not None:
+            self.boost.close()
         if window is not None:
             messages.say_unfinished(self._unit, self._host.step, window.steps, self.comm.rank)
         self.session.finish(
@@ -443,7 +481,8 @@ class Driver:
         if self.lifecycle.state is State.NEW:
             return
         self.surviving.termination.unwatch()
-        self._host.boosting.close()
+        if self.boost is not None:
+            self.boost.close()
         if self.replaying is not None:
             self.replaying.close()
         self.last = self.last and self.session.completed(self.last)  # with the failures that ended training
@@ -458,15 +497,3 @@ def release_gradients(driver: Driver) -> None:
     """
     if driver.session.is_open:
         driver.session.before_update(receive=False, of_gradients=True)
-
-
-def _writers(manifest: Manifest, reader: StoreReader | None) -> dict[str, Any]:
-    """Arguments of ``Boosting.begin`` on the ranks that wrote a checkpoint; ``reader`` is None if storage lacks it."""
-    of_rank = None if reader is None else functools.partial(reader.state, manifest)
-    return {"ranks": manifest.world_size, "of_rank": of_rank}
-
-
-def _capture_of(restored: Restored, host: Host, comm: Communicator) -> Callable[[], Mapping[str, Any]]:
-    """Returns a capture of the restored plain state, for a run that trains no more: its loops may not have started."""
-    plain = restored.plain
-    return (lambda: plain) if restored.manifest.world_size == comm.world_size else host.capture

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from moe_ckpt.boost.layer import BoostPort
-from moe_ckpt.boost.life import Boosting
-from moe_ckpt.boost.megatron import RouterPort
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
@@ -156,8 +153,13 @@ class MegatronCheckpoint:
             frozen=world.frozen_experts,
             stopwatch=stopwatch,
         )
-        ports: dict[int, BoostPort] = {numbers[at.name]: RouterPort(at.name, at.router) for at in inventory.layers}
-        self._host.boosting = Boosting(options.needs.boost, ports, grid_of(world.layers), comm, stopwatch)
+        boost = None
+        if options.needs.boost is not None:
+            from moe_ckpt.boost.life import Boosting
+            from moe_ckpt.boost.megatron import RouterPort
+
+            ports = {numbers[layer.name]: RouterPort(layer.name, layer.router) for layer in inventory.layers}
+            boost = Boosting(options.needs.boost, ports, grid_of(world.layers), comm, stopwatch)
         self.options, self.policy, self.dirpath = options, options.policy, options.dirpath
         self.metrics, observers = _metrics()
         self.recovery_plan: RecoveryPlan | None = None
@@ -173,6 +175,7 @@ class MegatronCheckpoint:
                     state.groups.dense, experts_apart=not state.shards, expert_peers=state.groups.expert
                 ),
                 observers=observers,
+                boost=boost,
                 gate=None if self._pipeline is None else self._pipeline.gate,
                 gradients=self._log.recorder,
                 pinned=torch.cuda.is_available(),
@@ -393,7 +396,8 @@ class MegatronCheckpoint:
     def discard_tokens(self) -> None:
         """Forgets the tokens routed since the last iteration, when Megatron's rerun machine repeats a forward pass."""
         self._counter.discard()
-        self._host.boosting.discard()
+        if self._driver.boost is not None:
+            self._driver.boost.discard()
 
     @timed
     def save(self, *, wait: bool = True) -> bool:
@@ -445,7 +449,6 @@ class MegatronCheckpoint:
     def _release(self) -> None:
         """Removes the hooks from model and optimizer."""
         self._counter.close()
-        self._host.boosting.close()
         self._watch.close()
         self._host.spares.close()
         self._log.close()
@@ -495,8 +498,7 @@ def end_iteration(
     ckpt._host.loop.step(iteration, consumed_samples, counters)
     ckpt._host.generators.note()
     ckpt._counter.iteration_ends(iteration, updated=updated and not ckpt.replaying)
-    tokens = ckpt._counter.take().then(lambda routed: routed.of_iteration(updated))
-    return ckpt._host.boosting.step_ends(tokens, applied=updated)
+    return ckpt._counter.take().then(lambda routed: routed.of_iteration(updated))
 
 
 def _metrics() -> tuple[Any, Sequence[Observer]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from moe_ckpt.boost.life import Boosting
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.generators import Generators
 from moe_ckpt.driver.host import End, Host, require_framework
@@ -56,7 +55,6 @@ class MegatronHost(Host):
     """One training loop. Arguments: as of ``attach_with``; ``inventory`` is that of ``chunks``.
 
     Attributes:
-        boosting: Set once the ranks know their MoE layers.
         spares: Set once the store is open.
         upstream: Logs the messages of this rank's pipeline stage; None without such a log.
     """
@@ -70,7 +68,6 @@ class MegatronHost(Host):
         options: Options,
         count_update: Callable[[], bool],
     ) -> None:
-        self.boosting: Boosting
         self.spares: Spares
         self.upstream: PipelineStage | None = None
         self._count_update = count_update
@@ -161,7 +158,6 @@ class MegatronHost(Host):
         if self.generators.state is None:
             self.generators.note()
         return {
-            **self.boosting.captured(),
             **self.spares.captured(),
             "framework": "megatron",
             "iteration": self.loop.iteration,

@@ -9,6 +9,9 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.run_ledger import RunLedger
+from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.recovery.executing import Opener, Recovery, Restored
+from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 
 Plain = Mapping[str, Any]
 """A rank's plain state."""
@@ -54,3 +57,37 @@ class CapacityBoost(Protocol):
 
     def close(self) -> None:
         """Detaches from the routers. Safe to call twice."""
+
+
+class LocalizedRecovery(Protocol):
+    """Lets only those ranks go back after a failure that lost something."""
+
+    def open(self, session: CheckpointSession) -> None:
+        """Begins to log what crosses boundaries, once the session is open.
+
+        Raises:
+            ConfigError: There is no memory that outlives the process.
+        """
+
+    def attempt(self, recovery: Recovery, memory: MemoryCheckpoints) -> Callable[[str, Opener | None], Restored | None]:
+        """See ``recovery.resume.InPart``."""
+
+    def rejoin(self, joined: Restored) -> None:
+        """Only some ranks go back. The session goes on from ``joined`` when they have come to its step."""
+
+    def step_replayed(self, tokens: Deferred[StepTokens], *, last: bool) -> None:
+        """A rank that goes back has computed a step again.
+
+        Args:
+            tokens: Of this rank in that step.
+            last: It was the last one.
+
+        Raises:
+            PeerLostError: Another rank is gone.
+        """
+
+    def diverged(self) -> None:
+        """A step that this rank computed again is not what it was: at the next start all ranks go back."""
+
+    def write_log(self, secs: float) -> None:
+        """Training stops: waits up to ``secs`` until the log of the newest step is written."""

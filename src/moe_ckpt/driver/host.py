@@ -88,10 +88,6 @@ class Host(Protocol):
         """
         return False
 
-    def write_logs(self, secs: float) -> None:
-        """Training stops: completes logs that must outlive the process, within ``secs``. By default there are none."""
-        return
-
 
 def require_framework(plain: Mapping[str, Any], framework: str, path: str) -> None:
     """Raises ``ConfigError`` if the plain state at ``path`` is of another framework than this adapter's."""

@@ -16,9 +16,9 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.changes import say_changes
-from moe_ckpt.driver.guests import CapacityBoost
+from moe_ckpt.driver.guests import CapacityBoost, LocalizedRecovery
 from moe_ckpt.driver.host import Host
-from moe_ckpt.driver.replaying import Replaying
+from moe_ckpt.driver.replaying import Replaying, note_replayed
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.agreement import StepTokens
@@ -32,8 +32,6 @@ from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.gradients.densifying import Densifier
-from moe_ckpt.localized.exchange import KeptLogs
-from moe_ckpt.localized.rejoining import Rejoining, note_replayed, unlogged
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, TransferGate, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.recovery.executing import Restored, versions_of
@@ -66,8 +64,8 @@ class Driver:
         restored: That checkpoint, as this rank sees it, without its plain state once a step was done; None if the
             framework loaded it.
         replaying: The replay of a sparse window, until it is done.
-        local: This rank's part, if only some pipeline stages went back; None if all did.
         boost: Gives stale experts more tokens; None where the policy asks for none.
+        localized: Lets only some pipeline stages go back; None where all do.
         surviving: What is done when training stops at a failure; from ``open`` on.
         stopwatch: The session's, as given: from here on every hook of the adapter counts on it.
     """
@@ -81,8 +79,8 @@ class Driver:
         self.restored_step: int | None = None
         self.restored: Restored | None = None
         self.replaying: Replaying | None = None
-        self.local: Rejoining | None = None
         self.boost: CapacityBoost | None = None
+        self.localized: LocalizedRecovery | None = None
         self.lifecycle = Lifecycle(advice)
         self.session: CheckpointSession
         self.surviving: Surviving
@@ -94,6 +92,11 @@ class Driver:
     def comm(self) -> Communicator:
         """The ranks."""
         return self.session.comm
+
+    @property
+    def is_in_part(self) -> bool:
+        """True if only some pipeline stages went back at this start."""
+        return self.restored is not None and self.restored.joined is not None
 
     # --- once, before training ---
 
@@ -108,6 +111,7 @@ class Driver:
         observers: Sequence[Observer] = (),
         boost: CapacityBoost | None = None,
         gate: TransferGate | None = None,
+        localized: LocalizedRecovery | None = None,
         gradients: GradientRecord | None = None,
         **machine: Any,
     ) -> None:
@@ -117,7 +121,7 @@ class Driver:
 
         ``machine`` has the fields of ``engine.settings.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
-        self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers, *unlogged(gradients)])
+        self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers])
         storage = open_storage(self.options.dirpath, on_phase, access=self.options.access)
         session = CheckpointSession(
             storage=storage,
@@ -136,7 +140,8 @@ class Driver:
             stopwatch=self.stopwatch,
         )
         session.open()
-        self.session, self._storage, self.boost = session, storage, boost
+        self.session, self._storage, self._gradients = session, storage, gradients
+        self.boost, self.localized = boost, localized
         messages.say_setup(self.options, catalog, state.specs(), comm.rank)
         self._resume = functools.partial(resume_newest, storage, comm, state)
         memory = self.options.memory
@@ -147,23 +152,23 @@ class Driver:
             comm.rank,
             newest=lambda: self._host.step,
             count=self._host.count_update,
-            write_logs=self._host.write_logs,
+            localized=localized,
         )
         self.lifecycle.move(Action.OPEN, "open()")
+        if localized is not None:
+            localized.open(session)
 
     def resume(
         self,
         otherwise: Callable[[], object] | None = None,
         *,
         replayer: UpdateReplayer | None = None,
-        logs: KeptLogs | None = None,
     ) -> None:
         """Resumes from the newest good checkpoint, or begins a new run, and says which.
 
         Args:
             otherwise: Loads what a new run begins with; None to begin with the model as it is.
             replayer: Makes the updates of a gradient log once more.
-            logs: What crossed the boundaries of pipeline stages, so that only some need go back.
 
         Raises:
             NoCheckpointError, ConfigError: Training cannot resume from the store.
@@ -175,7 +180,7 @@ class Driver:
                 self.session.tier,
                 self._admits,
                 replayer=replayer,
-                logs=logs,
+                in_part=None if self.localized is None else self.localized.attempt,
                 make_dense=Densifier,
                 on_read_error=options.on_read_error,
             )
@@ -242,9 +247,9 @@ class Driver:
         if restored.replay is None:
             self._host.advance_counts(missed_steps(self.session.catalog, manifest.step, restored.versions))
         self.restored_step, self.restored = manifest.step, restored
-        if restored.local is not None:
-            self.local = Rejoining(restored.local, self.session)
-            self.restored_step = restored.local.recovery.step
+        if restored.joined is not None and self.localized is not None:
+            self.localized.rejoin(restored.joined)
+            self.restored_step = restored.joined.manifest.step
         if restored.replay is not None:
             self.replaying = Replaying(
                 restored.replay,
@@ -256,7 +261,7 @@ class Driver:
                 skipper=self._host.skipper(),
             )
             self.lifecycle.move(Action.RESUME_WINDOW, "resume()")
-        if restored.local is not None:
+        if restored.joined is not None:
             if restored.replay is None:
                 self.lifecycle.move(Action.RESUME, "resume()")
         elif self.replaying is not None:
@@ -368,9 +373,9 @@ class Driver:
             equal = True
         finally:
             note_replayed(self.session, equal=equal)
-            if self.local is not None and not equal:
-                self.local.diverged()
-        local = self.local
+            if self.localized is not None and not equal:
+                self.localized.diverged()
+        local = self.localized if self.is_in_part else None
         replaying.count(tokens)
         if replaying.done:
             if local is None and not replaying.routes_alike(self.comm):
@@ -379,12 +384,14 @@ class Driver:
             if self.restored is not None:  # what has read the window holds its memory
                 self.restored = replace(self.restored, replay=None)
             self.lifecycle.move(Action.REPLAYED, "replay")
-        if local is not None and not local.is_over:
+        if local is not None:
             local.step_replayed(tokens, last=replaying.done)
         elif replaying.done:
             self.session.resume_from(replaying.manifest, **replaying.going_on)
         self.last = StepRecord(step, replayed=True, committed_step=replaying.manifest.step)
         self._tell(StepReplayed(self.last, self.session.run_ledger))
+        if self._gradients is not None:  # a step that is computed again is not logged
+            self._gradients.forget()
         return self.last
 
     def _capture_of(self, restored: Restored) -> Callable[[], Mapping[str, Any]]:
@@ -402,8 +409,7 @@ class Driver:
         Raises:
             SaveFailedError: It could not be committed, or not in time.
         """
-        local = self.local
-        if self.replaying is not None or (local is not None and local.part.recovery.step == self._host.step):
+        if self.replaying is not None or (self.is_in_part and self.restored_step == self._host.step):
             return False  # the latter: ranks that kept that step do not come by here
         self.lifecycle.require(Action.SAVE, "save()")
         with self.surviving.saving():
@@ -439,7 +445,7 @@ class Driver:
         self.surviving.enter(Moment.UNKNOWN)
         self.surviving.termination.unwatch()
         window = self.replaying  # memory holds no state that ever was
-        unsaved = moved or self.local is not None  # no checkpoint holds what ranks reached apart
+        unsaved = moved or self.is_in_part  # no checkpoint holds what ranks reached apart
         capture: Callable[[], Mapping[str, Any]] = self._capture
         if not unsaved and self.restored is not None and self.restored.is_unsaved:
             unsaved, capture = True, self._capture_of(self.restored)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.engine.record import StepRecord
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.localized.megatron import PipelineStage, upstream_budget
 from moe_ckpt.megatron.gradient_log import run_log
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory
@@ -33,7 +31,7 @@ from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.sparing import Spares, may_spare
-from moe_ckpt.megatron.topology import bind, layout, local_ranks, require_groups
+from moe_ckpt.megatron.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.stopwatch import timed
@@ -164,8 +162,11 @@ class MegatronCheckpoint:
         self.metrics, observers = _metrics()
         self.recovery_plan: RecoveryPlan | None = None
         self._log = run_log(inventory, optimizer, chunks, options, self._driver)
-        upstream_bytes = upstream_budget(options, world.stages, chunks)
-        self.upstream: PipelineStage | None = None
+        self.upstream = None
+        if options.memory is not None and options.memory.upstream_bytes is not None:
+            from moe_ckpt.localized.megatron import PipelineStage
+
+            self.upstream = PipelineStage(self._driver, world.stages, chunks)
         try:
             self._driver.open(
                 comm,
@@ -179,16 +180,14 @@ class MegatronCheckpoint:
                 gate=None if self._pipeline is None else self._pipeline.gate,
                 gradients=self._log.recorder,
                 pinned=torch.cuda.is_available(),
+                localized=self.upstream,
                 local_ranks=local_ranks(comm),
             )
-            if upstream_bytes is not None:
-                degrees = json.dumps(layout(chunks), sort_keys=True)
-                self.upstream = PipelineStage(upstream_bytes, world.stages, self._driver, degrees)
         except BaseException:
             self._counter.close()  # a caller may catch this and train without checkpoints
             self._driver.close(0.0)
             raise
-        self._chunks, self._host.upstream = chunks, self.upstream
+        self._chunks = chunks
         self.surviving = self._driver.surviving
         spares = self._host.spares = Spares(chunks, inventory, optimizer, world.may_spare, options.needs.windows)
 
@@ -259,11 +258,7 @@ class MegatronCheckpoint:
                 self._host.generators.take()
 
         replayer = self._log.replayer(self.session.catalog)
-        self._driver.resume(
-            None if otherwise is None else functools.partial(begin, otherwise),
-            replayer=replayer,
-            logs=None if self.upstream is None else self.upstream.earlier_logs,
-        )
+        self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise), replayer=replayer)
         if self.upstream is not None:
             self.upstream.resumed(self.iteration)
         restored = self._driver.restored
@@ -288,7 +283,7 @@ class MegatronCheckpoint:
             self._first.close()
         if self.upstream is not None:
             self.upstream.begin()
-        if self._driver.replaying is not None and self._driver.local is None:
+        if self._driver.replaying is not None and not self._driver.is_in_part:
             self._driver.replaying.begin(Recompute())
         generators.put_back()
         generators.note()

@@ -19,7 +19,6 @@ from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
-from moe_ckpt.localized.megatron import PipelineStage
 from moe_ckpt.megatron.hyperparameters import changes, configured, write_settings
 from moe_ckpt.megatron.inventory import ModelInventory
 from moe_ckpt.megatron.loop import Loop, Progress
@@ -56,7 +55,6 @@ class MegatronHost(Host):
 
     Attributes:
         spares: Set once the store is open.
-        upstream: Logs the messages of this rank's pipeline stage; None without such a log.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class MegatronHost(Host):
         count_update: Callable[[], bool],
     ) -> None:
         self.spares: Spares
-        self.upstream: PipelineStage | None = None
         self._count_update = count_update
         self.state = MegatronTrainingState(inventory, optimizer)
         self.loop = Loop()
@@ -175,10 +172,6 @@ class MegatronHost(Host):
 
     def count_update(self) -> bool:
         return self._count_update()
-
-    def write_logs(self, secs: float) -> None:
-        if self.upstream is not None:
-            self.upstream.write_log(secs)
 
 
 def idle_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:

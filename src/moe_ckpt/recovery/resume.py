@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,8 +21,6 @@ from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, age_of, step_dir
-from moe_ckpt.localized.attempt import LocalAttempt
-from moe_ckpt.localized.exchange import KeptLogs
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored
@@ -39,6 +37,11 @@ _DIVERGED = (
     "its steps is used, and the newest one that was saved in full is tried"
 )
 log = logging.getLogger("moe_ckpt")
+
+InPart = Callable[[Recovery, MemoryCheckpoints], Callable[[str, Opener | None], Restored | None]]
+"""Begins an attempt: (newest checkpoint, what memory has of it) -> the newest step, to which only ranks that lost
+something come from that checkpoint; None if all have to go back. A collective."""
+
 _BY_NAME = (
     " To go on from a step whose values are not finite, name it: ckpt_path= (Lightning) or weights_from= takes its "
     "directory"
@@ -59,7 +62,7 @@ def resume_newest(
     on_read_error: str = "stop",
     read_patience_secs: float = PATIENCE_SECS,
     replayer: UpdateReplayer | None = None,
-    logs: KeptLogs | None = None,
+    in_part: InPart | None = None,
     make_dense: MakeDense | None = None,
 ) -> Restored | None:
     """Loads the newest good checkpoint into ``state``; returns None if the store has none.
@@ -76,7 +79,7 @@ def resume_newest(
             manifests written from then on name the newer one, so that retention keeps it.
         read_patience_secs: How long, in all, failing reads are tried again before that.
         replayer: Makes the updates of a gradient log once more, if the policy keeps one.
-        logs: What crossed the boundaries of pipeline stages, so that only some need go back; None without.
+        in_part: Tries before each checkpoint whether only some ranks need go back; None: all do.
         make_dense: Opens a gradient log of other ranks, or of another layout; None: it is skipped.
 
     Raises:
@@ -94,10 +97,10 @@ def resume_newest(
     directories = memory.standing.stored if memory is not None else _listed(comm, reader)
     in_memory = None if memory is None else max((share.step for share in memory.shares), default=None)
     passed_over = _PassedOver(comm)
-    local = None if memory is None or logs is None else LocalAttempt(recovery, memory, logs)
+    attempt = None if memory is None or in_part is None else in_part(recovery, memory)
     for directory, opener in _candidates(directories, memory):
-        in_part = None if local is None else local.make(directory, opener)
-        restored = in_part or _all_go_back(recovery, memory, directory, opener)
+        newest = None if attempt is None else attempt(directory, opener)
+        restored = newest or _all_go_back(recovery, memory, directory, opener)
         if isinstance(restored, NotUsableError):
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
                 if isinstance(tier, MemoryTier):
@@ -227,7 +230,7 @@ def _rebuilding(
 ) -> Restored:
     """Returns what came from memory with a note if the next checkpoint must not build on what storage has. A
     collective."""
-    joined = restored if restored.local is None else restored.local.joined
+    joined = restored.joined or restored
     if not joined.from_memory:
         return restored
     damaged = passed_over.damaged_of(joined.beneath, comm)
@@ -240,8 +243,7 @@ def _rebuilding(
     same = (e for e in checkpoints_of(memory.shares) if step_dir(e.step, e.generation) == joined.manifest.directory)
     if not (damaged or any(map(memory.standing.follows_what_is_gone, same))):
         return restored
-    local = restored.local and replace(restored.local, joined=replace(joined, rebuilds=True))
-    return replace(restored, rebuilds=True, local=local)
+    return replace(restored, rebuilds=True, joined=restored.joined and replace(joined, rebuilds=True))
 
 
 def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) -> Iterator[tuple[str, Opener | None]]:

@@ -23,6 +23,8 @@ LAYERS = (
 """Each may import itself and what stands before it."""
 GUESTS = ("boost", "bubbles", "localized", "inprocess")
 """Features that a run may do without: each may import every layer, but no other guest."""
+DOORS = {"callbacks.fit": ("boost",), "megatron.checkpoint": ("boost", "bubbles", "localized")}
+"""Module -> the guests that it imports, in a function, where a policy or an option asks for them."""
 ADAPTERS = ("callbacks", "megatron")
 """One per training framework; though one stands before the other, neither may import the other."""
 ON_TOP = ("testing", "conf")
@@ -164,6 +166,17 @@ def direction(module: Module) -> Iterator[str]:
             yield f"{module.name}:{line} imports {target}: {who!r} may not import {whom!r}"
 
 
+def guests_at_doors(module: Module) -> Iterator[str]:
+    """A run without a guest does not import it: doors do, in a function; everybody else knows protocols."""
+    if module.part in GUESTS:
+        return
+    late = {line for node in _functions(module) for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    for line, target in imports(module):
+        guest = target.removeprefix(f"{PACKAGE}.").partition(".")[0] if target.startswith(f"{PACKAGE}.") else ""
+        if guest in GUESTS and not (line in late and guest in DOORS.get(module.name, ())):
+            yield f"{module.name}:{line} imports {target}: only a function of a door may import a guest (DOORS)"
+
+
 def no_command_line(module: Module) -> Iterator[str]:
     """Programs outside of the package use the library, not its command line. ``module``: one of theirs."""
     for line, target in imports(module):
@@ -185,7 +198,7 @@ def _may_import(part: str, target: str) -> bool:
     if part in ON_TOP:
         return target in LAYERS or target == ""
     if target in GUESTS:
-        return part in LAYERS
+        return part in ADAPTERS
     if part in GUESTS:
         return target in LAYERS
     if part in ADAPTERS and target in ADAPTERS:
@@ -403,6 +416,7 @@ def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDe
 Rule = Callable[[Module], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     direction,
+    guests_at_doors,
     purity,
     no_policy_by_class,
     frameworks,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -493,6 +494,28 @@ class Driver:
             self.replaying.close()
         self.last = self.last and self.session.completed(self.last)  # with the failures that ended training
         self.session.close(timeout_secs)
+
+
+def close_guarded(
+    guard: Callable[[], AbstractContextManager[Any]],
+    close: Callable[[float, BaseException], object],
+    error: BaseException,
+) -> None:
+    """Closes a checkpoint after a failure, while the monitor of an in-process restart may interrupt this thread.
+
+    The monitor may be faster than the guard. It interrupts only once for its soft_timeout, so the second attempt ends.
+
+    Args:
+        guard: Keeps the monitor from interrupting a block.
+        close: Of the checkpoint.
+        error: That ended training.
+    """
+    try:
+        with guard():
+            close(CLOSE_SECS, error)
+    except BaseException:
+        close(CLOSE_SECS, error)
+        raise
 
 
 def release_gradients(driver: Driver) -> None:

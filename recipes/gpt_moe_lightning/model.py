@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from moe_ckpt.modeling.boosting import LayerBoost
+    from moe_ckpt.boost.layer import LayerBoost
 
 
 @dataclass(frozen=True)

@@ -259,6 +259,70 @@ class UpdateReplayer(Protocol):
         ...
 
 
+class GatedTransfer(Protocol):
+    """One copy, or one send, that goes chunk by chunk, when it may. On one thread.
+
+    Attributes:
+        held_secs: How long it was held back so far.
+        chunk_nbytes: The most that go at a time.
+    """
+
+    held_secs: float
+    chunk_nbytes: int
+
+    def admit(self, nbytes: int) -> torch.cuda.Event | None:
+        """Return when that many more bytes may go.
+
+        Returns:
+            What a device must wait for before they do.
+        """
+        ...
+
+    def moved(self, secs: float) -> None:
+        """Takes in how long a copy took, but for the time that it was held back."""
+        ...
+
+
+class TransferGate(Protocol):
+    """Holds copies and sends back until they disturb training least.
+
+    Attributes:
+        bubble_nbytes: That went while this rank was idle.
+        beside_nbytes: That went beside compute.
+    """
+
+    @property
+    def bubble_nbytes(self) -> int: ...
+
+    @property
+    def beside_nbytes(self) -> int: ...
+
+    def step_begins(self) -> None:
+        """An iteration begins, of which nothing was computed yet. Harmless when it has begun."""
+        ...
+
+    def update_begins(self) -> None:
+        """The update is next: what is still to be copied goes now."""
+        ...
+
+    def release(self) -> None:
+        """Training waits, or ends: nothing is held back until the next iteration begins."""
+        ...
+
+    def copy(self, nbytes: int) -> GatedTransfer:
+        """Returns the transfer of a copy, which must end before the next update."""
+        ...
+
+    def send(self, nbytes: int, bytes_per_sec: float | None, most_secs: float) -> GatedTransfer:
+        """Returns the transfer of a send, which should end within an iteration's time.
+
+        Args:
+            bytes_per_sec: As measured; None: not yet.
+            most_secs: Longest that is held back.
+        """
+        ...
+
+
 class Communicator(Protocol):
     """The few collectives that checkpointing needs, on process groups of its own.
 

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks import host
 from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute
 from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.driver import replaying
-from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.engine import live
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.session import CheckpointSession

@@ -242,7 +242,7 @@ def with_log(chunks: Any, name: str) -> None:
     """A log of two stages, and a setting of the model."""
     from moe_ckpt import Memory
     from moe_ckpt.engine.options import make_options
-    from moe_ckpt.megatron.upstream import upstream_budget
+    from moe_ckpt.localized.megatron import upstream_budget
 
     options = make_options("megatron.attach", None, "store", {"memory": Memory(upstream_bytes=1000)}, ())
     assert upstream_budget(options, {0: 0, 1: 1}, chunks) == 1000

@@ -36,7 +36,7 @@ PASSES: dict[str, tuple[Setup, dict[str, Any]]] = {
 
 
 def boost_of(left: list[int]) -> Any:
-    from moe_ckpt.modeling.boosting import LayerBoost
+    from moe_ckpt.boost.layer import LayerBoost
 
     rows = torch.tensor(left)
     return LayerBoost(rows, torch.zeros_like(rows), HALF)
@@ -44,7 +44,7 @@ def boost_of(left: list[int]) -> Any:
 
 def one_pass(setup: Setup, options: dict[str, Any], padded: int = 0) -> dict[str, Any]:
     """The first router, alone, with uneven weights: its result without a boost, with one, and with one used up."""
-    from moe_ckpt.megatron.boosting import RouterPort
+    from moe_ckpt.boost.megatron import RouterPort
 
     built = built_with(setup, **options)
     router = moe_layers(built)[0][1].router
@@ -91,7 +91,7 @@ def one_pass(setup: Setup, options: dict[str, Any], padded: int = 0) -> dict[str
 
 def in_training(setup: Setup, left: list[int] | None, **options: Any) -> dict[str, Any]:
     """Three steps, a boost in every layer; left: None without. Losses, fingerprint and what is left."""
-    from moe_ckpt.megatron.boosting import RouterPort
+    from moe_ckpt.boost.megatron import RouterPort
 
     built = built_with(setup, **options)
     boosts, ports = [], []
@@ -113,7 +113,7 @@ def in_training(setup: Setup, left: list[int] | None, **options: Any) -> dict[st
 def refusals() -> dict[str, str | None]:
     from megatron.core.transformer.moe import router as module
 
-    from moe_ckpt.megatron.boosting import RouterPort
+    from moe_ckpt.boost.megatron import RouterPort
 
     router = moe_layers(built_with(ONE, moe_expert_capacity_factor=0.5))[0][1].router
     told = {"capacity": RouterPort("x", router).refusal()}

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.format.upstream import SEND, Channel
-from moe_ckpt.upstream.answering import Answers, is_for
-from moe_ckpt.upstream.boundary import Boundary
-from moe_ckpt.upstream.files import sealed_logs
-from moe_ckpt.upstream.interception import Interception
-from moe_ckpt.upstream.recording import UpstreamLog, Whose
+from moe_ckpt.localized.answers import Answers, is_for
+from moe_ckpt.localized.boundary import Boundary
+from moe_ckpt.localized.interception import Interception
+from moe_ckpt.localized.log_files import sealed_logs
+from moe_ckpt.localized.log_format import SEND, Channel
+from moe_ckpt.localized.recording import UpstreamLog, Whose
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Built, Setup
 from tests.support.processes import run_ranks

@@ -16,11 +16,15 @@ PACKAGE = "moe_ckpt"
 SIMULATOR = "moe_ckpt_sim"
 """Imports ``PACKAGE``, which knows it only by the names of two commands."""
 LAYERS = (
-    *("core", "policies", "format", "storage", "memory", "upstream", "comm", "slices", "replicas", "engine"),
+    *("core", "policies", "format", "storage", "memory", "comm", "slices", "replicas", "engine"),
     *("recovery", "profiling", "modeling", "gradients", "data", "interop", "metrics", "driver"),
-    *("inprocess", "callbacks", "megatron"),
+    *("callbacks", "megatron"),
 )
 """Each may import itself and what stands before it."""
+GUESTS = ("boost", "bubbles", "localized", "inprocess")
+"""Features that a run may do without: each may import every layer, but no other guest."""
+DOORS = {"callbacks.fit": ("boost",), "megatron.checkpoint": ("boost", "bubbles", "localized")}
+"""Module -> the guests that it imports, in a function, where a policy or an option asks for them."""
 ADAPTERS = ("callbacks", "megatron")
 """One per training framework; though one stands before the other, neither may import the other."""
 ON_TOP = ("testing", "conf")
@@ -29,7 +33,7 @@ SUMMIT = ("", "cli", "__main__")
 """May import everything but ``testing``; "" is the package's own ``__init__``."""
 EVERYWHERE = ("errors", "notices", "tables", "stopwatch", "threads", "ports")
 
-PURE = ("core", "policies")
+PURE = ("core", "policies", "boost.arithmetic", "bubbles.schedule", "localized.segments")
 # fmt: off
 IMPURE_MODULES = frozenset(
     {
@@ -144,7 +148,7 @@ def _name(func: ast.expr) -> str:
 
 def direction(module: Module) -> Iterator[str]:
     """Imports inside the package point downwards."""
-    known = {*LAYERS, *ON_TOP, *SUMMIT, *EVERYWHERE}
+    known = {*LAYERS, *GUESTS, *ON_TOP, *SUMMIT, *EVERYWHERE}
     if module.part not in known:
         yield f"{module.name} belongs to no layer: give {module.part!r} a place in tests/packaging/rules.py"
         return
@@ -160,6 +164,17 @@ def direction(module: Module) -> Iterator[str]:
         if part != "__version__" and not _may_import(module.part, part):
             who, whom = module.part or PACKAGE, part or PACKAGE
             yield f"{module.name}:{line} imports {target}: {who!r} may not import {whom!r}"
+
+
+def guests_at_doors(module: Module) -> Iterator[str]:
+    """A run without a guest does not import it: doors do, in a function; everybody else knows protocols."""
+    if module.part in GUESTS:
+        return
+    late = {line for node in _functions(module) for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    for line, target in imports(module):
+        guest = target.removeprefix(f"{PACKAGE}.").partition(".")[0] if target.startswith(f"{PACKAGE}.") else ""
+        if guest in GUESTS and not (line in late and guest in DOORS.get(module.name, ())):
+            yield f"{module.name}:{line} imports {target}: only a function of a door may import a guest (DOORS)"
 
 
 def no_command_line(module: Module) -> Iterator[str]:
@@ -182,23 +197,28 @@ def _may_import(part: str, target: str) -> bool:
         return True
     if part in ON_TOP:
         return target in LAYERS or target == ""
+    if target in GUESTS:
+        return part in ADAPTERS
+    if part in GUESTS:
+        return target in LAYERS
     if part in ADAPTERS and target in ADAPTERS:
         return False
     return target in LAYERS and LAYERS.index(target) < LAYERS.index(part)
 
 
 def purity(module: Module) -> Iterator[str]:
-    """``core`` and ``policies`` know no file, clock, environment, randomness, process, thread or framework."""
-    if module.part not in PURE:
+    """What is ``PURE`` knows no file, clock, environment, randomness, process, thread or framework."""
+    pure = next((name for name in (module.part, module.name) if name in PURE), None)
+    if pure is None:
         return
     for line, target in imports(module):
         if target.partition(".")[0] in IMPURE_MODULES or target.startswith(IMPURE_PARTS):
-            yield f"{module.name}:{line} imports {target}, but {module.part} is pure"
+            yield f"{module.name}:{line} imports {target}, but {pure} is pure"
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and _name(node.func) in ("open", "print", "input"):
-            yield f"{module.name}:{node.lineno} calls {_name(node.func)}(), but {module.part} is pure"
+            yield f"{module.name}:{node.lineno} calls {_name(node.func)}(), but {pure} is pure"
         if isinstance(node, ast.Attribute) and node.attr == "random" and _name(node.value) in ("np", "numpy"):
-            yield f"{module.name}:{node.lineno} uses numpy.random, but {module.part} is pure"
+            yield f"{module.name}:{node.lineno} uses numpy.random, but {pure} is pure"
 
 
 def no_policy_by_class(module: Module) -> Iterator[str]:
@@ -396,6 +416,7 @@ def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDe
 Rule = Callable[[Module], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     direction,
+    guests_at_doors,
     purity,
     no_policy_by_class,
     frameworks,

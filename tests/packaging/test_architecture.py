@@ -64,7 +64,13 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
     packages = text.partition("## Packages")[2].partition("\n## ")[0]
     named = [re.findall(r"`(\w+)`", row.split("|")[2]) for row in packages.splitlines() if row.startswith("| ")]
     summit = [part for part in rules.SUMMIT if part.isalpha()]
-    assert [name for names in named for name in names] == [*rules.EVERYWHERE, *rules.LAYERS, *rules.ON_TOP, *summit]
+    assert [name for names in named for name in names] == [
+        *rules.EVERYWHERE,
+        *rules.LAYERS,
+        *rules.GUESTS,
+        *rules.ON_TOP,
+        *summit,
+    ]
     assert len(text.split()) <= 850
 
 
@@ -86,6 +92,7 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
         (rules.direction, "cli.main", "from moe_ckpt.testing import FaultyStorage", "may not import 'testing'"),
         (rules.direction, "interop.dcp", "from moe_ckpt.callbacks import x", "may not import 'callbacks'"),
         (rules.direction, "callbacks.x", "from moe_ckpt.megatron import x", "may not import 'megatron'"),
+        (rules.direction, "boost.x", "from moe_ckpt.localized import x", "may not import 'localized'"),
         (rules.direction, "megatron.x", "from moe_ckpt.callbacks import x", "may not import 'callbacks'"),
         (rules.direction, "megatron.x", "from moe_ckpt.testing import megatron_cpu", "may not import 'testing'"),
         (rules.direction, "testing.faults", "from moe_ckpt.conf import schema", "may not import 'conf'"),
@@ -96,9 +103,25 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
         (rules.direction, "tables", "from moe_ckpt.errors import x", "'tables' may not import 'errors'"),
         (rules.direction, "cli.x", "from moe_ckpt_sim.run import run", "may not import moe_ckpt_sim"),
         (rules.direction, "conf.x", "import moe_ckpt_sim", "may not import moe_ckpt_sim"),
+        (
+            rules.direction,
+            "driver.run",
+            "def f():\n    from moe_ckpt.boost import x",
+            "'driver' may not import 'boost'",
+        ),
+        (rules.guests_at_doors, "callbacks.fit", "from moe_ckpt.boost import x", "only a function of a door"),
+        (rules.guests_at_doors, "callbacks.x", "def f():\n    from moe_ckpt.boost.x import y", "callbacks.x:2"),
+        (rules.guests_at_doors, "cli.x", "import moe_ckpt.localized.x", "cli.x:1 imports moe_ckpt.localized.x"),
+        (
+            rules.guests_at_doors,
+            "callbacks.fit",
+            "def f():\n    from moe_ckpt import bubbles",
+            "imports moe_ckpt.bubbles",
+        ),
         (rules.no_command_line, "growth", "def f():\n    from moe_ckpt_sim.commands.plan import x", "growth:2 imports"),
         (rules.no_command_line, "growth", "from moe_ckpt import cli", "imports moe_ckpt.cli: only"),
         (rules.purity, "core.x", "import torch", "imports torch"),
+        (rules.purity, "bubbles.schedule", "import time", "bubbles.schedule is pure"),
         (rules.purity, "policies.x", "from time import monotonic", "imports time.monotonic"),
         (rules.purity, "policies.x", "import os.path", "imports os.path"),
         (rules.purity, "core.x", "from moe_ckpt.notices import announce", "core is pure"),
@@ -157,6 +180,8 @@ def test_rule_can_fail(rule, name, source, said):
         (rules.direction, "megatron.x", "from moe_ckpt.interop import dcp\nfrom moe_ckpt.megatron import x"),
         (rules.direction, "testing.x", "from moe_ckpt.megatron import x"),
         (rules.no_policy_by_class, "engine.x", "from moe_ckpt.policies.base import Needs, needs_of"),
+        (rules.guests_at_doors, "callbacks.fit", "def f():\n    from moe_ckpt.boost.lightning import x"),
+        (rules.guests_at_doors, "boost.x", "from moe_ckpt.boost.lightning import x\nimport moe_ckpt"),
         (rules.no_policy_by_class, "cli.x", "from moe_ckpt.policies import MoC"),
         (rules.frameworks, "testing.x", "import importlib as i\ni.import_module('megatron.core')"),
         (rules.direction, "cli.main", "from moe_ckpt.interop import dcp\nfrom moe_ckpt import register_moe"),

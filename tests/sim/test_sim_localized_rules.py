@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ckpt.core.localized import Segment, local_recovery
+from moe_ckpt.localized.segments import Segment, local_recovery
 from moe_ckpt_sim.cluster.cluster import Parallel
 from moe_ckpt_sim.failures.failures import FailureEvent
 from moe_ckpt_sim.failures.traces import Trace

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_ckpt.core.capacity_boost import UNIT, parts_of
+from moe_ckpt.boost.arithmetic import UNIT, parts_of
+from moe_ckpt.boost.layer import LayerBoost
+from moe_ckpt.boost.ports import TopKPort, boost_ports
 from moe_ckpt.modeling import registry
-from moe_ckpt.modeling.boost_ports import TopKPort, boost_ports
-from moe_ckpt.modeling.boosting import LayerBoost
 from moe_ckpt.modeling.discover import find_moe_layers
 from moe_ckpt.modeling.passes import TrainingPasses
 from moe_ckpt.modeling.registry import register_moe

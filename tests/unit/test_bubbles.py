@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import inf
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.bubbles import CAUTION, Bubble, Pace, clipped, one_f_one_b, sizes, timetable, typical
+from moe_ckpt.bubbles.schedule import CAUTION, Bubble, Pace, clipped, one_f_one_b, typical
+
+
+class Chunk(NamedTuple):
+    begin: float
+    nbytes: int
+    in_bubble: bool
+
+
+def timetable(pace: Pace, nbytes: int, most: int, bubbles) -> list[Chunk]:
+    """When each chunk goes, if these are the bubbles that come: what the gate does on threads, as a function."""
+    chunks: list[Chunk] = []
+    now, remaining = 0.0, nbytes
+    coming = list(reversed(bubbles))
+    while remaining:
+        size = min(most, remaining)
+        while coming and coming[-1].end <= now:
+            coming.pop()
+        idle = coming[-1].begin if coming else inf
+        begin = max(now, min(idle, pace.beside_from(remaining)))
+        chunks.append(Chunk(begin, size, idle <= begin))
+        now, remaining = begin + size / pace.bytes_per_sec, remaining - size
+    return chunks
+
 
 PIPELINES = st.tuples(st.integers(1, 8), st.integers(1, 24))
 
@@ -48,13 +73,6 @@ def test_where_the_bubbles_of_four_stages_lie():
     assert one_f_one_b(0, 1, 8, 24.0) == ()
 
 
-@given(st.integers(0, 10_000), st.integers(1, 700))
-def test_chunks_sum_up(nbytes, most):
-    found = list(sizes(nbytes, most))
-    assert sum(found) == nbytes
-    assert all(0 < each <= most for each in found)
-
-
 def test_of_waits_the_medians_are_expected():
     seen = [[Bubble(1, 2), Bubble(5, 9)], [Bubble(2, 4), Bubble(6, 7)], [Bubble(9, 9)], [Bubble(3, 9), Bubble(4, 7)]]
     assert typical(seen) == ((2, 4), (5, 8))
@@ -80,15 +98,6 @@ def test_the_rest_begins_at_the_first_moment_of_the_rule(copy, nbytes):
     at = pace.beside_from(nbytes)
     assert missing(at) == pytest.approx(0, abs=1e-6)
     assert missing(at - 0.1) < 0
-
-
-@given(copies())
-def test_what_fits_the_bubbles_and_what_does_not_is_all(copy):
-    pace, nbytes, _ = copy
-    fitting, rest = pace.split(nbytes)
-    assert fitting + rest == nbytes
-    assert min(fitting, rest) >= 0
-    assert fitting <= sum(each.secs for each in pace.windows) * pace.bytes_per_sec + 1
 
 
 @given(copies(), windows())
@@ -118,7 +127,7 @@ def test_expected_bubbles_that_come_are_used_first(copy):
     """As many bytes as the caution allows: half of them, at least, of what the expected bubbles have room for."""
     pace, nbytes, _ = copy
     found = timetable(pace, nbytes, 1, pace.windows)
-    fitting, _ = pace.split(nbytes)
+    fitting = min(nbytes, sum(each.secs for each in pace.windows) * pace.bytes_per_sec)
     spent = sum(each.nbytes for each in found if each.in_bubble)
     slack = 1 + len(pace.windows) * 2
     room = pace.deadline - CAUTION * nbytes / pace.bytes_per_sec

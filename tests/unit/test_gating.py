@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from moe_ckpt.core.bubbles import one_f_one_b
+from moe_ckpt.bubbles.gate import CHUNK_NBYTES, BubbleGate
+from moe_ckpt.bubbles.schedule import one_f_one_b
 from moe_ckpt.slices.copier import Copier
 from moe_ckpt.slices.copying import CopyStep
-from moe_ckpt.slices.gating import CHUNK_NBYTES, BubbleGate
 from tests.support.acted_gpu import ActedGPU
 from tests.unit.test_engine_copying import piece, program_of
 
@@ -56,6 +56,7 @@ def begun(secs: float) -> BubbleGate:
     made._last_began = time.perf_counter()
     made.step_begins()
     made.forecast.period_secs = secs
+    made.rates.append(RATE)
     return made
 
 
@@ -86,7 +87,7 @@ def test_interleaved_chunks_are_not_estimated():
 
 
 def test_a_copy_is_held_back_until_this_rank_waits(gate):
-    asking = Waiting(gate.copy(1000, RATE), [500, 500])
+    asking = Waiting(gate.copy(1000), [500, 500])
     assert not asking.ended(SHORT)
     with gate.waiting():
         assert asking.ended(LONG)
@@ -95,7 +96,7 @@ def test_a_copy_is_held_back_until_this_rank_waits(gate):
 
 
 def test_a_chunk_more_than_a_wait_is_held_back_again(gate):
-    transfer = gate.copy(1000, RATE)
+    transfer = gate.copy(1000)
     with gate.waiting():
         transfer.admit(500)
     asking = Waiting(transfer, [500])
@@ -107,17 +108,17 @@ def test_a_chunk_more_than_a_wait_is_held_back_again(gate):
 
 @pytest.mark.parametrize("end", ["update_begins", "release"])
 def test_nothing_is_held_back_when_training_waits(gate, end):
-    asking = Waiting(gate.copy(1000, RATE), [1000])
+    asking = Waiting(gate.copy(1000), [1000])
     assert not asking.ended(SHORT)
     getattr(gate, end)()
     assert asking.ended(LONG)
-    gate.copy(1000, RATE).admit(1000)
+    gate.copy(1000).admit(1000)
 
 
 def test_what_bubbles_do_not_bring_through_goes_by_the_deadline():
     gate = begun(SPAN)
     began = gate._began
-    transfer = gate.copy(1000, RATE)
+    transfer = gate.copy(1000)
     transfer.admit(1000)
     assert 0.3 * SPAN < time.perf_counter() - began < LONG
     assert gate.copied.in_bubbles == 0
@@ -125,16 +126,18 @@ def test_what_bubbles_do_not_bring_through_goes_by_the_deadline():
 
 @pytest.mark.parametrize("rate", [None, 20.0])
 def test_a_copy_that_takes_the_whole_iteration_or_of_unknown_rate_is_not_held_back(gate, rate):
-    transfer = gate.copy(1000, rate)
+    gate.rates.clear()
+    gate.rates.extend([rate] if rate else [])
+    transfer = gate.copy(1000)
     transfer.admit(1000)
     assert transfer.held_secs == 0.0
 
 
 def test_a_gate_that_holds_nothing_counts(gate):
     gate.holds = False
-    gate.copy(1000, RATE).admit(400)
+    gate.copy(1000).admit(400)
     with gate.waiting():
-        gate.copy(1000, RATE).admit(600)
+        gate.copy(1000).admit(600)
     assert (gate.copied.nbytes, gate.copied.in_bubbles) == (1000, 600)
 
 
@@ -157,6 +160,7 @@ def test_large_runs_are_divided_and_come_out_whole():
 
 
 def test_a_join_brings_a_copy_through_that_is_held_back(gate):
+    gate.rates.clear()
     source, copier = torch.arange(1 << 16), Copier(gate=gate)
     into = torch.zeros(source.nbytes, dtype=torch.uint8)
     try:
@@ -192,8 +196,8 @@ def test_on_a_device_chunks_go_behind_the_moment_at_which_it_waits():
             for value, held in ((1, False), (2, True)):
                 source.fill_(value)
                 gate.step_begins()
-                copier._newest = None
-                copier._rates.extend([2.5 * CHUNK_NBYTES / gate.forecast.wait_secs(0)] * held)
+                gate.rates.clear()
+                gate.rates.extend([2.5 * CHUNK_NBYTES / gate.forecast.wait_secs(0)] * held)
                 before = gate.copied.in_bubbles
                 copy = copier.start([(program, memory)])
                 with gate.waiting():

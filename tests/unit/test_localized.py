@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.localized import (
+from moe_ckpt.localized.segments import (
     LocalRecovery,
     LogGap,
     Segment,

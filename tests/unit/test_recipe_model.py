@@ -8,9 +8,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from moe_ckpt.core.capacity_boost import parts_of
-from moe_ckpt.modeling.boost_ports import AttributePort, boost_ports
-from moe_ckpt.modeling.boosting import LayerBoost
+from moe_ckpt.boost.arithmetic import parts_of
+from moe_ckpt.boost.layer import LayerBoost
+from moe_ckpt.boost.ports import AttributePort, boost_ports
 from moe_ckpt.modeling.discover import find_moe_layers
 from moe_ckpt.modeling.routing import RoutingCounter
 from recipes.gpt_moe_lightning.model import (

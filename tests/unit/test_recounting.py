@@ -11,19 +11,19 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core.localized import LocalRecovery, Segment, local_recoveries
 from moe_ckpt.core.memory_shares import Share
 from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import TokenBook
-from moe_ckpt.driver.rejoining import Rejoining
 from moe_ckpt.engine import surviving
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.format.manifest import Manifest, ModelRecord
 from moe_ckpt.format.slot import StepFacts
+from moe_ckpt.localized.attempt import LocalPart
+from moe_ckpt.localized.rejoining import Rejoining, with_tokens
+from moe_ckpt.localized.segments import LocalRecovery, Segment, local_recoveries
 from moe_ckpt.policies import Dense
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.kept_state import KeptState
-from moe_ckpt.recovery.localized import LocalPart
 from moe_ckpt.recovery.slot_views import Described, SnapshotFacts
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads, told
@@ -74,9 +74,9 @@ def joined(experts: bool = True) -> Restored:
     return Restored(manifest, {}, applied.copy(), from_memory=True)
 
 
-def part(*, goes_back: bool, recounts: bool = True, experts: bool = True) -> LocalPart:
+def part(*, goes_back: bool, recounts: bool) -> LocalPart:
     recovery = LocalRecovery(7, (Segment(1, 2),), (1, 2))
-    return LocalPart(recovery, 5, goes_back, 0, {}, joined(experts), recounts)
+    return LocalPart(recovery, 5, goes_back, 0, {}, recounts)
 
 
 @pytest.mark.parametrize("recounts", [False, True])
@@ -91,7 +91,7 @@ def test_all_ranks_go_on_with_what_those_counted_that_went_back(recounts):
             run_ledger=SimpleNamespace(tokens=TokenBook(2, 2)),
             resume_from=lambda manifest, **rest: went_on.append((manifest, rest)),
         )
-        rejoining = Rejoining(part(goes_back=comm.rank > 0, recounts=recounts), session)
+        rejoining = Rejoining(part(goes_back=comm.rank > 0, recounts=recounts), joined(), session)
         rejoining.wait()
         if comm.rank:
             rejoining.step_replayed(told(np.full((2, 2), 1_000_000)), last=False)
@@ -105,7 +105,7 @@ def test_all_ranks_go_on_with_what_those_counted_that_went_back(recounts):
 
 def test_a_model_without_experts_has_nothing_to_count():
     none = np.zeros((0, 0), dtype=np.int64)
-    found = part(goes_back=True, experts=False).joined_with(none)
+    found = with_tokens(joined(experts=False), none)
     assert found.manifest.tokens["applied"] == []
     assert found.tokens_from_host.shape == (0, 0)
 

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import GlooCommunicator, SoloCommunicator
-from moe_ckpt.core.localized import LocalRecovery
 from moe_ckpt.errors import ConfigError, DamagedError, PeerLostError, ReplayDivergedError
 from moe_ckpt.format.sealed import seal
-from moe_ckpt.format.upstream import SEND, Channel, LogHeader, Message, decode_log, encode_log
+from moe_ckpt.localized import exchange
+from moe_ckpt.localized.answers import Answers, is_for
+from moe_ckpt.localized.boundary import Boundary
+from moe_ckpt.localized.exchange import KeptLogs, LogExchange
+from moe_ckpt.localized.log_files import sealed_logs
+from moe_ckpt.localized.log_format import SEND, Channel, LogHeader, Message, decode_log, encode_log
+from moe_ckpt.localized.recording import UpstreamLog, Whose
+from moe_ckpt.localized.segments import LocalRecovery
 from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
-from moe_ckpt.recovery import upstream_logs
 from moe_ckpt.recovery.together import NotUsableError
-from moe_ckpt.recovery.upstream_logs import KeptLogs, LogExchange
-from moe_ckpt.upstream.answering import Answers, is_for
-from moe_ckpt.upstream.boundary import Boundary
-from moe_ckpt.upstream.files import sealed_logs
-from moe_ckpt.upstream.recording import UpstreamLog, Whose
 from tests.support.processes import run_ranks
 
 WHOSE = Whose("run", "life", 3, 1, 4)
@@ -193,7 +193,7 @@ def without_memory(rank: int, world_size: int, path: str) -> tuple[str, float]:
         one_step(of_rank, 1, (Channel(SEND, (0, 1)), torch.ones(2)))
         of_rank.close()
     else:
-        upstream_logs.torch = Meagre()
+        exchange.torch = Meagre()
     comm = GlooCommunicator(30.0)
     kept = KeptLogs((0, 1), tuple(sealed_logs(Path(path))) if rank == 0 else ())
     found = LogExchange(comm, kept, LocalRecovery(1, (), (1,)), since=0, lives=range(WHOSE.generation + 1))

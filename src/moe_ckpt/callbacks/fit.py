@@ -23,12 +23,10 @@ from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import boost_refusal, inexact, require_restartable, warn_of_timers
+from moe_ckpt.callbacks.support import inexact, require_restartable, warn_of_timers
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
-from moe_ckpt.core.operators import grid_of
-from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_unsaved
 from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
 from moe_ckpt.driver.states import Action, State
@@ -39,7 +37,6 @@ from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.gradients.recording import StepRecorder
 from moe_ckpt.gradients.run_log import RunLog
-from moe_ckpt.modeling.boost_ports import boost_ports
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.routing import Mask, RoutingCounter, no_experts
@@ -87,7 +84,6 @@ class Fit:
         self.buckets = BucketOrder.of(trainer)
         on_device = trainer.strategy.root_device.type == "cuda"
         passes = self.host.passes
-        ports = boost_ports(layers, boost_refusal(trainer.strategy), passes)
         self.step_log = StepLog(k, trainer)
         frozen: Callable[[], Mask | None] = no_experts
         if options.needs.partial:  # looked for at every update, hence only where experts may come back older
@@ -103,14 +99,18 @@ class Fit:
         self._log = RunLog(capture, trainer.optimizers, recorder)
         try:
             comm = make_communicator(options.timeout_secs, late=on_device)
-            shape = grid_of(catalog.layers)
-            self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, shape, comm, stopwatch)
+            boost = None
+            if options.needs.boost is not None:
+                from moe_ckpt.boost.lightning import fit_boost
+
+                boost = fit_boost(options.needs.boost, trainer.strategy, layers, passes, comm, stopwatch)
             self.driver.open(
                 comm,
                 catalog,
                 self.host.state,
                 aliases=tied_aliases(module),
                 observers=[self.step_log],
+                boost=boost,
                 gradients=recorder,
                 pinned=on_device,
                 local_ranks=getattr(trainer.strategy, "num_processes", 1),
@@ -162,7 +162,8 @@ class Fit:
             newest, applied = previous.session.committed_directory, previous.session.run_ledger.tokens.applied
             manifest = open_step(os.path.join(driver.options.dirpath, str(newest)))[1]
             fault = driver.session.resume_from(manifest, tokens_from_host=applied)
-            self.boosting.begin(previous.boosting.captured(), fault.lacking, driver.session.run_ledger)
+            boost = previous.driver.boost
+            driver.begin_boost({} if boost is None else boost.captured(), fault, manifest, None)
         elif (named := given_path(host.trainer)) is not None:
             driver.resume_elsewhere()
             if driver.comm.rank == 0:
@@ -333,8 +334,7 @@ class Fit:
             return
         if windows is not None:
             windows.check_updates(batch.updates)
-        tokens = self.boosting.step_ends(self._counter.take(), applied=True)
-        record = driver.after_update(tokens, updated=batch.applied)
+        record = driver.after_update(self._counter.take(), updated=batch.applied)
         if windows is not None:
             if driver.replaying is None:
                 windows.replayed()
@@ -354,13 +354,14 @@ class Fit:
         self._watch.require_whole(sys.exc_info()[1])  # that Lightning is handling
         self.host.generators.note()
         batch = self._watch.book(self.host.step)
-        self.driver.count(self.boosting.step_ends(self._counter.take(), applied=True), updated=batch.applied)
+        self.driver.count(self._counter.take(), updated=batch.applied)
         return True
 
     def _discard_tokens(self) -> None:
         """Forgets the tokens routed since the last step: they led to no update."""
         self._counter.discard()
-        self.boosting.discard()
+        if self.driver.boost is not None:
+            self.driver.boost.discard()
 
     def _leave_last(self, last_for_now: bool) -> None:
         """Saves the newest step's state if training ends with this batch; keeps its plain state if training may end.

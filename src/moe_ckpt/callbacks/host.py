@@ -21,7 +21,6 @@ from moe_ckpt.callbacks.lightning_state import (
     restore_checkpoint,
 )
 from moe_ckpt.callbacks.windows import Windows
-from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, differing, plain_values, same
 from moe_ckpt.driver.generators import Generators
 from moe_ckpt.driver.host import End, Host
@@ -49,7 +48,6 @@ class LightningHost(Host):
 
     Attributes:
         windows: What sparse windows need besides; None where they are neither written nor replayed.
-        boosting: See ``Host``; set before the driver opens.
         data: Positions in the data, once training has begun.
         passes: Which forward passes are training's.
         settled: The newest batch made a step, so that no gradients wait for another batch.
@@ -59,7 +57,6 @@ class LightningHost(Host):
     def __init__(
         self, trainer: Any, module: pl.LightningModule, options: Options, count_update: Callable[[], bool]
     ) -> None:
-        self.boosting: Boosting
         self._count_update = count_update
         self.trainer = trainer
         self.module = module
@@ -125,7 +122,7 @@ class LightningHost(Host):
     def capture(self, *, described: bool = False) -> _Plain:
         if self._retained_state is not None and self._retained_state[0] == self.step:
             return self._retained_state[1]
-        state = self.boosting.captured() | {
+        state = {
             "framework": "lightning",
             "checkpoint": capture_checkpoint(self.trainer),
             "plain": self.state.plain(described=described),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.replaying import Repeated, StepSource
 from moe_ckpt.errors import ConfigError
@@ -25,13 +24,7 @@ class End(NamedTuple):
 
 
 class Host(Protocol):
-    """Interface that an adapter provides. Called alike on all ranks, on the training thread.
-
-    Attributes:
-        boosting: The capacity boost; its state is part of what is captured.
-    """
-
-    boosting: Boosting
+    """Interface that an adapter provides. Called alike on all ranks, on the training thread."""
 
     @property
     def step(self) -> int:
@@ -94,10 +87,6 @@ class Host(Protocol):
             Whether it could; by default it cannot.
         """
         return False
-
-    def write_logs(self, secs: float) -> None:
-        """Training stops: completes logs that must outlive the process, within ``secs``. By default there are none."""
-        return
 
 
 def require_framework(plain: Mapping[str, Any], framework: str, path: str) -> None:

@@ -139,37 +139,6 @@ def say_not_counted(which: str, missing: str, why: str, rank: int) -> None:
     log.warning("training stops (%s), and rank %d does not keep %s in memory: %s", why, rank, which, missing)
 
 
-def say_boosted(boost: float, tokens: int, experts: int, rank: int) -> None:
-    """Experts get more tokens to make up for lost ones.
-
-    Args:
-        boost: Portion that they get more.
-    """
-    if rank == 0:
-        announce(
-            "capacity boost: %s get %g %% more tokens until %s lost ones are made up",
-            *(f"{experts} experts" if experts > 1 else "1 expert", 100 * boost, f"{tokens:,}"),
-        )
-
-
-def say_not_boosted(layer: str, router: str, why: str) -> None:
-    """A router cannot take a boost. On one rank that has it."""
-    log.warning(
-        "no capacity boost in MoE layer %s, whose stale experts continue without it: its router, %s, does not support "
-        "it: %s",
-        *(layer, router, why),
-    )
-
-
-def say_forgotten(rank: int, error: Exception) -> None:
-    """The tokens that a rank of an earlier start still had to make up cannot be read."""
-    log.warning(
-        "the capacity boost continues without the tokens that rank %d of the checkpoint still had to make up: %s",
-        rank,
-        error,
-    )
-
-
 def say_inexact(why: str | None, rank: int) -> None:
     """Why the resumed run is inexact; None if it is exact."""
     if why is not None and rank == 0:

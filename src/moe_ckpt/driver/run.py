@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.driver import messages
 from moe_ckpt.driver.changes import say_changes
+from moe_ckpt.driver.guests import CapacityBoost, LocalizedRecovery
 from moe_ckpt.driver.host import Host
-from moe_ckpt.driver.rejoining import Rejoining, note_replayed, unlogged
-from moe_ckpt.driver.replaying import Replaying
+from moe_ckpt.driver.replaying import Replaying, note_replayed
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.agreement import StepTokens
@@ -30,13 +32,11 @@ from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.gradients.densifying import Densifier
-from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, UpdateReplayer
+from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, TransferGate, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.recovery.executing import Restored, versions_of
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
-from moe_ckpt.recovery.upstream_logs import KeptLogs
-from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.stopwatch import Stopwatch
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
@@ -64,7 +64,8 @@ class Driver:
         restored: That checkpoint, as this rank sees it, without its plain state once a step was done; None if the
             framework loaded it.
         replaying: The replay of a sparse window, until it is done.
-        local: This rank's part, if only some pipeline stages went back; None if all did.
+        boost: Gives stale experts more tokens; None where the policy asks for none.
+        localized: Lets only some pipeline stages go back; None where all do.
         surviving: What is done when training stops at a failure; from ``open`` on.
         stopwatch: The session's, as given: from here on every hook of the adapter counts on it.
     """
@@ -78,7 +79,8 @@ class Driver:
         self.restored_step: int | None = None
         self.restored: Restored | None = None
         self.replaying: Replaying | None = None
-        self.local: Rejoining | None = None
+        self.boost: CapacityBoost | None = None
+        self.localized: LocalizedRecovery | None = None
         self.lifecycle = Lifecycle(advice)
         self.session: CheckpointSession
         self.surviving: Surviving
@@ -91,6 +93,11 @@ class Driver:
         """The ranks."""
         return self.session.comm
 
+    @property
+    def is_in_part(self) -> bool:
+        """True if only some pipeline stages went back at this start."""
+        return self.restored is not None and self.restored.joined is not None
+
     # --- once, before training ---
 
     def open(
@@ -102,7 +109,9 @@ class Driver:
         placement: Placement | None = None,
         aliases: Mapping[str, str] | None = None,
         observers: Sequence[Observer] = (),
-        gate: BubbleGate | None = None,
+        boost: CapacityBoost | None = None,
+        gate: TransferGate | None = None,
+        localized: LocalizedRecovery | None = None,
         gradients: GradientRecord | None = None,
         **machine: Any,
     ) -> None:
@@ -112,7 +121,7 @@ class Driver:
 
         ``machine`` has the fields of ``engine.options.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
-        self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers, *unlogged(gradients)])
+        self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers])
         storage = open_storage(self.options.dirpath, on_phase, access=self.options.access)
         session = CheckpointSession(
             storage=storage,
@@ -131,7 +140,8 @@ class Driver:
             stopwatch=self.stopwatch,
         )
         session.open()
-        self.session, self._storage = session, storage
+        self.session, self._storage, self._gradients = session, storage, gradients
+        self.boost, self.localized = boost, localized
         messages.say_setup(self.options, catalog, state.specs(), comm.rank)
         self._resume = functools.partial(resume_newest, storage, comm, state)
         memory = self.options.memory
@@ -142,23 +152,23 @@ class Driver:
             comm.rank,
             newest=lambda: self._host.step,
             count=self._host.count_update,
-            write_logs=self._host.write_logs,
+            localized=localized,
         )
         self.lifecycle.move(Action.OPEN, "open()")
+        if localized is not None:
+            localized.open(session)
 
     def resume(
         self,
         otherwise: Callable[[], object] | None = None,
         *,
         replayer: UpdateReplayer | None = None,
-        logs: KeptLogs | None = None,
     ) -> None:
         """Resumes from the newest good checkpoint, or begins a new run, and says which.
 
         Args:
             otherwise: Loads what a new run begins with; None to begin with the model as it is.
             replayer: Makes the updates of a gradient log once more.
-            logs: What crossed the boundaries of pipeline stages, so that only some need go back.
 
         Raises:
             NoCheckpointError, ConfigError: Training cannot resume from the store.
@@ -170,7 +180,7 @@ class Driver:
                 self.session.tier,
                 self._admits,
                 replayer=replayer,
-                logs=logs,
+                in_part=None if self.localized is None else self.localized.attempt,
                 make_dense=Densifier,
                 on_read_error=options.on_read_error,
             )
@@ -207,8 +217,24 @@ class Driver:
         messages.say_resumed(
             self._unit, manifest.step, manifest.directory, fault=fault, plt=plt, dirpath=root, rank=self.comm.rank
         )
-        self._host.boosting.begin(plain, fault.lacking, self.session.run_ledger, **_writers(manifest, reader))
+        self.begin_boost(plain, fault, manifest, reader)
         self.restored_step = manifest.step
+
+    def begin_boost(
+        self, plain: Mapping[str, Any], fault: FaultRecord, manifest: Manifest, reader: StoreReader | None
+    ) -> None:
+        """Begins the boost of experts that came back stale, after ``resume_from`` of the session. A collective.
+
+        Args:
+            plain: This rank's plain state in the checkpoint.
+            fault: What the session booked.
+            manifest: Of the checkpoint.
+            reader: Of its store; None if storage does not have it.
+        """
+        if self.boost is not None:
+            of_rank = None if reader is None else functools.partial(reader.state, manifest)
+            ledger = self.session.run_ledger
+            self.boost.begin(plain, fault.lacking, ledger, ranks=manifest.world_size, of_rank=of_rank)
 
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         self.session.run_ledger.check(manifest)
@@ -221,9 +247,9 @@ class Driver:
         if restored.replay is None:
             self._host.advance_counts(missed_steps(self.session.catalog, manifest.step, restored.versions))
         self.restored_step, self.restored = manifest.step, restored
-        if restored.local is not None:
-            self.local = Rejoining(restored.local, self.session)
-            self.restored_step = restored.local.recovery.step
+        if restored.joined is not None and self.localized is not None:
+            self.localized.rejoin(restored.joined)
+            self.restored_step = restored.joined.manifest.step
         if restored.replay is not None:
             self.replaying = Replaying(
                 restored.replay,
@@ -235,7 +261,7 @@ class Driver:
                 skipper=self._host.skipper(),
             )
             self.lifecycle.move(Action.RESUME_WINDOW, "resume()")
-        if restored.local is not None:
+        if restored.joined is not None:
             if restored.replay is None:
                 self.lifecycle.move(Action.RESUME, "resume()")
         elif self.replaying is not None:
@@ -263,8 +289,8 @@ class Driver:
             )
             if finished is None:
                 messages.say_left_behind(self._unit, manifest.step, restored.left_behind, rank)
-            writers = _writers(manifest, None if restored.from_memory else StoreReader(self._storage))
-            self._host.boosting.begin(restored.plain, fault.lacking, self.session.run_ledger, **writers)
+            reader = None if restored.from_memory else StoreReader(self._storage)
+            self.begin_boost(restored.plain, fault, manifest, reader)
         messages.say_inexact(inexact, rank)
         say_changes(changes, rank)
 
@@ -278,11 +304,11 @@ class Driver:
         """
         self.lifecycle.move(Action.BEGIN, "begin_training()")
         if new and self.options.needs.windows:
-            self.session.begin_run(self._host.capture, self._host.step, wait=wait)
+            self.session.begin_run(self._capture, self._host.step, wait=wait)
             self._undrained = not wait
         self.session.training_begins()
         if over and self.options.save_last and self.restored is not None and self.restored.is_unsaved:
-            self.session.save_complete(self._host.step, _capture_of(self.restored, self._host, self.comm))
+            self.session.save_complete(self._host.step, self._capture_of(self.restored))
             self.session.before_update(receive=False)
         if self.surviving.is_on:
             self.surviving.termination.watch()
@@ -313,33 +339,42 @@ class Driver:
             ReplayDivergedError: The replayed step differs from the recorded one.
         """
         self.lifecycle.move(Action.STEP, "after_update()")
-        step = self._host.step
+        step, tokens = self._host.step, self._boosted(tokens, updated=updated)
         if self.restored is not None and self.restored.plain:
             self.restored = replace(self.restored, plain={})
         if self.replaying is not None:
             return self._replayed(self.replaying, step, tokens)
-        capture = lambda: self._host.capture(described=True)  # noqa: E731
         with self.surviving.booking():
+            capture = functools.partial(self._capture, described=True)
             self.last = self.session.after_update(step, tokens, capture, updated=updated)
         self.surviving.termination.settle()
         return self.last
 
     def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
         """Counts the newest step, after whose update training stops, so that ``survive`` seals it."""
-        plain = plain_of(self._host.capture, self.comm.rank)
+        tokens = self._boosted(tokens, updated=updated)
+        plain = plain_of(self._capture, self.comm.rank)
         self.session.survivor.counted(self._host.step, plain, tokens, updated=updated)
+
+    def _boosted(self, tokens: Deferred[StepTokens], *, updated: bool) -> Deferred[StepTokens]:
+        return tokens if self.boost is None else self.boost.step_ends(tokens, applied=updated)
+
+    def _capture(self, *, described: bool = False) -> Mapping[str, Any]:
+        """As ``Host.capture``, with what guests add."""
+        captured = self._host.capture(described=described)
+        return captured if self.boost is None else {**self.boost.captured(), **captured}
 
     def _replayed(self, replaying: Replaying, step: int, tokens: Deferred[StepTokens]) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
         equal = False
         try:
-            replaying.compare(step, self._host.capture())
+            replaying.compare(step, self._capture())
             equal = True
         finally:
             note_replayed(self.session, equal=equal)
-            if self.local is not None and not equal:
-                self.local.diverged()
-        local = self.local
+            if self.localized is not None and not equal:
+                self.localized.diverged()
+        local = self.localized if self.is_in_part else None
         replaying.count(tokens)
         if replaying.done:
             if local is None and not replaying.routes_alike(self.comm):
@@ -348,13 +383,21 @@ class Driver:
             if self.restored is not None:  # what has read the window holds its memory
                 self.restored = replace(self.restored, replay=None)
             self.lifecycle.move(Action.REPLAYED, "replay")
-        if local is not None and not local.is_over:
+        if local is not None:
             local.step_replayed(tokens, last=replaying.done)
         elif replaying.done:
             self.session.resume_from(replaying.manifest, **replaying.going_on)
         self.last = StepRecord(step, replayed=True, committed_step=replaying.manifest.step)
         self._tell(StepReplayed(self.last, self.session.run_ledger))
+        if self._gradients is not None:  # a step that is computed again is not logged
+            self._gradients.forget()
         return self.last
+
+    def _capture_of(self, restored: Restored) -> Callable[[], Mapping[str, Any]]:
+        """Returns a capture of the restored plain state, for a run that trains no more: its loops may not have
+        started."""
+        plain = restored.plain
+        return (lambda: plain) if restored.manifest.world_size == self.comm.world_size else self._capture
 
     def save(self, *, wait: bool) -> bool:
         """Saves everything as of the newest step, whatever the policy, unless the newest checkpoint is just that.
@@ -365,12 +408,11 @@ class Driver:
         Raises:
             SaveFailedError: It could not be committed, or not in time.
         """
-        local = self.local
-        if self.replaying is not None or (local is not None and local.part.recovery.step == self._host.step):
+        if self.replaying is not None or (self.is_in_part and self.restored_step == self._host.step):
             return False  # the latter: ranks that kept that step do not come by here
         self.lifecycle.require(Action.SAVE, "save()")
         with self.surviving.saving():
-            self.session.save_complete(self._host.step, self._host.capture)
+            self.session.save_complete(self._host.step, self._capture)
         ended = self.session.drain(self._host.step) if wait else ()
         if ended and not ended[-1].committed:
             raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
@@ -402,10 +444,12 @@ class Driver:
         self.surviving.enter(Moment.UNKNOWN)
         self.surviving.termination.unwatch()
         window = self.replaying  # memory holds no state that ever was
-        unsaved = moved or self.local is not None  # no checkpoint holds what ranks reached apart
-        capture: Callable[[], Mapping[str, Any]] = self._host.capture
+        unsaved = moved or self.is_in_part  # no checkpoint holds what ranks reached apart
+        capture: Callable[[], Mapping[str, Any]] = self._capture
         if not unsaved and self.restored is not None and self.restored.is_unsaved:
-            unsaved, capture = True, _capture_of(self.restored, self._host, self.comm)
+            unsaved, capture = True, self._capture_of(self.restored)
+        if self.boost is not None:
+            self.boost.close()
         if window is not None:
             messages.say_unfinished(self._unit, self._host.step, window.steps, self.comm.rank)
         self.session.finish(
@@ -442,11 +486,34 @@ class Driver:
         if self.lifecycle.state is State.NEW:
             return
         self.surviving.termination.unwatch()
-        self._host.boosting.close()
+        if self.boost is not None:
+            self.boost.close()
         if self.replaying is not None:
             self.replaying.close()
         self.last = self.last and self.session.completed(self.last)  # with the failures that ended training
         self.session.close(timeout_secs)
+
+
+def close_guarded(
+    guard: Callable[[], AbstractContextManager[Any]],
+    close: Callable[[float, BaseException], object],
+    error: BaseException,
+) -> None:
+    """Closes a checkpoint after a failure, while the monitor of an in-process restart may interrupt this thread.
+
+    The monitor may be faster than the guard. It interrupts only once for its soft_timeout, so the second attempt ends.
+
+    Args:
+        guard: Keeps the monitor from interrupting a block.
+        close: Of the checkpoint.
+        error: That ended training.
+    """
+    try:
+        with guard():
+            close(CLOSE_SECS, error)
+    except BaseException:
+        close(CLOSE_SECS, error)
+        raise
 
 
 def release_gradients(driver: Driver) -> None:
@@ -457,15 +524,3 @@ def release_gradients(driver: Driver) -> None:
     """
     if driver.session.is_open:
         driver.session.before_update(receive=False, of_gradients=True)
-
-
-def _writers(manifest: Manifest, reader: StoreReader | None) -> dict[str, Any]:
-    """Arguments of ``Boosting.begin`` on the ranks that wrote a checkpoint; ``reader`` is None if storage lacks it."""
-    of_rank = None if reader is None else functools.partial(reader.state, manifest)
-    return {"ranks": manifest.world_size, "of_rank": of_rank}
-
-
-def _capture_of(restored: Restored, host: Host, comm: Communicator) -> Callable[[], Mapping[str, Any]]:
-    """Returns a capture of the restored plain state, for a run that trains no more: its loops may not have started."""
-    plain = restored.plain
-    return (lambda: plain) if restored.manifest.world_size == comm.world_size else host.capture

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from moe_ckpt.driver.guests import LocalizedRecovery
 from moe_ckpt.driver.messages import say_not_counted, say_not_survived, say_survived
 from moe_ckpt.driver.termination import Termination
 from moe_ckpt.engine.surviving import Survived, Survivor
@@ -43,7 +44,7 @@ class Surviving:
         rank: This process's.
         newest: Returns the newest step that was counted.
         count: See ``Host.count_update``.
-        write_logs: See ``Host.write_logs``.
+        localized: Its log is completed as well; None if there is none.
 
     Attributes:
         moment: Of the iteration.
@@ -59,9 +60,9 @@ class Surviving:
         *,
         newest: Callable[[], int] = lambda: 0,
         count: Callable[[], bool] = lambda: False,
-        write_logs: Callable[[float], None] = lambda secs: None,
+        localized: LocalizedRecovery | None = None,
     ) -> None:
-        self._newest, self._count, self._write_logs = newest, count, write_logs
+        self._newest, self._count, self._localized = newest, count, localized
         self.moment = Moment.UNKNOWN
         self.termination = Termination(self, secs)
         self._survivor, self._secs, self._unit, self._rank = survivor, secs, unit, rank
@@ -171,7 +172,8 @@ class Surviving:
             with _not_interrupted():  # including its messages: a handler may raise
                 until = time.monotonic() + self._secs
                 survived = self._survivor.seal(self._secs)
-                self._write_logs(max(0.0, until - time.monotonic()))
+                if self._localized is not None:
+                    self._localized.write_log(max(0.0, until - time.monotonic()))
                 if survived is not None:
                     self._say(why, survived)
 

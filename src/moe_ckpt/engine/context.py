@@ -12,8 +12,7 @@ from moe_ckpt.engine.events import Observer
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.format.manifest import LayerRecord, ModelRecord
 from moe_ckpt.policies.base import Policy
-from moe_ckpt.ports import Communicator, GradientRecord, TrainingState
-from moe_ckpt.slices.gating import BubbleGate
+from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, TransferGate
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 
@@ -34,7 +33,7 @@ class RunContext:
         lock: Of the store.
         on_phase: See ``driver.run.on_phase``.
         tell: The observers.
-        gate: Holds copies and sends back for the bubbles of a pipeline; None: they go at once.
+        gate: Holds copies and sends back; None: they go at once.
         gradients: What optimizers consumed, where the policy logs that.
     """
 
@@ -49,7 +48,7 @@ class RunContext:
     lock: StoreLock
     on_phase: Callable[[str], None] | None
     tell: Observer
-    gate: BubbleGate | None = None
+    gate: TransferGate | None = None
     gradients: GradientRecord | None = None
 
     @cached_property

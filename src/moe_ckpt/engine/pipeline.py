@@ -226,7 +226,7 @@ class Pipeline:
             self._preallocator.top_up()
 
     def step_begins(self) -> None:
-        """The next iteration begins, beside whose pipeline copies and sends go in bubbles first."""
+        """The next iteration begins, in which a gate may hold copies and sends back."""
         if self._gate is not None:
             self._gate.step_begins()
 

@@ -46,9 +46,8 @@ from moe_ckpt.engine.surviving import Survivor
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.policies.base import Measured, Policy, needs_of
-from moe_ckpt.ports import Communicator, GradientRecord, TrainingState
+from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, TransferGate
 from moe_ckpt.slices.assignment import ComputeTypes
-from moe_ckpt.slices.gating import BubbleGate
 from moe_ckpt.stopwatch import Since, Stopwatch, timed
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
@@ -82,7 +81,7 @@ class CheckpointSession:
         lock: StoreLock | None = None,
         on_phase: Callable[[str], None] | None = None,
         observers: Sequence[Observer] = (),
-        gate: BubbleGate | None = None,
+        gate: TransferGate | None = None,
         gradients: GradientRecord | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
@@ -356,8 +355,8 @@ class CheckpointSession:
         memory, gate = self._resources.memory, self._run.gate
         return replace(
             record,
-            bubble_nbytes=0 if gate is None else gate.copied.in_bubbles + gate.sent.in_bubbles,
-            beside_nbytes=0 if gate is None else gate.copied.during_compute + gate.sent.during_compute,
+            bubble_nbytes=0 if gate is None else gate.bubble_nbytes,
+            beside_nbytes=0 if gate is None else gate.beside_nbytes,
             skips=snapshots.skips,
             waits=snapshots.backlog.waits,
             k=plan.k,

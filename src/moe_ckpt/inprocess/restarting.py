@@ -17,14 +17,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from moe_ckpt.driver.run import CLOSE_SECS
+from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.driver.surviving import Surviving
 from moe_ckpt.errors import (
     ConfigError,
@@ -56,26 +55,6 @@ class SealingCheckpoint(Protocol):
 
     def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
         """Releases threads, lock and hooks."""
-
-
-def close_guarded(
-    guard: Callable[[], AbstractContextManager[Any]], checkpoint: SealingCheckpoint, error: BaseException
-) -> None:
-    """Closes a checkpoint after a failure, while a monitor may interrupt this thread.
-
-    The monitor may be faster than the guard. It interrupts only once for its soft_timeout, so the second attempt ends.
-
-    Args:
-        guard: Keeps the monitor from interrupting a block.
-        checkpoint: To close.
-        error: That ended training.
-    """
-    try:
-        with guard():
-            checkpoint.close(CLOSE_SECS, error)
-    except BaseException:
-        checkpoint.close(CLOSE_SECS, error)
-        raise
 
 
 class Restart:
@@ -139,7 +118,7 @@ class Restart:
             yield
             sealing.finish()
         except BaseException as error:
-            close_guarded(self._call.atomic, sealing, error)
+            close_guarded(self._call.atomic, sealing.close, error)
             raise
         finally:
             self._sealing = None

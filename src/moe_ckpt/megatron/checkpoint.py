@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from torch import nn
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
-from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.replaying import Recompute
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
@@ -25,8 +23,6 @@ from moe_ckpt.engine.events import Observer, StepRecord
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.boosting import RouterPort
-from moe_ckpt.megatron.bubbles import PipelineWatch, make_gate
 from moe_ckpt.megatron.gradient_log import run_log
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory
@@ -34,10 +30,8 @@ from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.sparing import Spares, may_spare
-from moe_ckpt.megatron.topology import bind, layout, local_ranks, require_groups
+from moe_ckpt.megatron.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
-from moe_ckpt.megatron.upstream import PipelineStage, upstream_budget
-from moe_ckpt.modeling.boosting import BoostPort
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.stopwatch import timed
 
@@ -141,7 +135,11 @@ class MegatronCheckpoint:
         world = bind(state, comm, may_spare(chunks, optimizer))
         options.policy.check(world.catalog)
         world.require_updates()
-        gate = make_gate(options, chunks)
+        self._pipeline = None
+        if options.needs.bubbles and len(set(world.stages.values())) > 1:
+            from moe_ckpt.bubbles.megatron import PipelineWatch
+
+            self._pipeline = PipelineWatch(chunks)
         numbers = {layer.name: layer.index for layer in world.layers}
         self._driver = Driver(self._host, options, "iteration", _ADVICE)
         self.stopwatch = stopwatch = self._driver.stopwatch
@@ -152,14 +150,22 @@ class MegatronCheckpoint:
             frozen=world.frozen_experts,
             stopwatch=stopwatch,
         )
-        ports: dict[int, BoostPort] = {numbers[at.name]: RouterPort(at.name, at.router) for at in inventory.layers}
-        self._host.boosting = Boosting(options.needs.boost, ports, grid_of(world.layers), comm, stopwatch)
+        boost = None
+        if options.needs.boost is not None:
+            from moe_ckpt.boost.life import Boosting
+            from moe_ckpt.boost.megatron import RouterPort
+
+            ports = {numbers[layer.name]: RouterPort(layer.name, layer.router) for layer in inventory.layers}
+            boost = Boosting(options.needs.boost, ports, grid_of(world.layers), comm, stopwatch)
         self.options, self.policy, self.dirpath = options, options.policy, options.dirpath
         self.metrics, observers = _metrics()
         self.recovery_plan: RecoveryPlan | None = None
         self._log = run_log(inventory, optimizer, chunks, options, self._driver)
-        upstream_bytes = upstream_budget(options, world.stages, chunks)
-        self.upstream: PipelineStage | None = None
+        self.upstream = None
+        if options.memory is not None and options.memory.upstream_bytes is not None:
+            from moe_ckpt.localized.megatron import PipelineStage
+
+            self.upstream = PipelineStage(self._driver, world.stages, chunks)
         try:
             self._driver.open(
                 comm,
@@ -169,19 +175,18 @@ class MegatronCheckpoint:
                     state.groups.dense, experts_apart=not state.shards, expert_peers=state.groups.expert
                 ),
                 observers=observers,
-                gate=gate,
+                boost=boost,
+                gate=None if self._pipeline is None else self._pipeline.gate,
                 gradients=self._log.recorder,
                 pinned=torch.cuda.is_available(),
+                localized=self.upstream,
                 local_ranks=local_ranks(comm),
             )
-            if upstream_bytes is not None:
-                degrees = json.dumps(layout(chunks), sort_keys=True)
-                self.upstream = PipelineStage(upstream_bytes, world.stages, self._driver, degrees)
         except BaseException:
             self._counter.close()  # a caller may catch this and train without checkpoints
             self._driver.close(0.0)
             raise
-        self._chunks, self._host.upstream = chunks, self.upstream
+        self._chunks = chunks
         self.surviving = self._driver.surviving
         spares = self._host.spares = Spares(chunks, inventory, optimizer, world.may_spare, options.needs.windows)
 
@@ -198,7 +203,8 @@ class MegatronCheckpoint:
         self._watch = StepWatch(optimizer, reduces, self._stepped, ends_alone, stopwatch)
         self._watch.before_writing(lambda: self._driver.note(Moment.WRITING))
         self._first: FirstForward | None = None
-        self._pipeline = None if gate is None else PipelineWatch(gate)
+        if self._pipeline is not None:
+            self._pipeline.open()
 
     @property
     def session(self) -> CheckpointSession:
@@ -251,11 +257,7 @@ class MegatronCheckpoint:
                 self._host.generators.take()
 
         replayer = self._log.replayer(self.session.catalog)
-        self._driver.resume(
-            None if otherwise is None else functools.partial(begin, otherwise),
-            replayer=replayer,
-            logs=None if self.upstream is None else self.upstream.earlier_logs,
-        )
+        self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise), replayer=replayer)
         if self.upstream is not None:
             self.upstream.resumed(self.iteration)
         restored = self._driver.restored
@@ -280,7 +282,7 @@ class MegatronCheckpoint:
             self._first.close()
         if self.upstream is not None:
             self.upstream.begin()
-        if self._driver.replaying is not None and self._driver.local is None:
+        if self._driver.replaying is not None and not self._driver.is_in_part:
             self._driver.replaying.begin(Recompute())
         generators.put_back()
         generators.note()
@@ -388,7 +390,8 @@ class MegatronCheckpoint:
     def discard_tokens(self) -> None:
         """Forgets the tokens routed since the last iteration, when Megatron's rerun machine repeats a forward pass."""
         self._counter.discard()
-        self._host.boosting.discard()
+        if self._driver.boost is not None:
+            self._driver.boost.discard()
 
     @timed
     def save(self, *, wait: bool = True) -> bool:
@@ -440,7 +443,6 @@ class MegatronCheckpoint:
     def _release(self) -> None:
         """Removes the hooks from model and optimizer."""
         self._counter.close()
-        self._host.boosting.close()
         self._watch.close()
         self._host.spares.close()
         self._log.close()
@@ -490,8 +492,7 @@ def end_iteration(
     ckpt._host.loop.step(iteration, consumed_samples, counters)
     ckpt._host.generators.note()
     ckpt._counter.iteration_ends(iteration, updated=updated and not ckpt.replaying)
-    tokens = ckpt._counter.take().then(lambda routed: routed.of_iteration(updated))
-    return ckpt._host.boosting.step_ends(tokens, applied=updated)
+    return ckpt._counter.take().then(lambda routed: routed.of_iteration(updated))
 
 
 def _metrics() -> tuple[Any, Sequence[Observer]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.generators import Generators
 from moe_ckpt.driver.host import End, Host, require_framework
@@ -35,7 +34,6 @@ from moe_ckpt.megatron.trainer_state import (
     restore_generators,
     restore_stateful,
 )
-from moe_ckpt.megatron.upstream import PipelineStage
 from moe_ckpt.megatron.weights import load_into
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored
@@ -56,9 +54,7 @@ class MegatronHost(Host):
     """One training loop. Arguments: as of ``attach_with``; ``inventory`` is that of ``chunks``.
 
     Attributes:
-        boosting: Set once the ranks know their MoE layers.
         spares: Set once the store is open.
-        upstream: Logs the messages of this rank's pipeline stage; None without such a log.
     """
 
     def __init__(
@@ -70,9 +66,7 @@ class MegatronHost(Host):
         options: Options,
         count_update: Callable[[], bool],
     ) -> None:
-        self.boosting: Boosting
         self.spares: Spares
-        self.upstream: PipelineStage | None = None
         self._count_update = count_update
         self.state = MegatronTrainingState(inventory, optimizer)
         self.loop = Loop()
@@ -161,7 +155,6 @@ class MegatronHost(Host):
         if self.generators.state is None:
             self.generators.note()
         return {
-            **self.boosting.captured(),
             **self.spares.captured(),
             "framework": "megatron",
             "iteration": self.loop.iteration,
@@ -179,10 +172,6 @@ class MegatronHost(Host):
 
     def count_update(self) -> bool:
         return self._count_update()
-
-    def write_logs(self, secs: float) -> None:
-        if self.upstream is not None:
-            self.upstream.write_log(secs)
 
 
 def idle_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:

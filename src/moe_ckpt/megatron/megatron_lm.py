@@ -34,10 +34,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_ckpt.driver.messages import say_halted
-from moe_ckpt.driver.run import CLOSE_SECS
+from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
-from moe_ckpt.inprocess.restarting import close_guarded
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach_with
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.counters import COUNTED, counters_of, rerun_machine
@@ -344,12 +343,12 @@ class MegatronLM:
             self._late_validation.run(ckpt, self._args, self._evaluate_and_print_results)  # no iteration was left
         except SystemExit as error:
             if not self._exits:  # this rank alone exits, so the others would not answer
-                close_guarded(uninterrupted, ckpt, error)
+                close_guarded(uninterrupted, ckpt.close, error)
                 raise
             ckpt.finish(ended=self._is_complete)
             raise
         except BaseException as error:
-            close_guarded(uninterrupted, ckpt, error)
+            close_guarded(uninterrupted, ckpt.close, error)
             raise
         ckpt.finish(ended=self._is_complete)
         return result

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.memory_shares import LeftBehind
@@ -28,9 +28,6 @@ from moe_ckpt.recovery.restore import needed_slices, parameters_of, require_fitt
 from moe_ckpt.recovery.slot_storage import Span
 from moe_ckpt.recovery.sources import StorageSource, WindowSource, opened_inventories
 from moe_ckpt.recovery.together import NotUsableError, together, together_and_most
-
-if TYPE_CHECKING:
-    from moe_ckpt.recovery.localized import LocalPart
 
 log = logging.getLogger("moe_ckpt")
 
@@ -72,7 +69,8 @@ class Restored:
             gone that memory follows. The next checkpoint saves everything.
         plan: Where each operator came from; None if storage alone was asked.
         left_behind: What memory had that is newer, and cannot be used; None if nothing.
-        local: This rank's part, if only some pipeline stages go back; None if all ranks load the same step.
+        joined: What all ranks go on from when they are together again, if only some pipeline stages go back; None if
+            all ranks load the same step.
         planned_unix_secs: When it was known what comes from where, and no more than reading and copying was left.
     """
 
@@ -86,7 +84,7 @@ class Restored:
     rebuilds: bool = False
     plan: RecoveryPlan | None = None
     left_behind: LeftBehind | None = None
-    local: LocalPart | None = None
+    joined: Restored | None = None
     planned_unix_secs: float | None = None
 
     @property

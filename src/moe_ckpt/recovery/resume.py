@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,13 +25,11 @@ from moe_ckpt.format.manifest import Manifest, age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
 from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored
-from moe_ckpt.recovery.localized import LocalAttempt
 from moe_ckpt.recovery.log_of_others import MakeDense
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.standing import say_kept
 from moe_ckpt.recovery.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
-from moe_ckpt.recovery.upstream_logs import KeptLogs
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS
 
@@ -40,6 +38,11 @@ _DIVERGED = (
     "its steps is used, and the newest one that was saved in full is tried"
 )
 log = logging.getLogger("moe_ckpt")
+
+InPart = Callable[[Recovery, MemoryCheckpoints], Callable[[str, Opener | None], Restored | None]]
+"""Begins an attempt: (newest checkpoint, what memory has of it) -> the newest step, to which only ranks that lost
+something come from that checkpoint; None if all have to go back. A collective."""
+
 _BY_NAME = (
     " To go on from a step whose values are not finite, name it: ckpt_path= (Lightning) or weights_from= takes its "
     "directory"
@@ -60,7 +63,7 @@ def resume_newest(
     on_read_error: str = "stop",
     read_patience_secs: float = PATIENCE_SECS,
     replayer: UpdateReplayer | None = None,
-    logs: KeptLogs | None = None,
+    in_part: InPart | None = None,
     make_dense: MakeDense | None = None,
 ) -> Restored | None:
     """Loads the newest good checkpoint into ``state``; returns None if the store has none.
@@ -77,7 +80,7 @@ def resume_newest(
             manifests written from then on name the newer one, so that retention keeps it.
         read_patience_secs: How long, in all, failing reads are tried again before that.
         replayer: Makes the updates of a gradient log once more, if the policy keeps one.
-        logs: What crossed the boundaries of pipeline stages, so that only some need go back; None without.
+        in_part: Tries before each checkpoint whether only some ranks need go back; None: all do.
         make_dense: Opens a gradient log of other ranks, or of another layout; None: it is skipped.
 
     Raises:
@@ -95,10 +98,10 @@ def resume_newest(
     only_copy = memory is not None and tier is not None and tier.outlives_process
     in_memory = None if not only_copy or memory is None else max((share.step for share in memory.shares), default=None)
     passed_over = _PassedOver(comm)
-    local = None if memory is None or logs is None else LocalAttempt(recovery, memory, logs)
+    attempt = None if memory is None or in_part is None else in_part(recovery, memory)
     for directory, opener in _candidates(directories, memory):
-        in_part = None if local is None else local.make(directory, opener)
-        restored = in_part or _all_go_back(recovery, memory, directory, opener)
+        newest = None if attempt is None else attempt(directory, opener)
+        restored = newest or _all_go_back(recovery, memory, directory, opener)
         if isinstance(restored, NotUsableError):
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
                 if tier is not None:
@@ -228,7 +231,7 @@ def _rebuilding(
 ) -> Restored:
     """Returns what came from memory with a note if the next checkpoint must not build on what storage has. A
     collective."""
-    joined = restored if restored.local is None else restored.local.joined
+    joined = restored.joined or restored
     if not joined.from_memory:
         return restored
     damaged = passed_over.damaged_of(joined.beneath, comm)
@@ -241,8 +244,7 @@ def _rebuilding(
     same = (e for e in checkpoints_of(memory.shares) if step_dir(e.step, e.generation) == joined.manifest.directory)
     if not (damaged or any(map(memory.standing.follows_what_is_gone, same))):
         return restored
-    local = restored.local and replace(restored.local, joined=replace(joined, rebuilds=True))
-    return replace(restored, rebuilds=True, local=local)
+    return replace(restored, rebuilds=True, joined=restored.joined and replace(joined, rebuilds=True))
 
 
 def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) -> Iterator[tuple[str, Opener | None]]:

@@ -16,15 +16,13 @@ from typing import NamedTuple
 
 import torch
 
-from moe_ckpt.core.bubbles import sizes
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader
+from moe_ckpt.ports import GatedTransfer
 from moe_ckpt.replicas.headers import HeaderReader
 from moe_ckpt.replicas.store import Incoming, ReplicaStore, decoded
 from moe_ckpt.replicas.wire import CHUNK_NBYTES, Link, Wire
-from moe_ckpt.slices.gating import CHUNK_NBYTES as GATED_NBYTES
-from moe_ckpt.slices.gating import Transfer
 
 log = logging.getLogger("moe_ckpt")
 
@@ -42,7 +40,7 @@ _MOST_DATA_NBYTES = 1 << 44
 """More than any host's memory; room is reserved anyhow before a byte is taken."""
 
 
-HeldBack = Callable[[int], Transfer | None]
+HeldBack = Callable[[int], GatedTransfer | None]
 
 
 class Status(enum.IntEnum):
@@ -141,14 +139,14 @@ class _Held(NamedTuple):
     """A wire on which bytes go when they may."""
 
     wire: Wire
-    transfer: Transfer
+    transfer: GatedTransfer
 
     def send(self, data: memoryview | bytes) -> None:
-        view, at = memoryview(data), 0
-        for nbytes in sizes(len(view), GATED_NBYTES):
-            self.transfer.admit(nbytes)
-            self.wire.send(view[at : at + nbytes])
-            at += nbytes
+        view = memoryview(data)
+        for at in range(0, len(view), self.transfer.chunk_nbytes):
+            chunk = view[at : at + self.transfer.chunk_nbytes]
+            self.transfer.admit(len(chunk))
+            self.wire.send(chunk)
 
 
 def _send_runs(wire: Wire | _Held, memory: memoryview, runs: list[tuple[int, int]]) -> None:

@@ -15,10 +15,9 @@ from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.notices import announce
-from moe_ckpt.ports import Communicator
+from moe_ckpt.ports import Communicator, TransferGate
 from moe_ckpt.replicas.replication import Replicator, Roster
 from moe_ckpt.replicas.wire import SECRET_NBYTES, Listener
-from moe_ckpt.slices.gating import BubbleGate
 
 CANNOT_OPEN = "rank {} could not open its memory directory; see its log"
 
@@ -32,7 +31,7 @@ def open_replication(
     timeout_secs: float,
     *,
     groups: Sequence[Sequence[int]] = (),
-    gate: BubbleGate | None = None,
+    gate: TransferGate | None = None,
     problem: Exception | None = None,
 ) -> Replicator | None:
     """Returns this rank's replicator; None without replicas. A collective of the training thread.
@@ -47,7 +46,7 @@ def open_replication(
         make: Makes a slot in this rank's memory directory. Raises ``MemoryFullError``.
         timeout_secs: Longest time in which a peer takes or gives no byte.
         groups: Kinds of data parallelism, from the one whose ranks share most state: the ranks of this rank's group.
-        gate: Holds sends back for the bubbles of a pipeline; None: they go at once.
+        gate: Holds sends back; None: they go at once.
         problem: Why this rank cannot use its memory directory; it raises that, once the others know.
 
     Raises:

@@ -20,10 +20,10 @@ from statistics import median
 from moe_ckpt.core.replica_placement import ReplicaPlacement
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.ports import GatedTransfer, TransferGate
 from moe_ckpt.replicas.messages import Answer, SealedSlot, Status, receive_copies, send_copy
 from moe_ckpt.replicas.store import ReplicaStore
 from moe_ckpt.replicas.wire import Cutter, Link, Listener, StaleHelloError, Wire, connect
-from moe_ckpt.slices.gating import BubbleGate, Transfer
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
@@ -97,7 +97,7 @@ class _Sender:
         timeout_secs: float,
         cutter: Cutter,
         lag: Callable[[], int],
-        gate: BubbleGate | None,
+        gate: TransferGate | None,
     ) -> None:
         self.peer = peer
         self.lost: PeerLostError | None = None
@@ -156,7 +156,7 @@ class _Sender:
             self.rates.append(sent / max(took, _TICK_SECS))
         copies.answered(accepted=held)
 
-    def _held_back(self, nbytes: int) -> Transfer | None:
+    def _held_back(self, nbytes: int) -> GatedTransfer | None:
         if self._gate is None:
             return None
         rate = median(tuple(self.rates)) if self.rates else None
@@ -198,7 +198,7 @@ class Replicator:
         listener: Of this rank, whose address is in the roster.
         make: Makes a slot in this rank's memory directory.
         timeout_secs: Longest time in which a peer takes or gives no byte.
-        gate: Holds sends back for the bubbles of a pipeline; None: they go at once.
+        gate: Holds sends back; None: they go at once.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Replicator:
         listener: Listener,
         make: Callable[[int], Slot],
         timeout_secs: float,
-        gate: BubbleGate | None = None,
+        gate: TransferGate | None = None,
     ) -> None:
         self.roster = roster
         self._timeout_secs = timeout_secs

@@ -1,28 +1,24 @@
 """Copy live tensors into a host buffer behind the next forward and backward pass.
 
 One thread per rank. The caller may change the live tensors again only after ``Copy.join``. On a GPU the bytes move on a
-side stream, and the join makes the training stream wait, not the host. Under a pipeline they go chunk by chunk, in its
-bubbles first (``slices.gating``).
+side stream, and the join makes the training stream wait, not the host. Through a gate they go chunk by chunk.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_ckpt.ports import GatedTransfer, TransferGate
 from moe_ckpt.slices.copying import CopyProgram, CopyStep
-from moe_ckpt.slices.gating import CHUNK_NBYTES, BubbleGate, Transfer
 from moe_ckpt.threads import ThreadName, named_pool
 
-_RECENT_COPIES = 5
 _TICK_SECS = 1e-6
 
 Job = tuple[CopyProgram, torch.Tensor]
@@ -60,10 +56,10 @@ class Copy:
     changed: keys of tensors that something changed before the copy was done: the snapshot is torn. Known
     once ``join`` or ``wait_on_host`` has returned.
     secs: how long it took. Known once ``wait_on_host`` has returned.
-    moving_secs: of those, less what it was held back (``slices.gating``). Known likewise.
+    moving_secs: of those, less what a gate held it back. Known likewise.
     """
 
-    def __init__(self, issued: Future[_Issued], watch: _CopiedVersions, transfer: Transfer | None = None) -> None:
+    def __init__(self, issued: Future[_Issued], watch: _CopiedVersions, transfer: GatedTransfer | None) -> None:
         self._issued = issued
         self._watch = watch
         self._transfer = transfer
@@ -80,12 +76,6 @@ class Copy:
     def moving_secs(self) -> float:
         return self.secs if self._transfer is None else max(_TICK_SECS, self.secs - self._transfer.held_secs)
 
-    @property
-    def bytes_per_sec(self) -> float | None:
-        """Rate of a copy through a gate; None without a gate, and until ``wait_on_host`` has returned."""
-        transfer = self._transfer
-        return transfer.nbytes / self.moving_secs if transfer is not None and transfer.nbytes and self.secs else None
-
     def join(self) -> None:
         """Return when the live tensors may change. Raises what the copying thread raised."""
         event, self.changed, _ = self._issued.result()
@@ -100,10 +90,13 @@ class Copy:
         event, changed, ended = self._issued.result()
         if event is None:
             self.changed, self.secs = changed, ended - self._began
-            return
-        event.synchronize()
-        self.secs = time.perf_counter() - self._began
-        self._joined.wait()
+        else:
+            event.synchronize()
+            self.secs = time.perf_counter() - self._began
+        if self._transfer is not None:
+            self._transfer.moved(self.moving_secs)
+        if event is not None:
+            self._joined.wait()
 
 
 class Copier:
@@ -111,15 +104,13 @@ class Copier:
 
     Args:
         on_phase: See ``driver.run.on_phase``.
-        gate: Holds copies back until this rank is idle; None: they go at once.
+        gate: Holds copies back; None: they go at once.
     """
 
-    def __init__(self, on_phase: Callable[[str], None] | None = None, gate: BubbleGate | None = None) -> None:
+    def __init__(self, on_phase: Callable[[str], None] | None = None, gate: TransferGate | None = None) -> None:
         self._pool = named_pool(ThreadName.COPY)
         self._on_phase = on_phase
         self._gate = gate
-        self._newest: Copy | None = None
-        self._rates: deque[float] = deque(maxlen=_RECENT_COPIES)
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, jobs: Sequence[Job], *, on_device: bool = False) -> Copy:
@@ -135,20 +126,15 @@ class Copier:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream())
         watch = _CopiedVersions([program for program, _ in jobs])
-        transfer = self._held_back(sum(program.nbytes for program, _ in jobs))
-        self._newest = Copy(self._pool.submit(self._run, jobs, ready, watch, transfer), watch, transfer)
-        return self._newest
-
-    def _held_back(self, nbytes: int) -> Transfer | None:
-        if self._gate is None:
-            return None
-        if self._newest is not None and (rate := self._newest.bytes_per_sec) is not None:
-            self._rates.append(rate)
-        self._newest = None
-        return self._gate.copy(nbytes, median(self._rates) if self._rates else None)
+        transfer = None if self._gate is None else self._gate.copy(sum(program.nbytes for program, _ in jobs))
+        return Copy(self._pool.submit(self._run, jobs, ready, watch, transfer), watch, transfer)
 
     def _run(
-        self, jobs: Sequence[Job], ready: torch.cuda.Event | None, watch: _CopiedVersions, transfer: Transfer | None
+        self,
+        jobs: Sequence[Job],
+        ready: torch.cuda.Event | None,
+        watch: _CopiedVersions,
+        transfer: GatedTransfer | None,
     ) -> _Issued:
         moves = [(step, memory) for program, memory in jobs for step in program.steps]
         half = len(moves) // 2
@@ -164,7 +150,7 @@ class Copier:
         return done, () if done is not None else watch.changed(), time.perf_counter()
 
     def _copy(
-        self, moves: Sequence[Move], ready: torch.cuda.Event | None, transfer: Transfer | None
+        self, moves: Sequence[Move], ready: torch.cuda.Event | None, transfer: GatedTransfer | None
     ) -> torch.cuda.Event | None:
         if ready is None or self._stream is None:
             self._carry_out(moves, transfer)
@@ -176,12 +162,12 @@ class Copier:
             done.record(self._stream)
         return done
 
-    def _carry_out(self, moves: Sequence[Move], transfer: Transfer | None) -> None:
+    def _carry_out(self, moves: Sequence[Move], transfer: GatedTransfer | None) -> None:
         if transfer is None:
             carry_out(moves)
             return
         for step, memory in moves:
-            for chunk in step.chunks(CHUNK_NBYTES):
+            for chunk in step.chunks(transfer.chunk_nbytes):
                 idle_from = transfer.admit(chunk.size)
                 if idle_from is not None and self._stream is not None:
                     self._stream.wait_event(idle_from)

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_ckpt.core.bubbles import sizes
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.gathering import Numbers, ascending
 from moe_ckpt.format.shard import SliceEntry, moved
@@ -155,11 +154,10 @@ class CopyStep:
             yield self
             return
         whole, width = self.sources[0], self.sources[0].itemsize
-        begin = self.begin
-        for size in sizes(self.size, most // width * width):
-            first = (begin - self.begin) // width
-            yield CopyStep(begin, begin + size, self.dtype, (whole[first : first + size // width],))
-            begin += size
+        elements = most // width
+        for first in range(0, len(whole), elements):
+            begin, run = self.begin + first * width, whole[first : first + elements]
+            yield CopyStep(begin, begin + len(run) * width, self.dtype, (run,))
 
     def run(self, memory: torch.Tensor) -> None:
         """Copy into ``memory``, which is host memory: from the CPU at once, from a device on the current stream."""

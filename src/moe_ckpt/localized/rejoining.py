@@ -2,92 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.driver.replaying import note_replayed
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
-from moe_ckpt.engine.events import Observer, SessionEvent, StepReplayed
-from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.ports import GradientRecord
-from moe_ckpt.recovery.localized import LocalPart
-
-
-def note_replayed(session: CheckpointSession, *, equal: bool) -> None:
-    """A step was computed again, ``equal`` to the first time: the slots it began from are not what is wrong."""
-    session.tier.left_slots.step_replayed(equal=equal)
-
-
-def unlogged(gradients: GradientRecord | None) -> list[Observer]:
-    """Returns who forgets the gradients of a step that is computed again, which are not logged."""
-
-    def observe(event: SessionEvent) -> None:
-        if isinstance(event, StepReplayed):
-            record.forget()
-
-    if gradients is None:
-        return []
-    record = gradients
-    return [observe]
+from moe_ckpt.localized.attempt import LocalPart
+from moe_ckpt.recovery.executing import Restored
 
 
 class Rejoining:
     """This rank's part, until all ranks are of one step again. On the training thread.
 
     Args:
-        part: What was restored.
+        part: In the recovery.
+        joined: What all ranks go on from (``Restored.joined``).
         session: Goes on from it.
 
     Attributes:
         part: As given.
-        is_over: Whether all ranks are together.
     """
 
-    def __init__(self, part: LocalPart, session: CheckpointSession) -> None:
-        self.part, self.is_over = part, False
-        self._session = session
+    def __init__(self, part: LocalPart, joined: Restored, session: CheckpointSession) -> None:
+        self.part = part
+        self._joined, self._session = joined, session
 
     def wait(self) -> None:
         """Before the first step of a rank that keeps its state: waits for those that compute steps again.
 
-        Does nothing on those, and the second time.
+        Does nothing on those.
 
         Raises:
             PeerLostError: One of them is gone.
         """
-        if self.part.goes_back or self.is_over:
+        if self.part.goes_back:
             return
         for _ in self.part.steps:
             self._session.comm.everyone(b"")  # so that no wait is longer than one step
             note_replayed(self._session, equal=True)
         self._go_on(None)
 
-    def diverged(self) -> None:
-        """A step that this rank computed again is not what it was: at the next start all ranks go back."""
-        tier = self._session.tier
-        if isinstance(tier, MemoryTier):
-            tier.files.note_divergence()
-
     def step_replayed(self, tokens: Deferred[StepTokens], *, last: bool) -> None:
-        """A rank that goes back has computed a step again.
-
-        Args:
-            tokens: Of this rank in that step.
-            last: It was the last one.
-
-        Raises:
-            PeerLostError: Another rank is gone.
-        """
+        """See ``driver.guests.LocalizedRecovery``."""
         self._session.comm.everyone(b"")
         if last:
             self._go_on(tokens)
 
     def _go_on(self, tokens: Deferred[StepTokens] | None) -> None:
         """All ranks are together. tokens: Of the last step, on a rank that has computed it again."""
-        self.is_over = True
-        part = self.part
-        joined = part.joined_with(self._recounted(tokens)) if part.recounts else part.joined
+        joined = with_tokens(self._joined, self._recounted(tokens)) if self.part.recounts else self._joined
         self._session.resume_from(joined.manifest, **joined.going_on)
 
     def _recounted(self, tokens: Deferred[StepTokens] | None) -> Counts:
@@ -96,3 +63,19 @@ class Rejoining:
         mine = (lambda: none) if tokens is None else (lambda: tokens.result().applied)
         agreed = self._session.comm.start_agreement(mine, np.zeros(1, dtype=np.int64))
         return agreed.result()[0]
+
+
+def with_tokens(joined: Restored, recounted: Counts) -> Restored:
+    """Returns ``joined`` with tokens of the last step.
+
+    Args:
+        recounted: ``[L, E]``, of all ranks that go back.
+    """
+    tokens = joined.manifest.tokens
+    applied = recounted + np.asarray(tokens["applied"], dtype=np.int64).reshape(recounted.shape)
+    seen = joined.tokens_from_host  # every operator is as of the last step
+    return replace(
+        joined,
+        manifest=replace(joined.manifest, tokens={**tokens, "applied": applied.tolist()}),
+        tokens_from_host=None if seen is None else recounted + seen.reshape(recounted.shape),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -9,19 +10,27 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 from typing import Any
 
+from moe_ckpt.driver.guests import LocalizedRecovery
 from moe_ckpt.driver.replaying import Plain, StepSource
 from moe_ckpt.driver.run import Driver
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.options import Options
+from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.recovery.localized import LocalPart
+from moe_ckpt.localized.answers import Answers
+from moe_ckpt.localized.attempt import LocalAttempt, LocalPart
+from moe_ckpt.localized.boundary import Boundary
+from moe_ckpt.localized.exchange import KeptLogs
+from moe_ckpt.localized.interception import Interception
+from moe_ckpt.localized.log_files import sealed_logs
+from moe_ckpt.localized.recording import UpstreamLog, Whose
+from moe_ckpt.localized.rejoining import Rejoining
+from moe_ckpt.megatron.topology import layout
+from moe_ckpt.recovery.executing import Opener, Recovery, Restored
+from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.replay import Replay
-from moe_ckpt.recovery.upstream_logs import KeptLogs
-from moe_ckpt.upstream.answering import Answers
-from moe_ckpt.upstream.boundary import Boundary
-from moe_ckpt.upstream.files import sealed_logs
-from moe_ckpt.upstream.interception import Interception
-from moe_ckpt.upstream.recording import UpstreamLog, Whose
 
 _REFUSED = {
     "use_ring_exchange_p2p": "sends by a function that torch.distributed does not have, so that nothing can be logged",
@@ -33,8 +42,8 @@ _REFUSED = {
 """Settings of Megatron's model that a log does not go with, and why."""
 
 
-def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequence[Any]) -> int | None:
-    """Returns how many bytes this rank's log may take; None where nothing is to be logged.
+def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequence[Any]) -> int:
+    """Returns how many bytes this rank's log may take.
 
     Args:
         options: The user's.
@@ -45,9 +54,7 @@ def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequenc
         ConfigError: The pipeline has one stage, or the options contradict each other.
         UnsupportedError: Its schedule does not send by ``torch.distributed``.
     """
-    budget = None if options.memory is None else options.memory.upstream_bytes
-    if budget is None:
-        return None
+    budget = 0 if options.memory is None else int(options.memory.upstream_bytes or 0)
     if len(set(stages.values())) == 1:
         raise ConfigError(
             f"Memory(upstream_bytes={budget}): this pipeline has one stage, so no messages cross a boundary. Leave it "
@@ -61,42 +68,62 @@ def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequenc
     for name, why in _REFUSED.items():
         if any(getattr(getattr(chunk, "config", None), name, False) for chunk in chunks):
             raise UnsupportedError(f"Memory(upstream_bytes={budget}) and {name}, which {why}. Leave one of them out")
-    return int(budget)
+    return budget
 
 
-class PipelineStage:
+class PipelineStage(LocalizedRecovery):
     """This rank's messages over the boundaries of its stage. On the training thread.
 
     Args:
-        budget_bytes: Of the log.
+        driver: Of the run, whose session opens later.
         stages: Rank -> pipeline stage.
-        driver: Whose session is open.
-        layout: Degrees of parallelism, as text: logs of another one are not used.
+        chunks: Of the model on this rank.
 
     Raises:
-        ConfigError: There is no memory that outlives the process.
+        ConfigError, UnsupportedError: As ``upstream_budget``.
     """
 
-    def __init__(self, budget_bytes: int, stages: Mapping[int, int], driver: Driver, layout: str) -> None:
-        tier = driver.session.tier
-        if not isinstance(tier, MemoryTier):
-            raise ConfigError("Memory(upstream_bytes=...): there is no memory that outlives the process")
-        self._tier, self._driver = tier, driver
-        files, comm = tier.files, driver.comm
-        whose = Whose(files.run_id, files.life, files.generation, files.rank, comm.world_size, layout)
-        log_path, *earlier_paths = files.paths
-        logs = [sealed for path in earlier_paths for sealed in sealed_logs(path)]
-        self._earlier_logs = tuple(sealed for sealed in logs if sealed.header.layout == layout)
-        self._stage_of = tuple(stages[rank] for rank in range(comm.world_size))
-        self._log = UpstreamLog(log_path, whose, budget_bytes, logs)
-        self._boundary = Boundary(self._stage_of, self._log, driver.stopwatch)
+    def __init__(self, driver: Driver, stages: Mapping[int, int], chunks: Sequence[Any]) -> None:
+        self._budget_bytes = upstream_budget(driver.options, stages, chunks)
+        self._driver = driver
+        self._stage_of = tuple(stages[rank] for rank in sorted(stages))
+        self._layout = json.dumps(layout(chunks), sort_keys=True)
+        self._attempt: LocalAttempt | None = None
+        self._rejoining: Rejoining | None = None
         self._interception: Interception | None = None
         self._sealed: Future[None] | None = None
 
-    @property
-    def earlier_logs(self) -> KeptLogs:
-        """The logs that earlier lives have written."""
-        return KeptLogs(self._stage_of, self._earlier_logs, self._tier.files.diverged)
+    def open(self, session: CheckpointSession) -> None:
+        tier, comm = session.tier, session.comm
+        if not isinstance(tier, MemoryTier):
+            raise ConfigError("Memory(upstream_bytes=...): there is no memory that outlives the process")
+        self._tier, files = tier, tier.files
+        whose = Whose(files.run_id, files.life, files.generation, files.rank, comm.world_size, self._layout)
+        log_path, *earlier_paths = files.paths
+        logs = [sealed for path in earlier_paths for sealed in sealed_logs(path)]
+        self._earlier_logs = tuple(sealed for sealed in logs if sealed.header.layout == self._layout)
+        self._log = UpstreamLog(log_path, whose, self._budget_bytes, logs)
+        self._boundary = Boundary(self._stage_of, self._log, session.stopwatch)
+
+    # --- a return in which some ranks keep their state ---
+
+    def attempt(self, recovery: Recovery, memory: MemoryCheckpoints) -> Callable[[str, Opener | None], Restored | None]:
+        logs = KeptLogs(self._stage_of, self._earlier_logs, self._tier.files.diverged)
+        self._attempt = LocalAttempt(recovery, memory, logs)
+        return self._attempt.make
+
+    def rejoin(self, joined: Restored) -> None:
+        if self._attempt is not None and self._attempt.part is not None:
+            self._rejoining = Rejoining(self._attempt.part, joined, self._driver.session)
+
+    def step_replayed(self, tokens: Deferred[StepTokens], *, last: bool) -> None:
+        if self._rejoining is not None:
+            self._rejoining.step_replayed(tokens, last=last)
+
+    def diverged(self) -> None:
+        self._tier.files.note_divergence()
+
+    # --- training ---
 
     def resumed(self, iteration: int) -> None:
         """``resume`` is done: from here on messages are seen.
@@ -104,11 +131,10 @@ class PipelineStage:
         Args:
             iteration: That training begins after.
         """
-        local = self._driver.local
-        if local is None:
+        if self._rejoining is None:
             self._log.drop(sys.maxsize)  # what is computed from here on need not be what was computed then
         else:
-            self._log.continue_history(local.part.history)
+            self._log.continue_history(self._rejoining.part.history)
         self._boundary.before_first(lambda: self._begin(iteration))
         self._interception = Interception(self._boundary)
 
@@ -133,13 +159,13 @@ class PipelineStage:
         return self._boundary.aside()
 
     def _begin(self, iteration: int) -> None:
-        driver = self._driver
+        rejoining, replaying = self._rejoining, self._driver.replaying
         self._log.step_begins(iteration + 1)
-        if driver.local is None:
+        if rejoining is None:
             return
-        if driver.replaying is not None:
-            driver.replaying.begin(_Alone(self._boundary, driver.local.part, driver.local.diverged))
-        driver.local.wait()
+        if replaying is not None:
+            replaying.begin(_Alone(self._boundary, rejoining.part, self.diverged))
+        rejoining.wait()
 
     def step_ends(self) -> None:
         """An iteration was computed."""
@@ -155,7 +181,6 @@ class PipelineStage:
             self._tier.files.forget_divergence()
 
     def write_log(self, secs: float) -> None:
-        """Training stops: waits up to ``secs`` until the log of the newest step is written."""
         if self._sealed is not None:
             try:
                 self._sealed.result(secs)

@@ -11,10 +11,9 @@ Times are seconds from the beginning of an iteration, of which the copy's beginn
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -140,11 +139,6 @@ class Pace:
             sums.append(sums[-1] + window.secs)
         return tuple(reversed(sums))
 
-    def split(self, nbytes: int) -> tuple[int, int]:
-        """Returns how many bytes are expected to go in bubbles, and how many beside compute (Algorithm 4)."""
-        fitting = min(nbytes, int(self._later_secs[0] * self.bytes_per_sec))
-        return fitting, nbytes - fitting
-
     def beside_from(self, nbytes: int) -> float:
         """Returns the time from which the rest goes beside compute, if ``nbytes`` are left then.
 
@@ -165,41 +159,3 @@ class Pace:
             begin = self.windows[number].begin
             at = begin + (at - begin) / 2  # in a window two things run out: time, and bubble time
         return at
-
-
-class TimedChunk(NamedTuple):
-    """Bytes that go at one moment.
-
-    Attributes:
-        in_bubble: While the rank is idle.
-    """
-
-    begin: float
-    nbytes: int
-    in_bubble: bool
-
-
-def sizes(nbytes: int, most: int) -> Iterator[int]:
-    """Yields chunk sizes that sum to the given bytes, each at most ``most``."""
-    whole, rest = divmod(nbytes, most)
-    yield from (most for _ in range(whole))
-    if rest:
-        yield rest
-
-
-def timetable(pace: Pace, nbytes: int, most: int, bubbles: Sequence[Bubble]) -> list[TimedChunk]:
-    """Returns when each chunk goes, if these are the bubbles that come, expected or not.
-
-    What ``slices.gating`` does on threads, as a function: it takes the same decisions, by ``Pace.beside_from``.
-    """
-    chunks: list[TimedChunk] = []
-    now, remaining = 0.0, nbytes
-    coming = list(reversed(bubbles))
-    for size in sizes(nbytes, most):
-        while coming and coming[-1].end <= now:
-            coming.pop()
-        idle = coming[-1].begin if coming else inf
-        begin = max(now, min(idle, pace.beside_from(remaining)))
-        chunks.append(TimedChunk(begin, size, idle <= begin))
-        now, remaining = begin + size / pace.bytes_per_sec, remaining - size
-    return chunks

@@ -20,10 +20,10 @@ import torch
 
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
-from moe_ckpt.format.upstream import Channel
+from moe_ckpt.localized.log_files import LogWriter, SealedLog, remove_log
+from moe_ckpt.localized.log_format import Channel
 from moe_ckpt.memory.logs import log_path
 from moe_ckpt.threads import ThreadName, named_thread
-from moe_ckpt.upstream.files import LogWriter, SealedLog, remove_log
 
 log = logging.getLogger("moe_ckpt")
 
@@ -32,7 +32,7 @@ _Task = Callable[[], None]
 
 @dataclass(frozen=True)
 class Whose:
-    """The owner of a log, as in ``format.upstream.LogHeader``."""
+    """The owner of a log, as in ``localized.log_format.LogHeader``."""
 
     run_id: str
     life: str

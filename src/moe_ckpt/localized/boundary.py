@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from moe_ckpt.errors import ReplayDivergedError
-from moe_ckpt.format.upstream import Channel
+from moe_ckpt.localized.answers import Answers
+from moe_ckpt.localized.interception import Traffic
+from moe_ckpt.localized.log_format import Channel
+from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.stopwatch import Stopwatch, timed
-from moe_ckpt.upstream.answering import Answers
-from moe_ckpt.upstream.interception import Traffic
-from moe_ckpt.upstream.recording import UpstreamLog
 
 
 class Boundary(Traffic):

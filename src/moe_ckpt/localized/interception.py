@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from moe_ckpt.format.upstream import SEND, Channel
+from moe_ckpt.localized.log_format import SEND, Channel
 
 Call = Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""Ports by which the routers of torch models take a capacity boost (``modeling.boosting``).
+"""Ports by which the routers of torch models take a capacity boost (``boost.layer``).
 
 A module that has the attribute ``moe_boost`` asks it by itself. Any other layer that chooses by ``topk`` over scores of
 its E experts is given another choice there, as torch's functions are called inside its forward pass: the scores that
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from moe_ckpt.modeling.boosting import BoostPort, LayerBoost
+from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.modeling.discover import FoundLayer
 from moe_ckpt.modeling.passes import TrainingPasses
 

@@ -1,4 +1,4 @@
-"""The capacity boost of one MoE layer on this rank, and the port by which a router takes it (``core.capacity_boost``).
+"""The capacity boost of one MoE layer on this rank, and the port by which a router takes it (``boost.arithmetic``).
 
 A router that limits how many tokens an expert takes has a capacity, and asks ``LayerBoost.capacities``. One that does
 not, chooses by scores: ``LayerBoost.select`` gives an expert that is behind the tokens that came nearest to choosing
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from moe_ckpt.core.capacity_boost import allowance, capacities, share
+from moe_ckpt.boost.arithmetic import allowance, capacities, share
 from moe_ckpt.stopwatch import Stopwatch, timed
 
 _NOT_IN_BACKWARD = -1
@@ -61,8 +61,8 @@ class LayerBoost:
 
     Args:
         backlog: ``[E]`` tokens still to make up, int64.
-        carried: ``[E]`` of ``core.capacity_boost``.
-        parts: Of ``core.capacity_boost.parts_of``.
+        carried: ``[E]`` of ``boost.arithmetic``.
+        parts: Of ``boost.arithmetic.parts_of``.
 
     Attributes:
         backlog: As of the newest step. Never changed in place.

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from moe_ckpt.core.localized import LocalRecovery, LogGap, log_gap
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.upstream import Channel, Message
+from moe_ckpt.localized.answers import Received, is_for
+from moe_ckpt.localized.log_files import SealedLog
+from moe_ckpt.localized.log_format import Channel, Message
+from moe_ckpt.localized.segments import LocalRecovery, LogGap, log_gap
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.together import together
-from moe_ckpt.upstream.answering import Received, is_for
-from moe_ckpt.upstream.files import SealedLog
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LogExchange:
         lives: Generations that logs may be of: from the checkpoint's to that of what survivors kept.
 
     Attributes:
-        history: Of the newest of these lives (``format.upstream.LogHeader``); logs of another one do not count.
+        history: Of the newest of these lives (``localized.log_format.LogHeader``); logs of another one do not count.
         gap: What no rank has of what is needed; None if nothing lacks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The port by which ``TopKRouter`` of Megatron-Core takes a capacity boost (``modeling.boosting``).
+"""The port by which ``TopKRouter`` of Megatron-Core takes a capacity boost (``boost.layer``).
 
 * With a capacity factor: ``apply_router_token_dropping`` knows one capacity for all experts. Its result is kept, and
   tokens that it dropped are put back, in the order of its drop policy, as many as the boost allows; see ``dropping``.
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.megatron.dropping import Dropping, Watch, attach, detach
-from moe_ckpt.modeling.boosting import LayerBoost
 
 
-class RouterPort:
-    """``modeling.boosting.BoostPort`` of one router.
+class RouterPort(BoostPort):
+    """The port of one router.
 
     Args:
         layer: Name of the MoE layer.

@@ -10,13 +10,12 @@ import logging
 import time
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.localized import LocalRecovery, LogGap, local_recoveries
-from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.manifest import Manifest, age_of
+from moe_ckpt.localized.answers import Received
+from moe_ckpt.localized.exchange import KeptLogs, LogExchange
+from moe_ckpt.localized.segments import LocalRecovery, LogGap, local_recoveries
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
@@ -30,8 +29,6 @@ from moe_ckpt.recovery.restore import needed_slices, parameters_of
 from moe_ckpt.recovery.shared_reading import SharedReading, divide
 from moe_ckpt.recovery.sources import in_order
 from moe_ckpt.recovery.together import NotUsableError, together
-from moe_ckpt.recovery.upstream_logs import KeptLogs, LogExchange
-from moe_ckpt.upstream.answering import Received
 
 log = logging.getLogger("moe_ckpt")
 
@@ -46,9 +43,8 @@ class LocalPart:
         goes_back: Whether this one does.
         history: Of the logs that it takes, which those to come continue.
         received: Of each step that it computes again, what came over its stage's boundaries.
-        joined: What all ranks go on from when they are together again.
-        recounts: No rank knew all ranks' tokens of the last of these steps: ``joined`` is without those of the ranks
-            that go back, which count them again.
+        recounts: No rank knew all ranks' tokens of the last of these steps: ``Restored.joined`` is without those of the
+            ranks that go back, which count them again.
     """
 
     recovery: LocalRecovery
@@ -56,28 +52,12 @@ class LocalPart:
     goes_back: bool
     history: int
     received: dict[int, Received]
-    joined: Restored
     recounts: bool = False
 
     @property
     def steps(self) -> range:
         """The steps that are computed again."""
         return range(self.since + 1, self.recovery.step + 1)
-
-    def joined_with(self, recounted: Counts) -> Restored:
-        """Returns ``joined``, with tokens of the last step.
-
-        Args:
-            recounted: ``[L, E]``, of all ranks that go back.
-        """
-        joined, tokens = self.joined, self.joined.manifest.tokens
-        applied = recounted + np.asarray(tokens["applied"], dtype=np.int64).reshape(recounted.shape)
-        seen = joined.tokens_from_host  # every operator is as of the last step
-        return replace(
-            joined,
-            manifest=replace(joined.manifest, tokens={**tokens, "applied": applied.tolist()}),
-            tokens_from_host=None if seen is None else recounted + seen.reshape(recounted.shape),
-        )
 
 
 MOST_LOCAL_STARTS = 2
@@ -104,12 +84,16 @@ class LocalAttempt:
         recovery: Of all ranks.
         memory: What slots hold.
         logs: What was logged.
+
+    Attributes:
+        part: This rank's; None unless ``make`` returned something.
     """
 
     def __init__(self, recovery: Recovery, memory: MemoryCheckpoints, logs: KeptLogs) -> None:
         self._recovery, self._logs = recovery, logs
         self._kept_state = KeptState(memory, recovery.comm.world_size)
         self._tried = False
+        self.part: LocalPart | None = None
 
     def make(self, directory: str, opener: Opener | None) -> Restored | None:
         """Loads the newest step, or ``directory`` on ranks that go back. A collective.
@@ -199,16 +183,10 @@ class LocalAttempt:
         planned_at, operators = time.time(), tuple(mine[1].operators)
         together(comm, lambda: source.verify(operators, state))
         together(comm, lambda: source.prepare_and_write(operators, state))
-        part = LocalPart(
-            local,
-            since,
-            goes_back,
-            exchange.history,
-            received,
-            joined=_all_as_of(local.step, retained),
-            recounts=not self._kept_state.is_agreed(sealed),
-        )
-        return replace(restored, local=part, from_memory=True, planned_unix_secs=planned_at)
+        recounts = not self._kept_state.is_agreed(sealed)
+        self.part = LocalPart(local, since, goes_back, exchange.history, received, recounts=recounts)
+        joined = _all_as_of(local.step, retained)
+        return replace(restored, joined=joined, from_memory=True, planned_unix_secs=planned_at)
 
     def _divide(
         self, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None, *, goes_back: bool

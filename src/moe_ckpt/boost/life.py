@@ -9,6 +9,7 @@ all ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,30 +17,30 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_ckpt.boost.arithmetic import deal, parts_of
+from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.capacity_boost import deal, parts_of
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.driver import messages
+from moe_ckpt.driver.guests import CapacityBoost, Plain
 from moe_ckpt.engine.agreement import StepTokens
 from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import MoECheckpointError, StoreError
-from moe_ckpt.modeling.boosting import BoostPort, LayerBoost
 from moe_ckpt.modeling.routing import counts_on_host
+from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.stopwatch import Stopwatch
 
-Plain = Mapping[str, Any]
-"""A rank's plain state."""
+log = logging.getLogger("moe_ckpt")
 
 _KEY = "boost"
 
 
-class Boosting:
+class Boosting(CapacityBoost):
     """The capacity boost of one run, on this rank. For the training thread only.
 
     Args:
-        boost: Of the policy's needs; None: nothing is ever done.
+        boost: Of the policy's needs.
         ports: Of the MoE layers that this rank routes, by number.
         shape: L and E of the whole model.
         comm: The ranks.
@@ -48,7 +49,7 @@ class Boosting:
 
     def __init__(
         self,
-        boost: float | None,
+        boost: float,
         ports: Mapping[int, BoostPort],
         shape: tuple[int, int],
         comm: Communicator,
@@ -69,24 +70,10 @@ class Boosting:
         lacking: Counts | None,
         run_ledger: RunLedger,
         *,
-        ranks: int | None = None,
+        ranks: int,
         of_rank: Callable[[int], Plain] | None = None,
     ) -> None:
-        """Continues the boosts of a checkpoint, and begins those of experts that came back stale.
-
-        A collective of all ranks, after the checkpoint was booked.
-
-        Args:
-            plain: This rank's plain state in the checkpoint, or the one that stands in for it.
-            lacking: ``[L, E]`` tokens that the loaded experts lack; None if none.
-            run_ledger: Gets the tokens to make up, ``deficit``.
-            ranks: That wrote the checkpoint; None if as many as now.
-            of_rank: Reads the plain state of one of them; None where that cannot be read.
-        """
-        if self._boost is None:
-            return
         stored = plain.get(_KEY, {})
-        ranks = self._comm.world_size if ranks is None else ranks
         moved = ranks != self._comm.world_size or not stored.get("left", {}).keys() <= {str(at) for at in self._ports}
         fresh = np.zeros(self._shape, dtype=np.int64) if lacking is None else lacking.copy()
         here, elsewhere = largest(self._comm, [bool(stored), moved])
@@ -99,7 +86,13 @@ class Boosting:
         outstanding = self._summed([self._state()])
         if outstanding.any():
             self._run_ledger, run_ledger.deficit = run_ledger, outstanding
-            messages.say_boosted(self._boost, int(outstanding.sum()), int((outstanding > 0).sum()), self._comm.rank)
+            if self._comm.rank == 0:
+                experts = int((outstanding > 0).sum())
+                announce(
+                    "capacity boost: %s get %g %% more tokens until %s lost ones are made up",
+                    *(f"{experts} experts" if experts > 1 else "1 expert", 100 * self._boost),
+                    f"{int(outstanding.sum()):,}",
+                )
 
     def _stored_elsewhere(self, stored: Plain, ranks: int, of_rank: Callable[[int], Plain] | None) -> Iterable[Plain]:
         """Yields the stored boosts that this rank continues: its own, and those of ranks that no longer exist."""
@@ -107,7 +100,11 @@ class Boosting:
             try:
                 yield stored if rank == self._comm.rank else (of_rank or _not_there)(rank).get(_KEY, {})
             except MoECheckpointError as error:  # not worth a start that fails
-                messages.say_forgotten(rank, error)
+                log.warning(
+                    "the capacity boost continues without the tokens that rank %d of the checkpoint still had to make "
+                    "up: %s",
+                    *(rank, error),
+                )
 
     def _set_up(self, stored: Plain, fresh: Counts) -> None:
         """Begins with what is stored of this rank, and with its part of ``fresh`` ``[L, E]`` tokens."""
@@ -118,8 +115,10 @@ class Boosting:
         refusing = np.zeros_like(able)
         refusing[sorted(refused), self._comm.rank] = 1
         counts, _nothing = self._comm.agree(np.stack([able, refusing]), np.zeros(0, dtype=np.int64))
-        self._say_refused({at: why for at, why in refused.items() if not counts[1, at, : self._comm.rank].any()})
-        parts = parts_of(self._boost or 0.0)
+        for at, why in refused.items():
+            if not counts[1, at, : self._comm.rank].any():
+                self._say_refused(at, why)
+        parts = parts_of(self._boost)
         for at in sorted(boosted - refused.keys()):
             part = deal(fresh[at], int(counts[0, at].sum()), int(counts[0, at, : self._comm.rank].sum()))
             outstanding = torch.from_numpy(part[: self._ports[at].experts])
@@ -129,19 +128,16 @@ class Boosting:
             self._layers[at] = LayerBoost(outstanding, carried, parts, self._stopwatch)
             self._ports[at].attach(self._layers[at])
 
-    def _say_refused(self, refused: Mapping[int, str]) -> None:
-        for at, why in refused.items():
-            messages.say_not_boosted(self._ports[at].layer, self._ports[at].router, why)
+    def _say_refused(self, at: int, why: str) -> None:
+        log.warning(
+            "no capacity boost in MoE layer %s, whose stale experts continue without it: its router, %s, does not "
+            "support it: %s",
+            *(self._ports[at].layer, self._ports[at].router, why),
+        )
 
     # --- every step ---
 
     def step_ends(self, tokens: Deferred[StepTokens], *, applied: bool) -> Deferred[StepTokens]:
-        """Returns ``tokens`` with those still to make up, if any rank has any. Before the plain state is captured.
-
-        Args:
-            tokens: Of this rank, in this step.
-            applied: They count: the update was made.
-        """
         if self._run_ledger is None:
             return tokens
         for at, layer in list(self._layers.items()):
@@ -165,17 +161,15 @@ class Boosting:
     def _give_up(self, at: int, why: str) -> None:
         """It turned out in the first forward pass that the router cannot take a boost, on every rank alike."""
         if self._comm.rank == 0:
-            messages.say_not_boosted(self._ports[at].layer, self._ports[at].router, why)
+            self._say_refused(at, why)
         self._ports[at].detach()
         del self._layers[at]
 
     def discard(self) -> None:
-        """Discards the tokens counted since the last step, which led to no update."""
         for layer in self._layers.values():
             layer.discard()
 
     def captured(self) -> dict[str, Any]:
-        """Returns what belongs into this rank's plain state; nothing without a boost."""
         return {_KEY: self._state()} if self._layers else {}
 
     def _state(self) -> dict[str, Any]:
@@ -185,7 +179,6 @@ class Boosting:
         }
 
     def close(self) -> None:
-        """Detaches from the routers; ``captured`` still returns what is left to make up. Safe to call twice."""
         for at in self._layers:
             self._ports[at].detach()
         self._run_ledger = None

@@ -1,8 +1,8 @@
 """Holds copies and sends back until a pipeline's schedule leaves this rank idle, or until they must go.
 
-The arithmetic is ``core.bubbles``; here are the clock and the threads. The adapter says when this rank begins and ends
-to wait for its neighbours, the engine when an iteration begins and when its update does, and every thread that copies
-or sends asks before each chunk. Between the update and the next iteration nothing is held back, and neither is anything
+The arithmetic is ``schedule``; here are the clock and the threads. The adapter says when this rank begins and ends to
+wait for its neighbours, the engine when an iteration begins and when its update does, and every thread that copies or
+sends asks before each chunk. Between the update and the next iteration nothing is held back, and neither is anything
 while training waits for it.
 """
 
@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
+from statistics import median
 
 import torch
 
-from moe_ckpt.core.bubbles import MARGIN, Bubble, Pace, clipped, one_f_one_b, typical
+from moe_ckpt.bubbles.schedule import MARGIN, Bubble, Pace, clipped, one_f_one_b, typical
 
 CHUNK_NBYTES = 1 << 20
 """So little at a time: a copy that began in a bubble ends soon after it."""
@@ -74,10 +75,6 @@ class Tally:
 
     nbytes: int = 0
     in_bubbles: int = 0
-
-    @property
-    def during_compute(self) -> int:
-        return self.nbytes - self.in_bubbles
 
 
 class Forecast:
@@ -175,12 +172,14 @@ class BubbleGate:
     Attributes:
         copied: Bytes that were copied from live tensors.
         sent: Bytes that were sent to peers.
+        rates: Bytes per second of the newest copies.
     """
 
     def __init__(
         self, stage: int, stages: int, chunks: int = 1, *, on_device: bool = False, holds: bool = True
     ) -> None:
         self.copied, self.sent = Tally(), Tally()
+        self.rates: deque[float] = deque(maxlen=_RECENT)
         self.holds = holds
         self.changed = threading.Condition()
         self._stamps = CudaStamps() if on_device else HostStamps()
@@ -195,10 +194,17 @@ class BubbleGate:
         self._tail_until = -inf
         self._on_device = on_device
 
+    @property
+    def bubble_nbytes(self) -> int:
+        return self.copied.in_bubbles + self.sent.in_bubbles
+
+    @property
+    def beside_nbytes(self) -> int:
+        return self.copied.nbytes + self.sent.nbytes - self.bubble_nbytes
+
     # --- what the engine says ---
 
     def step_begins(self) -> None:
-        """An iteration begins, of which nothing was computed yet. Harmless when it has begun."""
         if self._began is not None:
             return
         now = time.perf_counter()
@@ -211,7 +217,6 @@ class BubbleGate:
             self._began = now
 
     def update_begins(self) -> None:
-        """The update is next: what is still to be copied goes now."""
         began = self._began
         if began is None:
             return
@@ -223,7 +228,6 @@ class BubbleGate:
             self.changed.notify_all()
 
     def release(self) -> None:
-        """Training waits, or ends: nothing is held back until the next iteration begins."""
         with self.changed:
             self._began, self._last_began = None, None
             self.changed.notify_all()
@@ -273,25 +277,15 @@ class BubbleGate:
         self._visit_secs -= secs
         return True, self._stamps.waits_for
 
-    def copy(self, nbytes: int, bytes_per_sec: float | None) -> Transfer:
-        """Returns the transfer of a copy, which must end before the next update.
-
-        Args:
-            bytes_per_sec: As measured; None: not yet.
-        """
-        began, span = self._began, self.forecast.span_secs
-        if began is None or span is None or not bytes_per_sec:
+    def copy(self, nbytes: int) -> Transfer:
+        began, span, rates = self._began, self.forecast.span_secs, tuple(self.rates)
+        if began is None or span is None or not rates:
             return Transfer(self, self.copied, nbytes)
         deadline = MARGIN * span
-        pace = Pace(clipped(self.forecast.windows, 0.0, deadline), deadline, bytes_per_sec)
+        pace = Pace(clipped(self.forecast.windows, 0.0, deadline), deadline, median(rates))
         return Transfer(self, self.copied, nbytes, pace, began)
 
     def send(self, nbytes: int, bytes_per_sec: float | None, most_secs: float) -> Transfer:
-        """Returns the transfer of a send, which should end within an iteration's time.
-
-        Args:
-            most_secs: Longest that is held back.
-        """
         with self.changed:
             now = time.perf_counter()
             began, period, windows = self._last_began, self.forecast.period_secs, self.forecast.windows
@@ -308,7 +302,7 @@ class BubbleGate:
 
 @dataclass(eq=False)
 class Transfer:
-    """One copy, or one send, chunk by chunk, on one thread.
+    """One copy, or one send, through a gate.
 
     Attributes:
         gate: That it goes through.
@@ -316,8 +310,9 @@ class Transfer:
         nbytes: In all.
         pace: When it must go beside compute; None: it is not held back.
         began: What the pace's times count from, on ``time.perf_counter``.
-        held_secs: How long it was held back so far.
     """
+
+    chunk_nbytes = CHUNK_NBYTES
 
     gate: BubbleGate
     tally: Tally
@@ -329,12 +324,11 @@ class Transfer:
     def __post_init__(self) -> None:
         self._rest = self.nbytes
 
-    def admit(self, nbytes: int) -> torch.cuda.Event | None:
-        """Return when that many more bytes may go.
+    def moved(self, secs: float) -> None:
+        if self.nbytes:
+            self.gate.rates.append(self.nbytes / secs)
 
-        Returns:
-            What a device must wait for before they do.
-        """
+    def admit(self, nbytes: int) -> torch.cuda.Event | None:
         gate, pace = self.gate, self.pace
         secs = 0.0 if pace is None else nbytes / pace.bytes_per_sec
         with gate.changed:

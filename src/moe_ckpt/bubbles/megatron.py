@@ -11,38 +11,34 @@ from typing import Any
 
 from torch import nn
 
-from moe_ckpt.engine.options import Options
+from moe_ckpt.bubbles.gate import BubbleGate
 from moe_ckpt.megatron.compat import look_up, megatron_core
-from moe_ckpt.slices.gating import BubbleGate
 
 _MODULE, _CLASS, _METHOD = "megatron.core.pipeline_parallel.p2p_communication", "P2PCommunicator", "_communicate"
 
 
-def make_gate(options: Options, chunks: Sequence[nn.Module]) -> BubbleGate | None:
-    """Returns the gate that holds this rank's copies and sends back; None where they go at once.
-
-    Args:
-        options: The user's.
-        chunks: Of the model on this rank.
-    """
-    groups = megatron_core().parallel_state
-    stages = int(groups.get_pipeline_model_parallel_world_size())
-    if stages == 1 or not options.needs.bubbles:
-        return None
-    on_device = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
-    return BubbleGate(int(groups.get_pipeline_model_parallel_rank()), stages, len(chunks), on_device=on_device)
-
-
 class PipelineWatch:
-    """Wraps ``P2PCommunicator`` until ``close``.
+    """Wraps ``P2PCommunicator`` from ``open`` until ``close``. For a pipeline of several stages.
 
     Args:
-        gate: Is told of each wait.
+        chunks: Of the model on this rank.
+
+    Attributes:
+        gate: Holds this rank's copies and sends back; it is told of each wait.
     """
 
-    def __init__(self, gate: BubbleGate) -> None:
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        groups = megatron_core().parallel_state
+        stage, stages = groups.get_pipeline_model_parallel_rank(), groups.get_pipeline_model_parallel_world_size()
+        on_device = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
+        self.gate = BubbleGate(int(stage), int(stages), len(chunks), on_device=on_device)
+        self._open = False
+
+    def open(self) -> None:
+        """Wraps the method."""
         self._kind = look_up(_MODULE, _CLASS)
         self._original = original = look_up(_MODULE, f"{_CLASS}.{_METHOD}")
+        gate = self.gate
 
         def communicate(communicator: Any, **message: Any) -> Any:
             if not self._open:  # under another wrapper, which called through
@@ -64,6 +60,8 @@ class PipelineWatch:
 
     def close(self) -> None:
         """Removes the wrapper. May be called twice."""
+        if not self._open:
+            return
         self._open = False
         if vars(self._kind).get(_METHOD) is self._wrapper:
             setattr(self._kind, _METHOD, self._original)

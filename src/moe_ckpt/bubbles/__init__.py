@@ -1,0 +1,1 @@
+"""Holds copies and sends back until the schedule of a pipeline leaves this rank idle."""

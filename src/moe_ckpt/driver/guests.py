@@ -1,0 +1,93 @@
+"""Features that a run may do without, as the driver sees them. An adapter makes one where a policy or option asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.run_ledger import RunLedger
+from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.recovery.executing import Opener, Recovery, Restored
+from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
+
+Plain = Mapping[str, Any]
+"""A rank's plain state."""
+
+
+class CapacityBoost(Protocol):
+    """Gives experts that came back stale more tokens for a while."""
+
+    def begin(
+        self,
+        plain: Plain,
+        lacking: Counts | None,
+        run_ledger: RunLedger,
+        *,
+        ranks: int,
+        of_rank: Callable[[int], Plain] | None,
+    ) -> None:
+        """Continues the boosts of a checkpoint, and begins those of experts that came back stale.
+
+        A collective of all ranks, after the checkpoint was booked.
+
+        Args:
+            plain: This rank's plain state in the checkpoint, or the one that stands in for it.
+            lacking: ``[L, E]`` tokens that the loaded experts lack; None if none.
+            run_ledger: Gets the tokens to make up, ``deficit``.
+            ranks: That wrote the checkpoint.
+            of_rank: Reads the plain state of one of them; None where that cannot be read.
+        """
+
+    def step_ends(self, tokens: Deferred[StepTokens], *, applied: bool) -> Deferred[StepTokens]:
+        """Returns ``tokens`` with those still to make up, if any rank has any. Before the plain state is captured.
+
+        Args:
+            tokens: Of this rank, in this step.
+            applied: They count: the update was made.
+        """
+
+    def discard(self) -> None:
+        """Discards the tokens counted since the last step, which led to no update."""
+
+    def captured(self) -> Plain:
+        """Returns what belongs into this rank's plain state, also after ``close``."""
+
+    def close(self) -> None:
+        """Detaches from the routers. Safe to call twice."""
+
+
+class LocalizedRecovery(Protocol):
+    """Lets only those ranks go back after a failure that lost something."""
+
+    def open(self, session: CheckpointSession) -> None:
+        """Begins to log what crosses boundaries, once the session is open.
+
+        Raises:
+            ConfigError: There is no memory that outlives the process.
+        """
+
+    def attempt(self, recovery: Recovery, memory: MemoryCheckpoints) -> Callable[[str, Opener | None], Restored | None]:
+        """See ``recovery.resume.InPart``."""
+
+    def rejoin(self, joined: Restored) -> None:
+        """Only some ranks go back. The session goes on from ``joined`` when they have come to its step."""
+
+    def step_replayed(self, tokens: Deferred[StepTokens], *, last: bool) -> None:
+        """A rank that goes back has computed a step again.
+
+        Args:
+            tokens: Of this rank in that step.
+            last: It was the last one.
+
+        Raises:
+            PeerLostError: Another rank is gone.
+        """
+
+    def diverged(self) -> None:
+        """A step that this rank computed again is not what it was: at the next start all ranks go back."""
+
+    def write_log(self, secs: float) -> None:
+        """Training stops: waits up to ``secs`` until the log of the newest step is written."""

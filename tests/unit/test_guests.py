@@ -1,0 +1,101 @@
+"""What uses none of a guest runs where it cannot be imported: each case in a process of its own.
+
+Nothing of the package is imported here: the processes import this module before guests are blocked in them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+
+import pytest
+
+GUESTS = frozenset({"boost", "bubbles", "localized", "inprocess"})
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+"""Of the first life; a second one goes on from there."""
+
+
+class Blocked(MetaPathFinder):
+    """Refuses to find the guests."""
+
+    def __init__(self, guests: Iterable[str]) -> None:
+        self.names = {f"moe_ckpt.{guest}" for guest in guests}
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname in self.names:
+            raise ImportError(f"{fullname} is blocked")
+
+
+def lightning(policy: str, root: Path, steps: int) -> int | None:
+    """One life of a run; the step that it resumed from."""
+    import lightning.pytorch as pl
+
+    from moe_ckpt import Memory, policies
+    from moe_ckpt.callbacks import MoECheckpoint
+    from tests.support.tiny_moe import TinyMoE, loader
+
+    memory = Memory(directory=str(root))
+    callback = MoECheckpoint(policy=getattr(policies, policy)(), dirpath=root / "store", memory=memory)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=steps, callbacks=[callback], **quiet)
+    trainer.fit(TinyMoE(), loader())
+    return callback.restored_step
+
+
+def megatron(policy: str, root: Path, steps: int) -> int | None:
+    """The same of the real Megatron-Core, on one rank."""
+    import torch.distributed as dist
+
+    from tests.support import megatron_gpt
+    from tests.support.megatron_warm import quiet
+
+    quiet()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    built = megatron_gpt.build(megatron_gpt.Setup(layers=2, num_microbatches=1), seed=1)
+    from moe_ckpt import Memory, policies
+    from moe_ckpt.megatron import attach
+
+    options = {"dirpath": root / "store", "memory": Memory(directory=str(root))}
+    with attach(built.chunks, built.optimizer, built.scheduler, policy=getattr(policies, policy)(), **options) as ckpt:
+        for iteration in range(ckpt.resume().iteration, steps):
+            megatron_gpt.train_step(built, iteration)
+            ckpt.after_step(iteration + 1, consumed_samples=iteration + 1)
+    return ckpt.restored_step
+
+
+def lived(adapter: str, names: Sequence[str], blocked: Sequence[str], root: str) -> None:
+    """The child: two lives with each policy, then one that asks for a guest that is blocked."""
+    assert not [name for name in sys.modules if name.startswith("moe_ckpt.")]
+    sys.meta_path.insert(0, Blocked(blocked))
+    life = {"lightning": lightning, "megatron": megatron}[adapter]
+    for name in names:
+        (run := Path(root) / name).mkdir()
+        assert life(name, run, STEPS) is None
+        assert life(name, run, STEPS + 2) == STEPS
+    if "boost" in blocked:
+        with pytest.raises(ImportError, match=r"moe_ckpt.boost is blocked"):
+            life("MoEtion", Path(root), STEPS)
+    loaded = {name.split(".")[1] for name in sys.modules if name.startswith("moe_ckpt.")}
+    assert loaded & GUESTS == GUESTS - set(blocked) - UNUSED
+
+
+UNUSED = frozenset({"bubbles", "localized", "inprocess"})
+"""By one rank without a pipeline."""
+
+
+@pytest.mark.parametrize("adapter", ["lightning", "megatron"])
+@pytest.mark.parametrize(
+    ("names", "guest"),
+    [(("Dense", "MoC"), None), (("MoEtion",), "boost")],
+    ids=["none of them", "boost alone"],
+)
+def test_a_run_without_guests_imports_none(adapter, names, guest, tmp_path):
+    arguments = adapter, names, sorted(GUESTS - {guest}), str(tmp_path)
+    program = f"from tests.unit.test_guests import lived; lived(*{arguments!r})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]

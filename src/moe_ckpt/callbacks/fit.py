@@ -30,15 +30,14 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_unsaved
-from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
+from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.finishing import read_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.gradients.recording import StepRecorder
-from moe_ckpt.gradients.run_log import RunLog
+from moe_ckpt.gradients.recording import RunLog
 from moe_ckpt.modeling.boost_ports import boost_ports
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
@@ -94,14 +93,9 @@ class Fit:
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
         soft = options.needs.soft_counts
         self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
-        recorder: StepRecorder | None = None
-        if options.needs.gradients:
-            stored = options.needs.stored_gradients
-            release = functools.partial(release_gradients, self.driver)
-            recorder = StepRecorder(trainer.optimizers, release, stored=stored)
         capture = functools.partial(capture_gradients, trainer, module, stopwatch=stopwatch)
-        self._log = RunLog(capture, trainer.optimizers, recorder)
         try:
+            self._log = RunLog(capture, trainer.optimizers, options.needs, self.driver.release_gradients)
             comm = make_communicator(options.timeout_secs, late=on_device)
             shape = grid_of(catalog.layers)
             self.host.boosting = self.boosting = Boosting(options.needs.boost, ports, shape, comm, stopwatch)
@@ -111,7 +105,7 @@ class Fit:
                 self.host.state,
                 aliases=tied_aliases(module),
                 observers=[self.step_log],
-                gradients=recorder,
+                gradients=self._log.recorder,
                 pinned=on_device,
                 local_ranks=getattr(trainer.strategy, "num_processes", 1),
             )

@@ -12,10 +12,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import optim
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import optimizer_changed
 
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam),
+        *(optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+    }
+)
+"""Optimizers that update each element by its own gradient and state alone. Adafactor and Muon do not (their steps are
+scaled by a norm over the whole parameter), and of what is not known it must be assumed."""
 _TORCH = "torch.optim."
 _ADDED_LATER = frozenset(
     {"params", "foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"}

@@ -12,14 +12,14 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling import module_state, param_groups, pretrained, unsliced_state
 from moe_ckpt.modeling.blocks import block_in, block_of, fsdp_modules, is_dtensor, is_sharded, layout_of, reshard
-from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
+from moe_ckpt.modeling.optimizer_class import ELEMENTWISE, class_name, require_same_class
 from moe_ckpt.modeling.optimizer_view import OptimizerView, advance_counts, scalars_of
 from moe_ckpt.modeling.trainable import Frozen, freeze
 from moe_ckpt.modeling.unsliced_state import is_unsliced
@@ -29,23 +29,6 @@ from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 
 _SHARDING_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "FullyShardedDataParallel"})
-_ELEMENTWISE = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
-)
-"""Optimizers that update each element by its own gradient and state alone. Adafactor and Muon do not (their steps are
-scaled by a norm over the whole parameter), and of what is not known it must be assumed."""
 
 
 class TorchTrainingState:
@@ -87,7 +70,7 @@ class TorchTrainingState:
                     "independently of the parameters. Use FSDP2 (ModelParallelStrategy), or another optimizer under "
                     "DDP."
                 )
-            if type(optimizer) not in _ELEMENTWISE:
+            if type(optimizer) not in ELEMENTWISE:
                 self._mixed.update(views[index].parameters)
 
     def tensors(self, of: Reading | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:

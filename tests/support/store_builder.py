@@ -415,7 +415,7 @@ class LiveState:
     def plain(self) -> Mapping[str, Any]:
         return {}
 
-    def require_loadable(self, plain: Mapping[str, Any], keys: Any) -> None:
+    def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """Takes everything."""
 
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:

@@ -199,7 +199,7 @@ class Fit:
             self.session.continue_ledger(run_ledger["tokens"], run_ledger["index"])
         elif driver.restored is not None and driver.restored.plain:
             # The module's own on_fit_start ran after the restore, and may have frozen what training had thawed.
-            host.state.freeze(driver.restored.plain["plain"].get("frozen"))
+            host.state.freeze(driver.restored.plain["plain"]["frozen"])
         self._watch.begin(host.step)
         if host.windows is not None:
             host.windows.check(driver.replaying, self.buckets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -146,15 +146,15 @@ class MegatronTrainingState:
             **self.trained.read(),
         }
 
-    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+    def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """See ``ports.TrainingState``. Buffers are compared by ``load_plain``, for those of other layers may be added.
 
         Raises:
             ConfigError: the optimizer is of another class.
             ConfigError: it has other parameters.
         """
-        optimizer_class.require_same(self._optimizer, plain, keys)
-        self.trained.require_same(plain, keys)
+        optimizer_class.require_same(self._optimizer, plain)
+        self.trained.require_same(plain)
 
     def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
         """All trained parameters get the same kinds of state, those too that ``stored`` leaves out for now."""

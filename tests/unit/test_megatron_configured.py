@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.driver.state_loading import loading_state
+from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import StoreError
 from moe_ckpt.megatron.hyperparameters import as_plain, changes
 

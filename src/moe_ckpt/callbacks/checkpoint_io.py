@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from moe_ckpt.callbacks.compat import PATH
 from moe_ckpt.callbacks.lightning_state import check_state
 from moe_ckpt.callbacks.named_steps import is_step_path, is_store_path, load_named, load_named_together
-from moe_ckpt.driver.state_loading import loading_state
+from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, state_path
 from moe_ckpt.interop.lightning_dict import lightning_dict, of_lightning

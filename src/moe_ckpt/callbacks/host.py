@@ -23,19 +23,16 @@ from moe_ckpt.callbacks.lightning_state import (
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change, differing, plain_values, same
-from moe_ckpt.driver.generators import Generators
-from moe_ckpt.driver.host import End, Host
+from moe_ckpt.driver.host import End, Host, loading_state
 from moe_ckpt.driver.replaying import Repeated
-from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
 from moe_ckpt.format.finished import Finished
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.interop.weights import LoadedWeights, load_weights
 from moe_ckpt.modeling import module_state
-from moe_ckpt.modeling.compiled import is_compiled
-from moe_ckpt.modeling.names import clean_name, tied_aliases
+from moe_ckpt.modeling.names import clean_name, is_compiled, tied_aliases
 from moe_ckpt.modeling.passes import TrainingPasses
-from moe_ckpt.modeling.rng import capture_rng, restore_rng
+from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored, rank_of_state

@@ -10,10 +10,8 @@ from torch import nn
 
 from moe_ckpt.driver.boosting import Boosting
 from moe_ckpt.driver.changes import Change
-from moe_ckpt.driver.generators import Generators
-from moe_ckpt.driver.host import End, Host, require_framework
+from moe_ckpt.driver.host import End, Host, loading_state, require_framework
 from moe_ckpt.driver.replaying import Repeated, StepSource, same_plain
-from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.finished import Finished
@@ -37,6 +35,7 @@ from moe_ckpt.megatron.trainer_state import (
 )
 from moe_ckpt.megatron.upstream import PipelineStage
 from moe_ckpt.megatron.weights import load_into
+from moe_ckpt.modeling.rng import Generators
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.reader import StoreReader

@@ -92,7 +92,7 @@ class State:
         """What each rank saves besides."""
         return {"loop": {"step": 1, "epoch": 0}, "rng": torch.zeros(_RNG_BYTES, dtype=torch.uint8)}
 
-    def require_loadable(self, plain: Mapping[str, Any], keys: Any) -> None:
+    def require_loadable(self, plain: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
     def prepare(self, wanted: Mapping[str, Any]) -> None:

@@ -22,12 +22,9 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
-from moe_ckpt.core.operators import Span
 from moe_ckpt.core.rolling import bytes_per_parameter, saved_factor
-from moe_ckpt.gradients.capture import GradientCapture
-from moe_ckpt.gradients.replay import gradient_blocks, state_blocks
-from moe_ckpt.gradients.units import Pieces, whole_unit
-from moe_ckpt.gradients.updates import ConsumedGradients, TensorBlock
+from moe_ckpt.gradients.capture import ConsumedGradients, GradientCapture
+from moe_ckpt.gradients.units import whole_unit
 
 _EXAMPLE = "example: python benchmarks/gradient_bytes.py --markdown"
 EXPERTS, WIDTH, HIDDEN, ROUND = 8, 64, 96, 5
@@ -84,23 +81,21 @@ def weigh(kind: Kind) -> Weighed:
     optimizer, last = kind.make(updated), _Last()
     names = {id(each): f"p{at}" for at, each in enumerate(updated)}
     describe = lambda number, group, each: whole_unit(names[id(each)], number, group, each)  # noqa: E731
-    capture = GradientCapture([optimizer], describe, last)
+    GradientCapture([optimizer], describe, last)
     for _ in range(2):
         for each in updated:
             each.grad = torch.randn_like(each)
         optimizer.step()
-    units = capture.units()
-    spans = [Span(unit.name) for unit in units]
-    tensors = {(0, names[id(each)]): each for each in updated}
     parameters = sum(each.numel() for each in updated)
     if last.gradients is None:
         raise RuntimeError("the optimizer consumed nothing")
-    full = _bytes(state_blocks([optimizer], tensors, Pieces(units), spans))
-    return Weighed(kind.name, full / parameters, _bytes(gradient_blocks(units, last.gradients.gradients)) / parameters)
+    state = [value for of_one in optimizer.state.values() for value in of_one.values() if value is not None]
+    full = _bytes([*updated, *state])
+    return Weighed(kind.name, full / parameters, _bytes(last.gradients.gradients) / parameters)
 
 
-def _bytes(blocks: Sequence[TensorBlock]) -> int:
-    return sum(block.values.numel() * block.values.element_size() for block in blocks)
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def table(found: Sequence[Weighed]) -> list[tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class StillState:
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
         """They exist already."""
 
-    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+    def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """There is nothing else."""
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:

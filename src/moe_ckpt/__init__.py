@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moe_ckpt import notices as notices  # says warnings where no logging is set up
 
 if TYPE_CHECKING:
-    from moe_ckpt.callbacks.module_loading import load_from_checkpoint
+    from moe_ckpt.callbacks.named_steps import load_from_checkpoint
     from moe_ckpt.core.retention import RetentionPolicy
     from moe_ckpt.engine.host_tier import release_host_memory
     from moe_ckpt.memory.options import Memory

@@ -139,14 +139,13 @@ class TrainingState(Protocol):
         """
         ...
 
-    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+    def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """Raise unless ``load_plain(plain)`` can follow and optimizer state is of this run's optimizers.
 
         Called before a restore writes anything; changes nothing.
 
         Args:
             plain: What ``plain()`` gave.
-            keys: Of the stored tensors.
         """
         ...
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from moe_ckpt import Memory
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.modeling.compiled import is_compiled
-from moe_ckpt.modeling.names import clean_name
+from moe_ckpt.modeling.names import clean_name, is_compiled
 from moe_ckpt.policies import GradientLog, MoEvement
 from tests.integration.test_hooks_and_state import Stop, Stopped, fit, loader, same, seeded
 from tests.support.tiny_moe import TinyMoE, state_of

@@ -11,8 +11,7 @@ from torch import nn
 
 from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
 from moe_ckpt.cli.main import main
-from moe_ckpt.errors import ConfigError, DamagedError
-from moe_ckpt.interop import safetensors_export
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.export import export
 from moe_ckpt.policies import MoC
 from tests.support.moe_models import family, tokens
@@ -113,16 +112,3 @@ def test_a_prefix_by_hand(tmp_path):
     with pytest.raises(ConfigError, match="for safetensors: dcp keeps"):
         export(tmp_path / "store", "dcp", tmp_path / "three", strip_prefix="student.")
     assert not (tmp_path / "three").exists()
-
-
-@pytest.mark.parametrize("entry", [7, {}, {"prefix": 1, "class": "x", "config": {}, "generation_config": None}])
-def test_a_record_that_is_none(entry):
-    class Checkpoint:
-        state = {"plain": {"pretrained": [entry]}}  # noqa: RUF012
-        rank = 0
-
-        class manifest:
-            directory = "step_00000001"
-
-    with pytest.raises(DamagedError, match="step_00000001, state of rank 0"):
-        safetensors_export._chosen(Checkpoint(), None)

@@ -12,7 +12,6 @@ import torch
 from moe_ckpt.callbacks.checkpoint_io import MoECheckpointIO
 from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.modeling import training_state
 from moe_ckpt.policies import MoC
 from tests.support.tiny_moe import TinyMoE, loader
 
@@ -39,22 +38,11 @@ def newest(store: Path) -> str:
     return str(max(path for path in store.glob("step_*") if (path / "MANIFEST.json").exists()))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["class recorded", "old store"])
-def store(request, tmp_path_factory):
-    """A run with AdamW. Stores of earlier releases do not say the class."""
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A run with AdamW."""
     path = tmp_path_factory.mktemp("run") / "store"
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param:
-            plain = training_state.TorchTrainingState.plain
-
-            def without_class(self, **options):
-                found = plain(self, **options)
-                return found | {
-                    "optimizers": [{k: v for k, v in e.items() if k != "class"} for e in found["optimizers"]]
-                }
-
-            patch.setattr(training_state.TorchTrainingState, "plain", without_class)
-        fit(path, "adamw")
+    fit(path, "adamw")
     return path
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_ckpt.errors import MoECheckpointError
-from moe_ckpt.gradients import replay
+from moe_ckpt.gradients import replay, returning
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.recovery.gradient_log import StoredLog
 from tests.megatron.exactness import (
@@ -144,19 +144,19 @@ def _no_hyperparameters() -> None:
 
 def _skipped_steps_made() -> None:
     """A step that the loss scaler skipped is made with gradients of zero, as if there had been none."""
-    counts = LogReplayer._set_counts
+    counts = returning._set_counts
 
-    def wrong(self, log, step, replay, stepped) -> None:
+    def wrong(log, step, replay, stepped) -> None:
         if step != log.steps[0] and not log.plain(step)["updates"]:
-            for optimizer in self._optimizers:
+            for optimizer in replay.optimizers:
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = torch.zeros_like(parameter)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-        counts(self, log, step, replay, stepped)
+        counts(log, step, replay, stepped)
 
-    LogReplayer._set_counts = wrong
+    returning._set_counts = wrong
 
 
 def _anchors_too_early() -> None:

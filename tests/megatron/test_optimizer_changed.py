@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron import optimizer_class
+from moe_ckpt.megatron import hyperparameters
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_move import Stop, journey
 from tests.support.processes import run_ranks
@@ -52,34 +52,28 @@ L2Adam.__name__ = L2Adam.__qualname__ = "FusedAdam"
 
 
 def plain_of(monkeypatch, kind: type[torch.optim.Optimizer]) -> tuple[object, dict]:
-    monkeypatch.setattr(optimizer_class, "leaves", lambda optimizer: optimizer)
+    monkeypatch.setattr(hyperparameters, "leaves", lambda optimizer: optimizer)
     inner = kind([torch.zeros(1)])
     found = [SimpleNamespace(optimizer=inner)]
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
-    return found, {"optimizer": {"groups": groups}, "optimizer_classes": optimizer_class.read(found)}
+    return found, {"optimizer_classes": hyperparameters.read_classes(found)}
 
 
 TORCH = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["class recorded", "old store"])
-def test_builds_of_one_optimizer_are_alike_and_kinds_are_not(monkeypatch, old):
+def test_builds_of_one_optimizer_are_alike_and_kinds_are_not(monkeypatch):
     alike = {(FusedAdam, torch.optim.AdamW), (L2Adam, torch.optim.Adam)}
     for there in (*TORCH, FusedAdam, L2Adam):
         for here in (*TORCH, FusedAdam, L2Adam):
-            stored = plain_of(monkeypatch, there)[1]
-            if old:
-                del stored["optimizer_classes"]
-            running = plain_of(monkeypatch, here)[0]
-            same = there is here or bool({(there, here), (here, there)} & alike)
-            if same or (old and torch.optim.SGD not in (there, here)):
-                optimizer_class.require_same(running, stored, [])
+            stored, running = plain_of(monkeypatch, there)[1], plain_of(monkeypatch, here)[0]
+            if there is here or {(there, here), (here, there)} & alike:
+                hyperparameters.require_same_kind(running, stored)
             else:
                 with pytest.raises(ConfigError, match=r"SGD|Adam"):
-                    optimizer_class.require_same(running, stored, [])
+                    hyperparameters.require_same_kind(running, stored)
 
 
 def test_ranks_without_an_optimizer_refuse_nothing(monkeypatch):
     _, stored = plain_of(monkeypatch, torch.optim.SGD)
-    optimizer_class.require_same([], stored, ["model/x"])
-    optimizer_class.require_same(plain_of(monkeypatch, torch.optim.Adam)[0], {"optimizer_classes": []}, ["model/x"])
+    hyperparameters.require_same_kind([], stored)
+    hyperparameters.require_same_kind(plain_of(monkeypatch, torch.optim.Adam)[0], {"optimizer_classes": []})

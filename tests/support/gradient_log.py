@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
-from moe_ckpt.core.gradient_chain import LoggedStep, chains
-from moe_ckpt.gradients.detached import OptimizerKind, detached, kind_of
-from moe_ckpt.gradients.replay import gradient_blocks, state_blocks
-from moe_ckpt.gradients.running import replay_chains
+from moe_ckpt.core.gradient_chain import LoggedStep, chain
+from moe_ckpt.format.shard import GRADIENT as KEY
+from moe_ckpt.gradients.replay import GRADIENT, WEIGHT, OptimizerKind, TensorBlock, detached
+from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.gradients.units import Pieces, Unit
-from moe_ckpt.gradients.updates import TensorBlock
+from moe_ckpt.modeling.blocks import block_in
+from moe_ckpt.modeling.optimizer_class import class_name
+from moe_ckpt.ports import LoggedSteps
 
 
 class Copier:
@@ -55,11 +58,12 @@ def _taken(gradients):
 
 @dataclass
 class MemoryLog:
-    """A ``GradientSource`` over everything that a run did.
+    """Everything that a run did, replayed as every adapter does it: by a ``LogReplayer``.
 
     spans: Of all operators.
     kinds: Of the optimizers.
     units: All.
+    counts: step -> state without dimensions, as ``StepGradients.plain`` has it.
     """
 
     spans: Mapping[str, Sequence]
@@ -69,10 +73,12 @@ class MemoryLog:
     made: dict = field(default_factory=dict)
     anchors: dict = field(default_factory=dict)
     consumed: dict = field(default_factory=dict)
+    counts: dict = field(default_factory=dict)
 
-    def log(self, step, taken, anchored):
+    def log(self, step, taken, anchored, counts):
         """taken: of ``Copier.take``. anchored: operator -> live blocks, of those that are anchored at the step."""
         self.made[step] = tuple(update for update, _, _ in taken)
+        self.counts[step] = counts
         updated = set()
         for number, (_, units, gradients) in enumerate(taken):
             for operator, spans in self.spans.items():
@@ -85,27 +91,109 @@ class MemoryLog:
         gradients = frozenset(updated - set(anchored))
         self.steps[step] = LoggedStep(frozenset(updated), gradients, frozenset(anchored))
 
-    def updates(self, step):
-        return self.made[step]
-
-    def anchor(self, operator, step):
-        return self.anchors[operator, step]
-
-    def gradients(self, operator, step, number):
-        return self.consumed.get((operator, step, number), ())
+    def chains(self, step):
+        return {operator: chain(self.steps, operator, step) for operator in self.spans}
 
     def replayed(self, step, spoil: Callable | None = None):
         """All operators at ``step``, from optimizers full of NaN: operator -> blocks."""
         replay = self.replay_of(step, spoil)
-        return {operator: replay.read(spans) for operator, spans in self.spans.items()}
+        blocks = partial(state_blocks, replay.optimizers, replay.tensors, replay.pieces)
+        return {operator: blocks(spans) for operator, spans in self.spans.items()}
 
     def replay_of(self, step, spoil: Callable | None = None):
-        ways = chains(self.steps, self.spans, step)
-        if spoil is not None:
-            ways = spoil(ways)
         replay = detached(self.kinds, self.units)
-        replay_chains(replay, self.spans, ways, step, self)
+        self.bring(replay, step, spoil)
         return replay
+
+    def bring(self, replay, step, spoil: Callable | None = None):
+        """spoil: gives other chains than the right ones, which ``check`` would refuse."""
+        ways = self.chains(step)
+        replayer = LogReplayer(self.spans, lambda: replay)
+        steps = _Steps(self, ways if spoil is None else spoil(ways), step, replay)
+        if spoil is None:
+            replayer.check(steps)
+        replayer.replay(steps)
+
+
+class _Steps(LoggedSteps):
+    """The steps of a ``MemoryLog`` from the oldest anchor on, whose anchors are loaded into ``replay``."""
+
+    def __init__(self, log, ways, step, replay):
+        self._log, self._ways, self._replay = log, ways, replay
+        self.steps = list(range(min(way.anchor for way in ways.values()), step + 1))
+        self.anchors = {operator: way.anchor for operator, way in ways.items()}
+        self.homes = {}
+
+    def plain(self, step):
+        return {"updates": [vars(update) for update in self._log.made[step]], "counts": self._log.counts[step]}
+
+    def _blocks(self, step):
+        for (operator, at, _), blocks in self._log.consumed.items():
+            if at == step and step in self._ways[operator].gradients:
+                yield from blocks
+
+    def blocks(self, step):
+        return [(_key(block), block.box.offsets, block.box.shape) for block in self._blocks(step)]
+
+    def gradients(self, step):
+        for block in self._blocks(step):
+            yield _key(block), block.box.offsets, block.values
+
+    def load(self, step):
+        for operator, anchor in self.anchors.items():
+            if anchor == step:
+                blocks = self._log.anchors[operator, anchor]
+                self._replay.load([block for block in blocks if block.box is not None])
+                for block in (block for block in blocks if block.box is None and block.values.ndim):
+                    for unit, _ in self._replay.pieces.of(block.optimizer, block.parameter):
+                        self._replay.state_of(unit.optimizer, unit.name)[block.kind] = block.values.clone()
+
+
+def _key(block):
+    return f"{KEY}{block.optimizer}/{block.parameter}"
+
+
+def kind_of(optimizer) -> OptimizerKind:
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return class_name(optimizer), groups
+
+
+def counts_of(optimizers, tensors):
+    """Optimizer state without dimensions, as ``StepRecorder`` gives it."""
+    return [
+        {"optimizer": number, "state": kind, "units": [name], "values": torch.stack([value])}
+        for (number, name), tensor in tensors.items()
+        for kind, value in optimizers[number].state.get(tensor, {}).items()
+        if value is not None and value.ndim == 0
+    ]
+
+
+def state_blocks(optimizers, tensors, pieces, spans):
+    """An operator's weights and optimizer state, as views of live memory; without a box what has no rows."""
+    blocks, seen = [], set()
+    for unit, piece in pieces.of_operator(spans):
+        tensor = tensors[unit.optimizer, unit.name].detach()
+        blocks.append(TensorBlock(unit.optimizer, piece.parameter, WEIGHT, piece.box, piece.view(block_in(tensor))))
+        for name, value in optimizers[unit.optimizer].state.get(tensors[unit.optimizer, unit.name], {}).items():
+            if value is None:
+                continue
+            local, box = block_in(value.detach()), None
+            if value.shape == tensor.shape and value.ndim:
+                local, box = piece.view(local), piece.box
+            elif (unit.optimizer, piece.parameter, name) in seen:
+                continue
+            seen.add((unit.optimizer, piece.parameter, name))
+            blocks.append(TensorBlock(unit.optimizer, piece.parameter, name, box, local))
+    return blocks
+
+
+def gradient_blocks(units, gradients, spans):
+    """The blocks of consumed gradients that belong to the operator with ``spans``, as views of them."""
+    of = {id(unit): gradient for unit, gradient in zip(units, gradients, strict=True)}
+    return [
+        TensorBlock(unit.optimizer, piece.parameter, GRADIENT, piece.box, piece.view(of[id(unit)]))
+        for unit, piece in Pieces(units).of_operator(spans)
+    ]
 
 
 def copied(blocks):
@@ -160,6 +248,7 @@ class Recorder:
         }
         self.kinds = [kind_of(optimizer) for optimizer in optimizers]
         self.states = [self.state()]
+        self.scalars = [counts_of(self.optimizers, self.tensors)]
         self.counts = [0]
 
     def state(self):
@@ -168,6 +257,7 @@ class Recorder:
 
     def step(self):
         self.states.append(self.state())
+        self.scalars.append(counts_of(self.optimizers, self.tensors))
         self.counts.append(len(self.copier.taken))
 
     def finish(self, window=4):
@@ -175,11 +265,11 @@ class Recorder:
         self.copier.release()
         self.capture.close()
         log = MemoryLog(self.spans, self.kinds, self.units)
-        log.log(0, [], self.states[0])
+        log.log(0, [], self.states[0], self.scalars[0])
         order = list(self.spans)
         for at in range(1, len(self.states)):
             anchored = {op: self.states[at][op] for op in order[at % window :: window]}
-            log.log(at, self.copier.taken[self.counts[at - 1] : self.counts[at]], anchored)
+            log.log(at, self.copier.taken[self.counts[at - 1] : self.counts[at]], anchored, self.scalars[at])
         return log, self.states
 
 

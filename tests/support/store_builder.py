@@ -316,8 +316,10 @@ class TinyRun:
             },
             "plain": {
                 "buffers": {"running": torch.arange(3.0) + step, "seen": torch.tensor(step)},
+                "frozen": [],
                 "optimizers": [
                     {
+                        "class": "torch.optim.AdamW",
                         "param_groups": [
                             {**group, "params": ["embed.weight", "scale"]},
                             {**group, "lr": 0.5, "params": ["blocks.0.moe.gate.weight", STACK]},
@@ -327,6 +329,7 @@ class TinyRun:
                 ],
                 "extra_state": {},
             },
+            "configured": {"optimizers": [[{"lr": 0.1}]], "schedulers": [], "training": {}, "frozen": ""},
             "rng": generators(rank),
         }
 
@@ -357,7 +360,15 @@ def megatron_state(step: int, rank: int, buffers: Mapping[str, torch.Tensor]) ->
         "iteration": step,
         "consumed_samples": 8 * step,
         "layout": {"pipeline": 2, "tensor": 1},
-        "plain": {"buffers": dict(buffers), "optimizer": {"step": step, "groups": [group], "scalers": [None]}},
+        "plain": {
+            "buffers": dict(buffers),
+            "optimizer": {"step": step, "groups": [group], "scalers": [None]},
+            "optimizer_classes": [{"class": "torch.optim.AdamW", "kind": "AdamW"}],
+            "frozen": [],
+            "resting": [],
+        },
+        "configured": {"groups": [{"wd_mult": 1.0}], "scheduler": {}, "resting": []},
+        "counters": {},
         "stateful": {"scheduler": {"num_steps": step}},
         "rng": generators(rank) | {"tracker": {"model-parallel-rng": generators(rank)["torch"]}},
     }
@@ -415,7 +426,7 @@ class LiveState:
     def plain(self) -> Mapping[str, Any]:
         return {}
 
-    def require_loadable(self, plain: Mapping[str, Any], keys: Any) -> None:
+    def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """Takes everything."""
 
     def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:

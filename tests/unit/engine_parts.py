@@ -95,7 +95,7 @@ class TinyState:
     def plain(self) -> Mapping[str, Any]:
         return {}
 
-    def require_loadable(self, plain: Mapping[str, Any], keys: Any) -> None:
+    def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """Takes everything."""
 
     def prepare(self, wanted: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.freshness import STALE
-from moe_ckpt.core.gradient_chain import LoggedStep, chains
+from moe_ckpt.core.gradient_chain import LoggedStep, chain
 from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.memory_retention import MemoryStep, needed, newest_checkpoint
 from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
@@ -96,9 +96,13 @@ def rounds(draw):
     return draw(st.lists(st.tuples(anchored, st.integers(0, 2)), min_size=1, max_size=14))
 
 
+def chains(log, step):
+    return {op: chain(log, op, step) for op in ALL}
+
+
 def used(log, step):
     """Snapshots of which the newest one, or any operator's way to it, needs something."""
-    ways = chains(log, ALL, step).values()
+    ways = chains(log, step).values()
     return {step, *(at for way in ways for at in (way.anchor, *way.gradients))}
 
 
@@ -125,10 +129,10 @@ def test_what_stays_is_what_ways_to_the_newest_step_and_later_ones_need(given_ro
         if newest:
             last = newest[-1].sequence
             assert {each.sequence for each in newest} == used(log, last) == {at for at in kept if at <= last}
-            assert chains(left, ALL, last) == chains(log, ALL, last)
+            assert chains(left, last) == chains(log, last)
         for at in [at for at in kept if steps[at].complete is None and steps[at].since is not None]:
             hopeless = not lost.isdisjoint(range(steps[at].since, at))
-            assert hopeless or chains(left, ALL, at) == chains(log, ALL, at), "it may still become the newest"
+            assert hopeless or chains(left, at) == chains(log, at), "it may still become the newest"
         steps = {at: step for at, step in steps.items() if at in kept or step.complete is None}
 
 

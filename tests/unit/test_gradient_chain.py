@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.gradient_chain import Chain, LoggedStep, chain, chains, newest_reachable
+from moe_ckpt.core.gradient_chain import Chain, LoggedStep, chain
 from moe_ckpt.errors import GradientGapError
 
 OPERATORS = ("gate/0", "expert/0/0", "expert/0/1")
@@ -64,12 +64,6 @@ def test_a_chain_is_found_where_there_is_one_and_holds_every_update(log):
             assert not any(operator in log[at].anchored for at in between), "a newer anchor makes a shorter way"
 
 
-@given(logs())
-def test_the_newest_reachable_step_is_the_last_that_all_reach(log):
-    expected = [step for step in log if all(reaches(log, operator, step) for operator in OPERATORS)]
-    assert newest_reachable(log, OPERATORS) == max(expected, default=None)
-
-
 def test_a_skipped_step_needs_no_gradient_and_an_unknown_one_ends_the_chain():
     log = {1: LoggedStep(anchored=some("a")), 2: LoggedStep(), 3: LoggedStep(some("a"), some("a"))}
     assert chain(log, "a", 3) == Chain("a", 1, (3,))
@@ -79,13 +73,12 @@ def test_a_skipped_step_needs_no_gradient_and_an_unknown_one_ends_the_chain():
     assert (raised.value.operator, raised.value.missing, raised.value.step) == ("a", 2, 3)
 
 
-def test_chains_names_the_operator_that_has_no_anchor():
+def test_an_operator_without_an_anchor():
     log = {4: LoggedStep(anchored=some("a"))}
     with pytest.raises(GradientGapError, match=r"b cannot be brought to step 4.*no anchor of it or of an earlier step"):
-        chains(log, ("a", "b"), 4)
+        chain(log, "b", 4)
 
 
 def test_nothing_logged_reaches_nothing():
-    assert newest_reachable({}, ("a",)) is None
     with pytest.raises(GradientGapError):
         chain({}, "a", 1)

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from moe_ckpt.callbacks.lazy_checkpoint import LazyCheckpoint
+from moe_ckpt.callbacks.lightning_state import LazyCheckpoint
 
 STATE = {"weight": 1}
 WHOLE = {"epoch": 3, "state_dict": STATE}

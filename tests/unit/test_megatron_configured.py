@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import StoreError
-from moe_ckpt.megatron.host import settings_changed
 from moe_ckpt.megatron.hyperparameters import as_plain, changes
-from moe_ckpt.recovery.executing import Restored
 
 DENSE = {"wd_mult": 1.0, "is_expert_parallel": False}
 EXPERT = {"wd_mult": 1.0, "is_expert_parallel": True}
@@ -50,6 +49,8 @@ def test_another_layout_has_other_groups_of_the_same_settings():
 def test_settings_that_no_run_writes_raise_the_typed_error():
     now = of([{**DENSE, "max_lr": 1.0}], max_lr=1.0)
     edited = {"groups": ["wd_mult"], "scheduler": {}}
-    with pytest.raises(StoreError, match=r"rank_00000.*settings of optimizer and scheduler"):
-        settings_changed(Restored(None, {"configured": edited}, path="rank_00000.json"), now, now)
-    assert settings_changed(Restored(None, {}), now, now) == [], "of an earlier release"
+    with (
+        pytest.raises(StoreError, match=r"rank_00000.*settings of optimizer and scheduler"),
+        loading_state("the settings of optimizer and scheduler", "rank_00000.json"),
+    ):
+        changes(edited, now, now)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.core.anchors import anchored_after
-from moe_ckpt.core.gradient_chain import LoggedStep, anchors, chains, newest_reachable
+from moe_ckpt.core.gradient_chain import LoggedStep, chain
 from moe_ckpt.core.operators import OperatorKind
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import Fidelity, Tier
@@ -67,9 +67,16 @@ class Run:
         self.log[self.step] = LoggedStep(updated, frozenset(gradients), frozenset(full))
         places = self.model.places_of
         self.anchored_at = anchored_after(self.anchored_at, self.step, places(full), places(gradients))
-        assert anchors(self.log) == dict(zip(self.model.everything, self.anchored_at.tolist(), strict=True))
+        assert self.anchors() == dict(zip(self.model.everything, self.anchored_at.tolist(), strict=True))
         self.plans[self.step] = plan
         return plan
+
+    def chains(self):
+        """Raises unless what was saved leads every operator to the newest step."""
+        return {op: chain(self.log, op, self.step) for op in self.model.everything}
+
+    def anchors(self):
+        return {op: way.anchor for op, way in self.chains().items()}
 
     def skip(self):
         """A step that nothing is saved of."""
@@ -194,9 +201,7 @@ def test_every_step_is_reached_however_rates_and_loads_change(built, changes):
         plan = run.save(measured=rates(portion * dense / known["ranks"]), activity=Activity(hard=load))
         oldest = {op for op, step in zip(model.everything, before.tolist(), strict=True) if step == before.min()}
         assert oldest & set(plan.operators())
-        assert newest_reachable(run.log, model.everything) == run.step
-        ways = chains(run.log, model.everything, run.step)
-        assert max(len(way.gradients) for way in ways.values()) < 2 * most
+        assert max(len(way.gradients) for way in run.chains().values()) < 2 * most
 
 
 @pytest.mark.parametrize("at", range(2, 12))
@@ -207,7 +212,7 @@ def test_a_restart_in_the_middle_of_a_round_changes_no_plan(at):
         whole.save()
     for step in range(1, 13):
         if step == at:
-            held = anchors(cut.log)
+            held = cut.anchors()
             policy, log = GradientLog(window=4), dict(cut.log)
             cut = Run(policy)
             cut.step, cut.log = step - 1, log

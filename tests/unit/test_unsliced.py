@@ -46,11 +46,21 @@ def test_a_type_that_cannot_be_stored_is_named():
 )
 def test_what_is_no_such_entry_is_found_when_a_state_is_read(entry, said):
     assert said in UNSLICED(entry)
-    plain = {"buffers": {}, "optimizers": [{"param_groups": [], "unsliced": {"w": {"m": entry}}}]}
+    optimizer = {"class": "torch.optim.SGD", "param_groups": [], "unsliced": {"w": {"m": entry}}}
+    plain = {"buffers": {}, "frozen": [], "optimizers": [optimizer]}
     checkpoint = {"global_step": 1, "loops": {"fit_loop": {}}, "lr_schedulers": []}
-    state = {"framework": "lightning", "checkpoint": checkpoint, "plain": plain, "rng": generators(0)}
+    configured = {"optimizers": [], "schedulers": [], "training": {}, "frozen": ""}
+    state = {
+        "framework": "lightning",
+        "checkpoint": checkpoint,
+        "plain": plain,
+        "rng": generators(0),
+        "configured": configured,
+    }
     assert said in state_contents(state)
     plain["optimizers"] = []
     assert state_contents(state) == ""
     assert said in state_contents(state | {"plain": plain | {"unsliced": {"w": entry}}})
     assert "text" in state_contents(state | {"plain": plain | {"aliases": {"b": 1}}})
+    for other in (7, {}, {"prefix": 1, "class": "x", "config": {}, "generation_config": None}):
+        assert "pretrained" in state_contents(state | {"plain": plain | {"pretrained": [other]}})

@@ -13,7 +13,7 @@ if tuple(map(int, lightning.__version__.split(".")[:2])) < (2, 6):
     )
 
 from moe_ckpt.callbacks.checkpoint_io import MoECheckpointIO
-from moe_ckpt.callbacks.module_loading import load_from_checkpoint
 from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
+from moe_ckpt.callbacks.named_steps import load_from_checkpoint
 
 __all__ = ["MoECheckpoint", "MoECheckpointIO", "load_from_checkpoint"]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from moe_ckpt.callbacks.compat import PATH
 from moe_ckpt.callbacks.lightning_state import check_state
 from moe_ckpt.callbacks.named_steps import is_step_path, is_store_path, load_named, load_named_together
-from moe_ckpt.driver.state_loading import loading_state
+from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, state_path
 from moe_ckpt.interop.lightning_dict import lightning_dict, of_lightning
@@ -100,14 +100,14 @@ def _as_lightning_loads(whole: WholeCheckpoint) -> dict[str, Any]:
     checkpoint = lightning_dict(whole)
     stored = zip(checkpoint["optimizer_states"], whole.state["plain"]["optimizers"], strict=True)
     checkpoint["optimizer_states"] = [
-        StoredOptimizer(index, described.get("class"), state) for index, (state, described) in enumerate(stored)
+        StoredOptimizer(index, described["class"], state) for index, (state, described) in enumerate(stored)
     ]
     return checkpoint | _resumed(whole.reader, whole.manifest, whole.state)
 
 
 def _resumed(reader: StoreReader, manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
     resumed = {"root": reader.storage.root, "directory": manifest.directory, "rng": plain["rng"]}
-    return {RESUME_KEY: resumed | {"boost": plain.get("boost", {}), "frozen": plain["plain"].get("frozen")}}
+    return {RESUME_KEY: resumed | {"boost": plain.get("boost", {}), "frozen": plain["plain"]["frozen"]}}
 
 
 class StoredOptimizer(dict[str, Any]):
@@ -117,7 +117,7 @@ class StoredOptimizer(dict[str, Any]):
     ``copy`` on its argument before it changes anything, so the class is compared there.
     """
 
-    def __init__(self, index: int, stored: str | None, state_dict: Mapping[str, Any]) -> None:
+    def __init__(self, index: int, stored: str, state_dict: Mapping[str, Any]) -> None:
         super().__init__(state_dict)
         self._index, self._stored = index, stored
 
@@ -129,8 +129,7 @@ class StoredOptimizer(dict[str, Any]):
         """
         loading = sys._getframe(1).f_locals.get("self")
         if isinstance(loading, Optimizer):
-            states = {str(name) for state in self["state"].values() for name in state}
-            require_same_class(f"optimizer {self._index}", loading, self._stored, self["param_groups"], states)
+            require_same_class(f"optimizer {self._index}", loading, self._stored)
         return dict(self)
 
 

@@ -16,8 +16,6 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.loop import _Loop as Loop
-from lightning.pytorch.loops.progress import _BaseProgress as BaseProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.call import _call_callback_hooks as call_callback_hooks
@@ -26,9 +24,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize
 
 __all__ = [
     "PATH",
-    "BaseProgress",
     "DataLoaderIterDataFetcher",
-    "Loop",
     "PrefetchDataFetcher",
     "Stateful",
     "call_callback_hooks",

@@ -28,15 +28,14 @@ from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_unsaved
-from moe_ckpt.driver.run import CLOSE_SECS, Driver, release_gradients
+from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.engine.documents import read_finished
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.gradients.recording import StepRecorder
-from moe_ckpt.gradients.run_log import RunLog
+from moe_ckpt.gradients.recording import RunLog
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.routing import Mask, RoutingCounter, no_experts
@@ -90,14 +89,9 @@ class Fit:
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
         soft = options.needs.soft_counts
         self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
-        recorder: StepRecorder | None = None
-        if options.needs.gradients:
-            stored = options.needs.stored_gradients
-            release = functools.partial(release_gradients, self.driver)
-            recorder = StepRecorder(trainer.optimizers, release, stored=stored)
         capture = functools.partial(capture_gradients, trainer, module, stopwatch=stopwatch)
-        self._log = RunLog(capture, trainer.optimizers, recorder)
         try:
+            self._log = RunLog(capture, trainer.optimizers, options.needs, self.driver.release_gradients)
             comm = make_communicator(options.timeout_secs, late=on_device)
             boost = None
             if options.needs.boost is not None:
@@ -111,7 +105,7 @@ class Fit:
                 aliases=tied_aliases(module),
                 observers=[self.step_log],
                 boost=boost,
-                gradients=recorder,
+                gradients=self._log.recorder,
                 pinned=on_device,
                 local_ranks=getattr(trainer.strategy, "num_processes", 1),
             )
@@ -206,7 +200,7 @@ class Fit:
             self.session.continue_ledger(run_ledger["tokens"], run_ledger["index"])
         elif driver.restored is not None and driver.restored.plain:
             # The module's own on_fit_start ran after the restore, and may have frozen what training had thawed.
-            host.state.freeze(driver.restored.plain["plain"].get("frozen"))
+            host.state.freeze(driver.restored.plain["plain"]["frozen"])
         self._watch.begin(host.step)
         if host.windows is not None:
             host.windows.check(driver.replaying, self.buckets)

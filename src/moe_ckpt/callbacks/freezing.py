@@ -34,11 +34,10 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.callbacks.compat import Private
 from moe_ckpt.callbacks.weight_readers import overrides
+from moe_ckpt.driver.host import loading_state
 from moe_ckpt.driver.replaying import StepSource
-from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.errors import ReplayDivergedError
-from moe_ckpt.modeling.compiled import is_compiled
-from moe_ckpt.modeling.names import parameters_of
+from moe_ckpt.modeling.names import is_compiled, parameters_of
 from moe_ckpt.modeling.sparing import WithoutGradients, with_loss
 from moe_ckpt.recovery.replay import Replay
 

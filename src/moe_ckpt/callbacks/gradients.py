@@ -14,9 +14,8 @@ import torch
 
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.capture import GradientCapture, GradientConsumer
 from moe_ckpt.gradients.units import Unit, whole_unit
-from moe_ckpt.gradients.updates import GradientConsumer
 from moe_ckpt.modeling.blocks import block_of
 from moe_ckpt.modeling.names import parameters_of
 from moe_ckpt.stopwatch import Stopwatch

@@ -22,19 +22,16 @@ from moe_ckpt.callbacks.lightning_state import (
 )
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.driver.changes import Change, differing, plain_values, same
-from moe_ckpt.driver.generators import Generators
-from moe_ckpt.driver.host import End, Host
+from moe_ckpt.driver.host import End, Host, loading_state
 from moe_ckpt.driver.replaying import Repeated
-from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights, load_weights
 from moe_ckpt.modeling import module_state
-from moe_ckpt.modeling.compiled import is_compiled
-from moe_ckpt.modeling.names import clean_name, tied_aliases
+from moe_ckpt.modeling.names import clean_name, is_compiled, tied_aliases
 from moe_ckpt.modeling.passes import TrainingPasses
-from moe_ckpt.modeling.rng import capture_rng, restore_rng
+from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored, rank_of_state
@@ -77,16 +74,16 @@ class LightningHost(Host):
     def admits(self, manifest: Manifest, plain: _Plain) -> None:
         rank = rank_of_state(manifest, self.trainer.global_rank)
         check_state(self.trainer, plain, state_path(manifest.slots[0].directory, rank))
-        began = plain.get("configured", {}).get("optimizers", ())
-        self.state.take_added_groups(plain["plain"], [len(groups) for groups in began])
+        began = [len(groups) for groups in plain["configured"]["optimizers"]]
+        self.state.take_added_groups(plain["plain"], began)
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain
-        thawed = [*_thawed(self.state, plain["plain"], plain.get("configured", {}), self._configured)]
+        thawed = [*_thawed(self.state, plain["plain"], plain["configured"], self._configured)]
         with loading_state("the model and its optimizers", restored.path):
             self.state.load_plain(plain["plain"])
         differences = changes(self.trainer, plain, self._configured) + thawed
-        self._configured = plain.get("configured", self._configured)
+        self._configured = plain["configured"]
         restore_checkpoint(self.trainer, plain["checkpoint"], restored.path)
         self.generators.take(plain["rng"])
         return differences, other_ranks(restored.manifest, self.trainer.world_size)
@@ -189,10 +186,9 @@ def _training(trainer: Any) -> dict[str, Any]:
 
 def _thawed(state: TorchTrainingState, plain: Mapping[str, Any], before: _Plain, now: _Plain) -> Iterable[Change]:
     """Yields how the parameters that require gradients differ, where another script says which."""
-    stored = plain.get("frozen")
-    if stored is None or before.get("frozen") == now.get("frozen") or "frozen" not in before:
+    if before["frozen"] == now["frozen"]:
         return
-    frozen, names = frozenset(stored), state.parameters()
+    frozen, names = frozenset(plain["frozen"]), state.parameters()
     for was, some in (
         (False, [name for name, parameter in names.items() if name in frozen and parameter.requires_grad]),
         (True, [name for name, parameter in names.items() if name not in frozen and not parameter.requires_grad]),
@@ -213,19 +209,16 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
     Args:
         trainer: Of this script, with optimizers as they are in the checkpoint.
-        stored: Plain state of the checkpoint; in checkpoints of earlier releases without optimizers.
+        stored: Plain state of the checkpoint.
         now: Result of ``configured``.
     """
     differences: list[Change] = []
-    checkpoint = stored.get("checkpoint", {})
+    checkpoint, before = stored["checkpoint"], stored["configured"]
     for name, owner, key in zip(
         ("module", "datamodule"), (trainer.lightning_module, trainer.datamodule), HYPER_PARAMETERS, strict=True
     ):
         if owner is not None and key in checkpoint:
             differences += differing(f"{name}.", checkpoint[key], plain_hparams(owner, key), from_checkpoint=False)
-    before = stored.get("configured")
-    if before is None:
-        return differences
     for number, (old, new) in enumerate(zip(before["optimizers"], now["optimizers"], strict=False)):
         if not before["schedulers"]:  # else values in force are those of the moment
             old = _in_force(old, new, trainer.optimizers[number].param_groups)
@@ -233,8 +226,7 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
     for old, new in zip(before["schedulers"], now["schedulers"], strict=False):
         old, new = ({key: value for key, value in settings.items() if key != "base_lrs"} for settings in (old, new))
         differences += differing("scheduler ", old, new, from_checkpoint=True, decides=False)
-    if "training" in before:
-        differences += differing("trainer ", before["training"], now["training"], from_checkpoint=False, decides=False)
+    differences += differing("trainer ", before["training"], now["training"], from_checkpoint=False, decides=False)
     return differences
 
 

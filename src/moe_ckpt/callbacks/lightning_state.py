@@ -6,11 +6,10 @@ Lightning calls them, so that modules, callbacks and datamodules with state of t
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from copy import deepcopy
-from dataclasses import asdict, fields
 from typing import Any
 
 import lightning
@@ -20,11 +19,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from moe_ckpt.callbacks.compat import NAMES, BaseProgress, Loop, Private
-from moe_ckpt.callbacks.lazy_checkpoint import LazyCheckpoint
+from moe_ckpt.callbacks.compat import NAMES, Private
 from moe_ckpt.callbacks.loop_position import interrupted
-from moe_ckpt.driver.host import require_framework
-from moe_ckpt.driver.state_loading import loading_state
+from moe_ckpt.driver.host import loading_state, require_framework
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.schema import like, listing, record, require
 from moe_ckpt.format.tree import encode_tree
@@ -34,7 +31,79 @@ log = logging.getLogger("moe_ckpt")
 
 _STATES_OF_SCALER = (MixedPrecision.state_dict, FSDPPrecision.state_dict)
 """``state_dict`` of precision plugins that return the gradient scaler's state and nothing else."""
+_KEY = "state_dict"
+_NOT_YET = object()
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+
+
+class LazyCheckpoint(dict[str, Any]):
+    """The checkpoint dict that hooks get, whose ``state_dict`` is ``make()`` once it is read. Few hooks do, and with
+    thousands of modules making it takes longer at each step than the rest of the checkpoint.
+
+    It has an ``__iter__`` because Python's own functions that copy a dict bypass the methods of a subclass without one.
+    """
+
+    def __init__(self, content: Mapping[str, Any], make: Callable[[], Any]) -> None:
+        super().__init__({**content, _KEY: _NOT_YET})
+        self._make = make
+        self._made: Any = _NOT_YET
+
+    def marked(self, mark: str) -> dict[str, Any]:
+        """Returns the content with ``mark`` in place of the model's ``state_dict``, made or not."""
+        return {k: mark if v is self._made or v is _NOT_YET else v for k, v in super().items()}
+
+    def _made_whole(self) -> LazyCheckpoint:
+        if super().get(_KEY) is _NOT_YET:
+            self._made = self._make()
+            self[_KEY] = self._made
+        return self
+
+    def __getitem__(self, key: str) -> Any:
+        return super(LazyCheckpoint, self._made_whole() if key == _KEY else self).__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super(LazyCheckpoint, self._made_whole() if key == _KEY else self).get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        return super(LazyCheckpoint, self._made_whole() if key == _KEY else self).pop(key, *default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        return super(LazyCheckpoint, self._made_whole() if key == _KEY else self).setdefault(key, default)
+
+    def popitem(self) -> tuple[str, Any]:
+        return super(LazyCheckpoint, self._made_whole()).popitem()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return super(LazyCheckpoint, self._made_whole()).values()
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return super(LazyCheckpoint, self._made_whole()).items()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __eq__(self, other: object) -> bool:
+        return self.copy() == other
+
+    def __ne__(self, other: object) -> bool:
+        return self.copy() != other
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # a class that torch.load knows
 
 
 def capture_checkpoint(trainer: Any) -> dict[str, Any]:
@@ -46,9 +115,9 @@ def capture_checkpoint(trainer: Any) -> dict[str, Any]:
         "pytorch-lightning_version": lightning.__version__,
         "loops": {
             "fit_loop": _loop_state(trainer),
-            "validate_loop": loop_state(trainer.validate_loop),
-            "test_loop": loop_state(trainer.test_loop),
-            "predict_loop": loop_state(trainer.predict_loop),
+            "validate_loop": trainer.validate_loop.state_dict(),
+            "test_loop": trainer.test_loop.state_dict(),
+            "predict_loop": trainer.predict_loop.state_dict(),
         },
         "callbacks": {cb.state_key: state for cb in trainer.callbacks if (state := _state_of(cb))},
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
@@ -101,7 +170,7 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
     what ``limit_train_batches`` left in the loader, and skip the validation. So the batch is stored as completed (no
     epoch is counted, no batch fetched), and a due validation as interrupted in its first batch (it runs).
     """
-    state = loop_state(trainer.fit_loop)
+    state: dict[str, Any] = trainer.fit_loop.state_dict()
     if trainer.global_step == 0:  # nothing was done yet, so nothing is due
         return state
     _count_alike(state["epoch_loop.batch_progress"])
@@ -141,38 +210,6 @@ def _count_alike(progress: dict[str, Any]) -> None:
     total, current = progress["total"], progress["current"]
     before = total["ready"] - current["ready"]
     progress["total"] = total | {span: before + current[span] for span in current}
-
-
-def loop_state(loop: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns ``loop.state_dict(prefix=prefix)``, for which Lightning copies each number by itself, in a tenth of all
-    that a checkpoint takes before training goes on."""
-    if type(loop).state_dict is not Loop.state_dict:
-        return dict(loop.state_dict(prefix=prefix))
-    state = {f"{prefix}state_dict": loop.on_save_checkpoint()}
-    for name, value in vars(loop).items():
-        if isinstance(value, BaseProgress):
-            overridden = type(value).state_dict is not BaseProgress.state_dict
-            state[prefix + name] = value.state_dict() if overridden else _as_dict(value)
-        elif isinstance(value, Loop):
-            state |= loop_state(value, f"{prefix}{name}.")
-    return state
-
-
-def _as_dict(progress: Any) -> dict[str, Any]:
-    """Returns ``asdict(progress)``."""
-    values = {name: getattr(progress, name) for name in _names_of(progress.__class__)}
-    for name, value in values.items():
-        if isinstance(value, BaseProgress):
-            values[name] = _as_dict(value)
-        elif not isinstance(value, int):
-            return asdict(progress)
-    return values
-
-
-@functools.cache
-def _names_of(progress: type[Any]) -> tuple[str, ...]:
-    """Names of a dataclass's fields."""
-    return tuple(field.name for field in fields(progress))
 
 
 def validation_due(trainer: Any) -> bool:

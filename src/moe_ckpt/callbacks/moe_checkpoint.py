@@ -29,11 +29,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from moe_ckpt.callbacks.bucket_order import BUCKETS_KEY
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO, load_steps_into_shards
 from moe_ckpt.callbacks.data_position import DataPosition
-from moe_ckpt.callbacks.first_callback import FirstCallback
 from moe_ckpt.callbacks.fit import Fit
-from moe_ckpt.callbacks.loop_position import leave_broken_validation
+from moe_ckpt.callbacks.loop_position import leave_broken_validation, update_plateaus
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import STATE_KEY, sharding_of
+from moe_ckpt.callbacks.support import STATE_KEY, sharding_of, warn_of_partial_means
 from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.surviving import Moment, Surviving
@@ -46,6 +45,63 @@ from moe_ckpt.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class FirstCallback(pl.Callback):
+    """Runs each hook before any other callback. ``MoECheckpoint.setup`` adds it, and sets ``fit``.
+
+    ``MoECheckpoint`` itself runs last, after what the others do. But averaging callbacks replace weights at the end of
+    an epoch, around a validation and when training ends, through ``.data``, which no version counter notices, so a copy
+    under way is joined before the first of them. During a replay no callback may read weights before the window's are
+    loaded.
+    """
+
+    def __init__(self) -> None:
+        self.fit: Fit | None = None
+        self._epoch_is_whole = False
+
+    def on_before_backward(self, trainer: Any, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if self.fit is not None:
+            self.fit.before_backward(loss)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.fit is not None:
+            self.fit.before_callbacks()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self._epoch_is_whole = True  # Lightning calls this in no epoch that is resumed in its middle
+        self._hooks_begin()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._hooks_begin()
+
+    def _hooks_begin(self) -> None:
+        if self.fit is not None and self.fit.host.windows is not None:
+            self.fit.host.windows.hooks_begin()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        if self.fit is not None:
+            self.fit.join(update=False)
+            if self.fit.driver.restored_step is not None:
+                update_plateaus(trainer)
+                if not self._epoch_is_whole:
+                    warn_of_partial_means(trainer)
+            self._epoch_is_whole = False
+
+    def on_validation_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        if self.fit is not None:
+            self.fit.join(update=False)
+
+    def on_train_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        if self.fit is not None:
+            self.fit.join(update=False)
+            self.fit.driver.catch_up()  # other callbacks may read the last step's record
+
+    def on_fit_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        if self.fit is not None:
+            self.fit.end_untrained()
 
 
 class _Unranked(Checkpoint):

@@ -26,8 +26,8 @@ from moe_ckpt.driver.replaying import Recompute, Replaying, StepSource, same_pla
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
-from moe_ckpt.modeling.compiled import has_compiled, is_compiled
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
+from moe_ckpt.modeling.names import has_compiled, is_compiled
 from moe_ckpt.modeling.sparing import ReentrantCheckpoints
 from moe_ckpt.modeling.trainable import without_gradient
 from moe_ckpt.modeling.training_state import TorchTrainingState

@@ -8,7 +8,7 @@ one that the loss scaler skipped say, needs none. Names and numbers only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_ckpt.errors import GradientGapError
@@ -68,49 +68,3 @@ def chain(log: Log, operator: str, step: int) -> Chain:
                 raise GradientGapError(operator, at, step, "its gradient is missing")
             gradients.append(at)
     raise GradientGapError(operator, min(log, default=step), step, "there is no anchor of it or of an earlier step")
-
-
-def newest_reachable(log: Log, operators: Collection[str]) -> int | None:
-    """Returns the newest step that every one of ``operators`` reaches, None if there is none.
-
-    Takes time in proportion to operators times steps.
-    """
-    reached: set[str] = set()
-    newest, before = None, None
-    for step in sorted(log):
-        logged = log[step]
-        if before is not None and step != before + 1:
-            reached.clear()
-        reached -= logged.updated - logged.gradients
-        reached |= logged.anchored
-        before = step
-        if reached.issuperset(operators):
-            newest = step
-    return newest
-
-
-def anchors(log: Log) -> dict[str, int]:
-    """Returns operator -> step of the anchor that leads it to the newest step. Operators without one are left out.
-
-    Takes time in proportion to the log.
-    """
-    step_of: dict[str, int] = {}
-    before = None
-    for step in sorted(log):
-        logged = log[step]
-        if before is not None and step != before + 1:
-            step_of.clear()
-        for operator in logged.updated - logged.gradients:
-            step_of.pop(operator, None)
-        step_of.update(dict.fromkeys(logged.anchored, step))
-        before = step
-    return step_of
-
-
-def chains(log: Log, operators: Iterable[str], step: int) -> dict[str, Chain]:
-    """Returns the chain of each of ``operators`` to ``step``.
-
-    Raises:
-        GradientGapError: Of the first that does not reach it.
-    """
-    return {operator: chain(log, operator, step) for operator in operators}

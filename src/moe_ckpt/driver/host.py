@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.replaying import Repeated, StepSource
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, MoECheckpointError, state_refused
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored
+
+_REFUSALS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
 
 
 class End(NamedTuple):
@@ -96,3 +99,20 @@ def require_framework(plain: Mapping[str, Any], framework: str, path: str) -> No
             f"{path} was written by {plain.get('framework')!r}, not by {framework}: this framework cannot use its "
             "optimizer, loops and schedules"
         )
+
+
+@contextmanager
+def loading_state(what: str, path: str, advice: str = "") -> Iterator[None]:
+    """The block calls ``load_state_dict`` of a foreign object: its errors become ``StoreError``. Ours pass.
+
+    Args:
+        what: Whose state it is.
+        path: Of the state file.
+        advice: What to do, if not to restore the run's configuration.
+    """
+    try:
+        yield
+    except _REFUSALS as error:
+        if isinstance(error, MoECheckpointError):
+            raise
+        raise state_refused(path, what, f"{type(error).__name__}: {error}", advice) from error

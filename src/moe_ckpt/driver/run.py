@@ -328,6 +328,11 @@ class Driver:
                 self.session.wait(self._host.step)
                 self._undrained = False
 
+    def release_gradients(self) -> None:
+        """Gradients are about to be overwritten: waits until the copy under way, if any, has read them."""
+        if self.session.is_open:
+            self.session.before_update(receive=False, of_gradients=True)
+
     def after_update(self, tokens: Deferred[StepTokens], *, updated: bool = True) -> StepRecord:
         """The newest step is final: books its tokens and begins the next checkpoint, or continues the replay.
 
@@ -514,13 +519,3 @@ def close_guarded(
     except BaseException:
         close(CLOSE_SECS, error)
         raise
-
-
-def release_gradients(driver: Driver) -> None:
-    """Gradients are about to be overwritten: waits until the copy under way has read them.
-
-    Args:
-        driver: Whose session may not be open yet, or no longer.
-    """
-    if driver.session.is_open:
-        driver.session.before_update(receive=False, of_gradients=True)

@@ -153,20 +153,18 @@ _HYPERPARAMETERS: dict[str, Check] = {
     "betas": maybe(_amounts),
 }
 _OPTIMIZER = record(
-    {"param_groups": listing(record({"params": listing(text)}, _HYPERPARAMETERS))},
-    {
-        "scalars": mapping(record({}, {"step": _amount})),
-        "unsliced": mapping(mapping(UNSLICED)),
-        "class": maybe(text),
-    },
+    {"class": text, "param_groups": listing(record({"params": listing(text)}, _HYPERPARAMETERS))},
+    {"scalars": mapping(record({}, {"step": _amount})), "unsliced": mapping(mapping(UNSLICED))},
 )
+_PRETRAINED = record({"prefix": text, "class": text, "config": _object, "generation_config": maybe(_object)})
 _PLAIN = record(
-    {"buffers": mapping(_tensor)},
+    {"buffers": mapping(_tensor), "frozen": listing(text)},
     {
         "optimizers": listing(_OPTIMIZER),
+        "optimizer_classes": listing(record({"class": text, "kind": text})),
+        "pretrained": listing(_PRETRAINED),
         "extra_state": mapping(anything),
         "own_state": mapping(mapping(anything)),
-        "frozen": listing(text),
         "resting": listing(text),
         "varying_buffers": listing(text),
         "aliases": mapping(text),
@@ -239,14 +237,20 @@ _CHECKPOINT = record(
     },
 )
 _LIGHTNING = record(
-    {"checkpoint": _CHECKPOINT, "plain": both(_PLAIN, record({"optimizers": anything})), "rng": _RNG},
     {
-        "replay": record({"norms": listing(anything)}),
+        "checkpoint": _CHECKPOINT,
+        "plain": both(_PLAIN, record({"optimizers": anything})),
+        "rng": _RNG,
         "configured": record(
-            {"optimizers": listing(listing(_SETTINGS)), "schedulers": listing(_SETTINGS)},
-            {"training": _SETTINGS, "frozen": text},
+            {
+                "optimizers": listing(listing(_SETTINGS)),
+                "schedulers": listing(_SETTINGS),
+                "training": _SETTINGS,
+                "frozen": text,
+            }
         ),
     },
+    {"replay": record({"norms": listing(anything)})},
 )
 _MEGATRON = record(
     {
@@ -254,13 +258,11 @@ _MEGATRON = record(
         "consumed_samples": whole(),
         "layout": mapping(whole()),
         "stateful": mapping(mapping(anything, anything)),
-        "plain": both(_PLAIN, record({"optimizer": anything})),
+        "plain": both(_PLAIN, record(dict.fromkeys(("optimizer", "optimizer_classes", "resting"), anything))),
         "rng": both(_RNG, record({"tracker": anything})),
-    },
-    {
         "counters": mapping(anything),
-        "configured": record({"groups": listing(_SETTINGS), "scheduler": _SETTINGS}, {"resting": listing(text)}),
-    },
+        "configured": record({"groups": listing(_SETTINGS), "scheduler": _SETTINGS, "resting": listing(text)}),
+    }
 )
 _ANY = record({}, {"framework": text, "gradient_log": _GRADIENT_LOG})
 _FRAMEWORKS = {"lightning": _LIGHTNING, "megatron": _MEGATRON}

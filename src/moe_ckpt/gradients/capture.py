@@ -8,11 +8,12 @@ loss scaler leaves ``step`` out.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -20,13 +21,93 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.gradients.coupling import Coupling, coupling_of
 from moe_ckpt.gradients.units import Unit
-from moe_ckpt.gradients.updates import ConsumedGradients, GradientConsumer, Update
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.param_groups import require_plain
 from moe_ckpt.stopwatch import Stopwatch
 
 Describe = Callable[[int, int, torch.Tensor], Unit]
 """(number of the optimizer, of the param group, what is updated) -> its unit."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update by one optimizer: all that it depended on, beside state and gradients. Plain data.
+
+    Attributes:
+        optimizer: Number of the optimizer.
+        groups: Hyperparameters of each param group, as they were before the update.
+        parameters: Names of the model's tensors that had a gradient; others stayed as they were.
+        grad_scale: By which the optimizer divides the gradients; None if they are not scaled.
+        found_inf: Nonzero if the optimizer is to leave the update out; None if it need not look.
+    """
+
+    optimizer: int
+    groups: tuple[Mapping[str, Any], ...]
+    parameters: tuple[str, ...]
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ConsumedGradients:
+    """Gradients that an optimizer is about to consume, as live tensors: after reduction, unscaling and clipping.
+
+    Attributes:
+        update: What else the update depends on. Its tensors are copies.
+        units: Those that have a gradient.
+        gradients: One of each of ``units``; views of live memory.
+        stay: The update leaves gradients as they are, so that they may be read until ``GradientConsumer.release``. A
+            fused optimizer that is given the loss scale writes the unscaled gradients back.
+        apart: They are copies, see ``copied``.
+    """
+
+    update: Update
+    units: Sequence[Unit]
+    gradients: Sequence[torch.Tensor]
+    stay: bool
+    apart: bool = False
+    _changed_before: tuple[str, ...] = ()
+    _versions: Sequence[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_versions", [gradient._version for gradient in self.gradients])
+
+    def changed(self) -> tuple[str, ...]:
+        """Returns names of units whose gradients were written to since, as far as torch counts that.
+
+        What was read of them is not what the optimizer consumed: drop it, which leaves a gap. Not seen are writes by
+        kernels that torch does not know of, and those of a fused optimizer (see ``stay``).
+        """
+        versions = zip(self.units, self.gradients, self._versions, strict=True)
+        return (
+            *self._changed_before,
+            *(unit.name for unit, gradient, version in versions if gradient._version != version),
+        )
+
+    def copied(self) -> ConsumedGradients:
+        """Returns the gradients in memory of their own on the same device, which is queued there before whatever comes
+        next."""
+        if self.apart:
+            return self
+        copies = [gradient.clone() for gradient in self.gradients]
+        return replace(self, gradients=copies, apart=True, _changed_before=self.changed())
+
+
+class GradientConsumer(Protocol):
+    """Takes what optimizers consume. All methods are called on the training thread, and must not wait for a device."""
+
+    def consume(self, gradients: ConsumedGradients) -> None:
+        """An optimizer is about to make an update.
+
+        No copy was made. Whoever keeps the tensors keeps their memory, too: at most one set of gradients beyond what
+        training holds, if all is read before the next update.
+        """
+        ...
+
+    def release(self) -> None:
+        """Releases gradients, for what was consumed is about to be overwritten or freed: all reading must end, or be
+        queued before that."""
+        ...
 
 
 class GradientCapture:
@@ -110,7 +191,7 @@ class GradientCapture:
                     gradients.append(gradient.detach() if gradient.requires_grad else gradient)
         if self._rounded is not None:
             _round(gradients, self._rounded)
-        grad_scale, found_inf = (_copied(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf"))
+        grad_scale, found_inf = (copied_value(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf"))
         groups = tuple(_hyperparameters(number, at, group) for at, group in enumerate(optimizer.param_groups))
         update = Update(number, groups, self._parameters_of(number, units), grad_scale, found_inf)
         return ConsumedGradients(update, units, gradients, stay=grad_scale is None)
@@ -214,11 +295,12 @@ def _hyperparameters(number: int, at: int, group: dict[str, Any]) -> dict[str, A
     for key, value in group.items():
         if key != "params":
             require_plain(value, f"optimizers/{number}/param_groups/{at}/{key}")
-            settings[key] = _copied(value)
+            settings[key] = copied_value(value)
     return settings
 
 
-def _copied(value: Any) -> Any:
+def copied_value(value: Any) -> Any:
+    """Returns a copy of a hyperparameter that may change in place; any other as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return list(value) if isinstance(value, list) else value

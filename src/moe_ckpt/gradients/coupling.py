@@ -8,7 +8,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.modeling.optimizer_class import class_name, name_of
+from moe_ckpt.modeling.optimizer_class import ELEMENTWISE, class_name, name_of
 
 
 class Coupling(enum.Enum):
@@ -21,13 +21,7 @@ class Coupling(enum.Enum):
 
 
 _COUPLINGS: dict[type[Optimizer], Coupling] = {
-    **dict.fromkeys(
-        (
-            *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam),
-            *(optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
-        ),
-        Coupling.ELEMENTS,
-    ),
+    **dict.fromkeys(ELEMENTWISE, Coupling.ELEMENTS),
     optim.Adafactor: Coupling.PARAMETERS,
 }
 if hasattr(optim, "Muon"):  # since torch 2.9

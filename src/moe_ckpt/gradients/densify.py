@@ -84,7 +84,7 @@ def densify(
         NoCheckpointError: The step cannot be made; says which operators lack which steps. Or the store has it.
         StoreInUseError, StoreError: A process of the run is alive.
         StoreUnwritableError: The store is full, or cannot be written.
-        CoverageError, UnsupportedError, ReplayDivergedError: As ``Densifier.share``.
+        CoverageError, UnsupportedError, ReplayDivergedError: As ``Densifier.write``.
     """
     # A name of its own: who has the same name takes over a lease at once.
     lock = StoreLock(storage, f"moe-ckpt densify {secrets.token_hex(4)}")

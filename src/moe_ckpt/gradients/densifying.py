@@ -6,35 +6,20 @@ which that lies. So the host memory needed is that of the rank with most, and ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from moe_ckpt.engine.made_dense import WrittenShare, state_without, write_made_share
 from moe_ckpt.format.manifest import state_path
-from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.gradients.layout import Device
 from moe_ckpt.gradients.log_content import LogContent
-from moe_ckpt.gradients.replayed_share import RankShare, Tell, bytes_of, unplaced, untold
+from moe_ckpt.gradients.replayed_share import RankShare, Tell, bytes_of, unplaced
 from moe_ckpt.recovery.gradient_log import PLAIN
-from moe_ckpt.recovery.index import StoredSlice, split_key
+from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.slices import find_damage
 from moe_ckpt.storage.base import Storage
-
-
-@dataclass(frozen=True, eq=False)
-class Made:
-    """One slice as of the step.
-
-    Attributes:
-        entry: Without place and checksum.
-        data: ``[nbytes]`` uint8 on the host.
-    """
-
-    entry: SliceEntry
-    data: torch.Tensor
 
 
 class Densifier:
@@ -52,7 +37,7 @@ class Densifier:
     def __init__(self, opened: OpenedMemory) -> None:
         self._opened, self._reader, self.manifest = opened, opened.reader, opened.manifest
         self._log = LogContent(opened)
-        self._shares: dict[int, _RankShare] = {}
+        self._shares: dict[int, RankShare] = {}
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -65,13 +50,12 @@ class Densifier:
         return max(0, len(self._opened.logged) - 1)
 
     def nbytes(self, ranks: Iterable[int]) -> int:
-        """Returns how many bytes ``share`` of these ranks will yield."""
-        return sum(self._rank(rank).nbytes for rank in ranks)
+        """Returns how many bytes are read or written for the shares of these ranks."""
+        return sum(stored.nbytes for stored in self.inputs(ranks))
 
     def verify(self, ranks: Iterable[int]) -> None:
         """Raises ``DamagedError`` if a slice that the share of one of these ranks needs is damaged."""
-        slices = {stored for rank in ranks for stored in self._rank(rank).inputs}
-        for stored, error in find_damage(self._reader.storage, slices):
+        for stored, error in find_damage(self._reader.storage, set(self.inputs(ranks))):
             if error is not None:
                 raise error
             self._reader.note_verified(stored)
@@ -81,39 +65,26 @@ class Densifier:
         for rank in ranks:
             yield from self._rank(rank).inputs
 
-    def share(self, rank: int, device: torch.device | str, tell: Tell = untold) -> list[Made]:
-        """Returns what a rank writes of the checkpoint.
-
-        Args:
-            rank: Of those that wrote the log.
-            device: To step on.
-            tell: Told of progress.
-
-        Raises:
-            CoverageError: A gradient lacks elements.
-            UnsupportedError: A class of optimizers is not known here.
-            ReplayDivergedError: Step counts become others than were recorded.
-        """
-        return self._rank(rank).made(device, tell)
-
     def write(
         self,
         storage: Storage,
         rank: int,
         device: torch.device | str,
-        tell: Tell = untold,
+        tell: Tell = lambda nbytes, what: None,
     ) -> WrittenShare:
         """Makes and writes a rank's share of the checkpoint, which exists once ``commit_made`` was called with all.
 
         Args:
             storage: Of the store.
-            rank, device, tell: As of ``share``.
+            rank: Of those that wrote the log.
+            device: To step on.
+            tell: Told of progress.
 
         Raises:
             OSError: It cannot be written.
-            CoverageError, UnsupportedError, ReplayDivergedError: As ``share``.
+            CoverageError, UnsupportedError, ReplayDivergedError: As ``RankShare.made``.
         """
-        slices = [(made.entry, made.data) for made in self.share(rank, device, tell)]
+        slices = self._rank(rank).made(device, tell)
         prefix = f"side/{rank}/"
         side = {key: stored for key, stored in self._log.side.items() if key.startswith(prefix)}
         plain = [stored for key, stored in side.items() if not key.startswith(f"{prefix}{PLAIN}/")]
@@ -141,35 +112,7 @@ class Densifier:
         counts = {trainer.threads for trainer in self.devices if trainer.type == "cpu"}
         return counts.pop() if device.type == "cpu" and len(counts) == 1 else None
 
-    def _rank(self, rank: int) -> _RankShare:
+    def _rank(self, rank: int) -> RankShare:
         if rank not in self._shares:
-            self._shares[rank] = _RankShare(self._log, rank, self._log.written.get(rank, ()))
+            self._shares[rank] = RankShare(self._log, rank)
         return self._shares[rank]
-
-
-class _RankShare:
-    """What one rank wrote of a log's anchors, with all that it follows from."""
-
-    def __init__(self, of: LogContent, rank: int, slices: Sequence[StoredSlice]) -> None:
-        self._of, self._rank, self._slices = of, rank, slices
-        self._layout = of.layouts[rank] if of.layouts else None
-        self._share = RankShare(of, rank, self._layout, {split_key(stored.entry.key).fqn for stored in slices})
-
-    @property
-    def inputs(self) -> Iterator[StoredSlice]:
-        yield from self._slices
-        yield from self._share.inputs
-
-    @property
-    def nbytes(self) -> int:
-        return sum(stored.nbytes for stored in self.inputs)
-
-    def made(self, device: torch.device | str, tell: Tell) -> list[Made]:
-        replay = self._share.replayed(device, tell)
-        slices = []
-        for stored, values in self._of.read(self._slices):
-            if self._layout is not None and self._of.is_updated(split_key(stored.entry.key).fqn):
-                values = self._share.read(replay, stored.entry)
-            slices.append(Made(unplaced(stored.entry), bytes_of(values)))
-            tell(stored.nbytes, f"writing the share of rank {self._rank}")
-        return slices

@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.fragment import FixedStrings
 from moe_ckpt.format.shard import GRADIENT
-from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.capture import ConsumedGradients, GradientCapture, GradientConsumer, Update
 from moe_ckpt.gradients.edits import EditWatch, Named
 from moe_ckpt.gradients.layout import Device, UpdateLayout
+from moe_ckpt.gradients.replay import OptimizerReplay
+from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.gradients.units import Unit, UnitBlock
-from moe_ckpt.gradients.updates import ConsumedGradients, GradientConsumer, Update
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.optimizer_class import class_name
+from moe_ckpt.policies.base import Needs
 from moe_ckpt.ports import GradientRecord, StateTensor, StepGradients
 
 _Region = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -254,3 +257,66 @@ def _gradient(
         writer=template.writer,
         stored=stored if stored is not None and gradient.element_size() > itemsize(stored) else None,
     )
+
+
+class RunLog:
+    """The gradient log of a training loop: recorded while training, repeated after a failure. For the training thread.
+
+    Args:
+        attach: The adapter's ``capture_gradients``, to which a consumer and the type of rounded gradients are given.
+        optimizers: Of this rank.
+        needs: Of the policy: nothing is recorded unless it logs gradients.
+        release: As of ``StepRecorder``, and so are ``keys``, ``copies`` and ``gathered``.
+        finish: As of ``LogReplayer``.
+
+    Attributes:
+        recorder: For the session; None where the policy logs no gradients.
+    """
+
+    def __init__(
+        self,
+        attach: Callable[..., GradientCapture],
+        optimizers: Sequence[Optimizer],
+        needs: Needs,
+        release: Callable[[], None],
+        *,
+        keys: Sequence[int] | None = None,
+        copies: Named = (),
+        gathered: bool = False,
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.recorder: StepRecorder | None = None
+        if needs.gradients:
+            attach(Ignored()).close()  # whatever is refused, is refused before training
+            stored = needs.stored_gradients
+            self.recorder = StepRecorder(optimizers, release, keys, stored, copies, gathered=gathered)
+        self._attach, self._optimizers, self._finish = attach, optimizers, finish
+        self._capture: GradientCapture | None = None
+
+    def replayer(self, catalog: Catalog) -> LogReplayer:
+        """Returns what repeats the updates of a log.
+
+        Args:
+            catalog: Of the whole model.
+        """
+        spans = {operator.id: operator.spans for operator in catalog.operators}
+        return LogReplayer(spans, self._replay, self._finish)
+
+    def _replay(self) -> OptimizerReplay:
+        """Returns the optimizers to step. Of the capture, closed before they do, only units are asked."""
+        capture = self._attach(Ignored())
+        try:
+            return OptimizerReplay(self._optimizers, capture.units(), capture.tensors())
+        finally:
+            capture.close()
+
+    def begin(self) -> None:
+        """Training begins."""
+        if self.recorder is not None:
+            self._capture = self._attach(self.recorder, self.recorder.rounded)
+            self.recorder.begin(self._capture)
+
+    def close(self) -> None:
+        """Removes all hooks. Safe to call twice."""
+        if self._capture is not None:
+            self._capture.close()

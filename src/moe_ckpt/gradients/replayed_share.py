@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.gradients.detached import OptimizerKind, detached
 from moe_ckpt.gradients.layout import UpdateLayout
-from moe_ckpt.gradients.replay import OptimizerReplay
+from moe_ckpt.gradients.log_content import LogContent
+from moe_ckpt.gradients.replay import WEIGHT, OptimizerKind, OptimizerReplay, TensorBlock, detached
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.gradients.units import Unit, UnitBlock
-from moe_ckpt.gradients.updates import WEIGHT, TensorBlock
 from moe_ckpt.ports import LoggedSteps
 from moe_ckpt.recovery.index import StateKey, StoredSlice, split_key
 from moe_ckpt.recovery.slices import block
@@ -28,96 +26,65 @@ Tell = Callable[[int, str], None]
 """(bytes read or made, what is being done) -> None."""
 
 
-def untold(nbytes: int, what: str) -> None:
-    """Ignores progress, for callers that do not ask for it."""
-
-
-class Content(Protocol):
-    """The content of a log, as far as it leads to its last step.
-
-    Attributes:
-        anchors: Operator -> step of the anchor that its last step is made from.
-        homes: As ``ports.LoggedSteps.homes``.
-    """
-
-    anchors: Mapping[str, int]
-    homes: Mapping[str, str]
-
-    @property
-    def spans(self) -> Mapping[str, Sequence[Span]]:
-        """The rows of parameters of each operator."""
-        ...
-
-    def is_shaped(self, key: str) -> bool:
-        """Returns whether a tensor has the elements of its parameter."""
-        ...
-
-    def stored_of(self, parameters: Mapping[str, Sequence[Box]]) -> Iterable[StoredSlice]:
-        """Returns all anchors of these blocks: weights, and optimizer state of them."""
-        ...
-
-    def gradients_of(self, parameters: Mapping[str, Sequence[Box]]) -> Mapping[int, Sequence[StoredSlice]]:
-        """Returns step -> the gradients that these blocks consumed since their operators' anchors."""
-        ...
-
-    def plain(self, rank: int) -> Mapping[int, Mapping[str, Any]]:
-        """Returns step -> what a rank recorded of its updates."""
-        ...
-
-    def read(self, slices: Iterable[StoredSlice]) -> Iterable[tuple[StoredSlice, torch.Tensor]]:
-        """Yields slices with their values, which must not be changed."""
-        ...
-
-
 class RankShare:
-    """The units of one rank that hold some parameters, with all that they follow from.
+    """The anchors that one rank wrote of a log, as of its last step, with all that they follow from.
 
     Args:
-        of: The log.
-        rank: That has the units.
-        layout: Of its updates; None where nothing was logged.
-        parameters: Which; of all units that have a block of one of them.
+        log: The log.
+        rank: That wrote the share, and has the units.
     """
 
-    def __init__(self, of: Content, rank: int, layout: UpdateLayout | None, parameters: Collection[str]) -> None:
-        self._of, self._rank, self._layout = of, rank, layout
-        self.units: tuple[Unit, ...] = tuple(
-            unit for unit in (layout.units if layout else ()) if any(p.parameter in parameters for p in unit.pieces)
+    def __init__(self, log: LogContent, rank: int) -> None:
+        self._log, self._rank = log, rank
+        self._slices = log.written.get(rank, ())
+        self._layout = log.layouts[rank] if log.layouts else None
+        written = {split_key(stored.entry.key).fqn for stored in self._slices}
+        self._units: tuple[Unit, ...] = tuple(
+            unit
+            for unit in (self._layout.units if self._layout else ())
+            if any(piece.parameter in written for piece in unit.pieces)
         )
         boxes: dict[str, list[Box]] = defaultdict(list)
-        for unit in self.units:
+        for unit in self._units:
             for piece in unit.pieces:
                 boxes[piece.parameter].append(piece.box)
-        self.boxes: Mapping[str, Sequence[Box]] = boxes
-        self.anchors = list(of.stored_of(boxes))
-        self.gradients = of.gradients_of(boxes)
+        self.anchors = list(log.stored_of(boxes))
+        self.gradients = log.gradients_of(boxes)
 
     @property
     def inputs(self) -> Iterator[StoredSlice]:
         """Yields all slices that are read."""
+        yield from self._slices
         yield from self.anchors
         for group in self.gradients.values():
             yield from group
 
-    def replayed(self, device: torch.device | str, tell: Tell = untold) -> OptimizerReplay:
-        """Returns optimizers that hold the units as of the last step.
-
-        Args:
-            device: To step on.
-            tell: Told of progress.
+    def made(self, device: torch.device | str, tell: Tell) -> list[tuple[SliceEntry, torch.Tensor]]:
+        """Returns what the rank writes of the checkpoint: entries without place and checksum, with their bytes.
 
         Raises:
-            CoverageError: A gradient lacks elements.
+            CoverageError: A gradient lacks elements, or another rank updates a part of a slice.
             UnsupportedError: A class of optimizers is not known here.
             ReplayDivergedError: Step counts become others than were recorded.
         """
-        plain = self._of.plain(self._rank)
-        replay = detached(_kinds(self._layout, plain, torch.device(device)), self.units, device)
+        replay = self._replayed(device, tell)
+        slices = []
+        for stored, values in self._log.read(self._slices):
+            if self._layout is not None and self._log.is_updated(split_key(stored.entry.key).fqn):
+                values = self.read(replay, stored.entry)
+            slices.append((unplaced(stored.entry), bytes_of(values)))
+            tell(stored.nbytes, f"writing the share of rank {self._rank}")
+        return slices
+
+    def _replayed(self, device: torch.device | str, tell: Tell) -> OptimizerReplay:
+        """Returns optimizers that hold the units as of the last step."""
+        plain = self._log.plain(self._rank)
+        replay = detached(_kinds(self._layout, plain, torch.device(device)), self._units, device)
         if self._layout is not None:
-            log = _RankLog(self._of, self, replay, self._layout, plain, tell)
-            replayer = _DetachedReplayer(replay, self._of.spans)
-            replayer.check(log)
-            replayer.replay(log)
+            steps = _RankLog(self._log, self, replay, self._layout, plain, tell)
+            replayer = LogReplayer(self._log.spans, lambda: replay)
+            replayer.check(steps)
+            replayer.replay(steps)
         return replay
 
     def read(self, replay: OptimizerReplay, entry: SliceEntry) -> torch.Tensor:
@@ -128,7 +95,7 @@ class RankShare:
         """
         key = split_key(entry.key)
         whole = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        shaped = self._of.is_shaped(entry.key)
+        shaped = self._log.is_shaped(entry.key)
         missing = entry.box.volume
         for number, unit, piece in () if self._layout is None else _pieces_of(replay, self._layout, key):
             if not missing:
@@ -176,12 +143,12 @@ def _kinds(
             groups.setdefault(int(update["optimizer"]), update["groups"])
     if layout is None:
         return []
-    kinds = []
+    kinds: list[OptimizerKind] = []
     for number, name in enumerate(layout.classes):
         # One at least, though none of these units is the optimizer's: torch makes none without a group.
         count = 1 + max((unit.group for unit in layout.units if unit.optimizer == number), default=0)
         settings = groups.get(number, [{}] * count)
-        kinds.append(OptimizerKind(name, tuple(_on(device, group) for group in settings)))
+        kinds.append((name, [_on(device, group) for group in settings]))
     return kinds
 
 
@@ -190,35 +157,24 @@ def _on(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "capturable": False} if settings.get("capturable") and device.type == "cpu" else {**settings}
 
 
-class _DetachedReplayer(LogReplayer):
-    """``LogReplayer`` of optimizers without a model."""
-
-    def __init__(self, replay: OptimizerReplay, spans: Mapping[str, Sequence[Span]]) -> None:
-        self._optimizers, self._spans, self._replay = replay.optimizers, spans, replay
-        self._finish = lambda: None
-
-    def _opened(self) -> OptimizerReplay:
-        return self._replay
-
-
 class _RankLog(LoggedSteps):
     """``ports.LoggedSteps`` of one rank's units, whose anchors go into optimizers without a model."""
 
     def __init__(
         self,
-        of: Content,
+        log: LogContent,
         share: RankShare,
         replay: OptimizerReplay,
         layout: UpdateLayout,
         plain: Mapping[int, Mapping[str, Any]],
         tell: Tell,
     ) -> None:
-        self.steps, self.anchors, self.homes = sorted(plain), of.anchors, of.homes
-        self._of, self._share, self._replay, self._layout, self._tell = of, share, replay, layout, tell
+        self.steps, self.anchors, self.homes = sorted(plain), log.anchors, log.homes
+        self._log, self._share, self._replay, self._layout, self._tell = log, share, replay, layout, tell
         self._plain = {step: self._ours(recorded) for step, recorded in plain.items()}
         for stored in share.anchors:
             key = split_key(stored.entry.key)
-            if key.state is not None and not of.is_shaped(stored.entry.key):
+            if key.state is not None and not log.is_shaped(stored.entry.key):
                 empty = torch.zeros(stored.entry.global_shape, dtype=TORCH_DTYPES[stored.entry.dtype])
                 for number, unit, _ in _pieces_of(replay, layout, key):
                     tensor = replay.tensors[number, unit.name]
@@ -246,15 +202,15 @@ class _RankLog(LoggedSteps):
         return [(s.entry.key, s.entry.offsets, s.entry.shape) for s in self._share.gradients[step]]
 
     def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        for stored, values in self._of.read(self._share.gradients[step]):
+        for stored, values in self._log.read(self._share.gradients[step]):
             self._tell(stored.nbytes, f"repeating the updates of step {step}")
             yield stored.entry.key, stored.entry.offsets, values
 
     def load(self, step: int) -> None:
         due = [stored for stored in self._share.anchors if self.anchors[stored.entry.operator] == step]
-        for stored, values in self._of.read(due):
-            if self._of.is_shaped(stored.entry.key):
-                self._replay.load(step, self._blocks(stored.entry, values))
+        for stored, values in self._log.read(due):
+            if self._log.is_shaped(stored.entry.key):
+                self._replay.load(self._blocks(stored.entry, values))
             elif stored.entry.shape:  # factors; step counts are in the log's plain state
                 self._load_factors(stored.entry, values)
             self._tell(stored.nbytes, f"loading the anchors of step {step}")
@@ -267,7 +223,7 @@ class _RankLog(LoggedSteps):
                 continue  # the weights follow from their masters
             kinds[number] = WEIGHT if key.state in (None, unit.stored) else str(key.state)
         for number, kind in kinds.items():
-            yield TensorBlock(number, key.fqn, kind, entry.box, values, entry.on_param_device)
+            yield TensorBlock(number, key.fqn, kind, entry.box, values)
 
     def _load_factors(self, entry: SliceEntry, values: torch.Tensor) -> None:
         """State of another shape than its parameter's, of which each operator has rows or the home has all."""

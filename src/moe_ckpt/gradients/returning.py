@@ -3,63 +3,46 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.core.operators import Catalog
-from moe_ckpt.errors import CoverageError, ReplayDivergedError
+from moe_ckpt.core.operators import Span
+from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError
 from moe_ckpt.format.shard import GRADIENT as KEY
-from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradients.capture import Update
 from moe_ckpt.gradients.layout import UpdateLayout
-from moe_ckpt.gradients.replay import OptimizerReplay
-from moe_ckpt.gradients.running import Spans, coupled_with, require_together
-from moe_ckpt.gradients.updates import GRADIENT, TensorBlock, Update
+from moe_ckpt.gradients.replay import GRADIENT, OptimizerReplay, TensorBlock
 from moe_ckpt.modeling.param_groups import IMPLEMENTATION_FLAGS
 from moe_ckpt.ports import LoggedSteps, UpdateReplayer
 
-Attach = Callable[[], GradientCapture]
-"""Hooks a capture, which is closed again before an optimizer steps: only what it knows of units is asked."""
+Spans = Mapping[str, Sequence[Span]]
+"""Operator -> its rows of parameters."""
 
 
 class LogReplayer(UpdateReplayer):
     """Replays updates from a log (``ports.UpdateReplayer``). For the training thread, before training.
 
     Args:
-        optimizers: Of this rank.
-        catalog: Of the model.
-        attach: See ``Attach``.
+        spans: Of all operators.
+        opened: Returns the optimizers to step, as they are now.
         finish: See ``ports.UpdateReplayer``.
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        catalog: Catalog,
-        attach: Attach,
-        finish: Callable[[], None] = lambda: None,
+        self, spans: Spans, opened: Callable[[], OptimizerReplay], finish: Callable[[], None] = lambda: None
     ) -> None:
-        self._optimizers = tuple(optimizers)
-        self._spans: Spans = {operator.id: operator.spans for operator in catalog.operators}
-        self._attach = attach
-        self._finish = finish
-
-    def _opened(self) -> OptimizerReplay:
-        capture = self._attach()
-        try:
-            return OptimizerReplay(self._optimizers, capture.units(), capture.tensors())
-        finally:
-            capture.close()
+        self._spans, self._opened, self._finish = spans, opened, finish
 
     def fits(self, log: LoggedSteps) -> bool:
         """See ``ports.UpdateReplayer``."""
-        if any(_differing(self._optimizers, update) for step in log.steps[1:] for update in _updates(log, step)):
+        replay = self._opened()
+        if any(_differing(replay.optimizers, update) for step in log.steps[1:] for update in _updates(log, step)):
             return False
         recorded = UpdateLayout.decoded(log.plain(log.steps[-1])["layout"], "the log")
-        return set(recorded.units) == set(self._opened().units)
+        return set(recorded.units) == set(replay.units)
 
     def joined(self, operators: Collection[str], homes: Mapping[str, str]) -> frozenset[str]:
         """See ``ports.UpdateReplayer``."""
@@ -84,7 +67,7 @@ class LogReplayer(UpdateReplayer):
         for step in log.steps[1:]:
             volumes = _volumes(replay, log.blocks(step))
             for update in _updates(log, step):
-                problems += _differing(self._optimizers, update)
+                problems += _differing(replay.optimizers, update)
                 if problems:
                     break
                 for parameter, needed in self._needed(replay, log.anchors, step, update).items():
@@ -115,7 +98,7 @@ class LogReplayer(UpdateReplayer):
         """
         replay, made = self._opened(), 0
         log.load(log.steps[0])
-        self._set_counts(log, log.steps[0], replay, frozenset())
+        _set_counts(log, log.steps[0], replay, set())
         for step in log.steps[1:]:
             blocks: dict[int, list[TensorBlock]] = defaultdict(list)
             for key, offsets, values in log.gradients(step):
@@ -124,11 +107,9 @@ class LogReplayer(UpdateReplayer):
                 blocks[int(number)].append(TensorBlock(int(number), parameter, GRADIENT, box, values))
             stepped: set[tuple[int, str]] = set()
             for update in _updates(log, step):
-                mine = blocks[update.optimizer]
-                made += bool(replay.step(update, mine))
-                units = (replay.pieces.of(block.optimizer, block.parameter) for block in mine)
-                stepped |= {(unit.optimizer, unit.name) for matches in units for unit, _ in matches}
-            self._set_counts(log, step, replay, stepped)
+                units = replay.step(update, blocks[update.optimizer])
+                made, stepped = made + bool(units), stepped | units
+            _set_counts(log, step, replay, stepped)
             log.load(step)
         return made
 
@@ -136,22 +117,21 @@ class LogReplayer(UpdateReplayer):
         with torch.no_grad():
             self._finish()
 
-    def _set_counts(
-        self, log: LoggedSteps, step: int, replay: OptimizerReplay, stepped: set[tuple[int, str]] | frozenset[Any]
-    ) -> None:
-        """Step counts become those of ``step``; those of ``stepped`` units must have come to them by themselves."""
-        for recorded in log.plain(step)["counts"]:
-            number, kind = int(recorded["optimizer"]), str(recorded["state"])
-            for name, value in zip(recorded["units"], recorded["values"].unbind(), strict=True):
-                state = self._optimizers[number].state[replay.tensors[number, name]]
-                count = state.get(kind)
-                if count is None:
-                    state[kind] = value.clone()
-                elif (number, name) not in stepped:
-                    count.copy_(value)
-                elif not torch.equal(count.cpu(), value.cpu()):
-                    difference = f"{kind} of {name} is {count.item()}, recorded was {value.item()}"
-                    raise ReplayDivergedError(step, difference, logged=True)
+
+def _set_counts(log: LoggedSteps, step: int, replay: OptimizerReplay, stepped: Collection[tuple[int, str]]) -> None:
+    """Step counts become those of ``step``; those of ``stepped`` units must have come to them by themselves."""
+    for recorded in log.plain(step)["counts"]:
+        number, kind = int(recorded["optimizer"]), str(recorded["state"])
+        for name, value in zip(recorded["units"], recorded["values"].unbind(), strict=True):
+            state = replay.state_of(number, name)
+            count = state.get(kind)
+            if count is None:
+                state[kind] = value.clone()
+            elif (number, name) not in stepped:
+                count.copy_(value)
+            elif not torch.equal(count.cpu(), value.cpu()):
+                difference = f"{kind} of {name} is {count.item()}, recorded was {value.item()}"
+                raise ReplayDivergedError(step, difference, logged=True)
 
 
 def _updates(log: LoggedSteps, step: int) -> Iterator[Update]:
@@ -187,3 +167,63 @@ def _differing(optimizers: Sequence[Optimizer], update: Update) -> list[str]:
         for flag in sorted(IMPLEMENTATION_FLAGS)
         if before.get(flag) != group.get(flag)
     ]
+
+
+def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, int], homes: Mapping[str, str]) -> None:
+    """Refuses anchors of different steps in one parameter whose optimizer lets its rows act on one another.
+
+    Args:
+        replay: Of the optimizers.
+        spans: Of the operators in ``steps``.
+        steps: Operator -> step of its anchor.
+        homes: As ``ports.LoggedSteps.homes``: what updates all rows must be of the same step as these.
+
+    Raises:
+        ConfigError: There are such.
+    """
+    anchors: dict[tuple[int, str], tuple[str, int]] = {}
+    for unit, operator, has in _sharing(replay, {operator: spans.get(operator, ()) for operator in steps}, homes):
+        step = steps.get(operator)
+        if step is None:
+            continue
+        other, anchor = anchors.setdefault(unit, (operator, step))
+        if anchor != step:
+            raise ConfigError(
+                f"{operator}, with {has} of {unit[1]}, is anchored at step {step} and {other} at step {anchor}, but "
+                "the optimizer's update of a row depends on all rows, so the log leads to wrong numbers: anchor them "
+                "together, and run moe-ckpt memory clear on every node to return to the newest checkpoint on storage"
+            )
+
+
+def coupled_with(
+    replay: OptimizerReplay, spans: Spans, operators: Iterable[str], homes: Mapping[str, str]
+) -> frozenset[str]:
+    """Returns ``operators``, and all that must be anchored together with one of them (``require_together``).
+
+    Args:
+        replay: Of the optimizers.
+        spans: Of all operators.
+        operators: Some of them.
+        homes: As of ``require_together``.
+    """
+    coupled = set(operators)
+    sharing: dict[tuple[int, str], set[str]] = defaultdict(set)
+    if any(map(replay.coupled, range(len(replay.optimizers)))):
+        for unit, operator, _ in _sharing(replay, spans, homes):
+            sharing[unit].add(operator)
+    while more := {operator for group in sharing.values() if group & coupled for operator in group} - coupled:
+        coupled |= more
+    return frozenset(coupled)
+
+
+def _sharing(
+    replay: OptimizerReplay, spans: Spans, homes: Mapping[str, str]
+) -> Iterator[tuple[tuple[int, str], str, str]]:
+    """Yields (optimizer and name of a unit, an operator that has a part of it, what), of units that are coupled."""
+    for operator, rows in spans.items():
+        for unit, piece in replay.pieces.of_operator(rows):
+            if replay.coupled(unit.optimizer):
+                key = unit.optimizer, unit.name
+                yield key, operator, "rows"
+                if piece.parameter in homes:
+                    yield key, homes[piece.parameter], "optimizer state"

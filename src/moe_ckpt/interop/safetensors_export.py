@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.errors import ConfigError, DamagedError
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.interop.safetensors_files import INDEX_NAME, SINGLE_NAME
 from moe_ckpt.interop.whole import WholeCheckpoint
@@ -23,13 +23,6 @@ OTHER_NAME = "other.safetensors"
 MAX_FILE_BYTES = 50 * 10**9
 """As transformers 5 splits models."""
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "prefix": (str,),
-    "class": (str,),
-    "config": (dict,),
-    "generation_config": (dict, type(None)),
-}
-"""Of an entry of ``plain/pretrained``: see docs/format.md."""
 Progress = Callable[[int, int], None]
 
 
@@ -105,12 +98,6 @@ def write_safetensors(
 def _chosen(checkpoint: WholeCheckpoint, strip_prefix: str | None) -> Mapping[str, Any] | None:
     """The model of transformers to write as one: the only one, or that of the prefix."""
     models: Sequence[Mapping[str, Any]] = checkpoint.state.get("plain", {}).get("pretrained", ())
-    for model in models:
-        if not (isinstance(model, Mapping) and _KINDS.keys() <= model.keys()) or not all(
-            isinstance(model[name], kinds) for name, kinds in _KINDS.items()
-        ):
-            where = f"{checkpoint.manifest.directory}, state of rank {checkpoint.rank}"
-            raise DamagedError(where, "what it says of a model of transformers is not of this format")
     if strip_prefix is None:
         return models[0] if len(models) == 1 else None
     return next((model for model in models if model["prefix"] == strip_prefix), None)

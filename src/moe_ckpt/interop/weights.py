@@ -6,26 +6,19 @@ know that names, shapes and (of a store) checksums are right.
 
 from __future__ import annotations
 
-import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.errors import (
-    CoverageError,
-    MoECheckpointError,
-    NoCheckpointError,
-    PeerLostError,
-    StepRemovedError,
-    StoreError,
-)
+from moe_ckpt.errors import CoverageError, NoCheckpointError, StepRemovedError, StoreError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.interop.renaming import aligned
 from moe_ckpt.interop.safetensors_files import SUFFIX, FileTensor, model_files, read_block, read_tables
 from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
@@ -35,7 +28,13 @@ from moe_ckpt.recovery.restore import box_of, needed_slices, verify_needed, weig
 from moe_ckpt.recovery.shared_reading import SharedReading, divide, load_slices
 from moe_ckpt.recovery.sources import in_order
 from moe_ckpt.recovery.step_storage import listed_again
-from moe_ckpt.recovery.together import require_committed
+from moe_ckpt.recovery.together import (
+    NotUsableError,
+    by_rank_zero,
+    raise_on_all_ranks,
+    require_committed,
+    together,
+)
 from moe_ckpt.storage import Storage, open_storage
 
 _MODEL = "model/"
@@ -246,75 +245,44 @@ def load_weights(
     tied = dict(aliases or {})
 
     def newest() -> LoadedWeights:
-        directory, passed = _chosen(text, comm)
-        chosen = _AgreedSource(text, directory, comm)
-        plan = chosen.together(lambda: _plan(open_source(text, directory), state, buffers, tied, others))
-        return _load(plan, chosen, passed, strict)
+        directory, passed = by_rank_zero(comm, lambda: choose(text), f"load weights from {text}")
+        agreed = partial(_on_all_ranks, comm, text, directory)
+        plan: _Plan = agreed(lambda: _plan(open_source(text, directory), state, buffers, tied, others))
+        used = largest(comm, [name in plan.used for name in plan.names])
+        unused = tuple(name for name, of_any in zip(plan.names, used, strict=True) if not of_any)
+        agreed(lambda: plan.check(unused, strict))
+        plan.source.share(comm, plan.pairs)
+        agreed(lambda: plan.source.verify(plan.pairs))
+        agreed(lambda: plan.source.copy(plan.pairs), " (some weights may be loaded, and others not)")
+        return LoadedWeights(plan.source.title + passed, plan.tensors, plan.absent, unused)
 
     return newest() if locate(text)[1] is not None else listed_again(newest)
 
 
-def _load(plan: _Plan, chosen: _AgreedSource, passed: str, strict: bool) -> LoadedWeights:
-    comm = chosen.comm
-    used = largest(comm, [name in plan.used for name in plan.names])
-    unused = tuple(name for name, of_any in zip(plan.names, used, strict=True) if not of_any)
-    chosen.together(lambda: plan.check(unused, strict))
-    plan.source.share(comm, plan.pairs)
-    chosen.together(lambda: plan.source.verify(plan.pairs))
-    chosen.together(lambda: plan.source.copy(plan.pairs), outcome="Some weights may be loaded, and others not")
-    return LoadedWeights(plan.source.title + passed, plan.tensors, plan.absent, unused)
+def _on_all_ranks(
+    comm: Communicator, path: str, directory: str | None, action: Callable[[], Result], outcome: str = ""
+) -> Result:
+    """Returns the result of ``action``, if no rank failed in it.
 
+    Args:
+        comm: The ranks.
+        path: Of the source.
+        directory: The step, of a store; None of files.
+        action: What each rank does.
+        outcome: What then is true, for the message.
 
-@dataclass(frozen=True)
-class _AgreedSource:
-    """What all ranks load. directory: the step, of a store; None of files."""
-
-    path: str
-    directory: str | None
-    comm: Communicator
-
-    def together(self, action: Callable[[], Result], outcome: str = "Nothing was loaded") -> Result:
-        """The result of ``action``, if no rank failed in it. outcome: What then is true, for the message.
-
-        Raises:
-            StepRemovedError: On every rank, if it failed on any because retention removed the step.
-        """
-        problem: Exception | None = None
-        results: list[Result] = []
+    Raises:
+        StepRemovedError: On every rank, if it failed on any because retention removed the step.
+    """
+    try:
+        return together(comm, action)
+    except NotUsableError as failure:
+        if directory is not None:
+            require_committed(comm, StoreReader(locate(path)[0]).storage, directory)
         try:
-            results.append(action())
-        except PeerLostError:  # others may still wait in the same action, so that nothing can be agreed on
-            raise
-        except (MoECheckpointError, OSError) as error:
-            problem = error
-        [failed] = largest(self.comm, [problem is not None])
-        if failed and self.directory is not None:
-            require_committed(self.comm, StoreReader(locate(self.path)[0]).storage, self.directory)
-        if isinstance(problem, StepRemovedError):  # but rank 0 sees its manifest
-            raise StoreError(f"{problem}. {outcome}") from problem
-        if problem is not None:
-            raise problem
-        if failed:
-            raise StoreError(f"another rank cannot load weights from {self.path}; see its message. {outcome}")
-        return results[0]
-
-
-def _chosen(text: str, comm: Communicator) -> tuple[str | None, str]:
-    """What rank 0 chose, on every rank."""
-    error: Exception | None = None
-    choice: dict[str, Any] = {}
-    if comm.rank == 0:
-        try:
-            choice["directory"], choice["passed"] = choose(text)
-        except (MoECheckpointError, OSError) as found:
-            error = found
-            choice["error"] = str(found)
-    choice = json.loads(comm.broadcast(json.dumps(choice).encode()))
-    if error is not None:
-        raise error
-    if "error" in choice:
-        raise NoCheckpointError(choice["error"])
-    return choice["directory"], choice["passed"]
+            raise_on_all_ranks(comm, failure, path + outcome, "load weights from")
+        except StepRemovedError as error:  # but rank 0 sees its manifest
+            raise StoreError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -387,3 +355,31 @@ def _differences(name: str, dtype: str, shape: tuple[int, ...], source_name: str
     if dtype != meta.dtype and not all(kinds):
         return [f"{name} is {TORCH_DTYPES[dtype]} in the model, {source_name} {TORCH_DTYPES[meta.dtype]} in the source"]
     return []
+
+
+def aligned(sources: Collection[str], here: Collection[str]) -> dict[str, str]:
+    """Returns name here -> name there, for all that agree once a beginning is taken off each side.
+
+    Of the beginnings that most names of a side share (``""`` among them) those are taken with which most names agree,
+    and of these the shortest.
+    """
+    best: tuple[int, int, dict[str, str]] = (0, 0, {})
+    for stripped in _beginnings(sources):
+        rest = {name[len(stripped) :]: name for name in sources if name.startswith(stripped)}
+        for prefix in _beginnings(here):
+            pairs = {
+                name: rest[name[len(prefix) :]]
+                for name in here
+                if name.startswith(prefix) and name[len(prefix) :] in rest
+            }
+            best = max(best, (len(pairs), -len(stripped) - len(prefix), pairs), key=lambda candidate: candidate[:2])
+    return best[2]
+
+
+def _beginnings(names: Collection[str]) -> list[str]:
+    """Returns ``""`` and every dotted beginning that more than half of ``names`` share, shortest first."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")[:-1]
+        counts.update(".".join(parts[: depth + 1]) + "." for depth in range(len(parts)))
+    return ["", *sorted((start for start, count in counts.items() if 2 * count > len(names)), key=len)]

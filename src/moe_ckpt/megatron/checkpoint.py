@@ -23,7 +23,7 @@ from moe_ckpt.engine.events import Observer, StepRecord
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.gradient_log import run_log
+from moe_ckpt.megatron.gradients import run_log
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch

@@ -8,17 +8,20 @@ buffers until ``zero_grad_buffer`` at the start of the next iteration.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
 from moe_ckpt.core.coverage import Box
-from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.driver.run import Driver
+from moe_ckpt.engine.options import Options
+from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.gradients.capture import GradientCapture, GradientConsumer
 from moe_ckpt.gradients.coupling import Coupling, register
+from moe_ckpt.gradients.recording import RunLog
 from moe_ckpt.gradients.units import Unit, UnitBlock
-from moe_ckpt.gradients.updates import GradientConsumer
 from moe_ckpt.megatron.blocks import Placed, placed_blocks
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
 from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
@@ -134,3 +137,63 @@ def _piece(name: str, placed: Placed, first: int) -> UnitBlock:
     array = array.permute(placed.order)
     begin = first + placed.first + int(array.storage_offset())
     return UnitBlock(name, Box(placed.offsets, tuple(array.shape)), tuple(array.stride()), begin)
+
+
+def run_log(
+    inventory: ModelInventory,
+    optimizer: Any,
+    chunks: Sequence[Any],
+    options: Options,
+    driver: Driver,
+) -> RunLog:
+    """Returns the gradient log of a training loop, which records nothing unless the policy logs gradients.
+
+    Args:
+        inventory: Of the model chunks.
+        optimizer: Megatron's.
+        chunks: The model chunks.
+        options: The user's.
+        driver: Of the run, whose stopwatch counts what hooks take.
+
+    Raises:
+        ConfigError: Megatron changes weights behind the optimizer's update.
+        UnsupportedError: As ``capture_gradients``.
+    """
+    attach = partial(capture_gradients, inventory, optimizer, chunks, stopwatch=driver.stopwatch)
+    inner, copies = inner_optimizers(optimizer), list(_copies(inventory, optimizer)) if options.needs.gradients else ()
+    if options.needs.gradients:
+        _refuse_qk_clip(chunks, type(options.policy).__name__)
+    return RunLog(
+        attach,
+        inner,
+        options.needs,
+        driver.release_gradients,
+        keys=[0] * len(inner),  # as ``megatron.state`` has them
+        copies=copies,
+        gathered=_gathers_late(chunks),
+        finish=partial(weights_from_masters, optimizer, chunks),
+    )
+
+
+def _copies(inventory: ModelInventory, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the model's weights of which the optimizer updates a master copy, with their names."""
+    names = {live.parameter: live.parts[0].name for live in inventory.parameters}
+    for parameter, slot in slots(optimizer).items():
+        if slot.master is not None:
+            yield names[parameter], parameter
+
+
+def _gathers_late(chunks: Sequence[Any]) -> bool:
+    """Whether the next forward pass gathers weights from other ranks."""
+    return any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks)
+
+
+def _refuse_qk_clip(chunks: Sequence[Any], policy: str) -> None:
+    """Raises ``ConfigError`` if Megatron clips weights behind updates, by ``.data``: torch does not count that."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    if any(getattr(getattr(module, "config", None), "qk_clip", False) for module in modules):
+        raise ConfigError(
+            f"{policy} and Megatron's qk_clip contradict each other: QK-clip changes weights behind the optimizer's "
+            "update, and a log of gradients holds the update alone. Train without --qk-clip, or take a policy that "
+            "saves full state (MoEvement, Dense, MoC, or MoEtion without recompute)"
+        )

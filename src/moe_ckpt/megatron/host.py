@@ -9,10 +9,8 @@ from typing import Any
 from torch import nn
 
 from moe_ckpt.driver.changes import Change
-from moe_ckpt.driver.generators import Generators
-from moe_ckpt.driver.host import End, Host, require_framework
+from moe_ckpt.driver.host import End, Host, loading_state, require_framework
 from moe_ckpt.driver.replaying import Repeated, StepSource, same_plain
-from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
@@ -35,6 +33,7 @@ from moe_ckpt.megatron.trainer_state import (
     restore_stateful,
 )
 from moe_ckpt.megatron.weights import load_into
+from moe_ckpt.modeling.rng import Generators
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.reader import StoreReader
@@ -115,15 +114,17 @@ class MegatronHost(Host):
             # The loop may have changed what the schedule wrote, and loading has written that once more.
             with loading_state("the hyperparameters of the optimizer", restored.path):
                 write_settings(self._optimizer, stored["optimizer"]["groups"])
-        iteration, consumed, counters = plain["iteration"], plain["consumed_samples"], plain.get("counters", {})
+        iteration, consumed, counters = plain["iteration"], plain["consumed_samples"], plain["counters"]
         self.loop.stand_at(Progress(int(iteration), int(consumed), restored=True, counters=counters))
         inexact, trained = other_layout(plain["layout"], self._layout), self.state.trained
         resting = trained.resting()
-        changed = settings_changed(restored, self._configured, self._settings())
+        before = plain["configured"]
+        with loading_state("the settings of optimizer and scheduler", restored.path):
+            changed = changes(before, self._configured, self._settings())
         if inexact is None:
-            trained.rest(stored.get(RESTING))
-            changed += resting_changed(plain.get("configured", {}).get(RESTING), resting, trained.resting())
-            self._configured = plain.get("configured", self._configured)
+            trained.rest(stored[RESTING])
+            changed += resting_changed(before[RESTING], resting, trained.resting())
+            self._configured = before
             self.generators.take(plain["rng"])
         return changed, inexact  # on another layout the random numbers are of no rank here
 
@@ -204,12 +205,3 @@ def _differing(saved: Mapping[str, Any], now: Mapping[str, Any], text: str) -> l
         for name, degree in now.items()
         if saved.get(name) != degree
     ]
-
-
-def settings_changed(restored: Restored, now: _Plain, used: _Plain) -> list[Change]:
-    """Returns the settings that differ from those that the run began with. See ``hyperparameters.changes``."""
-    before = restored.plain.get("configured")
-    if before is None:  # checkpoints of earlier releases
-        return []
-    with loading_state("the settings of optimizer and scheduler", restored.path):
-        return changes(before, now, used)

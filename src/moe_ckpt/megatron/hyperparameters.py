@@ -2,6 +2,9 @@
 
 Another layout has other param groups (without expert parallelism none of experts), so groups are matched by their
 multipliers and flags. The scheduler sets the values of a group that matches none.
+
+And the kind of the inner optimizers, so that no other kind takes over their state. Megatron uses Transformer Engine's
+Adam where installed, else Apex's, else torch's. Their update and state are the same, so a run may change between them.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ckpt.driver.changes import Change, differing, plain_values, same
+from moe_ckpt.errors import optimizer_changed
 from moe_ckpt.megatron.optimizers import STEP, leaves, read_step, write_step
 from moe_ckpt.megatron.trainer_state import SCHEDULER, Stateful
+from moe_ckpt.modeling.optimizer_class import class_name
 from moe_ckpt.modeling.param_groups import IMPLEMENTATION_FLAGS, fitted, require_plain
 
 log = logging.getLogger("moe_ckpt")
@@ -145,3 +150,28 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], used: Mapping[str
 
 def _without(values: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in names}
+
+
+def read_classes(optimizer: Any) -> list[dict[str, str]]:
+    """Returns ``{"class": ..., "kind": ...}`` of the rank's inner optimizers, each once; kinds: Adam, AdamW, SGD."""
+    kinds = {(class_name(leaf.optimizer), _kind_of(leaf.optimizer)) for leaf in leaves(optimizer)}
+    return [{"class": name, "kind": kind} for name, kind in sorted(kinds)]
+
+
+def require_same_kind(optimizer: Any, plain: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` unless stored state is of the running optimizer's kind. Changes nothing.
+
+    Args:
+        optimizer: Megatron's.
+        plain: ``MegatronTrainingState.plain()`` of the checkpoint.
+    """
+    running, stored = read_classes(optimizer), plain["optimizer_classes"]
+    here, before = ({entry["kind"] for entry in entries} for entries in (running, stored))
+    if before and here and not before & here:  # a rank whose parameters are all frozen has no optimizer
+        names = (", ".join(entry["class"] for entry in entries) for entries in (stored, running))
+        raise optimizer_changed("the optimizer", *names)
+
+
+def _kind_of(inner: Any) -> str:
+    name = type(inner).__name__.removeprefix("Fused")
+    return "AdamW" if name == "Adam" and type(inner).__name__ != name and getattr(inner, "adam_w_mode", True) else name

@@ -32,8 +32,7 @@ class Progress:
         iteration: Iterations done; the next one to compute is ``iteration + 1``, counted from 1.
         consumed_samples: Training samples consumed so far, as given to ``after_step``.
         restored: False for a new run.
-        counters: Further counters of the loop, as given to ``after_step`` or ``skip``; empty for a new run, and for
-            checkpoints of releases without counters.
+        counters: Further counters of the loop, as given to ``after_step`` or ``skip``; empty for a new run.
     """
 
     iteration: int = 0

@@ -39,10 +39,17 @@ from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach_with
 from moe_ckpt.megatron.compat import look_up, megatron_core
-from moe_ckpt.megatron.counters import COUNTED, counters_of, rerun_machine
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.modes import require_trainable, unknown_release, warn_of_loader
-from moe_ckpt.megatron.script_values import changed, flat
+from moe_ckpt.megatron.script import (
+    COUNTED,
+    changed,
+    counters_of,
+    flat,
+    require_trainable,
+    rerun_machine,
+    unknown_release,
+    warn_of_loader,
+)
 from moe_ckpt.megatron.stopping import StartedIteration, uninterrupted
 from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero
 from moe_ckpt.megatron.trainer_state import Stateful
@@ -234,7 +241,8 @@ class MegatronLM:
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         self.setting_up, settings = True, self._args
         require_trainable(settings)
-        warn_of_loader(settings, self._stateful)
+        if is_rank_zero():
+            warn_of_loader(settings, self._stateful)
         if self.checkpoint is not None:  # restarted within this process
             self.checkpoint.close(CLOSE_SECS)
             self.checkpoint = None

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from moe_ckpt.driver.host import loading_state
 from moe_ckpt.driver.replaying import StepSource
-from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.megatron.inventory import ModelInventory
 from moe_ckpt.megatron.optimizers import STEP, StateSlot, leaves, slots
 from moe_ckpt.modeling.sparing import WithoutGradients

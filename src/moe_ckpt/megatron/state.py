@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.megatron import hyperparameters, optimizer_class
+from moe_ckpt.megatron import hyperparameters
 from moe_ckpt.megatron.blocks import BlockPart, Placed, placed_blocks
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
 from moe_ckpt.megatron.optimizers import MASTER, STEP, StateSlot, make_state, slots, state_tensors
@@ -142,19 +142,19 @@ class MegatronTrainingState:
         return {
             "buffers": dict(self._inventory.buffers),
             "optimizer": hyperparameters.read(self._optimizer),
-            "optimizer_classes": optimizer_class.read(self._optimizer),
+            "optimizer_classes": hyperparameters.read_classes(self._optimizer),
             **self.trained.read(),
         }
 
-    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+    def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """See ``ports.TrainingState``. Buffers are compared by ``load_plain``, for those of other layers may be added.
 
         Raises:
             ConfigError: the optimizer is of another class.
             ConfigError: it has other parameters.
         """
-        optimizer_class.require_same(self._optimizer, plain, keys)
-        self.trained.require_same(plain, keys)
+        hyperparameters.require_same_kind(self._optimizer, plain)
+        self.trained.require_same(plain)
 
     def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
         """All trained parameters get the same kinds of state, those too that ``stored`` leaves out for now."""

@@ -17,10 +17,8 @@ from moe_ckpt.driver.changes import Change
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.fragment import FixedStrings
 from moe_ckpt.megatron.inventory import LiveParameter
-from moe_ckpt.megatron.optimizers import MASTER
 from moe_ckpt.megatron.world import HeldTensor, natural
 from moe_ckpt.modeling.trainable import Frozen, freeze
-from moe_ckpt.recovery.index import split_key
 
 FROZEN = "frozen"
 """Where the plain state has the names of all of the model's parameters that the optimizer does not have; that of an
@@ -58,28 +56,17 @@ class Trained:
         """Returns the names of the parameters that rest (``RESTING``)."""
         return self._resting.names(self._updated)
 
-    def rest(self, names: Collection[str] | None) -> None:
-        """Makes the parameters of these names require no gradient, and all others that the optimizer has one.
+    def rest(self, names: Collection[str]) -> None:
+        """Makes the parameters of these names (``RESTING``) require no gradient, and all others that the optimizer has
+        one."""
+        freeze(self._updated, names)
 
-        Args:
-            names: What ``RESTING`` was; None in checkpoints of earlier releases, for no change.
-        """
-        if names is not None:
-            freeze(self._updated, names)
-
-    def require_same(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
-        """Raises ``ConfigError``, which names parameters, unless the checkpoint's run trained the same.
-
-        Args:
-            plain: Of the checkpoint. In older ones, without names, the keys tell.
-            keys: Of the stored tensors.
-        """
+    def require_same(self, plain: Mapping[str, Any]) -> None:
+        """Raises ``ConfigError``, which names parameters, unless the run of the checkpoint, with that plain state,
+        trained the same."""
+        frozen = set(plain[FROZEN])
         here = {name for name, tensor in self._tensors.items() if tensor.trained}
-        if FROZEN in plain:
-            frozen = set(plain[FROZEN])
-            trained_then = {name for name in self._tensors if not frozen & {name, _of_all_experts(name)}}
-        else:
-            trained_then = self._with_state(plain, keys)
+        trained_then = {name for name in self._tensors if not frozen & {name, _of_all_experts(name)}}
         texts = [
             f"{_named(names)} {_be('was', names)} {then} in the run that wrote the checkpoint, and "
             f"{_be('is', names)} {now} now"
@@ -97,28 +84,16 @@ class Trained:
                 "file."
             )
 
-    def _with_state(self, plain: Mapping[str, Any], keys: Collection[str]) -> set[str]:
-        """Returns names of parameters with optimizer state, and of those that may have had none yet.
 
-        Masters are there from the beginning, all other state since the first update.
-        """
-        parts = [split_key(key) for key in keys]
-        with_state = {part.fqn for part in parts if part.state is not None}
-        counts = plain.get("optimizer", {}).get("step") is not None
-        stepped = counts and any(part.state not in (None, MASTER) for part in parts)
-        unknown = (name for name, tensor in self._tensors.items() if tensor.trained and tensor.master is None)
-        return with_state if stepped else with_state | set(unknown)
-
-
-def resting_changed(before: Sequence[str] | None, now: Sequence[str], used: Sequence[str]) -> list[Change]:
+def resting_changed(before: Sequence[str], now: Sequence[str], used: Sequence[str]) -> list[Change]:
     """Returns how the parameters that rest differ, if the script says so and training has not come to it.
 
     Args:
-        before: Names when the run began; None if that is not known.
+        before: Names when the run began.
         now: When this process began.
         used: After the checkpoint was loaded.
     """
-    if before is None or list(before) == list(now):
+    if list(before) == list(now):
         return []
     differences = []
     for names, was in ((set(used) - set(now), False), (set(now) - set(used), True)):

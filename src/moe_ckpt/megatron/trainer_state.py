@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from moe_ckpt.driver.host import loading_state
 from moe_ckpt.driver.replaying import same_plain
-from moe_ckpt.driver.state_loading import loading_state
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.modeling.rng import capture_rng, restore_rng

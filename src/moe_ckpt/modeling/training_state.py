@@ -12,14 +12,14 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling import module_state, param_groups, pretrained, unsliced_state
 from moe_ckpt.modeling.blocks import block_in, block_of, fsdp_modules, is_dtensor, is_sharded, layout_of, reshard
-from moe_ckpt.modeling.optimizer_class import class_name, require_same_class
+from moe_ckpt.modeling.optimizer_class import ELEMENTWISE, class_name, require_same_class
 from moe_ckpt.modeling.optimizer_view import OptimizerView, advance_counts, scalars_of
 from moe_ckpt.modeling.trainable import Frozen, freeze
 from moe_ckpt.modeling.unsliced_state import is_unsliced
@@ -29,23 +29,6 @@ from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 
 _SHARDING_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "FullyShardedDataParallel"})
-_ELEMENTWISE = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
-)
-"""Optimizers that update each element by its own gradient and state alone. Adafactor and Muon do not (their steps are
-scaled by a norm over the whole parameter), and of what is not known it must be assumed."""
 
 
 class TorchTrainingState:
@@ -87,7 +70,7 @@ class TorchTrainingState:
                     "independently of the parameters. Use FSDP2 (ModelParallelStrategy), or another optimizer under "
                     "DDP."
                 )
-            if type(optimizer) not in _ELEMENTWISE:
+            if type(optimizer) not in ELEMENTWISE:
                 self._mixed.update(views[index].parameters)
 
     def tensors(self, of: Reading | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
@@ -177,10 +160,10 @@ class TorchTrainingState:
         Raises:
             ConfigError: as ``require_loadable``.
         """
-        self.require_loadable(plain, ())
+        self.require_loadable(plain)
         module_state.write(self._model, self._varying, plain)
         _, states = self._refresh()
-        self.freeze(plain.get("frozen"))
+        self.freeze(plain["frozen"])
         for optimizer, view, entry in zip(self._optimizers, states, plain["optimizers"], strict=True):
             param_groups.write(optimizer, entry["param_groups"])
             for name, parameter in view.parameters.items():
@@ -192,16 +175,12 @@ class TorchTrainingState:
         for optimizer, view in zip(self._optimizers, self._refresh()[1], strict=True):
             advance_counts(optimizer, view.parameters, missed)
 
-    def freeze(self, names: Collection[str] | None) -> None:
-        """Make the parameters of these names require no gradient, and all others one.
+    def freeze(self, names: Collection[str]) -> None:
+        """Make the parameters of these names, "frozen" in the result of ``plain()``, require no gradient, all others
+        one."""
+        freeze(self._walked().parameters, names)
 
-        Args:
-            names: "frozen" in the result of ``plain()``; None in checkpoints of earlier releases, for no change.
-        """
-        if names is not None:
-            freeze(self._walked().parameters, names)
-
-    def require_loadable(self, plain: Mapping[str, Any], keys: Collection[str]) -> None:
+    def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """See ``ports.TrainingState``.
 
         Raises:
@@ -221,16 +200,9 @@ class TorchTrainingState:
                 "return the same ones from configure_optimizers()"
             )
         module_state.check(self._model, self._varying, plain)
-        contents = [[*entry["scalars"].values(), *entry.get("unsliced", {}).values()] for entry in stored]
-        state_names = [{str(name) for of_one in values for name in of_one} for values in contents]
-        for key in keys:
-            parts = split_key(key)
-            if parts.optimizer is not None and parts.state is not None and parts.optimizer < len(state_names):
-                state_names[parts.optimizer].add(parts.state)
         for index, (optimizer, entry) in enumerate(zip(self._optimizers, stored, strict=True)):
-            groups = entry["param_groups"]
-            require_same_class(f"optimizer {index}", optimizer, entry.get("class"), groups, state_names[index])
-            param_groups.check(index, optimizer, views[index].groups, groups)
+            require_same_class(f"optimizer {index}", optimizer, entry["class"])
+            param_groups.check(index, optimizer, views[index].groups, entry["param_groups"])
 
     def _refresh(self) -> tuple[Walk, tuple[OptimizerView, ...]]:
         """What model and optimizers consist of now; the very same objects, as long as that is what it was.

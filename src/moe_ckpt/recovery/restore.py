@@ -52,7 +52,7 @@ def require_fitting(
     weights = [key for key in index.tensors if key.startswith(_MODEL)]
     check_match(manifest, index, weight_specs(state.specs()), weights)
     if plain is not None:
-        state.require_loadable(plain, index.tensors.keys())
+        state.require_loadable(plain)
 
 
 def prepare(manifest: Manifest, index: TensorIndex, state: TrainingState) -> None:

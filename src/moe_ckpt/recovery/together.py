@@ -142,7 +142,9 @@ def _kind(problem: Exception | None) -> int:
     return DAMAGED if isinstance(problem, skipped) else STOPS
 
 
-def raise_on_all_ranks(comm: Communicator, failure: NotUsableError, directory: str) -> NoReturn:
+def raise_on_all_ranks(
+    comm: Communicator, failure: NotUsableError, directory: str, doing: str = "resume from checkpoint"
+) -> NoReturn:
     """Raises on every rank: this rank's own error if it is of the worst kind, else the worst one's message.
 
     Its traceback does not show ``failure``, which callers handle.
@@ -151,4 +153,4 @@ def raise_on_all_ranks(comm: Communicator, failure: NotUsableError, directory: s
     reason = comm.share(str(problem).encode() if comm.rank == failure.rank else b"", failure.rank).decode()
     if problem is not None and _kind(problem) == failure.kind:
         raise problem from problem.__cause__
-    raise StoreError(f"rank {failure.rank} cannot resume from checkpoint {directory}: {reason}") from None
+    raise StoreError(f"rank {failure.rank} cannot {doing} {directory}: {reason}") from None

@@ -1,14 +1,18 @@
-"""The position of training loaders that Lightning fetches ahead of: streams without a length.
+"""Training loaders and their states: where those are that Lightning fetches ahead of, and who refuses a stored one.
 
 To know the last batch of such an epoch, Lightning (2.6) fetches each batch before it trains on the one in front of it.
 The loaders' own states are then one batch ahead of training, and so are the random numbers that a fetch in this process
 draws. Both are noted right before each fetch, and a checkpoint gets what was noted before the batch that waits.
+
+torchdata's loaders take their state when their next iterator is made, long after ``load_state_dict`` has returned: in
+Lightning's ``setup_data``, where what they raise names neither the loader nor the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 
 from moe_ckpt.callbacks.compat import NAMES, PrefetchDataFetcher, Private
+from moe_ckpt.driver.host import loading_state
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.stopwatch import Stopwatch
 
@@ -24,6 +29,13 @@ FETCH_KEY = "moe_ckpt_fetched_ahead"
 
 ``rng``: states of the generators before the fetch, if it drew. ``consumed``: loaders that had started over this epoch.
 """
+
+
+_ADVICE = (
+    "Its sampler may be of another kind than in the run, as where another number of ranks gives it another one "
+    "(RecoverableDistributedSampler is for any number, on one rank too), or its dataset or number of workers another "
+    "one: build it as in the run, or begin another run from its weights (weights_from=)."
+)
 
 
 class Lookahead:
@@ -148,3 +160,49 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         torch.equal(state, other[name]) if isinstance(state, torch.Tensor) else state == other[name]
         for name, state in one.items()
     )
+
+
+class LoaderStates:
+    """Names the loader that refuses its state. Until ``close``, Lightning's ``setup_data`` is replaced.
+
+    Args:
+        loop: The trainer's fit loop, whose data are not set up yet.
+        path: Returns where the state comes from, for messages.
+    """
+
+    def __init__(self, loop: Any, path: Callable[[], str]) -> None:
+        self._loop = loop
+        set_up = loop.setup_data
+
+        def setup_data() -> None:
+            due = loop.restarting and bool(Private(loop).combined_loader_states_to_load)
+            try:
+                set_up()
+            except Exception as error:  # a loader of others may raise any; all but that of its state passes
+                loader = _refusing(loop, error.__traceback__) if due else None
+                if loader is None:
+                    raise
+                Private(loop).data_fetcher = None  # its teardown asks a loader that has not begun for its length
+                with loading_state(f"the training loader {loader}", path(), _ADVICE):
+                    raise
+
+        loop.setup_data = setup_data
+
+    def close(self) -> None:
+        """Gives the loop its own method back. Safe to call twice."""
+        vars(self._loop).pop("setup_data", None)
+
+
+def _refusing(loop: Any, traceback: TracebackType | None) -> str | None:
+    """Returns which loader an error came from while it took its state or began; None if it came from elsewhere."""
+    loaders = [] if Private(loop).combined_loader is None else Private(loop).combined_loader.flattened
+    while traceback is not None:
+        code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
+        if code.co_name in ("__iter__", "load_state_dict"):
+            for number, loader in enumerate(loaders, start=1):
+                if loader is names.get("self"):
+                    which = f" (number {number} of {len(loaders)})" if len(loaders) > 1 else ""
+                    sampler = type(getattr(loader, "sampler", None)).__name__
+                    return f"{type(loader).__name__}{which} with the sampler {sampler}"
+        traceback = traceback.tb_next
+    return None

@@ -77,11 +77,6 @@ class Bookkeeper:
         agreed = self._consensus.measured.copy_interference_secs
         return self.meter.measurements | ({} if agreed is None else {"copy_interference_secs": agreed})
 
-    @property
-    def late(self) -> bool:
-        """A step is agreed on a step later: see ``StepAgreement``."""
-        return self.agreement.late
-
     def tokens_at(self, *, step_is_agreed: bool) -> Future[Counts]:
         """``[L, E]`` tokens that experts have processed by the end of the step at hand, for a snapshot that begins now.
 
@@ -152,10 +147,15 @@ class Bookkeeper:
                 self.run_ledger.deficit = tokens.deficit
             if pipeline.memory is not None:
                 self.settle(pipeline.memory, consensus.in_memory)
-            self._resolve(consensus)
+            for sequence, committed, lost in consensus.ended:  # on rank 0, booked equally on every rank
+                self._newest_ended = sequence
+                self.meter.resolved(consensus.persist_secs or 0.0)
+                pending = self.book(sequence, committed)
+                if lost:
+                    self._forget()
+                self.failures.note(pending.window, pending.slot, committed=committed)
             if consensus.gone and not any(committed for _, committed, _ in consensus.ended):
-                self.run_ledger.forget()
-                self.committed_directory = None
+                self._forget()
             self._consensus = replace(consensus, ended=(), in_memory=(), gone=False)
         return self._consensus
 
@@ -176,16 +176,9 @@ class Bookkeeper:
                 len(self.anchors.log_operators),
             )
 
-    def _resolve(self, consensus: StepConsensus) -> None:
-        """Record the snapshots that ended on rank 0, equally on every rank."""
-        for sequence, committed, lost in consensus.ended:
-            self._newest_ended = sequence
-            self.meter.resolved(consensus.persist_secs or 0.0)
-            pending = self.book(sequence, committed)
-            if lost:
-                self.run_ledger.forget()
-                self.committed_directory = None
-            self.failures.note(pending.window, pending.slot, committed=committed)
+    def _forget(self) -> None:
+        self.run_ledger.forget()
+        self.committed_directory = None
 
     def book(self, sequence: int, committed: bool) -> Pending:
         """One snapshot ended."""

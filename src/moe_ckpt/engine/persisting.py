@@ -36,7 +36,7 @@ _LONGEST_UNSEEN_SECS = 1.0
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one snapshot on storage. Rank 0 decides the first four fields, and each rank adds the others.
+    """The end of one snapshot on storage. Rank 0 decides the first four fields, and each rank adds the others.
 
     Attributes:
         cause: Why it was not committed; None if it was.

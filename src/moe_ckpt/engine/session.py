@@ -305,7 +305,7 @@ class CheckpointSession:
         booking.meter.waited(self._since_lap.take(final_at))
         booking.meter.lap(final_at, loaded=loaded)
         edited = self._edits.end_with(step)
-        if not booking.late:
+        if not booking.agreement.late:
             booking.send(step, tokens, pipeline, edited=edited)
         consensus = self._receive()
         ledger = self.run_ledger
@@ -318,13 +318,13 @@ class CheckpointSession:
         record = StepRecord(step)
         if plan:
             self._newest_plan = plan
-            record = self._snapshots.carry_out(plan, plain, consensus, step_is_agreed=not booking.late)
+            record = self._snapshots.carry_out(plan, plain, consensus, step_is_agreed=not booking.agreement.late)
         self.survivor.keep_plain(described=record.begun)
         if self._run.gradients is not None:
             self._run.gradients.forget()
             if not record.begun:
                 self._snapshots.not_logged(updated=updated)
-        if booking.late:
+        if booking.agreement.late:
             booking.send(step, tokens, pipeline, edited=edited)
         if plan.wait and record.begun:
             self._receive()

@@ -223,9 +223,9 @@ class Manifest:
     index: int
     created_unix_secs: float
     model: ModelRecord
-    files: tuple[FileRecord, ...]
-    operators: Mapping[str, OperatorRecord]
-    states: tuple[StateRecord, ...]
+    files: tuple[FileRecord, ...] = ()
+    operators: Mapping[str, OperatorRecord] = field(default_factory=dict)
+    states: tuple[StateRecord, ...] = ()
     parent: str | None = None
     policy: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -325,9 +325,6 @@ class Manifest:
             measured={name: float(value) for name, value in body["measured"].items()},
             tokens=body["tokens"],
             model=_model_of(body),
-            files=(),
-            operators={},
-            states=(),
             window=tuple(SlotRecord(step, ()) for step in body.get("window", ())),
             passed_over=tuple(body.get("passed_over", ())),
             parts=tuple(PartRecord(*row) for row in body["parts"]),

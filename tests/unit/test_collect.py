@@ -22,14 +22,16 @@ from moe_ckpt.format.manifest import (
     Manifest,
     ModelRecord,
     StateRecord,
+    encode_part,
+    file_row,
     group_of,
     group_path,
     parse_step_dir,
     shard_path,
     state_path,
+    state_row,
     step_dir,
 )
-from moe_ckpt.format.part import encode_part, file_row, state_row
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage

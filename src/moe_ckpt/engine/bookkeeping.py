@@ -11,13 +11,12 @@ from dataclasses import replace
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.persisting import FailureCount
 from moe_ckpt.engine.pipeline import Pipeline
+from moe_ckpt.engine.resolving import FailureCount
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import step_dir
@@ -122,7 +121,16 @@ class Bookkeeper:
             in_memory=() if memory is None else memory.reports(),
         )
         agreed, total, self._awaited = self.agreement.send(step, tokens, status), self._awaited or Future(), None
-        agreed.add_done_callback(lambda counts: _add(total, before, counts))
+
+        def deliver(reduced: Future[tuple[Counts, Counts]]) -> None:
+            """On the thread that agrees."""
+            error = reduced.exception()
+            if error is None:
+                total.set_result(before + tokens.result().split(reduced.result()[0]).applied)
+            else:
+                total.set_exception(error)
+
+        agreed.add_done_callback(deliver)
         self.sent_step, self.applied = step, total
 
     def give_up(self) -> None:
@@ -187,12 +195,3 @@ class Bookkeeper:
             self.committed_directory = step_dir(pending.step, pending.generation)
         self._booked(pending, committed)
         return pending
-
-
-def _add(total: Future[Counts], before: Counts, step: Future[Counts]) -> None:
-    """Settle ``total``: ``before`` and the tokens of one more step. On the thread that agrees."""
-    error = step.exception()
-    if error is None:
-        total.set_result(before + step.result())
-    else:
-        total.set_exception(error)

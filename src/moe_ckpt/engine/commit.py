@@ -20,6 +20,7 @@ from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts, TokenBook, window_began
 from moe_ckpt.core.versions import Versions
 from moe_ckpt.core.window import Window, operators_at_step
+from moe_ckpt.engine.keeping import PART, Abandoned, Names, Needed, StoreKeeper, needed_of
 from moe_ckpt.engine.run_ledger import places
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import Acknowledgement, names_in, write_named
@@ -33,20 +34,11 @@ from moe_ckpt.format.manifest import (
     ModelRecord,
     PartRecord,
     SlotRecord,
-    group_of,
+    encode_part,
 )
-from moe_ckpt.format.part import encode_part
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.request import SnapshotRequest
 from moe_ckpt.storage.base import Storage
-
-Names = Mapping[str, frozenset[str]]
-"""Group of files of one step (``format.manifest.group_of``) -> their names."""
-Needed = dict[str, dict[str, frozenset[str]]]
-"""Step directory -> the ``Names`` of what a checkpoint needs of it."""
-Abandoned = Mapping[str, frozenset[str]]
-"""Files of steps that can no longer be committed: step directory -> names of those that are written there."""
-PART = {PART_NAME: frozenset({PART_NAME})}
 
 
 class CoverDiffersError(CoverageError):
@@ -92,7 +84,7 @@ class View:
 
     @classmethod
     def of(cls, manifest: Manifest, catalog: Catalog) -> View:
-        """Returns that of a committed checkpoint (see ``format.part.composed``)."""
+        """Returns that of a committed checkpoint (see ``format.manifest.composed``)."""
         names = needed_of(manifest)
         numbers = {part.directory: number for number, part in enumerate(reversed(manifest.parts), start=1)}
         versions = Versions(catalog)
@@ -105,12 +97,6 @@ class View:
             if len(versions.places_of(number := numbers[part.directory]))
         }
         return cls(versions, parts)
-
-    @property
-    def not_finite(self) -> str:
-        """The first tensor with NaN or infinity; empty if there is none. Of a part that is not all of a checkpoint on
-        which a user went on, it is not known which part had it: all had."""
-        return next((part.not_finite for part in self.numbered.values() if part.not_finite), "")
 
     def beneath(self, newer: Iterable[WrittenPart]) -> View:
         """Returns what a checkpoint consists of that wrote ``newer``, the newest last, and takes the rest from here."""
@@ -131,18 +117,6 @@ class View:
             kinds = (kind for kind in KINDS if number in live[kind])
             needed_names[part.record.directory] = {kind: part.names.get(kind, frozenset()) for kind in kinds} | PART
         return needed_names
-
-
-def needed_of(manifest: Manifest) -> Needed:
-    """Returns what a committed checkpoint needs on storage, its own record aside."""
-    by_directory: dict[str, dict[str, set[str]]] = {}
-    for path in manifest.paths:
-        directory, _, name = path.partition("/")
-        by_directory.setdefault(directory, {}).setdefault(group_of(name) or "", set()).add(name)
-    return {
-        directory: {group: frozenset(names) for group, names in groups.items()}
-        for directory, groups in by_directory.items()
-    }
 
 
 class SavedOperators:
@@ -173,8 +147,7 @@ class Committer:
     Attributes:
         parent: Directory of the checkpoint that this life of the run returned to; for a generation that was begun
             inside this life, of the newest checkpoint before it. Retention follows it.
-        require_whole: Called with each manifest, and what it needs on storage, before it is written; raises if
-            something of that is not there.
+        keeper: Proves that what a manifest needs is on storage, before it is written.
     """
 
     storage: Storage
@@ -182,9 +155,9 @@ class Committer:
     run_id: str
     world_size: int
     model: ModelRecord
+    keeper: StoreKeeper
     parent: str | None = None
     passed_over: tuple[str, ...] = ()
-    require_whole: Callable[[Manifest, Needed], None] = lambda manifest, needed: None
     _view: View = field(init=False)
     _tokens: TokenBook = field(init=False)
     _window_parts: list[WrittenPart] = field(default_factory=list)
@@ -261,7 +234,7 @@ class Committer:
             self.parent = self._newest.directory
         manifest = self._manifest(request, view, tokens, before)
         try:
-            self.require_whole(
+            self.keeper.require_whole(
                 manifest, view.needed() | {part.record.directory: {**part.names, **PART} for part in parts}
             )
         except FilesGoneError:
@@ -353,5 +326,6 @@ class Committer:
             window=tuple(SlotRecord(part.step, ()) for part in before),
             passed_over=self.passed_over,
             parts=tuple(part.record for part in view.numbered.values()),
-            not_finite=view.not_finite,
+            # Of a checkpoint on which a user went on, nobody knows which part had it: each of its parts says so.
+            not_finite=next((part.not_finite for part in view.numbered.values() if part.not_finite), ""),
         )

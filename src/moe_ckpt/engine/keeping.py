@@ -19,29 +19,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain
 
 from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
-from moe_ckpt.engine.commit import Abandoned, Names, Needed, needed_of
 from moe_ckpt.engine.documents import each_step, read_manifest, read_sealed
-from moe_ckpt.engine.persisting import Superseded
 from moe_ckpt.engine.writing import write_named
 from moe_ckpt.errors import DamagedError, FilesGoneError, FormatVersionError, MoECheckpointError, StoreError
 from moe_ckpt.format.manifest import (
     GROUPS,
     MANIFEST_NAME,
+    PART_NAME,
     STORE_NAME,
     Manifest,
+    Part,
     PartRecord,
     age_of,
     group_of,
     group_path,
     parse_step_dir,
 )
-from moe_ckpt.format.part import Part
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.listings import Listings
@@ -49,6 +48,16 @@ from moe_ckpt.storage.lock import StoreLock
 
 log = logging.getLogger("moe_ckpt")
 
+Names = Mapping[str, frozenset[str]]
+"""Group of files of one step (``format.manifest.group_of``) -> their names."""
+Needed = dict[str, dict[str, frozenset[str]]]
+"""Step directory -> the ``Names`` of what a checkpoint needs of it."""
+Abandoned = Mapping[str, frozenset[str]]
+"""Files of steps that can no longer be committed: step directory -> names of those that are written there."""
+PART = {PART_NAME: frozenset({PART_NAME})}
+Superseded = Mapping[str, tuple[bool, Sequence[str]]]
+"""What no checkpoint needs any more, for each rank to delete its own of it: step directory -> (True if nothing of this
+format is left in it then, groups of files)."""
 NOTHING: Abandoned = {}
 
 
@@ -270,6 +279,18 @@ def grouped(names: Collection[str]) -> dict[str, frozenset[str]]:
         if group is not None:
             by_group.setdefault(group, set()).add(name)
     return {group: frozenset(members) for group, members in by_group.items()}
+
+
+def needed_of(manifest: Manifest) -> Needed:
+    """Returns what a committed checkpoint needs on storage, its own record aside."""
+    by_directory: dict[str, dict[str, set[str]]] = {}
+    for path in manifest.paths:
+        directory, _, name = path.partition("/")
+        by_directory.setdefault(directory, {}).setdefault(group_of(name) or "", set()).add(name)
+    return {
+        directory: {group: frozenset(names) for group, names in groups.items()}
+        for directory, groups in by_directory.items()
+    }
 
 
 def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:

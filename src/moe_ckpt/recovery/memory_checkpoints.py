@@ -43,9 +43,9 @@ from moe_ckpt.format.manifest import (
     OperatorRecord,
     SlotRecord,
     age_of,
+    pruned,
     step_dir,
 )
-from moe_ckpt.format.part import pruned
 from moe_ckpt.format.slot import StepFacts
 from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.files import FoundSlot

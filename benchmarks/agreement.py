@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.comm.communicator import GlooCommunicator
-from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.policies.base import Measured
 
 _EXAMPLE = "example: python benchmarks/agreement.py --repeats 3"

@@ -34,8 +34,7 @@ from rich.table import Table
 from benchmarks.report import RESULTS, machine, write_json
 from moe_ckpt.comm.communicator import GlooCommunicator
 from moe_ckpt.core.tree import hops
-from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.policies.base import Measured
 
 _EXAMPLE = """examples:

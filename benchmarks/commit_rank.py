@@ -22,8 +22,7 @@ from benchmarks.commit_world import ActedPeers, Others, State, Traffic, persist_
 from benchmarks.failing import Failures
 from benchmarks.report import write_json
 from moe_ckpt.core.plan import SnapshotPlan
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement

@@ -49,7 +49,7 @@ def watched(policy: Policy) -> list[Watched]:
         ("count tokens", RouterCounter, "take"),
         ("agree (acted)", Bookkeeper, "send"),
         ("books", RunLedger, "routed"),
-        ("books", Bookkeeper, "_resolve"),
+        ("books", Bookkeeper, "book"),
         ("books", RunLedger, "context"),
         ("books", RunLedger, "begun"),
         ("books", running, "completed"),

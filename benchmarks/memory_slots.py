@@ -36,8 +36,7 @@ from benchmarks import report
 from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.memory.arena import Arena

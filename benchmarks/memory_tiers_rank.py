@@ -27,8 +27,7 @@ from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from benchmarks.memory_tiers_rank import Shard
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.events import StepRecord
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession

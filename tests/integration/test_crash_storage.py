@@ -22,7 +22,7 @@ from moe_ckpt import release_host_memory
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.engine import session_resources
-from moe_ckpt.engine.opening import open_store
+from moe_ckpt.engine.session_resources import open_store
 from moe_ckpt.errors import SaveFailedError, StoreError
 from moe_ckpt.format.manifest import MANIFEST_NAME, PART_NAME, STORE_NAME, parse_step_dir
 from moe_ckpt.recovery.resume import resume_newest

@@ -19,7 +19,7 @@ from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import snapshot
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.gradients import capture
 from moe_ckpt.gradients.recording import StepRecorder

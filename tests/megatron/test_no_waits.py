@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred
 from moe_ckpt.gradients import updates
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.recovery.reader import StoreReader

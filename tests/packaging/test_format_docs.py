@@ -11,8 +11,7 @@ import torch
 
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.manifest import FileRecord, LayerRecord, Manifest, ModelRecord, PartRecord, StateRecord
-from moe_ckpt.format.part import Part
+from moe_ckpt.format.manifest import FileRecord, LayerRecord, Manifest, ModelRecord, Part, PartRecord, StateRecord
 from moe_ckpt.format.run_records import Finished, Identity
 from moe_ckpt.format.sealed import unseal
 from tests.support.store_builder import TinyRun, example

@@ -29,13 +29,17 @@ from moe_ckpt.format.manifest import (
     LayerRecord,
     Manifest,
     ModelRecord,
+    Part,
     PartRecord,
     StateRecord,
+    composed,
+    encode_part,
+    file_row,
     shard_path,
     state_path,
+    state_row,
     step_dir,
 )
-from moe_ckpt.format.part import Part, composed, encode_part, file_row, state_row
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out

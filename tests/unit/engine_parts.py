@@ -21,8 +21,7 @@ import torch
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.events import Observer, StepRecord
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession

@@ -10,8 +10,7 @@ import torch
 
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.run_ledger import RunLedger
 from tests.unit.builders import catalog
 

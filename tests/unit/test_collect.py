@@ -11,8 +11,8 @@ import pytest
 
 from moe_ckpt.core import retention
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.collect import CollectMemo, clean_start, collect
 from moe_ckpt.engine.documents import read_manifest
+from moe_ckpt.engine.keeping import StoreContents, clean_start, collect
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
@@ -22,14 +22,16 @@ from moe_ckpt.format.manifest import (
     Manifest,
     ModelRecord,
     StateRecord,
+    encode_part,
+    file_row,
     group_of,
     group_path,
     parse_step_dir,
     shard_path,
     state_path,
+    state_row,
     step_dir,
 )
-from moe_ckpt.format.part import encode_part, file_row, state_row
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
@@ -304,27 +306,27 @@ def test_clean_start_removes_what_dead_writers_left(storage):
 
 
 def test_what_is_known_spares_reading_and_is_kept_up_to_date(storage):
-    known = CollectMemo()
+    known = StoreContents()
     for step in (1, 2, 3):
         commit(storage, step)
-    collect(storage, RetentionPolicy(keep_last=2), NOW, memo=known)
-    assert sorted(known.records) == sorted(known.names) == ["step_00000002", "step_00000003"]
+    collect(storage, RetentionPolicy(keep_last=2), NOW, contents=known)
+    assert sorted(known.records) == sorted(known.current) == ["step_00000002", "step_00000003"]
     commit(storage, 4)
     watched = FaultyStorage(storage, fail_at=None, verbs={"read", "list"})
-    collect(watched, RetentionPolicy(keep_last=2), NOW, memo=known)
+    collect(watched, RetentionPolicy(keep_last=2), NOW, contents=known)
     assert {path.partition("/")[0] for _, path in watched.calls} == {"", "step_00000004"}
-    assert sorted(known.records) == sorted(known.names) == sorted(tree(storage)) == ["step_00000003", "step_00000004"]
+    assert sorted(known.records) == sorted(known.current) == sorted(tree(storage)) == ["step_00000003", "step_00000004"]
 
 
 def test_what_a_failed_collection_left_is_looked_at_again(storage):
     """What is known may be wrong after an error: the directories that it was about are listed anew."""
     for step in (1, 2, 3):
         commit(storage, step)
-    known = CollectMemo()
-    collect(storage, RetentionPolicy(keep_last=5), NOW, memo=known)
+    known = StoreContents()
+    collect(storage, RetentionPolicy(keep_last=5), NOW, contents=known)
     with pytest.raises(OSError, match="injected"):
-        collect(FaultyStorage(storage, 4, verbs={"delete"}), LAST, NOW, memo=known)
-    collect(storage, LAST, NOW, memo=known)
+        collect(FaultyStorage(storage, 4, verbs={"delete"}), LAST, NOW, contents=known)
+    collect(storage, LAST, NOW, contents=known)
     assert tree(storage) == {"step_00000003": WHOLE}
 
 
@@ -373,7 +375,7 @@ def require_whole(storage):
 COLLECTOR = """
 import sys
 from moe_ckpt.core import retention
-from moe_ckpt.engine.collect import collect
+from moe_ckpt.engine.keeping import collect
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import crash_at
 retention._spares = lambda ordered: []
@@ -414,8 +416,8 @@ def test_other_ranks_delete_their_own_files(storage):
         for name in WHOLE[1:]:
             for rank in (1, 2):
                 storage.write(f"{step_dir(step, 0)}/{name.replace('00000', f'0000{rank}')}", [b"theirs"])
-    known = CollectMemo()
-    report = collect(storage, LAST, NOW, memo=known, others=others)
+    known = StoreContents()
+    report = collect(storage, LAST, NOW, contents=known, others=others)
     assert report.delegated == {
         "step_00000001": (False, ["non_expert", "state"]),
         "step_00000002": (True, ["expert", "non_expert", "state"]),
@@ -431,7 +433,7 @@ def test_other_ranks_delete_their_own_files(storage):
     assert [name for name in storage.list("step_00000001") if name != PART_NAME] == [
         f"rank_0000{rank}_expert.safetensors" for rank in range(3)
     ]
-    assert collect(storage, LAST, NOW, memo=known, others=others).delegated == {}
+    assert collect(storage, LAST, NOW, contents=known, others=others).delegated == {}
 
 
 def test_what_other_ranks_did_not_delete_is_told_again(storage):
@@ -439,8 +441,10 @@ def test_what_other_ranks_did_not_delete_is_told_again(storage):
     for step in (1, 2):
         commit(storage, step)
         storage.write(state_path(step_dir(step, 0), 1), [b"theirs"])
-    known = CollectMemo()
+    known = StoreContents()
     for _ in range(2):
-        assert collect(storage, LAST, NOW, memo=known, others=others).delegated == {"step_00000001": (True, ["state"])}
-    assert collect(storage, LAST, NOW, memo=known).deleted == (state_path("step_00000001", 1),)
+        assert collect(storage, LAST, NOW, contents=known, others=others).delegated == {
+            "step_00000001": (True, ["state"])
+        }
+    assert collect(storage, LAST, NOW, contents=known).deleted == (state_path("step_00000001", 1),)
     assert storage.list() == ["step_00000002"]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_ckpt.cli.main import main as moe_ckpt
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
-from moe_ckpt.engine.collect import clean_start
+from moe_ckpt.engine.keeping import clean_start
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import DamagedError, FormatVersionError, MoECheckpointError
 from moe_ckpt.format.contents import state_contents

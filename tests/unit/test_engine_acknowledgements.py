@@ -9,8 +9,7 @@ from moe_ckpt.core.cover_sum import PRIME
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, names_in
 from moe_ckpt.format.fragment import Fragment
-from moe_ckpt.format.manifest import FileRecord, StateRecord, shard_path, state_path
-from moe_ckpt.format.part import Part, encode_part
+from moe_ckpt.format.manifest import FileRecord, Part, StateRecord, encode_part, shard_path, state_path
 
 DIRECTORY = "step_00000007"
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.collect import clean_start
 from moe_ckpt.engine.documents import read_header, read_manifest, read_parts, read_sealed
-from moe_ckpt.engine.opening import describe_differences, open_store
+from moe_ckpt.engine.keeping import clean_start
+from moe_ckpt.engine.session_resources import describe_differences, open_store
 from moe_ckpt.errors import DamagedError, StoreError
 from moe_ckpt.format.manifest import parse_step_dir, step_dir
 from moe_ckpt.format.sealed import seal

@@ -27,11 +27,11 @@ class Buggy(LocalStorage):
         super().__init__(root)
         self.left = fail_at
 
-    def _real(self, parts, path):
+    def _locate(self, path, **how):
         self.left -= 1
         if self.left == 0:
             raise Bug(f"at {path!r}")
-        return super()._real(parts, path)
+        return super()._locate(path, **how)
 
 
 def broken(*args, **kwargs):

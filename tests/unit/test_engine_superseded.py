@@ -9,7 +9,7 @@ import pytest
 
 from moe_ckpt.core import retention
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.collect import clean_start, collect
+from moe_ckpt.engine.keeping import clean_start, collect
 from moe_ckpt.format.manifest import group_of
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement

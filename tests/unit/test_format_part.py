@@ -13,13 +13,17 @@ from moe_ckpt.format.manifest import (
     LayerRecord,
     Manifest,
     ModelRecord,
+    Part,
     SlotRecord,
     StateRecord,
+    composed,
+    encode_part,
+    file_row,
     shard_path,
     state_path,
+    state_row,
     step_dir,
 )
-from moe_ckpt.format.part import Part, composed, encode_part, file_row, state_row
 from moe_ckpt.format.schema import anything, listing, one_of, row, table, text, whole
 from moe_ckpt.format.sealed import digest, seal, unseal
 

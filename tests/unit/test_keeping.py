@@ -8,8 +8,7 @@ import pytest
 
 from moe_ckpt.core import retention
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.keeping import StoreKeeper
-from moe_ckpt.engine.view import PART
+from moe_ckpt.engine.keeping import PART, StoreKeeper
 from moe_ckpt.errors import FilesGoneError
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, Manifest, ModelRecord, group_path, step_dir
 from moe_ckpt.format.run_records import Identity

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling import registry
 from moe_ckpt.modeling.discover import find_moe_layers

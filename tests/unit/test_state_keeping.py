@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.snapshot import side_tensors
 from moe_ckpt.engine.state_keeping import StateKeeper
 from moe_ckpt.format.sealed import unseal

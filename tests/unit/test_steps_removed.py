@@ -17,7 +17,7 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core import retention
 from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.collect import collect
+from moe_ckpt.engine.keeping import collect
 from moe_ckpt.errors import DamagedError, NoCheckpointError, StepRemovedError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, step_dir
 from moe_ckpt.interop.dcp import MoEStorageReader

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.core.versions import NEVER, Versions
-from moe_ckpt.engine.view import View, WrittenPart
+from moe_ckpt.engine.commit import View, WrittenPart
 from moe_ckpt.format.manifest import PartRecord
 from tests.unit.builders import catalog
 
@@ -24,7 +24,7 @@ def part(directory: str, *operators: str) -> WrittenPart:
 
 
 def directories(view: View) -> list[str]:
-    return [each.record.directory for each in view.parts]
+    return [each.record.directory for each in view.numbered.values()]
 
 
 def test_the_newest_version_counts_and_never_goes_back():

@@ -22,8 +22,7 @@ from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.driver.guests import CapacityBoost, Plain
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import MoECheckpointError, StoreError
 from moe_ckpt.modeling.routing import counts_on_host

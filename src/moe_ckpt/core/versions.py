@@ -1,7 +1,7 @@
 """The newest version of every operator that a tier has: the only place that computes it. Pure.
 
 Versions have numbers, and the newest is the greatest. A run numbers them by their step (``core.ledger``); the thread
-that commits, which must know in which files they lie, by the part that it wrote them with (``engine.view``).
+that commits, which must know in which files they lie, by the part that it wrote them with (``engine.commit``).
 """
 
 from __future__ import annotations

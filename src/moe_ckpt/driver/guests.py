@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored

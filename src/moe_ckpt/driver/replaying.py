@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from moe_ckpt.core.tokens import WINDOW_BEGAN, Counts, window_began
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest

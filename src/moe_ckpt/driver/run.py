@@ -22,8 +22,7 @@ from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.replaying import Replaying, note_replayed
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.documents import read_finished, write_finished
 from moe_ckpt.engine.events import Loaded, Observer, StepRecord, StepReplayed, all_of
 from moe_ckpt.engine.options import Options

@@ -3,30 +3,68 @@
 ``StepConsensus`` declares it: its fields say how values of all ranks become one, and what is sent follows from that.
 Token counts are summed; everything else is sent as numbers of which a maximum is right. On several ranks, and where
 counts come from a device, the messages of a step travel while the next one is computed: no rank waits for them, and a
-plan is made from what was true a step before.
+plan is made from what was true a step before. ``Deferred`` is a value that may still be on its way from a device.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import numpy as np
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.policies.base import ALL_SENT, Measured, Sends
 from moe_ckpt.ports import Communicator
 
+T = TypeVar("T")
+U = TypeVar("U")
 _NANO = 1e9
 _PICO = 1e12
 _MOST_ENDED = 32
 """Snapshots that a step says have ended; more than can be in flight, so none is ever left for later."""
+
+
+class DeviceEvent(Protocol):
+    """A point in a device's work, such as ``torch.cuda.Event``."""
+
+    def synchronize(self) -> None:
+        """Return when the device has come so far."""
+        ...
+
+
+class Deferred(Generic[T]):
+    """A value to come. Reading it waits for the device; passing it on does not. May be used by several threads.
+
+    Args:
+        make: Gives the value. Called once, when all events have happened.
+        events: None if the value needs no device.
+    """
+
+    def __init__(self, make: Callable[[], T], events: Sequence[DeviceEvent] = ()) -> None:
+        self._make = make
+        self._events = events
+        self._values: list[T] = []
+        self._lock = threading.Lock()
+
+    def result(self) -> T:
+        """The value. Not for the training thread, which would wait for the device."""
+        with self._lock:
+            if not self._values:
+                for event in self._events:
+                    event.synchronize()
+                self._values.append(self._make())
+            return self._values[0]
+
+    def then(self, change: Callable[[T], U]) -> Deferred[U]:
+        """Applies ``change`` to the value, when the result is read."""
+        return Deferred(lambda: change(self.result()))
 
 
 class Way(NamedTuple):
@@ -64,20 +102,12 @@ def _record(kind: Callable[..., Any], ways: Mapping[str, Way]) -> Way:
     return Way(pack_fields, unpack_fields, many=True)
 
 
-def _nanos(secs: float | None) -> int:
-    return 0 if secs is None else max(1, int(secs * _NANO))
-
-
-def _secs(nanos: int) -> float | None:
-    return nanos / _NANO if nanos else None
-
-
-def _picos_per_byte(bytes_per_sec: float | None) -> int:
-    return 0 if bytes_per_sec is None else max(1, int(_PICO / bytes_per_sec))
-
-
-def _per_sec(picos_per_byte: int) -> float | None:
-    return _PICO / picos_per_byte if picos_per_byte else None
+def _optional(to_number: Callable[[float], float], to_value: Callable[[int], float]) -> Way:
+    """Returns the way of a positive value that may be None, which travels as 0."""
+    return Way(
+        lambda value: 0 if value is None else max(1, int(to_number(value))),
+        lambda number: to_value(number) if number else None,
+    )
 
 
 Ended = tuple[tuple[int, bool, bool], ...]
@@ -99,8 +129,8 @@ def _unpack_ended(numbers: Iterator[int]) -> Ended:
 
 
 ANY = Way(int, bool)
-LONGEST = Way(_nanos, _secs)
-SLOWEST = Way(_picos_per_byte, _per_sec)
+LONGEST = _optional(lambda secs: secs * _NANO, lambda nanos: nanos / _NANO)
+SLOWEST = _optional(lambda per_sec: _PICO / per_sec, lambda picos: _PICO / picos)
 LARGEST = Way(lambda values: (len(values), *values), lambda numbers: tuple(islice(numbers, next(numbers))), many=True)
 """Number by number, of a list that is as long on every rank."""
 ENDED = Way(_pack_ended, _unpack_ended, many=True)
@@ -206,8 +236,9 @@ class StepTokens:
 class StepAgreement:
     """Sends and receives, one step after the other. For the training thread only.
 
-    On one rank without a device a step's consensus is there at once. Else it is received a step later (``late``), when
-    the device and the messages have had the next forward and backward pass; ``receive`` waits only if they were slower.
+    On one rank without a device a step's consensus is there at once. Else it is received a step later
+    (``Communicator.agrees_late``), when the device and the messages have had the next forward and backward pass;
+    ``receive`` waits only if they were slower.
 
     Attributes:
         waited_secs: That ``receive`` has waited in all.
@@ -218,26 +249,12 @@ class StepAgreement:
         self.waited_secs = 0.0
         self._sent: tuple[int, Deferred[StepTokens], Future[tuple[Counts, Counts]]] | None = None
 
-    @property
-    def late(self) -> bool:
-        return self._comm.agrees_late
-
-    def send(self, step: int, tokens: Deferred[StepTokens], status: StepConsensus) -> Future[Counts]:
-        """Begin to agree on the end of ``step``; all ranks, every step. Returns the step's applied tokens to come."""
+    def send(self, step: int, tokens: Deferred[StepTokens], status: StepConsensus) -> Future[tuple[Counts, Counts]]:
+        """Begin to agree on the end of ``step``; all ranks, every step. Returns sums and maxima to come."""
         numbers = pack(status, leads=self._comm.rank == 0)
         agreed = self._comm.start_agreement(lambda: tokens.result().joined(), numbers)
         self._sent = step, tokens, agreed
-        applied: Future[Counts] = Future()
-
-        def deliver(reduced: Future[tuple[Counts, Counts]]) -> None:
-            error = reduced.exception()
-            if error is None:
-                applied.set_result(tokens.result().split(reduced.result()[0]).applied)
-            else:
-                applied.set_exception(error)
-
-        agreed.add_done_callback(deliver)
-        return applied
+        return agreed
 
     def receive(self) -> tuple[int, StepTokens, StepConsensus] | None:
         """Returns the step sent last, its tokens of all ranks and what else they agreed on, once; None after that.

@@ -11,13 +11,12 @@ from dataclasses import replace
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.persisting import FailureCount
 from moe_ckpt.engine.pipeline import Pipeline
+from moe_ckpt.engine.resolving import FailureCount
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import step_dir
@@ -77,11 +76,6 @@ class Bookkeeper:
         agreed = self._consensus.measured.copy_interference_secs
         return self.meter.measurements | ({} if agreed is None else {"copy_interference_secs": agreed})
 
-    @property
-    def late(self) -> bool:
-        """A step is agreed on a step later: see ``StepAgreement``."""
-        return self.agreement.late
-
     def tokens_at(self, *, step_is_agreed: bool) -> Future[Counts]:
         """``[L, E]`` tokens that experts have processed by the end of the step at hand, for a snapshot that begins now.
 
@@ -127,7 +121,16 @@ class Bookkeeper:
             in_memory=() if memory is None else memory.reports(),
         )
         agreed, total, self._awaited = self.agreement.send(step, tokens, status), self._awaited or Future(), None
-        agreed.add_done_callback(lambda counts: _add(total, before, counts))
+
+        def deliver(reduced: Future[tuple[Counts, Counts]]) -> None:
+            """On the thread that agrees."""
+            error = reduced.exception()
+            if error is None:
+                total.set_result(before + tokens.result().split(reduced.result()[0]).applied)
+            else:
+                total.set_exception(error)
+
+        agreed.add_done_callback(deliver)
         self.sent_step, self.applied = step, total
 
     def give_up(self) -> None:
@@ -152,10 +155,15 @@ class Bookkeeper:
                 self.run_ledger.deficit = tokens.deficit
             if pipeline.memory is not None:
                 self.settle(pipeline.memory, consensus.in_memory)
-            self._resolve(consensus)
+            for sequence, committed, lost in consensus.ended:  # on rank 0, booked equally on every rank
+                self._newest_ended = sequence
+                self.meter.resolved(consensus.persist_secs or 0.0)
+                pending = self.book(sequence, committed)
+                if lost:
+                    self._forget()
+                self.failures.note(pending.window, pending.slot, committed=committed)
             if consensus.gone and not any(committed for _, committed, _ in consensus.ended):
-                self.run_ledger.forget()
-                self.committed_directory = None
+                self._forget()
             self._consensus = replace(consensus, ended=(), in_memory=(), gone=False)
         return self._consensus
 
@@ -176,16 +184,9 @@ class Bookkeeper:
                 len(self.anchors.log_operators),
             )
 
-    def _resolve(self, consensus: StepConsensus) -> None:
-        """Record the snapshots that ended on rank 0, equally on every rank."""
-        for sequence, committed, lost in consensus.ended:
-            self._newest_ended = sequence
-            self.meter.resolved(consensus.persist_secs or 0.0)
-            pending = self.book(sequence, committed)
-            if lost:
-                self.run_ledger.forget()
-                self.committed_directory = None
-            self.failures.note(pending.window, pending.slot, committed=committed)
+    def _forget(self) -> None:
+        self.run_ledger.forget()
+        self.committed_directory = None
 
     def book(self, sequence: int, committed: bool) -> Pending:
         """One snapshot ended."""
@@ -194,12 +195,3 @@ class Bookkeeper:
             self.committed_directory = step_dir(pending.step, pending.generation)
         self._booked(pending, committed)
         return pending
-
-
-def _add(total: Future[Counts], before: Counts, step: Future[Counts]) -> None:
-    """Settle ``total``: ``before`` and the tokens of one more step. On the thread that agrees."""
-    error = step.exception()
-    if error is None:
-        total.set_result(before + step.result())
-    else:
-        total.set_exception(error)

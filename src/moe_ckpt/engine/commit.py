@@ -1,10 +1,13 @@
-"""Rank 0: turn the ranks' acknowledgements into a part and a manifest, prove it complete, write it last."""
+"""Rank 0: turn the ranks' acknowledgements into a part and a manifest, prove it complete, write it last.
+
+``core.versions`` computes which part has the newest version of every operator; ``View`` knows which files those are.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -17,20 +20,22 @@ from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts, TokenBook, window_began
 from moe_ckpt.core.versions import Versions
 from moe_ckpt.core.window import Window, operators_at_step
+from moe_ckpt.engine.keeping import PART, Abandoned, Names, Needed, StoreKeeper, needed_of
 from moe_ckpt.engine.run_ledger import places
 from moe_ckpt.engine.snapshot import Snapshot
-from moe_ckpt.engine.view import PART, Names, Needed, View, WrittenPart
 from moe_ckpt.engine.writing import Acknowledgement, names_in, write_named
 from moe_ckpt.errors import CoverageError, FilesGoneError, SaveFailedError
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
+    KINDS,
     MANIFEST_NAME,
     PART_NAME,
     Manifest,
     ModelRecord,
+    PartRecord,
     SlotRecord,
+    encode_part,
 )
-from moe_ckpt.format.part import encode_part
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.request import SnapshotRequest
 from moe_ckpt.storage.base import Storage
@@ -40,33 +45,78 @@ class CoverDiffersError(CoverageError):
     """The ranks did not write what was planned; what is wrong is not known yet."""
 
 
-@dataclass(frozen=True)
-class Abandoned:
-    """Files of steps that can no longer be committed.
+@dataclass(frozen=True, eq=False)
+class WrittenPart:
+    """The part that one step wrote, with the files of all ranks.
 
     Attributes:
-        names: Directory -> known to have been written there.
+        record: As manifests name it.
+        names: Of the ranks' files.
+        operators: ``[n]`` places of those that it has in full.
+        not_finite: The first tensor with NaN or infinity; empty if there is none.
+        step: Its number.
+        window: The sparse window that it is a step of.
+        applied: As of its request. Ranks may agree on that later than the step is written. None for a part of an
+            earlier life.
     """
 
-    names: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """A step that all ranks have written: one of the window under way, or a checkpoint by itself.
-
-    applied: As of its request. Ranks may agree on that later than the step is written.
-    """
-
-    window: Window | None
-    step: int
-    part: WrittenPart
+    record: PartRecord
     names: Names
-    applied: Future[Counts]
+    operators: Counts
+    not_finite: str = ""
+    step: int = -1
+    window: Window | None = None
+    applied: Future[Counts] | None = None
 
-    @property
-    def directory(self) -> str:
-        return self.part.record.directory
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """The parts of one complete checkpoint.
+
+    Attributes:
+        versions: Each operator's newest, by the number of its part. Not changed any more.
+        numbered: Number -> part, from 1 on, of those that it wrote itself, or that have an operator's newest version;
+            the newest first.
+    """
+
+    versions: Versions
+    numbered: Mapping[int, WrittenPart] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Manifest, catalog: Catalog) -> View:
+        """Returns that of a committed checkpoint (see ``format.manifest.composed``)."""
+        names = needed_of(manifest)
+        numbers = {part.directory: number for number, part in enumerate(reversed(manifest.parts), start=1)}
+        versions = Versions(catalog)
+        first = (manifest.files[record.files[0]] for record in manifest.operators.values())
+        first_numbers = (numbers[file.path.partition("/")[0]] for file in first)
+        versions.replace(catalog.places_of(tuple(manifest.operators)), list(first_numbers))
+        parts = {
+            number: WrittenPart(part, names[part.directory], versions.places_of(number), manifest.not_finite)
+            for part in manifest.parts
+            if len(versions.places_of(number := numbers[part.directory]))
+        }
+        return cls(versions, parts)
+
+    def beneath(self, newer: Iterable[WrittenPart]) -> View:
+        """Returns what a checkpoint consists of that wrote ``newer``, the newest last, and takes the rest from here."""
+        versions, first = self.versions.copy(), max(self.numbered, default=0) + 1
+        written = dict(enumerate(newer, first))
+        for number, part in written.items():
+            versions.record(part.operators, number)
+        live = versions.live()
+        rest = {number: part for number, part in self.numbered.items() if number in live}
+        return View(versions, dict(reversed(written.items())) | rest)
+
+    def needed(self) -> Needed:
+        """Returns what it needs on storage: the shards with an operator's newest version, by their kinds."""
+        is_expert = self.versions.catalog.is_expert
+        live = dict(zip(KINDS, map(self.versions.live, (is_expert, ~is_expert)), strict=True))
+        needed_names: Needed = {}
+        for number, part in self.numbered.items():
+            kinds = (kind for kind in KINDS if number in live[kind])
+            needed_names[part.record.directory] = {kind: part.names.get(kind, frozenset()) for kind in kinds} | PART
+        return needed_names
 
 
 class SavedOperators:
@@ -97,8 +147,7 @@ class Committer:
     Attributes:
         parent: Directory of the checkpoint that this life of the run returned to; for a generation that was begun
             inside this life, of the newest checkpoint before it. Retention follows it.
-        require_whole: Called with each manifest, and what it needs on storage, before it is written; raises if
-            something of that is not there.
+        keeper: Proves that what a manifest needs is on storage, before it is written.
     """
 
     storage: Storage
@@ -106,13 +155,13 @@ class Committer:
     run_id: str
     world_size: int
     model: ModelRecord
+    keeper: StoreKeeper
     parent: str | None = None
     passed_over: tuple[str, ...] = ()
-    require_whole: Callable[[Manifest, Needed], None] = lambda manifest, needed: None
     _view: View = field(init=False)
     _tokens: TokenBook = field(init=False)
-    _slots: list[_Slot] = field(default_factory=list)
-    _given_up: list[_Slot] = field(default_factory=list)
+    _window_parts: list[WrittenPart] = field(default_factory=list)
+    _given_up: dict[str, frozenset[str]] = field(default_factory=dict)
     _newest: Manifest | None = None
     _name_sets: dict[bytes, frozenset[str]] = field(default_factory=dict)
 
@@ -166,15 +215,17 @@ class Committer:
         where = f"checkpoint of step {request.step}"
         if acknowledged.ranks != self.world_size or acknowledged.cover:
             raise CoverDiffersError(where, ("the ranks' shares do not cover it exactly",))
-        before = self._slots_before(request)
-        self._given_up += [slot for slot in self._slots if slot not in before]
-        self._slots = before
-        slot = self._write_part(snapshot, acknowledged)
+        before = [part for part in self._window_parts if request.slot and part.window == request.window]
+        if len(before) != request.slot:
+            raise SaveFailedError(request.step, ("an earlier step of its window was not saved",))
+        self._give_up(part for part in self._window_parts if part not in before)
+        self._window_parts = before
+        parts = [*before, self._write_part(snapshot, acknowledged)]
         if request.window is not None:
-            self._slots = [*before, slot]
+            self._window_parts = parts
             if request.slot + 1 < request.window.size:
                 return None
-        view = (self._nothing if request.window else self._view).beneath(written.part for written in (*before, slot))
+        view = (self._nothing if request.window else self._view).beneath(parts)
         missing = view.versions.lacks(self.catalog.sets.places(snapshot.plan.claims.operators))
         if missing:
             raise CoverageError(where, tuple(f"{op} has never been saved" for op in sorted(missing)))
@@ -183,19 +234,19 @@ class Committer:
             self.parent = self._newest.directory
         manifest = self._manifest(request, view, tokens, before)
         try:
-            self.require_whole(
-                manifest, view.needed() | {written.directory: dict(written.names) for written in (*before, slot)}
+            self.keeper.require_whole(
+                manifest, view.needed() | {part.record.directory: {**part.names, **PART} for part in parts}
             )
         except FilesGoneError:
             self._forget()
             raise
         write_named(self.storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
-        self._slots = []
+        self._window_parts = []
         self._view = self._nothing if manifest.window else view
         self._tokens, self._newest = tokens, manifest
         return manifest
 
-    def _write_part(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> _Slot:
+    def _write_part(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> WrittenPart:
         request = snapshot.request
         fragment, saved = self._saved_operators.of(request, snapshot.plan.claims)
         record, raw = encode_part(
@@ -208,15 +259,18 @@ class Committer:
             operators=fragment,
         )
         write_named(self.storage, record.path, [raw])
-        names = self._names(acknowledged)
-        part = WrittenPart(record, names, saved, acknowledged.first_not_finite)
-        return _Slot(request.window, request.step, part, {**names, **PART}, request.applied)
-
-    def _names(self, acknowledged: Acknowledgement) -> Names:
-        """Names of the ranks' files, by group. Sets that are equal to the last step's are the same objects."""
-        before = self._name_sets
-        self._name_sets = {lines: before.get(lines) or names_in(lines) for lines in acknowledged.lines.values()}
-        return {group: self._name_sets[lines] for group, lines in acknowledged.lines.items()}
+        # Sets that are equal to the last step's are the same objects.
+        before, lines_of = self._name_sets, acknowledged.lines
+        self._name_sets = {lines: before.get(lines) or names_in(lines) for lines in lines_of.values()}
+        return WrittenPart(
+            record,
+            {group: self._name_sets[lines] for group, lines in lines_of.items()},
+            saved,
+            acknowledged.first_not_finite,
+            request.step,
+            window=request.window,
+            applied=request.applied,
+        )
 
     def _forget(self) -> None:
         """Nothing on storage may be built upon any more."""
@@ -226,27 +280,23 @@ class Committer:
     @property
     def begun(self) -> Sequence[str]:
         """Directories of the window under way, in the order of its steps."""
-        return [slot.directory for slot in self._slots]
+        return [part.record.directory for part in self._window_parts]
 
     def superseded(self) -> Abandoned:
         """Returns, once, the files of windows that were given up."""
-        slots, self._given_up = self._given_up, []
-        return _abandoned(slots)
+        abandoned, self._given_up = self._given_up, {}
+        return abandoned
 
     def abandon(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Abandoned:
         """``commit`` has failed. Returns what can be deleted: the step's files, and those of its window's earlier
         steps."""
-        self._given_up += self._slots
-        self._slots = []
+        self._give_up(self._window_parts)
+        self._window_parts = []
         written = frozenset({PART_NAME}).union(*map(names_in, acknowledged.lines.values()))
-        return Abandoned({**self.superseded().names, snapshot.directory: written})
+        return {**self.superseded(), snapshot.directory: written}
 
-    def _slots_before(self, request: SnapshotRequest) -> list[_Slot]:
-        """The earlier steps of the request's window. Raises ``SaveFailedError`` if one of them was not written."""
-        before = [] if request.slot == 0 else [slot for slot in self._slots if slot.window == request.window]
-        if len(before) != request.slot:
-            raise SaveFailedError(request.step, ("an earlier step of its window was not saved",))
-        return before
+    def _give_up(self, parts: Iterable[WrittenPart]) -> None:
+        self._given_up |= {part.record.directory: frozenset({PART_NAME}).union(*part.names.values()) for part in parts}
 
     def _tokens_at(self, request: SnapshotRequest) -> TokenBook:
         """Returns the tokens as of the checkpoint, once it is committed."""
@@ -257,7 +307,10 @@ class Committer:
         book.mark_saved(Tier.STORAGE, places(self.catalog, operators), book.applied)
         return book
 
-    def _manifest(self, request: SnapshotRequest, view: View, tokens: TokenBook, before: Sequence[_Slot]) -> Manifest:
+    def _manifest(
+        self, request: SnapshotRequest, view: View, tokens: TokenBook, before: Sequence[WrittenPart]
+    ) -> Manifest:
+        first = before[0].applied if before else None
         return Manifest(
             run_id=self.run_id,
             step=request.step,
@@ -266,19 +319,13 @@ class Committer:
             index=request.index,
             created_unix_secs=time.time(),
             model=self.model,
-            files=(),
-            operators={},
-            states=(),
             parent=self.parent,
             policy=dict(request.policy),
             measured=dict(request.measured),
-            tokens=tokens.to_dict(Fragment.of_counts) | window_began(before[0].applied.result() if before else None),
-            window=tuple(SlotRecord(slot.step, ()) for slot in before),
+            tokens=tokens.to_dict(Fragment.of_counts) | window_began(None if first is None else first.result()),
+            window=tuple(SlotRecord(part.step, ()) for part in before),
             passed_over=self.passed_over,
-            parts=tuple(part.record for part in view.parts),
-            not_finite=view.not_finite,
+            parts=tuple(part.record for part in view.numbered.values()),
+            # Of a checkpoint on which a user went on, nobody knows which part had it: each of its parts says so.
+            not_finite=next((part.not_finite for part in view.numbered.values() if part.not_finite), ""),
         )
-
-
-def _abandoned(slots: Sequence[_Slot]) -> Abandoned:
-    return Abandoned({slot.directory: frozenset[str]().union(*slot.names.values()) for slot in slots})

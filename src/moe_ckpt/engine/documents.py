@@ -15,12 +15,13 @@ from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
+    Part,
     PartRecord,
+    composed,
     parse_step_dir,
     shard_path,
     step_of,
 )
-from moe_ckpt.format.part import Part, composed
 from moe_ckpt.format.run_records import FINISHED_NAME, Finished
 from moe_ckpt.format.sealed import FRAME_NBYTES, MAX_SEALED_BYTES, digest, require_frame
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, decode_header

@@ -25,11 +25,13 @@ from moe_ckpt.format.manifest import (
     Manifest,
     PartRecord,
     StateRecord,
+    encode_part,
+    file_row,
     kind_of,
     shard_path,
     state_path,
+    state_row,
 )
-from moe_ckpt.format.part import encode_part, file_row, state_row
 from moe_ckpt.format.sealed import digest, seal, unseal
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out
 from moe_ckpt.storage.base import Chunk, Storage

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,6 @@ from moe_ckpt.core.memory_retention import (
 from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
-from moe_ckpt.engine.unsettled import Unsettled
 from moe_ckpt.engine.writing import SealedShare
 from moe_ckpt.errors import MemoryGoneError
 from moe_ckpt.format.manifest import ModelRecord
@@ -118,6 +117,44 @@ class _Entry:
         buffer, self.buffer = self.buffer, None
         buffers = self.take_unneeded(tuple(self.pieces))
         return buffers if buffer is None else [buffer, *buffers]
+
+
+@dataclass
+class Unsettled:
+    """Snapshots of one rank, by sequence, of which the ranks do not know yet whether all have them.
+
+    The order is the same on all ranks.
+
+    Attributes:
+        open: Those that began, the oldest first.
+        asked: Those of them that the agreement under way is about.
+        next: The sequence after the newest that began.
+    """
+
+    open: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    next: int = 0
+
+    def begun(self, sequence: int) -> None:
+        """A snapshot began."""
+        self.open.append(sequence)
+        self.next = sequence + 1
+
+    def ask(self, most: int, copied: Callable[[int], bool]) -> list[int]:
+        """Returns the oldest, at most so many that peers get and so many others: what the next agreement is about."""
+        sent = [sequence for sequence in self.open if copied(sequence)]
+        others = [sequence for sequence in self.open if not copied(sequence)]
+        self.asked = [*sent[:most], *others[:most]]
+        return self.asked
+
+    def answered(self) -> list[int]:
+        """Returns what the agreement that has ended was about."""
+        asked, self.asked = self.asked, []
+        return asked
+
+    def ended(self, sequences: Collection[int]) -> None:
+        """The ranks know what became of them."""
+        self.open = [sequence for sequence in self.open if sequence not in sequences]
 
 
 class MemoryTier:

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from moe_ckpt.core.interference import Lap, secs_per_byte
-from moe_ckpt.engine.persisting import Fate
+from moe_ckpt.engine.resolving import Fate
 from moe_ckpt.policies.base import Measured
 
 _RECENT_LAPS = 50
 _RECENT_CHECKPOINTS = 5
+_OF_LAPS = ("iteration_secs", "recent_iteration_secs", "update_secs")
+_OF_CHECKPOINTS = ("checkpoint_cost_secs", "persist_secs", "copy_bytes_per_sec", "persist_bytes_per_sec")
+"""Fields of ``Measured`` that are medians of recent laps, or of recent checkpoints."""
 _TICK_SECS = 1e-6
 _KNOWN_LAPS = 10
 """The laps that measurements from before a restart count as: the first laps after it are slow."""
@@ -54,17 +57,14 @@ class Meter:
     """
 
     def __init__(self) -> None:
+        self._recent: dict[str, deque[float]] = {
+            **{name: deque(maxlen=_RECENT_LAPS) for name in _OF_LAPS},
+            **{name: deque(maxlen=_RECENT_CHECKPOINTS) for name in _OF_CHECKPOINTS},
+        }
         self._last: float | None = None
-        self._clean: deque[float] = deque(maxlen=_RECENT_LAPS)
-        self._all: deque[float] = deque(maxlen=_RECENT_LAPS)
         self._waited = 0.0
-        self._costs: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
-        self._persists: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
         self._extra = 0.0
-        self._copies: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
-        self._writes: deque[float] = deque(maxlen=_RECENT_CHECKPOINTS)
         self._moved = -1
-        self._updates: deque[float] = deque(maxlen=_RECENT_LAPS)
         self._update_began: float | None = None
         self._sent: float | None = None
         self._copying = _Copying()
@@ -72,15 +72,16 @@ class Meter:
     def lap(self, now: float, *, loaded: bool) -> None:
         """One step ended at ``now`` (seconds); ``loaded`` if a checkpoint was in flight during it."""
         if self._last is not None:
-            took = now - self._last
-            self._all.append(max(0.0, took - self._waited))
-            self._copying.lap(self._all[-1])
+            took, clean = now - self._last, self._recent["iteration_secs"]
+            alone = max(0.0, took - self._waited)
+            self._recent["recent_iteration_secs"].append(alone)
+            self._copying.lap(alone)
             if not loaded:
-                self._clean.append(took)
-            elif self._clean:
-                self._extra += max(0.0, took - median(self._clean))
+                clean.append(took)
+            elif clean:
+                self._extra += max(0.0, took - median(clean))
         if self._update_began is not None:
-            self._updates.append(now - self._update_began)
+            self._recent["update_secs"].append(now - self._update_began)
         self._last, self._waited, self._update_began = now, 0.0, None
         self._copying.nbytes = 0
 
@@ -98,9 +99,9 @@ class Meter:
 
     def resolved(self, persist_secs: float) -> None:
         """A checkpoint left the pipeline ``persist_secs`` after it began."""
-        self._persists.append(persist_secs)
-        if self._clean:
-            self._costs.append(self._extra)
+        self._recent["persist_secs"].append(persist_secs)
+        if self._recent["iteration_secs"]:
+            self._recent["checkpoint_cost_secs"].append(self._extra)
         self._extra = 0.0
 
     def record_transfers(self, ended: Sequence[Fate]) -> None:
@@ -108,8 +109,8 @@ class Meter:
         for fate in ended:
             if fate.sequence > self._moved and fate.committed and fate.nbytes:
                 self._moved = fate.sequence
-                self._copies.append(fate.nbytes / max(fate.copy_secs, _TICK_SECS))
-                self._writes.append(fate.nbytes / max(fate.write_secs, _TICK_SECS))
+                self._recent["copy_bytes_per_sec"].append(fate.nbytes / max(fate.copy_secs, _TICK_SECS))
+                self._recent["persist_bytes_per_sec"].append(fate.nbytes / max(fate.write_secs, _TICK_SECS))
 
     def sends(self, bytes_per_sec: float | None) -> None:
         """Sets the send rate of peers; None keeps the known one."""
@@ -117,18 +118,9 @@ class Meter:
 
     def resume(self, before: Mapping[str, float]) -> None:
         """Begin with what ``Manifest.measured`` tells of the run before it was restarted."""
-
-        def tell(history: deque[float], name: str, times: int = 1) -> None:
+        for name, history in self._recent.items():
             if name in before:
-                history.extend([before[name]] * times)
-
-        tell(self._clean, "iteration_secs", _KNOWN_LAPS)
-        tell(self._all, "recent_iteration_secs", _KNOWN_LAPS)
-        tell(self._costs, "checkpoint_cost_secs")
-        tell(self._persists, "persist_secs")
-        tell(self._copies, "copy_bytes_per_sec")
-        tell(self._writes, "persist_bytes_per_sec")
-        tell(self._updates, "update_secs", _KNOWN_LAPS)
+                history.extend([before[name]] * (_KNOWN_LAPS if name in _OF_LAPS else 1))
         self.sends(before.get("send_bytes_per_sec"))
         self._copying.secs = before.get("copy_interference_secs")
 
@@ -139,13 +131,7 @@ class Meter:
 
     def measured(self) -> Measured:
         return Measured(
-            iteration_secs=median(self._clean) if self._clean else None,
-            checkpoint_cost_secs=median(self._costs) if self._costs else None,
-            persist_secs=median(self._persists) if self._persists else None,
-            copy_bytes_per_sec=median(self._copies) if self._copies else None,
-            persist_bytes_per_sec=median(self._writes) if self._writes else None,
-            recent_iteration_secs=median(self._all) if self._all else None,
-            update_secs=median(self._updates) if self._updates else None,
+            **{name: median(history) for name, history in self._recent.items() if history},
             send_bytes_per_sec=self._sent,
             copy_interference_secs=self._copying.secs,
         )

@@ -1,4 +1,4 @@
-"""The threads that a copied snapshot passes through, and what became of it.
+"""The threads that a copied snapshot passes through.
 
 Where memory outlives the process a first thread seals each snapshot; the persist thread brings those for storage to
 their end. Each takes them in order, one at a time. Errors between ranks end the persist thread, because nothing can be
@@ -7,103 +7,26 @@ committed without every rank, and surface at the next ``raise_fatal``.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-from moe_ckpt.core.window import Window
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.memory_tier import MemoryTier
+from moe_ckpt.engine.resolving import Fate, SnapshotResolver
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Snapshot
-from moe_ckpt.ports import Communicator
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
 
-Superseded = Mapping[str, tuple[bool, Sequence[str]]]
-
 _REMEMBERED = 64
 """Fates remembered; far more than can come between two optimizer steps."""
 _LONGEST_UNSEEN_SECS = 1.0
-
-
-@dataclass(frozen=True)
-class Fate:
-    """The fate of one snapshot on storage. Rank 0 decides the first four fields, and each rank adds the others.
-
-    Attributes:
-        cause: Why it was not committed; None if it was.
-        lost: Files that older checkpoints had written are gone, so that nothing on storage may be built upon.
-        differs: The ranks' shares do not tile the plan: rank 0 asks for them box by box, to say what is wrong.
-        superseded: What no checkpoint needs any more, for each rank to delete its own of it: step directory -> (True if
-            nothing of this format is left in it then, groups of files).
-        sequence: See ``Snapshot``.
-        step: Likewise.
-        persist_secs: From its beginning to its end.
-        nbytes: Of this rank's tensors.
-        copy_secs: To host memory.
-        write_secs: From there to the end.
-    """
-
-    cause: str | None = None
-    lost: bool = False
-    differs: bool = False
-    superseded: Superseded = field(default_factory=dict)
-    sequence: int = -1
-    step: int = -1
-    persist_secs: float = 0.0
-    nbytes: int = 0
-    copy_secs: float = 0.0
-    write_secs: float = 0.0
-
-    @property
-    def committed(self) -> bool:
-        return self.cause is None
-
-    def announced(self, comm: Communicator) -> Fate:
-        """Returns rank 0's fate of the snapshot, on every rank."""
-        message = json.dumps([self.cause, self.lost, self.differs, self.superseded]).encode()
-        return Fate(*json.loads(comm.announce(message)))
-
-
-@dataclass
-class FailureCount:
-    """Counts checkpoints that failed. The steps of a sparse window are one checkpoint together, and fail as one.
-
-    Attributes:
-        total: Of this life of the run.
-        in_row: Since the last one that was committed.
-    """
-
-    total: int = 0
-    in_row: int = 0
-    _windows: set[int] = field(default_factory=set)
-
-    def note(self, window: Window | None, slot: int, *, committed: bool) -> bool:
-        """Count one snapshot. Returns True if with it one more checkpoint has failed."""
-        if committed:
-            if window is None or slot + 1 == window.size:
-                self.in_row = 0
-                self._windows.clear()
-            return False
-        if window is not None:
-            if self.has_failed(window):
-                return False
-            self._windows.add(window.start)
-        self.total += 1
-        self.in_row += 1
-        return True
-
-    def has_failed(self, window: Window) -> bool:
-        """True if a step of this window failed already, so that the others are of no use."""
-        return window.start in self._windows
 
 
 class SnapshotThread:
@@ -113,6 +36,9 @@ class SnapshotThread:
         resolve: Brings one snapshot to its end, on the thread, and returns its fate on storage, if this decides that.
             What it raises ends the thread.
         looks_gone: Says whether a checkpoint is no longer on storage (``StoreKeeper.looks_gone``).
+
+    Attributes:
+        in_flight: Snapshots that it was told to ``expect`` and has not brought to their end.
     """
 
     def __init__(
@@ -127,7 +53,7 @@ class SnapshotThread:
         self._taken: tuple[int, float] | None = None
         self._queue: queue.SimpleQueue[Snapshot | str | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._in_flight = 0
+        self.in_flight = 0
         self._fates: deque[Fate] = deque(maxlen=_REMEMBERED)
         self._fatal: BaseException | None = None
         self._ended = self._through = False
@@ -138,16 +64,11 @@ class SnapshotThread:
     def expect(self) -> None:
         """A snapshot is under way to this thread: it counts from now on."""
         with self._changed:
-            self._in_flight += 1
+            self.in_flight += 1
 
     def submit(self, snapshot: Snapshot) -> None:
         """Hands over a snapshot. Call it after ``expect``, on any thread."""
         self._queue.put(snapshot)
-
-    @property
-    def in_flight(self) -> int:
-        with self._changed:
-            return self._in_flight
 
     @property
     def writing(self) -> tuple[int, float] | None:
@@ -162,7 +83,7 @@ class SnapshotThread:
         """
         with self._changed:
             gone, due = self._looked
-            if gone != directory and not self._in_flight and time.monotonic() >= due:
+            if gone != directory and not self.in_flight and time.monotonic() >= due:
                 self._looked = "", math.inf
                 self._queue.put(directory)
         return gone == directory
@@ -185,8 +106,8 @@ class SnapshotThread:
         Raises what ended the thread, if anything did.
         """
         with self._changed:
-            done = self._changed.wait_for(lambda: self._ended or self._in_flight <= in_flight, timeout_secs)
-            done = done and self._in_flight <= in_flight
+            done = self._changed.wait_for(lambda: self._ended or self.in_flight <= in_flight, timeout_secs)
+            done = done and self.in_flight <= in_flight
         self.raise_fatal()
         return done
 
@@ -227,7 +148,7 @@ class SnapshotThread:
                 fate = self._resolve(item)
                 del item  # a slot that is removed takes room for as long as somebody knows its bytes
                 with self._changed:
-                    self._in_flight -= 1
+                    self.in_flight -= 1
                     self._taken = None
                     self._fates += () if fate is None else (fate,)
                     self._changed.notify_all()
@@ -250,8 +171,7 @@ class Stages:
     Args:
         run: The session's.
         memory: Where snapshots are sealed first; None where memory is the process's own.
-        resolve: See ``SnapshotThread``, for the persist thread.
-        looks_gone: Likewise.
+        resolver: Brings snapshots to their end on storage.
 
     Attributes:
         persister: The persist thread.
@@ -261,10 +181,9 @@ class Stages:
         self,
         run: RunContext,
         memory: MemoryTier | None,
-        resolve: Callable[[Snapshot], Fate],
-        looks_gone: Callable[[str], bool],
+        resolver: SnapshotResolver,
     ) -> None:
-        self.persister = self._first = SnapshotThread(ThreadName.PERSIST, resolve, looks_gone)
+        self.persister = self._first = SnapshotThread(ThreadName.PERSIST, resolver.resolve, resolver.looks_gone)
         self._memory = memory
         if memory is not None:
             sealer = MemorySealer(run, memory, self.persister.submit)

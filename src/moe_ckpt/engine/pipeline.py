@@ -24,7 +24,6 @@ from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.host_memory import HostMemory
-from moe_ckpt.engine.keeping import StoreKeeper
 from moe_ckpt.engine.limited_slots import requires_room
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.persisting import Stages
@@ -62,7 +61,6 @@ class Pipeline:
         run_id: str,
         memory: HostMemory,
         committer: Committer | None,
-        keeper: StoreKeeper | None,
     ) -> None:
         rank, settings = run.comm.rank, run.settings
         self.tier = memory.tier
@@ -84,9 +82,8 @@ class Pipeline:
         always_whole = not (needs.partial or needs.windows or needs.gradients)
         count, self._always_whole = len(run.catalog.operators), always_whole
         try:
-            resolver = SnapshotResolver(run, run_id, committer, keeper, self.tier)
-            looks_gone = (lambda _: False) if keeper is None else keeper.looks_gone
-            self.stages = stages = Stages(run, self.memory, resolver.resolve, looks_gone)
+            resolver = SnapshotResolver(run, run_id, committer, self.tier)
+            self.stages = stages = Stages(run, self.memory, resolver)
             maker, at_hand = WorkThread(), (self._pool, self.tier, self.stages, settings)
             self.room = Room(*at_hand, rank, count, require=require, always_whole=always_whole, maker=maker)
             self._preallocator = Preallocator(run, self.room, maker, is_wanted=is_wanted, always_whole=always_whole)

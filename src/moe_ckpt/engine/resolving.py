@@ -7,23 +7,25 @@ without every rank.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from moe_ckpt.core.coverage import prove_cover
+from moe_ckpt.core.window import Window
 from moe_ckpt.engine.commit import Committer, CoverDiffersError
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
-from moe_ckpt.engine.keeping import StoreKeeper
-from moe_ckpt.engine.persisting import FailureCount, Fate, Superseded
+from moe_ckpt.engine.keeping import Superseded
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_share, write_share
 from moe_ckpt.errors import CoverageError, FilesGoneError, MoECheckpointError, NotFiniteError, SaveFailedError
 from moe_ckpt.format.manifest import group_path
+from moe_ckpt.ports import Communicator
 from moe_ckpt.slices.compiling import cover_difference
 
 log = logging.getLogger("moe_ckpt")
@@ -35,6 +37,77 @@ _NUMBERS = re.compile(r"\d[\d,]*")
 """What differs between two failures for one reason: steps, sizes, ranks."""
 
 
+@dataclass(frozen=True)
+class Fate:
+    """The end of one snapshot on storage. Rank 0 decides the first four fields, and each rank adds the others.
+
+    Attributes:
+        cause: Why it was not committed; None if it was.
+        lost: Files that older checkpoints had written are gone, so that nothing on storage may be built upon.
+        differs: The ranks' shares do not tile the plan: rank 0 asks for them box by box, to say what is wrong.
+        superseded: What no checkpoint needs any more.
+        sequence: See ``Snapshot``.
+        step: Likewise.
+        persist_secs: From its beginning to its end.
+        nbytes: Of this rank's tensors.
+        copy_secs: To host memory.
+        write_secs: From there to the end.
+    """
+
+    cause: str | None = None
+    lost: bool = False
+    differs: bool = False
+    superseded: Superseded = field(default_factory=dict)
+    sequence: int = -1
+    step: int = -1
+    persist_secs: float = 0.0
+    nbytes: int = 0
+    copy_secs: float = 0.0
+    write_secs: float = 0.0
+
+    @property
+    def committed(self) -> bool:
+        return self.cause is None
+
+    def announced(self, comm: Communicator) -> Fate:
+        """Returns rank 0's fate of the snapshot, on every rank."""
+        message = json.dumps([self.cause, self.lost, self.differs, self.superseded]).encode()
+        return Fate(*json.loads(comm.announce(message)))
+
+
+@dataclass
+class FailureCount:
+    """Counts checkpoints that failed. The steps of a sparse window are one checkpoint together, and fail as one.
+
+    Attributes:
+        total: Of this life of the run.
+        in_row: Since the last one that was committed.
+    """
+
+    total: int = 0
+    in_row: int = 0
+    _windows: set[int] = field(default_factory=set)
+
+    def note(self, window: Window | None, slot: int, *, committed: bool) -> bool:
+        """Count one snapshot. Returns True if with it one more checkpoint has failed."""
+        if committed:
+            if window is None or slot + 1 == window.size:
+                self.in_row = 0
+                self._windows.clear()
+            return False
+        if window is not None:
+            if self.has_failed(window):
+                return False
+            self._windows.add(window.start)
+        self.total += 1
+        self.in_row += 1
+        return True
+
+    def has_failed(self, window: Window) -> bool:
+        """True if a step of this window failed already, so that the others are of no use."""
+        return window.start in self._windows
+
+
 class SnapshotResolver:
     """Writes this rank's share of each snapshot, and takes part in its commit. For the persist thread.
 
@@ -42,7 +115,6 @@ class SnapshotResolver:
         run: The session's.
         run_id: Of the store.
         committer: On rank 0; None elsewhere.
-        keeper: Likewise.
         tier: Takes each snapshot's buffer when its outcome is known.
     """
 
@@ -51,14 +123,12 @@ class SnapshotResolver:
         run: RunContext,
         run_id: str,
         committer: Committer | None,
-        keeper: StoreKeeper | None,
         tier: BufferTier,
     ) -> None:
         self._storage = run.storage
         self._comm = run.comm
         self._run_id = run_id
         self._committer = committer
-        self._keeper = keeper
         self._tier = tier
         self._failures = FailureCount()
         self._watch = FreshnessWatch()
@@ -92,6 +162,10 @@ class SnapshotResolver:
             copy_secs=snapshot.copy.moving_secs,
             write_secs=ended_at - max(taken_at, snapshot.began_at + snapshot.copy.secs),
         )
+
+    def looks_gone(self, directory: str) -> bool:
+        """Returns whether a checkpoint is no longer on storage; False on all ranks but the first."""
+        return self._committer is not None and self._committer.keeper.looks_gone(directory)
 
     def _say_failed(self, step: int, cause: str, *, counted: bool) -> None:
         """In full where a row of failures begins or has another reason, else in short."""
@@ -138,15 +212,16 @@ class SnapshotResolver:
 
         Where that fails, what was written goes before any rank hears of it and writes on.
         """
-        if self._committer is None or self._keeper is None:
+        if self._committer is None:
             return Fate("rank 0 has no committer")
+        keeper = self._committer.keeper
         try:
             manifest = self._committer.commit(snapshot, acknowledged)
         except (OSError, MoECheckpointError) as error:
             causes = error.causes if isinstance(error, SaveFailedError) else [f"{type(error).__name__}: {error}"]
             lost, differs = isinstance(error, FilesGoneError), isinstance(error, CoverDiffersError)
             try:
-                self._keeper.clear_away(self._committer.abandon(snapshot, acknowledged))
+                keeper.clear_away(self._committer.abandon(snapshot, acknowledged))
             except (OSError, MoECheckpointError) as trouble:
                 log.warning(_NOT_CLEARED, snapshot.step, trouble)
             return Fate("; ".join(causes), lost, differs)
@@ -156,8 +231,9 @@ class SnapshotResolver:
                 log.warning("%s: starts pass it over, and the newest finite one stays", problem)
             self._is_spoiled = bool(manifest.not_finite)
         try:
-            self._keeper.look_ahead(self._committer.begun)
-            return Fate(superseded=self._keeper.collect(self._committer.superseded()))
+            if manifest is None:
+                keeper.look_ahead(self._committer.begun)
+            return Fate(superseded=keeper.collect(self._committer.superseded()))
         except (OSError, MoECheckpointError) as error:
             log.warning(_NOT_REMOVED, snapshot.step, error)
             return Fate()

@@ -21,9 +21,8 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.core.tokens import Counts, FaultRecord
-from moe_ckpt.engine.agreement import StepConsensus, StepTokens
+from moe_ckpt.engine.agreement import Deferred, StepConsensus, StepTokens
 from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.edited_steps import EditedSteps
 from moe_ckpt.engine.events import (
     Joined,
@@ -38,7 +37,7 @@ from moe_ckpt.engine.events import (
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.persisting import Fate
+from moe_ckpt.engine.resolving import Fate
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.engine.snapshotting import Capture, Snapshotter
@@ -157,7 +156,7 @@ class CheckpointSession:
             rebuilds: Files of the store are damaged that a partial checkpoint would build on: not ``same_store`` then,
                 and the next checkpoint has everything, whatever the policy.
         """
-        keeper, committer = self._resources.keeper, self._resources.committer
+        committer = self._resources.committer
         fault = self.run_ledger.resume_from(
             manifest, same_store=same_store, tokens_from_host=tokens_from_host, beneath=beneath
         )
@@ -171,7 +170,7 @@ class CheckpointSession:
             self._snapshots.flush.resumed(stored.step)
             self._booking.committed_directory = stored.directory
             if needs_of(self._run.policy).windows:
-                dense_step = 0 if keeper is None else keeper.dense_step(stored)
+                dense_step = 0 if committer is None else committer.keeper.dense_step(stored)
                 [self._planner.dense_step] = largest(self.comm, [dense_step])
         if rebuilds:
             self.run_ledger.forget()
@@ -305,7 +304,7 @@ class CheckpointSession:
         booking.meter.waited(self._since_lap.take(final_at))
         booking.meter.lap(final_at, loaded=loaded)
         edited = self._edits.end_with(step)
-        if not booking.late:
+        if not self.comm.agrees_late:
             booking.send(step, tokens, pipeline, edited=edited)
         consensus = self._receive()
         ledger = self.run_ledger
@@ -318,13 +317,13 @@ class CheckpointSession:
         record = StepRecord(step)
         if plan:
             self._newest_plan = plan
-            record = self._snapshots.carry_out(plan, plain, consensus, step_is_agreed=not booking.late)
+            record = self._snapshots.carry_out(plan, plain, consensus, step_is_agreed=not self.comm.agrees_late)
         self.survivor.keep_plain(described=record.begun)
         if self._run.gradients is not None:
             self._run.gradients.forget()
             if not record.begun:
                 self._snapshots.not_logged(updated=updated)
-        if booking.late:
+        if self.comm.agrees_late:
             booking.send(step, tokens, pipeline, edited=edited)
         if plan.wait and record.begun:
             self._receive()

@@ -18,8 +18,8 @@ from moe_ckpt.engine.bookkeeping import Bookkeeper
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded, StepRecord
 from moe_ckpt.engine.live import LiveState
-from moe_ckpt.engine.persisting import Fate
 from moe_ckpt.engine.planning import Planner, anchoring, gradient_factor
+from moe_ckpt.engine.resolving import Fate
 from moe_ckpt.engine.run_ledger import Pending, places
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Snapshot, plain_of

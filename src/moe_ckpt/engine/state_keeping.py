@@ -17,8 +17,7 @@ import torch
 
 from moe_ckpt.core.freshness import UNKNOWN
 from moe_ckpt.core.survivors import STATE, survivor_sequence
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.snapshot import Plain
 from moe_ckpt.engine.writing import checksums_of, state_file
 from moe_ckpt.format.shard import Checksums, seal_of

@@ -19,9 +19,8 @@ import numpy as np
 from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.core.survivors import lends
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import StepTokens
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.deferred import Deferred
 from moe_ckpt.engine.fingerprint import Fingerprint
 from moe_ckpt.engine.limited_slots import requires_room
 from moe_ckpt.engine.session_resources import SessionResources

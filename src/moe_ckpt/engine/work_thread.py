@@ -23,7 +23,7 @@ class WorkThread:
     """A background thread that exists only while there is work. ``start`` and ``close``: on the training thread."""
 
     def __init__(self) -> None:
-        self._works: deque[tuple[Callable[[], bool], bool]] = deque()
+        self._works: deque[Callable[[], bool]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
         self._lock = threading.Lock()
@@ -43,12 +43,8 @@ class WorkThread:
             run()
         return result
 
-    def start(self, work: Callable[[], bool], *, to_the_end: bool = False) -> bool:
+    def start(self, work: Callable[[], bool]) -> bool:
         """Call ``work`` on the thread until it returns False, in turns with other work. Its errors are logged.
-
-        Args:
-            work: See above.
-            to_the_end: It is not left out if ``close`` comes first.
 
         Returns:
             False if that will not happen: no thread can be started, or this one is closed.
@@ -56,7 +52,7 @@ class WorkThread:
         with self._lock:
             if self._closing:
                 return False
-            self._works.append((work, to_the_end))
+            self._works.append(work)
             if self._thread is not None:
                 return True
             is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -76,22 +72,20 @@ class WorkThread:
                 torch.cuda.set_device(device)
         while True:
             with self._lock:
-                if self._closing:
-                    self._works = deque(entry for entry in self._works if entry[1])
-                if not self._works:
+                if self._closing or not self._works:
                     self._thread = None
                     return
-                work, to_the_end = self._works.popleft()
+                work = self._works.popleft()
             try:
                 again = work()
             except Exception:  # whatever it is, the next snapshot asks again
                 log.exception("memory could not be made ahead of time")
                 again = False
             if again:
-                self._works.append((work, to_the_end))
+                self._works.append(work)
 
     def close(self) -> None:
-        """Start no more work; return when the work in hand is done, and what must be."""
+        """Start no more work; return when the work in hand is done."""
         with self._lock:
             self._closing, thread = True, self._thread
         if thread is not None:

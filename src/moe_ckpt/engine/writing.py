@@ -23,8 +23,7 @@ from moe_ckpt.errors import StoreUnwritableError, torn_snapshot
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.finite import all_finite, first_not_finite, judged_in
 from moe_ckpt.format.gathering import Numbers
-from moe_ckpt.format.manifest import GROUPS, KINDS, FileRecord, StateRecord, shard_path, state_path
-from moe_ckpt.format.part import file_row, state_row
+from moe_ckpt.format.manifest import GROUPS, KINDS, FileRecord, StateRecord, file_row, shard_path, state_path, state_row
 from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import Checksums, seal_of
 from moe_ckpt.slices.compiling import CompiledPart
@@ -46,7 +45,7 @@ class Acknowledgement:
         errors: Why ranks wrote nothing that counts: ``[rank, reason]`` as JSON, and a comma each.
         covers: ``cover_difference`` of each rank's plan.
         experts, others, states: Names of their files, one line each: by ``format.manifest.GROUPS``.
-        file_rows, state_rows: As they will be in the part document (``format.part``).
+        file_rows, state_rows: As they will be in the part document (``format.manifest``).
         freshness: What their checksums show, a byte of each rank (``core.freshness``).
         not_finite: Where ranks found NaN or infinity first: ``[rank, key]`` as JSON, and a comma each.
     """

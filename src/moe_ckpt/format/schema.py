@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any
 
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.fragment import nesting
 
 Check = Callable[[Any], str]
 
@@ -301,8 +300,3 @@ def like(template: Any) -> Check:
     if isinstance(template, (list, tuple)):
         return value(lambda datum: isinstance(datum, (list, tuple)), "a list")
     return anything
-
-
-def too_deep(document: Any, most: int = MOST_DEPTH) -> bool:
-    """Returns whether lists and objects are nested more than ``most`` deep. Never recursive itself."""
-    return nesting(document, most) > most

@@ -12,8 +12,8 @@ from typing import Any
 import xxhash
 
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.fragment import encode_json
-from moe_ckpt.format.schema import MOST_DEPTH, too_deep
+from moe_ckpt.format.fragment import encode_json, nesting
+from moe_ckpt.format.schema import MOST_DEPTH
 
 Chunk = bytes | bytearray | memoryview
 
@@ -34,7 +34,7 @@ def seal(body: dict[str, Any]) -> bytes:
     Raises:
         ValueError: it holds NaN or infinity (encode those first), or is nested deeper than readers go.
     """
-    if too_deep(body):
+    if nesting(body, MOST_DEPTH) > MOST_DEPTH:
         raise ValueError(f"a document is nested more than {MOST_DEPTH} times, which no reader opens")
     raw = encode_json(body)
     return _OPEN + digest(raw).encode() + _MIDDLE + raw + _CLOSE
@@ -92,7 +92,7 @@ def parse_json(raw: Chunk, path: str, what: str = "it") -> Any:
         raise DamagedError(path, f"{what} is no JSON of this format: it is nested too deep") from None
     except (ValueError, OverflowError) as error:
         raise DamagedError(path, f"{what} is no JSON ({error})") from error
-    if too_deep(parsed):
+    if nesting(parsed, MOST_DEPTH) > MOST_DEPTH:
         raise DamagedError(path, f"{what} is no JSON of this format: it is nested more than {MOST_DEPTH} times")
     return parsed
 

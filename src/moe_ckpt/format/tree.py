@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from moe_ckpt.errors import UnencodableStateError
-from moe_ckpt.format.fragment import FixedStrings, Fragment
+from moe_ckpt.format.fragment import FixedStrings, Fragment, nesting
 from moe_ckpt.format.schema import MOST_DEPTH, shown
 
 _TAG = "$"
@@ -45,10 +45,13 @@ def encode_tree(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tenso
     """
     tensors: dict[str, torch.Tensor] = {}
     try:
-        encoded = _encode(tree, prefix, tensors, _MOST_DEPTH)
+        encoded = _encode(tree, prefix, tensors)
+        is_too_deep = nesting(encoded, _MOST_DEPTH) > _MOST_DEPTH
     except RecursionError:
+        is_too_deep = True
+    if is_too_deep:
         kind = f"structure of more than {_MOST_DEPTH} lists and dicts within one another"
-        raise UnencodableStateError(prefix or "/", kind) from None
+        raise UnencodableStateError(prefix or "/", kind)
     return encoded, tensors
 
 
@@ -70,24 +73,23 @@ def decode_tree(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     return value
 
 
-def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], room: int) -> Any:
-    """room: how many lists and dicts may be within one another here. Raises ``RecursionError`` where there are more."""
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     kind = type(value)  # of nearly all values one of these; asking for derived types first takes most of the time
     if kind in _THEMSELVES or (kind is float and math.isfinite(value)):
         return value
     if kind is dict:
-        return _encode_mapping(value, path, tensors, room)
+        return _encode_mapping(value, path, tensors)
     if kind is list:
-        return _encode_items(value, path, tensors, room)
+        return _encode_items(value, path, tensors)
     if kind is tuple:
-        return _tagged("tuple", _encode_items(value, path, tensors, room - 1), room)
-    return _encode_derived(value, path, tensors, room)
+        return {_TAG: "tuple", "v": _encode_items(value, path, tensors)}
+    return _encode_derived(value, path, tensors)
 
 
-def _encode_derived(value: Any, path: str, tensors: dict[str, torch.Tensor], room: int) -> Any:
+def _encode_derived(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """What is of a type derived from these, or a tensor."""
     if isinstance(value, torch.Tensor):
-        return _tagged("tensor", _store(value.detach(), path, tensors), room)
+        return {_TAG: "tensor", "v": _store(value.detach(), path, tensors)}
     if isinstance(value, str):
         return str.__str__(value)  # str() of an enum member is its name, not its value
     if isinstance(value, np.bool_):
@@ -96,52 +98,43 @@ def _encode_derived(value: Any, path: str, tensors: dict[str, torch.Tensor], roo
         return int(value)
     if isinstance(value, (float, np.floating)):
         number = float(value)
-        return number if math.isfinite(number) else _tagged("float", repr(number), room)
+        return number if math.isfinite(number) else {_TAG: "float", "v": repr(number)}
     if isinstance(value, (bytes, bytearray)):
-        return _tagged("bytes", base64.b64encode(value).decode(), room)
+        return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
     if isinstance(value, FixedStrings):
-        _require(room, value.fragment.depth)
         return value.fragment
     if isinstance(value, np.ndarray):
-        return _encode_array(value, path, tensors, room)
+        return _encode_array(value, path, tensors)
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, tensors, room)
+        return _encode_mapping(value, path, tensors)
     if isinstance(value, list):
-        return _encode_items(value, path, tensors, room)
+        return _encode_items(value, path, tensors)
     if isinstance(value, (tuple, set, frozenset)):
-        items = _encode_items(value, path, tensors, room - 1)
-        return _tagged("tuple" if isinstance(value, tuple) else "set", items, room)
+        items = _encode_items(value, path, tensors)
+        return {_TAG: "tuple" if isinstance(value, tuple) else "set", "v": items}
     raise UnencodableStateError(path or "/", f"{type(value).__module__}.{type(value).__qualname__}")
-
-
-def _require(room: int, levels: int) -> None:
-    if room < levels:
-        raise RecursionError
 
 
 def _encode_items(
     value: list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any],
     path: str,
     tensors: dict[str, torch.Tensor],
-    room: int,
 ) -> list[Any]:
     """Long lists are of numbers (token counts, states of generators), which are taken as they are, not one by one."""
-    _require(room, 1)
     kinds = set(map(type, value))
     if kinds <= _THEMSELVES or (kinds == {float} and all(map(math.isfinite, value))):
         return list(value)
-    return [_encode(item, f"{path}/{i}", tensors, room - 1) for i, item in enumerate(value)]
+    return [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
 
 
-def _encode_array(value: np.ndarray, path: str, tensors: dict[str, torch.Tensor], room: int) -> Any:
+def _encode_array(value: np.ndarray, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     unsigned = {np.dtype(np.uint16): np.int16, np.dtype(np.uint32): np.int32, np.dtype(np.uint64): np.int64}
     value = value.astype(value.dtype.newbyteorder("="), copy=False)
     try:
         tensor = torch.from_numpy(value.view(unsigned.get(value.dtype, value.dtype)).copy())
     except TypeError:
         raise UnencodableStateError(path, f"numpy array of {value.dtype}") from None
-    _require(room, 2)
-    return _tagged("array", [_store(tensor, path, tensors), str(value.dtype)], room)
+    return {_TAG: "array", "v": [_store(tensor, path, tensors), str(value.dtype)]}
 
 
 def _store(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
@@ -152,25 +145,17 @@ def _store(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) ->
     return path
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor], room: int) -> Any:
-    _require(room, 1)
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if set(map(type, value)) <= _TEXT and _TAG not in value:
         within = f"{path}/" if path else ""
         return {
-            key: item if type(item) in _THEMSELVES else _encode(item, within + key, tensors, room - 1)
+            key: item if type(item) in _THEMSELVES else _encode(item, within + key, tensors)
             for key, item in value.items()
         }
-    _require(room, 3)
     pairs = [
-        [_encode(key, f"{path}/<key>", tensors, room - 3), _encode(item, f"{path}/{key}", tensors, room - 3)]
-        for key, item in value.items()
+        [_encode(key, f"{path}/<key>", tensors), _encode(item, f"{path}/{key}", tensors)] for key, item in value.items()
     ]
-    return _tagged("dict", pairs, room)
-
-
-def _tagged(tag: str, value: Any, room: int) -> dict[str, Any]:
-    _require(room, 1)
-    return {_TAG: tag, "v": value}
+    return {_TAG: "dict", "v": pairs}
 
 
 def _decode_tagged(tag: str, value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:

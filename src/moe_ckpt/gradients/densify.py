@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ckpt.engine.collect import clean_start
+from moe_ckpt.engine.keeping import clean_start
 from moe_ckpt.engine.made_dense import commit_made
 from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.format.manifest import Manifest, group_of

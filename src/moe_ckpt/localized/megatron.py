@@ -13,8 +13,7 @@ from typing import Any
 from moe_ckpt.driver.guests import LocalizedRecovery
 from moe_ckpt.driver.replaying import Plain, StepSource
 from moe_ckpt.driver.run import Driver
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession

@@ -8,8 +8,7 @@ import numpy as np
 
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.driver.replaying import note_replayed
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.localized.attempt import LocalPart
 from moe_ckpt.recovery.executing import Restored

@@ -17,8 +17,7 @@ from moe_ckpt.driver.replaying import Recompute
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.events import Observer, StepRecord
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.engine.session import CheckpointSession

@@ -29,8 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import look_up, megatron_core, version
 from moe_ckpt.megatron.dropping import DROPPING, ROUTER, Watch, attach, changed_hook, detach

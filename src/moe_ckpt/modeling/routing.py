@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import StepTokens
-from moe_ckpt.engine.deferred import Deferred
+from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.discover import FoundLayer, RoutingSource
 from moe_ckpt.modeling.passes import TrainingPasses

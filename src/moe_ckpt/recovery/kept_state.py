@@ -8,8 +8,7 @@ from dataclasses import replace
 from moe_ckpt.core.freshness import STALE
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, is_agreed
 from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
-from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.format.part import pruned
+from moe_ckpt.format.manifest import Manifest, pruned
 from moe_ckpt.recovery.memory_checkpoints import SURVIVORS_SUFFIX, MemoryCheckpoints
 from moe_ckpt.recovery.opened_memory import OpenedMemory
 from moe_ckpt.recovery.reader import StoreReader

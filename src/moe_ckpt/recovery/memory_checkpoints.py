@@ -43,9 +43,9 @@ from moe_ckpt.format.manifest import (
     OperatorRecord,
     SlotRecord,
     age_of,
+    pruned,
     step_dir,
 )
-from moe_ckpt.format.part import pruned
 from moe_ckpt.format.slot import StepFacts
 from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.files import FoundSlot
@@ -483,9 +483,7 @@ class MemoryCheckpoints:
             index=facts.index,
             created_unix_secs=time.time(),
             model=self._tier.model,
-            files=(),
             operators=operators,
-            states=(),
             parent=None if beneath is None else beneath.directory,
             policy=facts.policy,
             measured=facts.measured,

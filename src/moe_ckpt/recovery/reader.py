@@ -31,14 +31,15 @@ from moe_ckpt.format.manifest import (
     STORE_NAME,
     FileRecord,
     Manifest,
+    Part,
     PartRecord,
     StateRecord,
     check_version,
+    composed,
     parse_step_dir,
     state_path,
     step_of,
 )
-from moe_ckpt.format.part import Part, composed
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.schema import require, shown
 from moe_ckpt.format.sealed import digest, unseal

@@ -64,7 +64,8 @@ class Listings:
             OSError: The storage does not answer.
         """
         self._calls += 1
-        moved = self._has_moved()
+        written, before_writing = self._written
+        moved = before_writing is not None and self._stamp(written) not in (None, before_writing)
         stamps = {
             directory: self._stamp(directory) for directory in (*directories, *([] if latest is None else [latest]))
         }
@@ -91,10 +92,6 @@ class Listings:
     def expect_change(self, directory: str) -> None:
         """A file is put there now: a directory that was listed last time, whose stamp must be another next time."""
         self._written = directory, self._seen[directory].stamp if directory in self._seen else None
-
-    def _has_moved(self) -> bool:
-        directory, before = self._written
-        return before is not None and self._stamp(directory) not in (None, before)
 
     def _stamp(self, directory: str) -> Stamp | None:
         return self._stamped.stamp(directory) if self._believed and self._stamped is not None else None

@@ -20,7 +20,7 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,7 +125,7 @@ class LocalStorage:
         try:
             self._make_directory(self.root)
             try:
-                _write_new(temporary, [b"moe_ckpt"], _no_phase, self._access)
+                _create(temporary, [b"moe_ckpt"], _no_phase, self._access)
             finally:
                 _unlink(temporary)
         except OSError as error:
@@ -142,10 +142,6 @@ class LocalStorage:
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> int:
         """See ``Storage.write``. A directory made for the file stays after an error: other ranks may use it."""
-        return self._write(path, lambda descriptor: sum(_write_all(descriptor, chunk) for chunk in chunks))
-
-    def _write(self, path: str, fill: Callable[[int], int]) -> int:
-        """Create a file of what ``fill`` writes to a descriptor; it returns how many bytes."""
         target = self._locate(path)
         directory, name = os.path.split(target)
         if name == MANIFEST_NAME:
@@ -155,7 +151,7 @@ class LocalStorage:
             raise FileExistsError(errno.EEXIST, "a checkpoint file is never overwritten", target)
         temporary = os.path.join(directory, _temporary_name(name))
         try:
-            nbytes = _create(temporary, fill, self._on_phase, self._access)
+            nbytes = _create(temporary, chunks, self._on_phase, self._access)
             self._on_phase("rename")
             _publish(temporary, target)
         finally:
@@ -190,7 +186,7 @@ class LocalStorage:
 
     def list(self, path: str = "") -> list[str]:
         try:
-            return sorted(os.listdir(self._real(split_path(path, self.root), path)))
+            return sorted(os.listdir(self._locate(path, itself=True)))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -236,28 +232,27 @@ class LocalStorage:
             self.delete(f"{path}/{name}" if path else name)
         return len(names)
 
-    def _locate(self, path: str) -> str:
-        """Absolute path of a store path; the directories on the way may be links as long as they stay inside."""
-        parts = split_path(path, self.root)
-        return os.path.join(self._real(parts[:-1], path), *parts[-1:])
+    def _locate(self, path: str, *, itself: bool = False) -> str:
+        """Absolute path of a store path; the directories on the way may be links as long as they stay inside.
 
-    def _real(self, parts: Sequence[str], path: str) -> str:
-        """Absolute path of what lies at ``parts`` below the root, without links. path: that was asked for.
+        Args:
+            path: Relative to the root.
+            itself: So may what lies there; else it is not followed.
 
         Raises:
-            DamagedError: a link leads out of the root.
+            DamagedError: A link leads out of the root.
         """
+        parts = split_path(path, self.root)
+        way = parts if itself else parts[:-1]
         level = self.root
-        for part in parts:
+        for part in way:
             level = os.path.join(level, part)
-            if _is_link(level):  # rarely; to ask for each level from the file system's root on takes long
+            if os.path.islink(level):  # rarely; to ask for each level from the file system's root on takes long
+                level = os.path.realpath(os.path.join(self.root, *way))
+                if level != self.root and os.path.commonpath([level, self.root]) != self.root:
+                    raise DamagedError(path, f"leads out of the store {self.root}, to {level}")
                 break
-        else:
-            return level
-        real = os.path.realpath(os.path.join(self.root, *parts))
-        if real != self.root and os.path.commonpath([real, self.root]) != self.root:
-            raise DamagedError(path, f"leads out of the store {self.root}, to {real}")
-        return real
+        return os.path.join(level, *parts[len(way) :])
 
     def _make_directory(self, directory: str) -> None:
         """Make the directory and its parents, and sync every name from the root's parent downwards.
@@ -290,7 +285,7 @@ def replace_file(path: str | os.PathLike[str], data: Chunk) -> None:
     make_directories(directory)
     temporary = os.path.join(directory, _temporary_name(name))
     try:
-        _write_new(temporary, [data], _no_phase, PRIVATE)
+        _create(temporary, [data], _no_phase, PRIVATE)
         os.replace(temporary, os.path.join(directory, name))
     finally:
         _unlink(temporary)
@@ -378,18 +373,13 @@ def make_directories(directory: str, access: Access = PRIVATE) -> list[str]:
     return created
 
 
-def _write_new(path: str, chunks: Iterable[Chunk], on_phase: Callable[[str], None], access: Access) -> int:
-    """Create the file of these chunks; see ``_create``."""
-    return _create(path, lambda descriptor: sum(_write_all(descriptor, chunk) for chunk in chunks), on_phase, access)
-
-
-def _create(path: str, fill: Callable[[int], int], on_phase: Callable[[str], None], access: Access) -> int:
-    """Create the file, fill, sync and close it; returns its size in bytes. The caller cleans up."""
+def _create(path: str, chunks: Iterable[Chunk], on_phase: Callable[[str], None], access: Access) -> int:
+    """Create the file, write, sync and close it; returns its size in bytes. The caller cleans up."""
     on_phase("write")
     descriptor = access.create(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
     # Leaving the block closes the file, which is where network filesystems report late write errors.
     with os.fdopen(descriptor, "wb", buffering=0):
-        nbytes = fill(descriptor)
+        nbytes = sum(_write_all(descriptor, chunk) for chunk in chunks)
         on_phase("fsync")
         os.fsync(descriptor)
     return nbytes
@@ -442,13 +432,6 @@ def _sync_directory(directory: str) -> None:
 def _temporary_name(name: str) -> str:
     """Random besides the pid: in containers, and on other hosts, the same pid comes back."""
     return f".{name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-
-
-def _is_link(path: str) -> bool:
-    try:
-        return stat.S_ISLNK(os.lstat(path).st_mode)
-    except OSError:  # it is not there, or whoever then opens it learns why
-        return False
 
 
 def _unlink(path: str) -> None:

@@ -223,10 +223,7 @@ class StoreLock:
             if not self._lease.is_fresh:
                 self._lease.renew()
             return True
-        if not self._file.is_in_place:
-            return False
-        self._file.lock_again()
-        return True
+        return self._file.lock_again()
 
     def _take(self) -> None:
         if "://" in self._root or not self._file.acquire():
@@ -257,14 +254,6 @@ class _FileLock:
     def held(self) -> bool:
         return self._descriptor is not None
 
-    @property
-    def is_in_place(self) -> bool:
-        """The file that is open is the one that other runs would lock."""
-        try:
-            return self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
     def acquire(self) -> bool:
         """False where the file system has no locks."""
         make_directories(self._root, self._access)
@@ -284,15 +273,20 @@ class _FileLock:
         self._descriptor = descriptor
         return True
 
-    def lock_again(self) -> None:
-        """Lock the open file again, should the kernel have dropped its lock. What is locked stays so."""
-        if self._descriptor is None:
-            return
+    def lock_again(self) -> bool:
+        """Lock the open file again, should the kernel have dropped its lock. What is locked stays so. False if there is
+        none, or if it is no longer the file that other runs would lock."""
+        try:
+            if self._descriptor is None or not os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path)):
+                return False
+        except (FileNotFoundError, NotADirectoryError):
+            return False
         self._lock(self._descriptor)
         text = os.pread(self._descriptor, _MAX_TEXT_BYTES, 0)
         if text != self._text:
             holder = _text_of(text) or "which has not written its name"
             raise StoreInUseError(self._root, f"{holder}, which had the store meanwhile")
+        return True
 
     def close(self) -> None:
         """The file stays: removing it would race with the next holder."""

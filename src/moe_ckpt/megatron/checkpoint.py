@@ -32,7 +32,7 @@ from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.sparing import Spares, may_spare
 from moe_ckpt.megatron.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
-from moe_ckpt.policies.base import Policy
+from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
 from moe_ckpt.stopwatch import timed
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class MegatronCheckpoint:
         self._counter = RouterCounter(
             [(numbers[layer.name], layer.router) for layer in inventory.layers],
             *grid_of(world.layers),
-            soft=options.needs.soft_counts,
+            soft=options.needs.popularity == GATE_WEIGHTS,
             frozen=world.frozen_experts,
             stopwatch=stopwatch,
         )

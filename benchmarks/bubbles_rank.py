@@ -96,7 +96,7 @@ class InTurns(Wrapper):
         return replace(super().needs, next_due=None)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        return save_nothing(context.step) if way_of(context.step + 1) == NONE else super().plan(context)
+        return save_nothing(context.run.step) if way_of(context.run.step + 1) == NONE else super().plan(context)
 
 
 def turn(stage: Stage, order: Mapping[str, Any], root: Path) -> list[Iteration]:

@@ -83,7 +83,7 @@ class _GatedPolicy(Wrapper):
     gate: Gate
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        return super().plan(context) if self.gate.is_open else save_nothing(context.step)
+        return super().plan(context) if self.gate.is_open else save_nothing(context.run.step)
 
 
 class Ours(Contestant):

@@ -24,9 +24,9 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.moc_sim import SimulatedRun, catalog
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies import MoC, Policy
-from moe_ckpt.policies.base import Measured
 from moe_ckpt.policies.selectors import SELECTORS
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "lost_tokens.png"
@@ -146,7 +146,7 @@ def planning_ms(repeats: int = 30) -> dict[str, dict[str, float]]:
             for _ in range(repeats):
                 counts: Counts = rng.multinomial(4096, shares)
                 run.step(counts)
-                context = run.run_ledger.context(run.now + 1, ranks, counts, Measured())
+                context = run.run_ledger.context(run.now + 1, everywhere(run.model.layers, ranks))
                 began = time.thread_time()
                 policy.plan(context)
                 times.append((time.thread_time() - began) * 1e3)

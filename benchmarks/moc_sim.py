@@ -20,11 +20,12 @@ from moe_ckpt.core.operators import (
     expert_id,
     gate_id,
 )
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
-from moe_ckpt.policies.base import Measured, Policy
+from moe_ckpt.policies.base import MemoryFacts, Policy
 
 
 def catalog(layers: int, experts: int) -> Catalog:
@@ -93,12 +94,11 @@ class SimulatedRun:
         self.now += 1
         self._settle()
         self.run_ledger.routed(counts)
-        context = self.run_ledger.context(self.now, self.ranks, counts, Measured())
-        if context.memory is not None and self.storage_every is not None:
-            due = self.now >= self.stored_at + self.storage_every
-            context = replace(context, memory=replace(context.memory, storage_due=due))
+        context = self.run_ledger.context(self.now, everywhere(self.model.layers, self.ranks))
+        if self.storage_every is not None and self.now < self.stored_at + self.storage_every:
+            context = replace(context, memory=MemoryFacts(tiers=frozenset({Tier.HOST})))
         plan = self.policy.plan(context)
-        if plan and context.memory is not None and not context.memory.storage_due:
+        if plan and not context.memory.storage_due:
             self._stay_in_memory(plan)
         elif plan and not busy:
             self.stored_at = self.now

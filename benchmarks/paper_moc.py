@@ -18,9 +18,9 @@ class DoublingMoC(MoC):
     def current_k(self, context: PolicyContext) -> int:
         """After each recovery K doubles while what was lost is above the budget's shares up to it (1/2, 1/4, ...)."""
         k, share, lost = int(self.k), Fraction(str(self.budget)) / 2, 0
-        most = max(layer.experts for layer in context.catalog.layers)
+        most = max(layer.experts for layer in context.model.catalog.layers)
         allowed = share
-        for fault in context.faults:
+        for fault in context.run.faults:
             lost += fault.lost_tokens
             while k < most and lost > allowed * fault.routed_tokens:
                 k, share = min(2 * k, most), share / 2

@@ -53,9 +53,11 @@ def risks(policy: Policy, work: Workload, seed: int) -> tuple[np.ndarray, float]
 class InTurn(MoEtion):
     """The baseline of MoEtion's paper: each layer gets the same share, and the oldest experts come first."""
 
-    def _chosen(self, context: Any, rooms: Any, tier: Any) -> Any:
-        blind = replace(tier, unsaved=np.zeros_like(tier.unsaved), interval_steps=10**9)  # none is overdue
-        return super()._chosen(context, rooms, blind)
+    stale_rounds = 10**9
+
+    def _chosen(self, context: Any, *args: Any) -> Any:
+        blind = replace(context.tokens, expected_unsaved={})
+        return super()._chosen(replace(context, tokens=blind), *args)
 
 
 def _routed(work: Workload, rng: np.random.Generator) -> Iterator[Counts]:

@@ -44,10 +44,10 @@ class Gated(Wrapper):
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if not self.gate.is_open:
-            return save_nothing(context.step)
+            return save_nothing(context.run.step)
         plan = self.policy.plan(context)
         if plan.window is not None:
-            self.expected[context.step] = slot_bytes(plan.window.slots, context.sizes)[plan.slot]
+            self.expected[context.run.step] = slot_bytes(plan.window.slots, context.model.sizes)[plan.slot]
         return plan
 
 

@@ -8,7 +8,7 @@ from with_lightning import start, train
 
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import Catalog, Needs, PolicyContext, SnapshotPlan, save_full
+from moe_ckpt.policies import Catalog, Needs, PolicyContext, SnapshotPlan, Tier, save_full
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,15 @@ class Busiest:
             raise ConfigError(f"Busiest(experts={self.experts}): save at least one expert of each layer")
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        chosen = [operator.id for operator in context.catalog.always_saved]
-        for operator in context.catalog.experts:
-            unsaved = context.expected_unsaved[operator.layer]
-            busier = (unsaved > unsaved[operator.expert]).sum()
-            if busier < self.experts or operator.id in context.missing:  # missing: no checkpoint has it yet
+        run, catalog = context.run, context.model.catalog
+        chosen = [operator.id for operator in catalog.always_saved]
+        unsaved = context.tokens.expected_unsaved[Tier.STORAGE]
+        for operator in catalog.experts:
+            tokens = unsaved[operator.layer]
+            busier = (tokens > tokens[operator.expert]).sum()
+            if busier < self.experts or operator.id in run.missing:  # missing: no checkpoint has it yet
                 chosen.append(operator.id)
-        return save_full(context.step, tuple(chosen))
+        return save_full(run.step, tuple(chosen))
 
     def describe(self) -> dict[str, Any]:
         return {"name": "busiest", **asdict(self)}

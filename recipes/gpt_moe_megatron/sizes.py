@@ -16,8 +16,9 @@ from typing import Any
 if __name__ == "__main__":  # run by its path, a script does not find the rest of the clone
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.policies import Dense, MoC, MoEvement
-from moe_ckpt.policies.base import Measured, Policy, PolicyContext
+from moe_ckpt.policies.base import Measured, ModelFacts, Policy, PolicyContext, RunFacts
 from moe_ckpt.policies.window_report import WindowReport
 from moe_ckpt.tables import print_table
 from recipes.gpt_moe_megatron.config import RunConfig
@@ -67,13 +68,14 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 def context(whole: WholeModel, precision: Precision, ranks: int, secs: float, bandwidth: float) -> PolicyContext:
     """A run whose last checkpoint is dense and done, with the given speeds."""
     measured = Measured(recent_iteration_secs=secs, copy_bytes_per_sec=bandwidth, persist_bytes_per_sec=bandwidth)
-    return PolicyContext(1, whole.catalog, last_step=0, ranks=ranks, measured=measured, sizes=whole.sizes(precision))
+    model = ModelFacts(whole.catalog, everywhere(whole.catalog.layers, ranks), whole.sizes(precision))
+    return PolicyContext(model, RunFacts(1, last_step=0), measured)
 
 
 def saved_bytes(policy: Policy, given: PolicyContext) -> int:
     """Bytes of one checkpoint, all ranks together."""
-    policy.check(given.catalog)
-    return sum(given.sizes[op].full for op in policy.plan(given).operators())
+    policy.check(given.model.catalog)
+    return sum(given.model.sizes[op].full for op in policy.plan(given).operators())
 
 
 def window(given: PolicyContext) -> WindowReport:

@@ -145,7 +145,7 @@ def _no_step_0() -> None:
     """Nothing is saved before training, and the first window is as sparse as any."""
     begin = MoEvement._begin
     CheckpointSession.begin_run = lambda self, capture, step, *, wait: None
-    MoEvement._begin = lambda self, context: begin(self, replace(context, last_step=0))
+    MoEvement._begin = lambda self, context: begin(self, replace(context, run=replace(context.run, last_step=0)))
 
 
 def _other_weights() -> None:

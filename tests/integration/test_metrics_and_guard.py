@@ -344,7 +344,7 @@ class Halts:
 
     def plan(self, context):
         plan = self.policy.plan(context)
-        return replace(plan, halt="Enough is enough.") if context.step >= self.step else plan
+        return replace(plan, halt="Enough is enough.") if context.run.step >= self.step else plan
 
     def check(self, catalog):
         self.policy.check(catalog)
@@ -383,7 +383,7 @@ def test_a_halting_checkpoint_is_never_skipped(tmp_path, monkeypatch):
 
     class HaltsAmongWrites(Halts):
         def plan(self, context):
-            may_write.set() if context.step == 3 else may_write.clear()
+            may_write.set() if context.run.step == 3 else may_write.clear()
             return super().plan(context)
 
     def on_phase(phase):

@@ -64,7 +64,7 @@ class Windows2Then:
         MoEvement(window=2).check(catalog)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        return (MoEvement(window=2) if context.step < 6 else MoC(k=1)).plan(context)
+        return (MoEvement(window=2) if context.run.step < 6 else MoC(k=1)).plan(context)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "windows, then parts"}

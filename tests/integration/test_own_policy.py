@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
+from typing import get_type_hints
 
 import lightning.pytorch as pl
 import pytest
@@ -16,6 +17,7 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.policies import AnyOf, Dense, MoC, MoEvement, Needs, Policy, PolicyContext, needs_of
 from moe_ckpt.recovery.reader import open_step
 from tests.support.tiny_moe import TinyMoE, loader
+from tests.unit.builders import context
 from tests.unit.engine_parts import MODEL
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_policy.md"
@@ -83,10 +85,10 @@ def test_the_documented_needs_and_wrapper():
     page = documented()
     assert needs_of(page.OneLayer()) == Needs()
     assert needs_of(page.OneLayerBySize(every_n_steps=4)) == Needs(sizes=True, partial=True, period_steps=4)
-    assert needs_of(page.OneLayerBySoftCounts()) == Needs(soft_counts=True, partial=True)
+    assert needs_of(page.OneLayerByGateWeights()) == Needs(popularity="gate_weights", partial=True)
     later = page.From(MoEvement(order="soft_count"), first_step=20)
     assert needs_of(later) == replace(needs_of(later.policy), next_due=None)
-    facts = [PolicyContext(step, MODEL, last_step=step - 1) for step in (3, 19, 20)]
+    facts = [context(MODEL, step, last_step=step - 1) for step in (3, 19, 20)]
     assert [bool(page.From(Dense(), first_step=20).plan(known)) for known in facts] == [False, False, True]
     assert page.policy == AnyOf([MoC(k=1), Dense(every_n_steps=1000)])
 
@@ -95,5 +97,11 @@ def test_the_page_names_what_there_is():
     text = PAGE.read_text()
     rows = re.findall(r"^\| (`.*?) \|", text.partition("| Need |")[2].partition("\n\n")[0], re.M)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {field.name for field in fields(Needs)}
-    known = {field.name for field in fields(PolicyContext)}
-    assert set(re.findall(r"context\.(\w+)", text)) <= known
+    groups = get_type_hints(PolicyContext)
+    for group, name in re.findall(r"context\.(\w+)(?:\.(\w+))?", text):
+        assert not name or hasattr(groups[group], name) or name in {field.name for field in fields(groups[group])}
+    table = text.partition("| Group |")[2].partition("\n\n")[0]
+    for group, row in re.findall(r"^\| `context\.(\w+)` \|(.*)$", table, re.M):
+        names = {field.name for field in fields(groups.pop(group))}
+        assert group == "measured" or names <= set(re.findall(r"`(\w+)`", row))
+    assert not groups

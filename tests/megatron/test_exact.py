@@ -6,6 +6,7 @@ in pairs: ``test_every_value_meets_others`` says what the cases below must cover
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from itertools import permutations
 
 import pytest
@@ -193,6 +194,18 @@ def test_killed_and_started_again(name, tmp_path):
 @pytest.mark.parametrize("name", SLOW)
 def test_killed_and_started_again_in_other_setups(name, tmp_path):
     check_case(SLOW[name], tmp_path)
+
+
+def test_windows_of_a_model_whose_input_is_not_trained(tmp_path):
+    frozen = Setup(**EXPERTS_DATA, frozen=("embedding", "layers.0.self_attention"))
+    ended = check_case(Case(frozen, moevement(4), ((1, 10, "train"),), ranks=2, steps=11), tmp_path)
+    assert len(ended.replayed(-1)) == 3
+
+
+@pytest.mark.skipif(version("megatron-core") < "0.19", reason="heads that are clipped by themselves came with 0.19")
+def test_windows_of_heads_that_are_clipped_by_themselves(tmp_path):
+    setup = Setup(layers=2, num_microbatches=1, ep=2, mtp=1, mtp_detached=True, clip=0.01)
+    check_case(Case(setup, moevement(4), ((1, 10, "train"),), ranks=2, steps=11), tmp_path)
 
 
 def check_case(case, directory):

@@ -51,7 +51,7 @@ class Told:
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         self.told.append(context)
-        return save_full(context.step, context.catalog.everything)
+        return save_full(context.run.step, context.model.catalog.everything)
 
 
 def copies(rank: int, world_size: int, root: str, setup: Setup) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def copies(rank: int, world_size: int, root: str, setup: Setup) -> dict[str, Any
     found["told"] &= said_bytes[0] <= found["sent"] and said_bytes[1] <= found["saved"]
     found["equal"] = [same_as_its_source(root, slot) for slot in replicator.held.values()]
     told = policy.told[-1]
-    sends, sizes, experts = told.memory.sends, told.sizes, told.catalog.expert_at
+    sends, sizes, experts = told.memory.sends, told.model.sizes, told.model.catalog.expert_at
     full = sum(size.full for size in sizes.values())
     found["sends"] = tuple(sends)
     found["reckoned"] = sum(sends.nbytes(size, expert=op in experts) for op, size in sizes.items()) / full

@@ -13,6 +13,7 @@ import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -36,9 +37,9 @@ SURFACE = {
     ),
     "moe_ckpt.metrics": "CheckpointMetrics",
     "moe_ckpt.policies": (
-        "Activity AnyOf Catalog CheckFreq Dense FaultRecord Fidelity Gemini GradientLog Guarded Measured MoC MoELayer "
-        "MoEtion MoEvement Needs Operator OperatorKind PlanItem Policy PolicyContext SnapshotPlan Tier Wrapper "
-        "expert_id gate_id needs_of non_expert_id save_full save_nothing"
+        "AnyOf Catalog CheckFreq Dense FaultRecord Fidelity Gemini GradientLog Guarded Measured MemoryFacts MoC "
+        "MoELayer MoEtion MoEvement ModelFacts Needs Operator OperatorKind PlanItem Policy PolicyContext RunFacts "
+        "SnapshotPlan Tier TokenFacts Wrapper expert_id gate_id needs_of non_expert_id save_full save_nothing"
     ),
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
     "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process lose_node watch_phases",
@@ -62,16 +63,21 @@ OPTIONS = (
 
 RETENTION = "keep_last keep_every_n_steps max_age_secs"
 
-POLICY_CONTEXT = (
-    "step catalog last_step index ranks placement missing chosen_at unsaved expected_unsaved popularity measured "
-    "faults lost_tokens routed_tokens routed_per_layer window next_slot sizes coupled_operators activity "
-    "snapshot_bytes snapshot_limit budget_fraction nothing_safe dense_step memory anchored_at"
-)
-"""What a policy of one's own decides from."""
+POLICY_CONTEXT = {
+    "model": "catalog placement sizes coupled",
+    "run": "step last_step index missing nothing_safe window next_slot dense_step faults",
+    "measured": (
+        "iteration_secs checkpoint_cost_secs persist_secs copy_bytes_per_sec persist_bytes_per_sec "
+        "recent_iteration_secs update_secs send_bytes_per_sec copy_interference_secs"
+    ),
+    "tokens": "unsaved expected_unsaved chosen_at routed popularity",
+    "memory": "budget_fraction snapshot_bytes at_once tiers sends anchored_at",
+}
+"""What a policy of one's own decides from, group by group."""
 
 NEEDS = (
-    "sizes windows soft_counts decayed_counts lost_tokens gradients gradient_dtype tiers partial alone "
-    "boost replicas bubbles period_steps next_due explain warning asked_by instead"
+    "sizes popularity windows gradients tiers partial lost_tokens alone boost replicas bubbles period_steps next_due "
+    "warning"
 )
 """What a policy of one's own may say that it needs."""
 
@@ -209,7 +215,10 @@ def test_options():
 
 def test_records_that_users_make_and_read():
     assert [field.name for field in fields(RetentionPolicy)] == RETENTION.split()
-    assert [field.name for field in fields(PolicyContext)] == POLICY_CONTEXT.split()
+    groups = get_type_hints(PolicyContext)
+    assert {name: [field.name for field in fields(group)] for name, group in groups.items()} == {
+        name: names.split() for name, names in POLICY_CONTEXT.items()
+    }
     assert [field.name for field in fields(Needs)] == NEEDS.split()
 
 

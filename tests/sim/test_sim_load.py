@@ -14,7 +14,7 @@ from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.budget import dynamic_k
 from moe_ckpt_sim.failures.failures import Poisson
 from moe_ckpt_sim.run.run import simulate
-from moe_ckpt_sim.workload.load import ExpertLoad, tokens_of
+from moe_ckpt_sim.workload.load import DriftingLoad, ExpertLoad, tokens_of
 from tests.sim.builders import MODEL, scenario, trace
 
 SKEWED = ExpertLoad(skewness=0.2, drift=0.0)
@@ -98,9 +98,11 @@ def test_the_load_at_a_time_is_the_same_for_all_systems():
     load = ExpertLoad(0.3, 0.5, 130.0)
     seen = []
     for every in (1, 300):
-        policy = Recorded(MoC(k=8, every_n_steps=every))
-        simulate(scenario(policy, load=load, duration_secs=302.0, stepwise=True))
-        seen.append({context.step: context.popularity.tolist() for context in policy.told})
+        drifting, counts = DriftingLoad(load, [8, 8], 1000, generator()), {}
+        for now in range(every, 301, every):
+            drifting.drift(float(now))
+            counts[now] = drifting.counts().tolist()
+        seen.append(counts)
     assert seen[0][300] == seen[1][300] != seen[0][200] != seen[0][100]
 
 
@@ -122,6 +124,10 @@ class Recorded(Wrapper):
 
     told: list[PolicyContext] = field(default_factory=list, hash=False)
     plans: list[SnapshotPlan] = field(default_factory=list, hash=False)
+
+    @property
+    def needs(self):
+        return replace(super().needs, popularity="decayed")
 
     def plan(self, context):
         plan = self.policy.plan(context)
@@ -145,7 +151,7 @@ def test_lost_tokens_counted_again_from_the_plans(selector, k, every):
     tried = scenario(policy, failures=trace(*events), load=SKEWED, stepwise=True, duration_secs=1000.0)
     lives = [0]
     told = simulate(tried, progress=lambda _: lives.append(len(policy.plans)))
-    counts = policy.told[-1].popularity  # of every step
+    counts = policy.told[-1].tokens.popularity  # of every step
     returned = [sample.useful_steps for sample in told.history[:-1]]
     assert (told.failures, len(returned)) == (4, 3)  # one came while another was repaired
 
@@ -171,7 +177,7 @@ def test_experts_come_back_from_host_memory_that_is_still_there(k, snapshot_k):
     tried = scenario(policy, failures=trace(*events), load=SKEWED, stepwise=True, duration_secs=1000.0)
     lives = [0]
     told = simulate(tried, progress=lambda _: lives.append(len(policy.plans)))
-    counts = policy.told[-1].popularity
+    counts = policy.told[-1].tokens.popularity
     returned = [sample.useful_steps for sample in told.history[:-1]]
     place = MODEL.catalog.expert_at
 

@@ -99,7 +99,7 @@ def test_moc_by_itself_saves_as_many_experts_as_storage_takes_in_an_iteration(pa
     """Storage, shared evenly by all ranks, takes ``portion`` of what K = 3 writes in an iteration."""
     given = scenario(MoC(k=3), parallel=parallel)
     costs = Costs(given.layout, given.precision, given.iteration, given.system)
-    facts = replace(context(given.layout.model.catalog), placement=given.layout.placement)
+    facts = context(given.layout.model.catalog, placement=given.layout.placement)
     ranks = {k: costs.bytes_of.stored(MoC(k=k).plan(facts)).rank for k in range(1, 9)}
     rate = portion * ranks[3] / given.iteration.secs
     cluster = {"storage_bytes_per_sec": rate * parallel.ranks}

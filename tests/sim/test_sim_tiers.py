@@ -60,14 +60,14 @@ def last_held(seen, step, tier):
     """``[L, E]`` the newest step up to ``step`` of which a tier got each expert."""
     found = np.full((len(CATALOG.layers), 8), -1)
     for context, plan in seen:
-        if context.step > step:
+        if context.run.step > step:
             break
         goes = plan.operators() + (plan.operators(Tier.HOST) if tier is Tier.HOST or plan.sends_host_only else ())
         if tier is Tier.STORAGE and not context.memory.storage_due:
             continue
         for op in plan.operators() if tier is Tier.STORAGE else goes:
             if op in CATALOG.expert_at:
-                found[CATALOG.expert_at[op]] = context.step
+                found[CATALOG.expert_at[op]] = context.run.step
     return found
 
 
@@ -78,11 +78,13 @@ def test_memory_gets_two_sets_and_storage_one():
     _, _, seen = run(MoEtion())
     assert seen[0][1].operators() == CATALOG.everything
     two = [plan for context, plan in seen if not context.memory.storage_due]
-    one = [context.step for context, plan in seen if context.memory.storage_due]
-    assert one[0] == seen[0][0].step
+    one = [context.run.step for context, plan in seen if context.memory.storage_due]
+    assert one[0] == seen[0][0].run.step
     assert next(step for step in one[1:] if step > 20) == 50
     assert all(not plan.sends_host_only and plan.operators(Tier.HOST) for plan in two)
-    assert all(plan.sends_host_only and not plan.operators(Tier.HOST) for context, plan in seen if context.step in one)
+    assert all(
+        plan.sends_host_only and not plan.operators(Tier.HOST) for context, plan in seen if context.run.step in one
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_what_a_failure_loses_is_what_the_tier_that_is_left_has_not(event, tiers
     tried, outcome, seen = run(MoEtion(), event, secs=70.0)
     restored = outcome.history[0].useful_steps
     assert restored > 20
-    first = [(context, plan) for context, plan in seen if not context.faults]
+    first = [(context, plan) for context, plan in seen if not context.run.faults]
     counts = tokens_of(np.zeros((4, 8)), tried.tokens_per_step * MODEL.top_k)
     mine = (host_nodes(tried.layout) == 0).any(axis=2)
     held = np.where(mine, *(last_held(first, restored, tier) for tier in tiers))
@@ -113,7 +115,7 @@ def test_when_memory_is_gone_storage_has_its_own_set():
     assert outcome.recovered["storage"] == 1
     restored = outcome.history[0].useful_steps
     assert restored == 50
-    first = [(context, plan) for context, plan in seen if not context.faults]
+    first = [(context, plan) for context, plan in seen if not context.run.faults]
     counts = tokens_of(np.zeros((4, 8)), tried.tokens_per_step * MODEL.top_k)
     held = last_held(first, restored, Tier.STORAGE)
     assert outcome.lost_tokens == int((counts * (restored - held)).sum())
@@ -122,10 +124,10 @@ def test_when_memory_is_gone_storage_has_its_own_set():
 
 def test_what_only_memory_of_the_life_before_has_is_saved_at_once():
     _, _, seen = run(MoEtion(experts=2), killed(30.6), secs=60.0)
-    context, _ = next((context, plan) for context, plan in seen if context.faults)
-    assert context.memory.expected_unsaved[Tier.HOST].sum() > 0
-    later = next(each for each, _ in seen if each.faults and each.step > context.step)
-    assert (later.memory.chosen_at[Tier.HOST] >= context.step).all(), "all of them: storage is far behind"
+    context, _ = next((context, plan) for context, plan in seen if context.run.faults)
+    assert context.tokens.expected_unsaved[Tier.HOST].sum() > 0
+    later = next(each for each, _ in seen if each.run.faults and each.run.step > context.run.step)
+    assert (later.tokens.chosen_at[Tier.HOST] >= context.run.step).all(), "all of them: storage is far behind"
 
 
 def test_a_guard_around_it_sees_the_same():
@@ -154,11 +156,11 @@ def test_a_log_is_planned_within_the_links():
     costs = costs_of(tried)
     assert outcome.window > 1
     for context, plan in seen:
-        assert bool(plan.gradients) != (context.memory.storage_due or context.last_step is None)
+        assert bool(plan.gradients) != (context.memory.storage_due or context.run.last_step is None)
         if plan.gradients:
             assert costs.copy_secs(costs.bytes_of.plan(plan)) <= tried.iteration.open_secs
             assert costs.move_secs(costs.bytes_of.plan(plan)) <= tried.iteration.secs
-    assert all(later.step == former.step + 1 for (former, _), (later, _) in pairwise(seen))
+    assert all(later.run.step == former.run.step + 1 for (former, _), (later, _) in pairwise(seen))
 
 
 def test_a_step_weighs_what_the_formula_says():
@@ -177,16 +179,16 @@ def test_a_failure_costs_the_step_under_way_and_what_is_not_complete_yet(event, 
     assert outcome.recovered[where] == 1
     assert outcome.lost_tokens == 0
     restored = outcome.history[0].useful_steps
-    before = [context.step for context, plan in seen if not context.faults]
+    before = [context.run.step for context, plan in seen if not context.run.faults]
     costs = costs_of(tried)
-    newest = max(seen, key=lambda one: one[0].step if not one[0].faults else -1)[1]
+    newest = max(seen, key=lambda one: one[0].run.step if not one[0].run.faults else -1)[1]
     lag = costs.copy_secs(costs.bytes_of.plan(newest)) + costs.move_secs(costs.bytes_of.plan(newest))
     assert before[-1] - restored <= int(lag) + 1
     assert outcome.spent.replay == pytest.approx(3 * tried.iteration.update_secs)
     anchored = {}
     for context, plan in seen:
-        if context.step <= restored and not context.faults:
-            anchored.update(dict.fromkeys(plan.operators(), context.step))
+        if context.run.step <= restored and not context.run.faults:
+            anchored.update(dict.fromkeys(plan.operators(), context.run.step))
     steps = np.array([restored - anchored[op] for op in CATALOG.everything])
     held = costs.bytes_of.log(steps)
     sizes = tried.layout.model.sizes(tried.precision)
@@ -194,7 +196,7 @@ def test_a_failure_costs_the_step_under_way_and_what_is_not_complete_yet(event, 
     assert held.total == sum(sizes[op].full + sizes[op].consumed * count for op, count in chained)
     network = held.rank / costs.nic_rate if where == "peer" else 0.0
     assert outcome.spent.retrieve == pytest.approx(costs.copy_secs(held) + network)
-    after = next(plan for context, plan in seen if context.faults)
+    after = next(plan for context, plan in seen if context.run.faults)
     assert after.operators() == CATALOG.everything, "a new life begins its log anew"
 
 
@@ -204,8 +206,8 @@ def test_when_memory_is_gone_a_dense_step_comes_from_storage_and_the_log_begins_
     assert outcome.history[0].useful_steps == 50
     assert outcome.lost_tokens == 0
     assert outcome.spent.replay == 0.0
-    context, plan = next((context, plan) for context, plan in seen if context.faults)
-    assert context.step == 51
+    context, plan = next((context, plan) for context, plan in seen if context.run.faults)
+    assert context.run.step == 51
     assert plan.operators() == CATALOG.everything
 
 
@@ -214,7 +216,8 @@ def test_a_log_that_peers_do_not_get_whole_is_no_way_back_for_a_lost_node():
     slow = {"cluster": {"pcie_bytes_per_sec": 30e3, "nic_bytes_per_sec": 10e3}}
     system = {**PEERS, "when_busy": "skip", "max_in_flight": 1}
     tried, outcome, seen = run(GradientLog(window=4), killed(45.6), system=system, **slow)
-    assert all(later.step == former.step + 1 for (former, _), (later, _) in pairwise(seen) if not later.faults)
+    pairs = pairwise(context.run for context, _ in seen)
+    assert all(later.step == former.step + 1 for former, later in pairs if not later.faults)
     sent = outcome.sent_bytes_per_step * (outcome.steps + 1)
     assert 0 < sent < sum(costs_of(tried).bytes_of.stored(plan).sent for _, plan in seen)
     assert outcome.recovered["host"] == 1
@@ -233,8 +236,8 @@ def test_what_is_not_logged_would_be_lost():
             return save_logged(plan.step, plan.operators(), plan.gradients[1:]) if plan.gradients else plan
 
     _, _, seen = run(Forgetful(window=4), **LOG)
-    context = next(context for context, plan in seen if context.step == 3)
-    assert (context.anchored_at < 0).any()
+    context = next(context for context, plan in seen if context.run.step == 3)
+    assert (context.memory.anchored_at < 0).any()
 
 
 def test_without_storage_nothing_is_missing_there():

@@ -44,8 +44,6 @@ _SIZED_BY_VALUES = ("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "m
 _PASS_ON = ("_stepping", "__torch_dispatch__", "wrapped", "first", "setup_data")
 """Functions of the package in which others compute: Megatron's optimizer, the model while types are probed, the closure
 of an optimizer, what zeroes gradients, and Lightning's setting up of data, before the first step."""
-_OF_MEGATRON = "megatron.sparing.computed"
-"""Notes what Megatron's own function gives, which waits for the device whether somebody notes it or not."""
 
 
 class Transfer:
@@ -376,15 +374,11 @@ def _functions_of_package() -> tuple[str, ...]:
     """Functions of the package on the calling thread's stack, innermost first; none if it only passes a call on."""
     found: list[str] = []
     frame: FrameType | None = sys._getframe(2)
-    in_megatron = False
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        in_megatron |= module.startswith("megatron.") and not found
         if module.startswith("moe_ckpt.") and not module.startswith("moe_ckpt.testing"):
             if not found and frame.f_code.co_name in _PASS_ON:
                 return ()
             found.append(f"{module.removeprefix('moe_ckpt.')}.{frame.f_code.co_name}")
-            if in_megatron and found == [_OF_MEGATRON]:
-                return ()
         frame = frame.f_back
     return tuple(found)

@@ -45,13 +45,12 @@ class Steady(MoEtion):
     def probes(self) -> bool:
         return self.probing
 
-    def _chosen(self, context: PolicyContext, rooms: Any, tier: Any) -> Any:
-        catalog = context.catalog
+    def _chosen(self, context: PolicyContext, rooms: Any, tier: Tier, forced: Sequence[int] = ()) -> Any:
+        catalog = context.model.catalog
         chosen = ~catalog.is_expert
-        forced = np.asarray(tier.forced, dtype=np.int64)
-        chosen[forced] = True
-        wanted = steady(context.step, len(catalog.layers), catalog.layers[0].experts, self.every)
-        if self._is_probing(context) and is_small(context.step):
+        chosen[np.asarray(forced, dtype=np.int64)] = True
+        wanted = steady(context.run.step, len(catalog.layers), catalog.layers[0].experts, self.every)
+        if self._is_probing(context) and is_small(context.run.step):
             wanted = {place for place in wanted if place[1] % 2}
         for name, place in catalog.expert_at.items():
             chosen[catalog.index_of[name]] |= place in wanted
@@ -79,8 +78,7 @@ class Paced(MoEtion):
     ranks: int = 4
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        assert context.sizes is not None
-        share = sum(size.full for size in context.sizes.values()) / self.ranks
+        share = sum(size.full for size in context.model.sizes.values()) / self.ranks
         rates = Measured(
             recent_iteration_secs=1.0,
             copy_bytes_per_sec=self.copied * share,
@@ -97,7 +95,7 @@ def written_down(plan: SnapshotPlan, context: PolicyContext, told: str) -> Snaps
     """Appends a line to the file ``told``."""
     found = {"full": plan.operators(), "gradients": plan.gradients, "held": plan.operators(Tier.HOST)}
     with open(told, "a") as file:
-        file.write(json.dumps({"step": context.step, **found}) + "\n")
+        file.write(json.dumps({"step": context.run.step, **found}) + "\n")
     return plan
 
 

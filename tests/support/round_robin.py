@@ -16,15 +16,15 @@ class RoundRobin:
 
     round: int = 3
 
-    needs: ClassVar[Needs] = Needs(gradients=True, alone=True)
+    needs: ClassVar[Needs] = Needs(gradients="as_consumed", alone=True)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        everything = context.catalog.everything
-        if context.memory is None or context.memory.storage_due:
-            return save_full(context.step, everything)
-        anchored = everything[context.step % self.round :: self.round]
+        everything = context.model.catalog.everything
+        if context.memory.storage_due:
+            return save_full(context.run.step, everything)
+        anchored = everything[context.run.step % self.round :: self.round]
         chosen = frozenset(anchored)
-        return save_logged(context.step, anchored, tuple(op for op in everything if op not in chosen))
+        return save_logged(context.run.step, anchored, tuple(op for op in everything if op not in chosen))
 
     def check(self, catalog: Catalog) -> None:
         pass

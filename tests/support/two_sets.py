@@ -45,14 +45,15 @@ class TwoSets:
         pass
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        catalog, grid = context.catalog, (len(context.catalog.layers), context.catalog.layers[0].experts)
-        if context.missing:
-            return save_full(context.step, catalog.everything)
-        sent, here = (chosen(context.step, count, *grid) for count in (SENT, HERE))
+        catalog = context.model.catalog
+        grid = len(catalog.layers), catalog.layers[0].experts
+        if context.run.missing:
+            return save_full(context.run.step, catalog.everything)
+        sent, here = (chosen(context.run.step, count, *grid) for count in (SENT, HERE))
         rest = tuple(op.id for op in catalog.always_saved)
         stored = (*rest, *(expert_id(*at) for at in sorted(sent)))
         held = tuple(expert_id(*at) for at in sorted(here - sent))
-        return save_full(context.step, stored, host_only=held, sends_host_only=False)
+        return save_full(context.run.step, stored, host_only=held, sends_host_only=False)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "two-sets"}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import fields, replace
 from typing import Any
+
+import numpy as np
 
 from moe_ckpt.core.operators import (
     Catalog,
@@ -15,7 +18,9 @@ from moe_ckpt.core.operators import (
     gate_id,
     non_expert_id,
 )
-from moe_ckpt.policies import PolicyContext
+from moe_ckpt.core.placement import everywhere
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.policies import FaultRecord, MemoryFacts, ModelFacts, PolicyContext, RunFacts
 from moe_ckpt.slices.assignment import WriteAssignment
 from moe_ckpt.slices.cuts import BLOCK, SliceSource
 from moe_ckpt.slices.local_state import LocalState, collect_slices
@@ -59,8 +64,39 @@ def pieces_of(local: LocalState, operators: Collection[str], dealt: WriteAssignm
     return [SliceSource(shelf.entries[n], shelf.source(n), b) for n, b in zip(numbers.tolist(), blocks, strict=True)]
 
 
-def context(model: Catalog, step: int = 1, **facts: Any) -> PolicyContext:
-    return PolicyContext(step=step, catalog=model, **facts)
+def context(model: Catalog, step: int = 1, *, ranks: int = 1, **facts: Any) -> PolicyContext:
+    """A context with ``facts`` by the names of their fields; ``ranks`` hold everything unless there is a placement."""
+    placement = everywhere(model.layers, ranks)
+    return with_facts(PolicyContext(ModelFacts(model, placement), RunFacts(step)), **facts)
+
+
+def with_facts(context: PolicyContext, **facts: Any) -> PolicyContext:
+    """``context`` with other ``facts``, by the names of their fields.
+
+    Args:
+        facts: A table in place of a mapping by tier is storage's; lost tokens are of one fault, and routed ones of one
+            layer. ``memory`` is a whole group.
+    """
+    if "lost_tokens" in facts:
+        facts["faults"] = (FaultRecord(0, facts.pop("lost_tokens"), 0),)
+    if "routed_tokens" in facts:
+        facts["routed"] = np.array([facts.pop("routed_tokens")])
+    context = replace(context, **{name: facts.pop(name) for name in ("measured", "memory") if name in facts})
+    for name in ("expected_unsaved", "chosen_at"):
+        if isinstance(facts.get(name), np.ndarray):
+            facts[name] = {**getattr(context.tokens, name), Tier.STORAGE: facts[name]}
+    for group in ("model", "run", "tokens", "memory"):
+        former = getattr(context, group)
+        changed = {field.name: facts.pop(field.name) for field in fields(former) if field.name in facts}
+        context = replace(context, **{group: replace(former, **changed)})
+    assert not facts, f"no facts of a policy: {facts}"
+    return context
+
+
+def memory(*, storage_due: bool = True, replicas: int = 0, **facts: Any) -> MemoryFacts:
+    """Memory that outlives the process, for a step that is also written to storage or not."""
+    tiers = {Tier.HOST: True, Tier.STORAGE: storage_due, Tier.PEER: bool(replicas)}
+    return MemoryFacts(tiers=frozenset(tier for tier, used in tiers.items() if used), **facts)
 
 
 def experts_in(operators: tuple[str, ...]) -> set[tuple[int, int]]:

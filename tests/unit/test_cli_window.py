@@ -15,6 +15,7 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.cli.window_model import catalog_of, sizes_of
 from moe_ckpt.cli.window_plot import COMPUTE, FULL, NOT_SAVED, fidelities, plot_window
 from moe_ckpt.core.operators import expert_id, gate_id
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.window import OperatorBytes, Window, slot_bytes
 from moe_ckpt.format.manifest import LayerRecord
 from moe_ckpt.policies.moevement import MoEvement
@@ -228,7 +229,7 @@ def test_other_quantities_are_refused(text):
 
 def report(order=("a", "b", "c"), ends=(1, 3)):
     slots = tuple(tuple(order[a:b]) for a, b in zip((0, *ends), ends, strict=False))
-    return WindowReport(Window(0, slots), {op: OperatorBytes(12, 4) for op in order})
+    return WindowReport(Window(0, slots), {op: OperatorBytes(12, 4) for op in order}, everywhere((), 1))
 
 
 def test_the_picture_shows_each_fidelity():

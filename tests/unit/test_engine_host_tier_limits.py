@@ -305,12 +305,12 @@ class Uneven:
         return {"name": "uneven"}
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        if context.missing:
-            return save_full(context.step, tuple(op.id for op in context.catalog.operators))
-        number = 3 if context.step % 3 == 1 else 1
+        if context.run.missing:
+            return save_full(context.run.step, tuple(op.id for op in context.model.catalog.operators))
+        number = 3 if context.run.step % 3 == 1 else 1
         chosen = {expert_id(layer, e) for layer in range(2) for e in range(number)}
-        chosen |= {op.id for op in context.catalog.always_saved}
-        return save_full(context.step, tuple(op.id for op in context.catalog.operators if op.id in chosen))
+        chosen |= {op.id for op in context.model.catalog.always_saved}
+        return save_full(context.run.step, tuple(op.id for op in context.model.catalog.operators if op.id in chosen))
 
 
 def test_a_small_snapshot_leaves_room_for_a_large_one(tmp_path):

@@ -14,7 +14,7 @@ from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.engine.events import SnapshotBegan
 from moe_ckpt.errors import PeerLostError
-from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.policies import Dense, MoC, Needs
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import PATIENCE_SECS, Life, manifests, told
 
@@ -72,14 +72,16 @@ def test_a_plan_goes_by_what_was_true_a_step_before(tmp_path):
     seen = []
 
     class Asking(Dense):
+        needs = Needs(popularity="tokens")
+
         def plan(self, context):
-            seen.append((context.step, int(context.popularity.sum()), context.routed_tokens))
-            return SnapshotPlan(context.step)
+            seen.append((context.run.step, int(context.tokens.popularity.sum()), context.tokens.routed_tokens))
+            return SnapshotPlan(context.run.step)
 
     with Life(LocalStorage(tmp_path), policy=Asking(), comm=LateCommunicator()) as life:
         life.go(3)
     one = int(life.counts.sum())
-    assert seen == [(1, 0, 0), (2, one, one), (3, one, 2 * one)]
+    assert seen == [(1, 0, 0), (2, one, one), (3, 2 * one, 2 * one)]
 
 
 def test_training_goes_on_while_a_commit_waits_for_its_tokens(tmp_path):
@@ -117,7 +119,7 @@ def test_only_the_join_before_an_update_waits_for_what_the_ranks_agree_on(tmp_pa
 def test_a_plan_that_waits_is_committed_when_the_step_returns(tmp_path):
     class Waiting(Dense):
         def plan(self, context):
-            return replace(save_full(context.step, context.catalog.everything), wait=True)
+            return replace(save_full(context.run.step, context.model.catalog.everything), wait=True)
 
     with Life(LocalStorage(tmp_path), policy=Waiting(), comm=LateCommunicator(0.05)) as life:
         life.go(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +12,16 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged, save_slot
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.engine.live import LiveState
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.planning import Planner, gradient_factor
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import Dense, Guarded, MoEtion, Policy, Wrapper
-from moe_ckpt.policies.base import Measured, MemoryFacts, Needs, PolicyContext, Sends, SnapshotLimit
+from moe_ckpt.policies.base import Measured, Needs, PolicyContext, Sends
 from moe_ckpt.slices.assignment import coupled_operators
 from tests.integration.kinds import BiasedExpertsMoE, FlatExpertsMoE
 from tests.support.tiny_moe import TinyMoE
+from tests.unit.builders import context, memory
 
 CHOSEN, OTHER = "expert/0/1", "expert/0/2"
 
@@ -136,8 +137,8 @@ class Logs:
     """Anchors one expert, and logs the gradients of all others."""
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        rest = tuple(op for op in context.catalog.everything if op != CHOSEN)
-        return save_logged(context.step, (CHOSEN,), rest)
+        rest = tuple(op for op in context.model.catalog.everything if op != CHOSEN)
+        return save_logged(context.run.step, (CHOSEN,), rest)
 
     def check(self, catalog):
         """Serves any model."""
@@ -147,23 +148,25 @@ class Logs:
 
     @property
     def needs(self) -> Needs:
-        report = SimpleNamespace(warning="gradients do not fit")
-        return Needs(gradients=True, sizes=True, explain=lambda context: report)
+        return Needs(gradients="as_consumed", sizes=True, warning=self.warning)
+
+    def warning(self, context: PolicyContext) -> str | None:
+        return None if context.measured.copy_bytes() is None else "gradients do not fit"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_gradients_that_do_not_fit_are_said_once_when_rates_are_known(rank, caplog):
     run = Run()
-    planner = Planner(Logs(), run.live, rank, SnapshotLimit())
+    planner = Planner(Logs(), run.live, rank, Settings())
     known = Measured(recent_iteration_secs=1.0, copy_bytes_per_sec=1e9)
     said = []
     for step, measured in enumerate([Measured(), known, known], 1):
-        planner.plan(PolicyContext(step, run.catalog, measured=measured))
+        planner.plan(context(run.catalog, step, measured=measured))
         said.append(caplog.text.count("gradients do not fit"))
     assert said == ([0, 1, 1] if rank == 0 else [0, 0, 0])
 
 
-ALIKE = MemoryFacts(storage_due=False, replicas=1, sends=Sends(experts=False))
+ALIKE = memory(storage_due=False, replicas=1, sends=Sends(experts=False))
 
 
 class Warns(Wrapper):
@@ -171,7 +174,7 @@ class Warns(Wrapper):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, warning=lambda known: f"cannot, at {known.step}" if known.step > 1 else None)
+        return replace(super().needs, warning=lambda at: f"cannot, at {at.run.step}" if at.run.step > 1 else None)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +190,9 @@ class Warns(Wrapper):
 )
 def test_what_a_policy_cannot_do_is_said_once_by_rank_0(policy: Policy, rank: int, said: str | None, caplog):
     run = Run()
-    planner = Planner(policy, run.live, rank, SnapshotLimit())
+    planner = Planner(policy, run.live, rank, Settings())
     for step in range(1, 5):
-        planner.plan(PolicyContext(step, run.catalog, ranks=2, last_step=step, memory=ALIKE))
+        planner.plan(context(run.catalog, step, ranks=2, last_step=step, memory=ALIKE))
     heard = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text[: len(said or "")] for text in heard] == ([] if said is None else [said])
 

@@ -334,7 +334,7 @@ def test_a_budget_below_one_snapshot_is_refused_with_both_numbers(tmp_path):
 def test_a_budget_that_holds_no_partial_checkpoint_says_what_would_need_less(tmp_path):
     class Partial(Dense):
         def plan(self, context):
-            return save_full(context.step, tuple(sorted(ALWAYS)))
+            return save_full(context.run.step, tuple(sorted(ALWAYS)))
 
     said = r"holds a part of the model,.*saves fewer experts at once also needs less"
     with (

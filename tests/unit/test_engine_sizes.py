@@ -40,22 +40,24 @@ def told(root, policy, steps=3, change=None, **settings):
 def test_every_operator_weighs_what_its_tensors_do(tmp_path, policy):
     every = sum(tensor.local.nbytes for tensor in TinyState(MODEL).tensors())
     for context in told(tmp_path, policy):
-        assert {context.sizes[op.id].full for op in MODEL.experts} == {96}  # 4 x 3 floats, and as many of exp_avg
-        assert sum(size.full for size in context.sizes.values()) == every
-        assert context.window is None
+        assert {context.model.sizes[op.id].full for op in MODEL.experts} == {96}  # 4 x 3 floats, and as many of exp_avg
+        assert sum(size.full for size in context.model.sizes.values()) == every
+        assert context.run.window is None
 
 
 @pytest.mark.parametrize("policy", [Dense(), MoC(k=1), MoEtion(experts=1)], ids=str)
 def test_policies_that_do_not_go_by_sizes_are_not_told(tmp_path, policy):
-    assert all(not context.sizes for context in told(tmp_path, policy))
+    assert all(not context.model.sizes for context in told(tmp_path, policy))
 
 
 def test_experts_are_known_to_be_divided_where_the_framework_shards_the_state(tmp_path):
     def sharded(tensors):
         return [replace(tensor, replicated=False) for tensor in tensors]
 
-    assert all(context.placement.experts_whole for context in told(tmp_path / "plain", MoEtion()))
-    assert not any(context.placement.experts_whole for context in told(tmp_path / "fsdp", MoEtion(), change=sharded))
+    assert all(context.model.placement.experts_whole for context in told(tmp_path / "plain", MoEtion()))
+    assert not any(
+        context.model.placement.experts_whole for context in told(tmp_path / "fsdp", MoEtion(), change=sharded)
+    )
 
 
 def test_rates_that_a_run_measures_decide_how_many_experts_it_saves(tmp_path):
@@ -87,7 +89,7 @@ def test_two_ranks_save_the_same_by_their_own_measurements(tmp_path):
         watched = Watched(MoEtion())
         with Life(LocalStorage(tmp_path), policy=watched, comm=comm, budget_fraction=0.5) as life:
             life.go(6, settle=True)
-        return [(context.measured, tuple(sorted(context.sizes))) for context in watched.told], [
+        return [(context.measured, tuple(sorted(context.model.sizes))) for context in watched.told], [
             record.experts_saved for record in life.records
         ]
 

@@ -162,7 +162,7 @@ GRADIENTS_TO_PEERS = [MoEtion(recompute=True), Guarded(MoEtion(recompute=True))]
 
 @pytest.mark.parametrize("policy", GRADIENTS_TO_PEERS)
 def test_gradients_for_peers_ask_for_copies_there(policy):
-    with pytest.raises(ConfigError, match=r"recompute=True.*keeps copies on 0: .*Memory\(replicas=1\), or recompute"):
+    with pytest.raises(ConfigError, match=r"recompute=True.*keeps copies on 0: .*Memory\(replicas=1\), or a policy"):
         Options(policy=policy, dirpath="x", memory=Memory(storage_every=10))
     with pytest.raises(ConfigError, match="logs the gradients of each step"):
         Options(policy=policy, dirpath="x")
@@ -172,7 +172,7 @@ def test_gradients_for_peers_ask_for_copies_there(policy):
 @pytest.mark.parametrize("policy", GRADIENTS_TO_PEERS)
 @pytest.mark.parametrize("cadence", [{}, {"storage_every": 1}])
 def test_gradients_for_peers_ask_for_steps_that_do_not_go_to_storage(policy, cadence):
-    says = r"recompute=True\) sends gradients .*memory=Memory\(.*replicas=2.*storage_every=100\).*recompute=False"
+    says = r"recompute=True.* sends gradients .*memory=Memory\(.*replicas=2.*storage_every=100\).*or a policy that"
     with pytest.raises(ConfigError, match=says):
         Options(policy=policy, dirpath="x", memory=Memory(replicas=2, **cadence))
     Options(policy=MoEtion(), dirpath="x", memory=Memory(replicas=2, **cadence))
@@ -185,15 +185,16 @@ class Sending(Wrapper):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, gradients=True, replicas=1)
+        return replace(super().needs, gradients="as_consumed", replicas=1)
 
 
-def test_settings_are_named_as_the_policy_says_them():
-    with pytest.raises(ConfigError, match=r"policy=Sending\(\.\.\.\) needs .*or a policy for storage, such as Dense"):
+def test_policies_are_named_with_their_settings():
+    sending = r"policy=Sending\(policy=Dense\(every_n_steps=1\)\)"
+    with pytest.raises(ConfigError, match=rf"{sending} needs .*or a policy that keeps none there$"):
         Options(policy=Sending(Dense()), dirpath="x", memory=Memory())
-    with pytest.raises(ConfigError, match=r"policy=Sending\(\.\.\.\) sends gradients .* or another policy$"):
+    with pytest.raises(ConfigError, match=rf"{sending} sends gradients .* or a policy that sends full state$"):
         Options(policy=Sending(Dense()), dirpath="x", memory=Memory(replicas=1))
-    with pytest.raises(ConfigError, match=r"policy=MoEtion\(recompute=True\) needs .* or recompute=False$"):
+    with pytest.raises(ConfigError, match=r"policy=Guarded\(policy=MoEtion\(.*recompute=True\).* needs .*"):
         Options(policy=Guarded(MoEtion(recompute=True)), dirpath="x", memory=Memory())
 
 

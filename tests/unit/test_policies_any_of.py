@@ -132,18 +132,16 @@ def test_the_first_step_that_is_due_is_anybodys():
 
 COMBINED = {
     "boost": (None, 0.2, 0.2),
-    "gradient_dtype": (None, "bf16", "bf16"),
+    "gradients": ("as_consumed", "bf16", "bf16"),
+    "popularity": (None, "tokens", "tokens"),
     "replicas": (0, 2, 2),
     "bubbles": (False, True, True),
     "period_steps": (4, 6, lcm(4, 6)),
-    "asked_by": ("", "Says(log=True)", "Says(log=True)"),
-    "instead": ("", "log=False", "log=False"),
-    **dict.fromkeys(("sizes", "soft_counts", "decayed_counts", "lost_tokens"), (True, False, True)),
-    **dict.fromkeys(("gradients", "partial", "tiers"), (True, False, True)),
+    **dict.fromkeys(("sizes", "lost_tokens", "partial", "tiers"), (True, False, True)),
 }
 """Need -> what two policies say, and both together."""
-OTHERWISE = ("windows", "alone", "next_due", "explain", "warning")
-"""Refused, or tested above or below; there is nothing to explain without windows."""
+OTHERWISE = ("windows", "alone", "next_due", "warning")
+"""Refused, or tested above or below."""
 
 
 def test_every_need_is_tried_here():
@@ -157,6 +155,13 @@ def test_what_any_of_them_needs_is_needed(name):
         policy = AnyOf([Says(save_nothing(1), Needs(**{name: value})) for value in values])
         assert getattr(needs_of(policy), name) == both
         assert getattr(needs_of(Guarded(policy)), name) == (True if name == "lost_tokens" else both)
+
+
+def test_popularity_is_counted_in_one_way():
+    kinds = [Says(save_nothing(1), Needs(popularity=kind)) for kind in ("tokens", "decayed")]
+    with pytest.raises(ConfigError, match=r"Says \('tokens'\) and Says \('decayed'\) count popularity in different"):
+        AnyOf(kinds)
+    assert needs_of(AnyOf([kinds[0], Dense(), kinds[0]])).popularity == "tokens"
 
 
 def test_the_first_warning_of_any_of_them_is_given():
@@ -194,7 +199,7 @@ def test_a_window_that_was_not_announced_is_refused():
 
 def test_within_a_guard_the_budget_holds_for_every_checkpoint():
     policy = Guarded(AnyOf([MoC(k=1, every_n_steps=2), Dense(every_n_steps=5)]), 0.05)
-    facts = {"unsaved": {Tier.STORAGE: np.array([[9, 5, 1, 2]])}, "routed_tokens": 100}
+    facts = {"unsaved": np.array([[9, 5, 1, 2]]), "routed_tokens": 100}
     plan = policy.plan(context(MODEL, 8, last_step=7, **facts))
     assert len(experts_in(plan.operators())) > 1
     assert plan.plt_budget == 0.05

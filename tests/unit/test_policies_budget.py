@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.plan import Tier
 from moe_ckpt.policies.budget import (
     MLT_BUDGETS,
     PLT_BUDGETS,
@@ -77,7 +76,7 @@ def test_what_levels_may_lose_is_together_below_the_budget(levels, budget, route
 
 def at(unsaved, lost, routed, **facts):
     counts = np.asarray(unsaved, dtype=np.int64)
-    facts |= {"unsaved": {Tier.STORAGE: counts}, "lost_tokens": lost, "routed_tokens": routed}
+    facts |= {"unsaved": counts, "lost_tokens": lost, "routed": np.atleast_1d(routed)}
     return context(catalog(*counts.shape), 9, **facts)
 
 
@@ -125,7 +124,7 @@ def test_top_up_keeps_the_budget_with_the_fewest_experts(data):
 
 def test_top_up_of_mlt_by_hand():
     """Parts of the layers' own tokens: 4/100, 0, 4/100 and 1/1000, 90/1000, 40/1000; mean over two layers."""
-    now = at([[4, 0, 4], [1, 90, 40]], lost=500, routed=1100, routed_per_layer=np.array([100, 1000]))
+    now = at([[4, 0, 4], [1, 90, 40]], lost=500, routed=[100, 1000])
     assert mlt_at_risk(now, {(1, 1)}) == pytest.approx(0.0605)
     assert top_up_mlt(now, {(1, 1)}, 0.0606) == ()
     assert top_up_mlt(now, {(1, 1)}, 0.0604) == ((0, 0),)
@@ -145,7 +144,7 @@ def test_top_up_of_mlt_keeps_the_budget_with_the_fewest_experts(data):
         left = [c for c in cells if c not in stored | set(more)]
         return sum(Fraction(int(unsaved[c]), routed[c[0]]) for c in left) / 2
 
-    now = at(unsaved, 0, sum(routed), routed_per_layer=np.array(routed))
+    now = at(unsaved, 0, routed)
     more = top_up_mlt(now, stored, budget)
     assert not set(more) & stored
     assert mlt(more) <= Fraction(str(budget))

@@ -5,7 +5,7 @@ Beside the library's policies and ledgers each run keeps the tokens that every c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from benchmarks.moc_sim import catalog
 from moe_ckpt import Memory
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.run_ledger import Pending, RunLedger, places
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies import Guarded, MoC, MoEtion
-from moe_ckpt.policies.base import Measured
 from moe_ckpt.policies.selectors import SELECTORS
 from moe_ckpt.storage import LocalStorage
+from tests.unit.builders import memory, with_facts
 from tests.unit.engine_parts import Life
 from tests.unit.test_engine_host_tier import come_back
 
@@ -68,8 +69,8 @@ class Run:
         self.ledger.routed(counts)
         self.seen = self.seen + counts
         due = self.stored_at is None or self.now >= self.stored_at + self.every
-        context = self.ledger.context(self.now, 1, counts, Measured())
-        context = replace(context, memory=replace(context.memory, storage_due=due))
+        context = self.ledger.context(self.now, everywhere(self.model.layers, 1))
+        context = with_facts(context, memory=memory(storage_due=due))
         plan = self.policy.plan(context)
         if not plan:
             return 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,9 +16,10 @@ from moe_ckpt.core.rolling import bytes_per_parameter
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, GradientLog, needs_of
-from moe_ckpt.policies.base import Activity, Measured, MemoryFacts, Sends, SnapshotLimit
+from moe_ckpt.policies.base import Measured, Sends
 from tests.support.constants import with_constants
-from tests.unit.builders import catalog, context, mixed
+from tests.unit.builders import catalog, context, mixed, with_facts
+from tests.unit.builders import memory as in_memory
 
 MODEL = catalog(3, 4)
 """12 experts, 3 gates, 1 embedding."""
@@ -39,7 +38,7 @@ def rates(copied, sent=None):
 
 
 def memory(**facts):
-    return MemoryFacts(storage_due=False, **facts)
+    return in_memory(storage_due=False, **facts)
 
 
 class Run:
@@ -55,7 +54,8 @@ class Run:
     def context(self, **facts):
         known = {"memory": memory(), "measured": rates(None), **self.facts, **facts}
         last = max(self.log, default=None)
-        return context(self.model, self.step, last_step=last, sizes=self.sizes, anchored_at=self.anchored_at, **known)
+        known |= {"last_step": last, "sizes": self.sizes, "anchored_at": self.anchored_at}
+        return context(self.model, self.step, **known)
 
     def save(self, **facts):
         self.step += 1
@@ -86,11 +86,11 @@ class Run:
 
 @pytest.mark.parametrize("window", [6, "auto"])
 def test_a_round_that_does_not_fit_in_host_memory_is_shortened(window):
-    policy, limit = with_constants(GradientLog, most_window=6)(window=window), SnapshotLimit(at_once=2)
+    policy, limit = with_constants(GradientLog, most_window=6)(window=window), 2
     dense = sum(size.full for size in weighing(MODEL).values())
     found = {}
     for budget in range(dense, 8 * dense, dense // 4):
-        run = Run(policy, snapshot_bytes=budget // 2, snapshot_limit=limit)
+        run = Run(policy, snapshot_bytes=budget // 2, at_once=limit)
         run.save()
         report = policy.explain(run.context())
         found[budget] = report.window
@@ -129,7 +129,7 @@ def models(draw):
     ranks = draw(st.sampled_from([1, 2, 4]))
     kind = draw(st.sampled_from(["alone", "data", "experts", "stages"]))
     placement = {
-        "alone": None,
+        "alone": everywhere(model.layers, 1),
         "data": everywhere(model.layers, ranks),
         "experts": Placement(
             tuple(tuple(e % ranks for e in range(layer.experts)) for layer in model.layers),
@@ -140,15 +140,13 @@ def models(draw):
             {op.id: at % 2 for at, op in enumerate(model.operators)},
         ),
     }[kind]  # fmt: skip
-    return model, sizes, {"ranks": 1 if kind == "alone" else ranks, "placement": placement}
+    return model, sizes, {"placement": placement}
 
 
 def rank_bytes(plan, sizes, model, known):
     """Of the busiest rank, counted operator by operator."""
     placement = known["placement"]
     weight = {op: sizes[op].full for op in plan.operators()} | {op: sizes[op].gradient for op in plan.gradients}
-    if placement is None:
-        return sum(weight.values())
     found = []
     for number, width in enumerate(placement.stages):
         mine = [op for op in weight if placement.stage_of.get(op, 0) == number]
@@ -198,7 +196,7 @@ def test_every_step_is_reached_however_rates_and_loads_change(built, changes):
     for portion, seed in changes:
         load = np.random.default_rng(seed).integers(0, 1000, shape)
         before = run.anchored_at
-        plan = run.save(measured=rates(portion * dense / known["ranks"]), activity=Activity(hard=load))
+        plan = run.save(measured=rates(portion * dense / known["placement"].ranks), popularity=load)
         oldest = {op for op, step in zip(model.everything, before.tolist(), strict=True) if step == before.min()}
         assert oldest & set(plan.operators())
         assert max(len(way.gradients) for way in run.chains().values()) < 2 * most
@@ -241,12 +239,12 @@ def test_of_steps_that_are_alike_those_with_most_tokens_come_first():
     run.save()
     hard = np.zeros((3, 4), dtype=np.int64)
     hard[2, 1], hard[0, 3] = 70, 50
-    first = run.save(activity=Activity(hard=hard)).operators()
+    first = run.save(popularity=hard).operators()
     assert "expert/2/1" in first
-    assert "expert/0/3" in run.save(activity=Activity(hard=hard)).operators()
+    assert "expert/0/3" in run.save(popularity=hard).operators()
     even = Run(GradientLog(window=12), sizes=run.sizes)
     even.save()
-    assert even.save(activity=Activity(hard=np.ones((3, 4), dtype=np.int64))).operators() != first
+    assert even.save(popularity=np.ones((3, 4), dtype=np.int64)).operators() != first
 
 
 def test_equal_operators_weigh_what_the_formula_says():
@@ -320,7 +318,7 @@ def test_it_says_what_does_not_fit_and_why():
 @pytest.mark.parametrize(
     "facts",
     [
-        {"memory": MemoryFacts()},
+        {"memory": in_memory()},
         {"missing": ("expert/0/0",)},
         {"nothing_safe": True},
     ],
@@ -341,7 +339,7 @@ def test_behind_a_gap_everything_is_anchored_and_what_alone_is_lost_at_once():
     assert run.save().operators() == EVERYTHING
     usual = set(Run.save(run).operators())
     run.anchored_at[MODEL.index_of["expert/2/3"]] = run.anchored_at[MODEL.index_of["gate/1"]] = -1
-    found = set(run.policy.plan(replace(run.context(), step=run.step + 1)).operators())
+    found = set(run.policy.plan(with_facts(run.context(), step=run.step + 1)).operators())
     assert found >= {"expert/2/3", "gate/1"}
     assert len(found) <= len(usual) + 2
 
@@ -362,7 +360,7 @@ def test_a_dense_step_foretells_who_will_be_anchored_together(again):
 
 def test_coupled_operators_are_anchored_together():
     groups = tuple(frozenset(op.id for op in MODEL.experts if op.layer == layer) for layer in range(2))
-    run = Run(GradientLog(window=4), coupled_operators=groups)
+    run = Run(GradientLog(window=4), coupled=groups)
     for _ in range(9):
         saved = set(run.save().operators())
         for group in groups:

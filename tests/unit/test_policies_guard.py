@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_nothing
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import Dense, Guarded, MoC, Policy
+from moe_ckpt.policies import Dense, Guarded, MoC, Policy, TokenFacts
 from tests.unit.builders import catalog, context, experts_in
 
 EVERYTHING = {(0, expert) for expert in range(4)}
@@ -22,7 +22,7 @@ class First:
     halt: str | None = None
 
     def plan(self, context):
-        plan = save_full(context.step, ("non_expert/embed", "expert/0/0"), host_only=("expert/0/1", "expert/0/2"))
+        plan = save_full(context.run.step, ("non_expert/embed", "expert/0/0"), host_only=("expert/0/1", "expert/0/2"))
         return SnapshotPlan(plan.step, plan.items, halt=self.halt)
 
     def check(self, catalog):
@@ -33,7 +33,7 @@ class First:
 
 
 def now(unsaved=(9, 5, 1, 2), lost=0, routed=100, **facts):
-    facts |= {"unsaved": {Tier.STORAGE: np.array([unsaved])}, "lost_tokens": lost, "routed_tokens": routed}
+    facts |= {"unsaved": np.array([unsaved]), "lost_tokens": lost, "routed_tokens": routed}
     return context(catalog(1, 4), 9, last_step=8, **facts)
 
 
@@ -105,9 +105,15 @@ def test_the_tighter_budget_is_told(own, told):
     assert Guarded(MoC(plt_budget=own), 0.05).plan(now(unsaved=(0, 0, 0, 0))).plt_budget == told
 
 
+class Plentiful(TokenFacts):
+    """Tokens of a run that may lose anything as far as PLT goes."""
+
+    routed_tokens = 10**9
+
+
 def by_layer(unsaved=(9, 5, 1, 2), routed=100, lost=0):
-    """Of a run that may lose anything as far as PLT goes."""
-    return now(unsaved, lost, 10**9, routed_per_layer=np.array([routed]))
+    known = now(unsaved, lost, routed)
+    return replace(known, tokens=Plentiful(**vars(known.tokens)))
 
 
 def test_a_budget_of_mlt_alone_saves_what_it_needs_whatever_plt_says():
@@ -122,7 +128,7 @@ def test_a_budget_of_mlt_alone_saves_what_it_needs_whatever_plt_says():
 
 def test_the_tighter_of_both_budgets_decides():
     both = Guarded(First(), 0.04, mlt_budget=0.5)
-    assert experts_in(both.plan(now(routed=100, routed_per_layer=np.array([100]))).operators()) == {(0, 0), (0, 1)}
+    assert experts_in(both.plan(now(routed=100)).operators()) == {(0, 0), (0, 1)}
     assert experts_in(both.plan(by_layer(routed=10)).operators()) == {(0, 0), (0, 1)}
 
 

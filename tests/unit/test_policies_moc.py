@@ -160,7 +160,7 @@ def test_k_doubles_up_to_the_experts_of_the_largest_layer_and_takes_all_of_a_sma
 def test_a_checkpoint_that_would_break_the_budget_saves_more():
     """10 of 100 tokens may be lost, 3 are: of the 15 unsaved ones at most 7 may stay."""
     unsaved = np.array([[1, 8, 0, 6]])
-    facts = {"routed_tokens": 100, "lost_tokens": 3, "unsaved": {Tier.STORAGE: unsaved}, "step": 9, "last_step": 8}
+    facts = {"routed_tokens": 100, "lost_tokens": 3, "unsaved": unsaved, "step": 9, "last_step": 8}
     plan = MoC(k=1, snapshot_k=2, plt_budget=0.1).plan(context(catalog(1, 4), **facts))
     assert experts_in(plan.operators()) == {(0, 0), (0, 1)}
     assert experts_in(plan.operators(Tier.HOST)) == set()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +10,9 @@ from hypothesis import strategies as st
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import MoC, MoEtion, needs_of
-from moe_ckpt.policies.base import Measured, MemoryFacts
+from moe_ckpt.policies.base import Measured
 from moe_ckpt.policies.selectors import SELECTORS
-from tests.unit.builders import experts_in, mixed
+from tests.unit.builders import experts_in, memory, mixed, with_facts
 from tests.unit.test_policies_moetion import MODEL, facts, heaviest, made, runs
 
 AUTO = "auto"
@@ -29,6 +28,12 @@ def rates(copied, persisted, update=0.0):
 def levels(policy, copied=1e9, persisted=1e9, **known):
     """MODEL: 36 bytes of gates and embedding, 2 layers of 4 experts of 12 bytes."""
     return policy.levels(facts(measured=rates(float(copied), float(persisted)), **known))
+
+
+def since(steps):
+    """Storage is due, and got its newest checkpoint so many steps ago, or never."""
+    chosen_at = np.full((2, 4), -1 if steps is None else 100 - steps)
+    return {"step": 100, "last_step": 99, "index": 99, "chosen_at": chosen_at, "memory": memory()}
 
 
 def test_by_hand():
@@ -59,8 +64,7 @@ def test_either_level_may_be_given(policy, found):
 @pytest.mark.parametrize(("steps", "k"), [(None, 1), (1, 1), (2, 2), (3, 3), (50, 3)])
 def test_storage_has_the_time_since_it_got_the_last_checkpoint(policy, steps, k):
     """In one iteration 42 bytes are written of the 36 + 24 K that a checkpoint has, and K = 3 can be copied."""
-    memory = MemoryFacts(storage_due=True, storage_steps=steps)
-    found = levels(policy, 36 + 24 * 3, 42, memory=memory)
+    found = levels(policy, 36 + 24 * 3, 42, **since(steps))
     assert found == (k, k if policy.snapshot_k is None else 3)
 
 
@@ -69,14 +73,14 @@ def test_storage_has_the_time_since_it_got_the_last_checkpoint(policy, steps, k)
 )
 def test_what_stays_in_memory_is_bound_by_the_copy_alone(policy, k):
     for steps in (None, 1, 9):
-        memory = MemoryFacts(storage_due=False, storage_steps=steps)
-        assert levels(policy, 36 + 24 * 3, 1, memory=memory) == (k, k)
-    assert levels(MoC(k=2, snapshot_k=AUTO), 36 + 24 * 3, 1, memory=memory) == (2, 3), "a number is the user's"
+        known = {**since(steps), "memory": memory(storage_due=False)}
+        assert levels(policy, 36 + 24 * 3, 1, **known) == (k, k)
+    assert levels(MoC(k=2, snapshot_k=AUTO), 36 + 24 * 3, 1, **known) == (2, 3), "a number is the user's"
 
 
 def test_k_of_storage_grows_with_its_cadence_as_moetions_budget_does():
     for steps in range(1, 6):
-        known = facts(measured=rates(1e9, 30.0), memory=MemoryFacts(storage_due=True, storage_steps=steps))
+        known = facts(measured=rates(1e9, 30.0), **since(steps))
         k, _ = MoC(k=AUTO).levels(known)
         limit = MoEtion().budget_bytes(known.measured, steps)
         assert heaviest(known, MoC(k=k).plan(known).operators()) <= max(limit, 36 + 24)
@@ -106,7 +110,7 @@ def test_layers_of_different_sizes_have_one_k():
     model = mixed(2, 8)
     known = facts(model=model, measured=rates(36 + 12 * (2 + 5), 1e9))
     assert MoC(k=AUTO).levels(known)[0] == 5, "the smaller layer saves all it has"
-    assert MoC(k=AUTO).levels(replace(known, measured=rates(1e9, 1e9)))[0] == 8
+    assert MoC(k=AUTO).levels(with_facts(known, measured=rates(1e9, 1e9)))[0] == 8
 
 
 def test_the_plan_has_both_levels_and_says_k():
@@ -126,7 +130,7 @@ def test_no_rank_copies_or_writes_more_than_it_has_time_for(run, copied, persist
     policy = MoC(k=AUTO, snapshot_k=AUTO, selector=selector)
     k, snapshot_k = policy.levels(known)
     assert 1 <= k <= snapshot_k <= run["experts"]
-    alike = replace(known, chosen_at=known.chosen_at * 0 + 99)  # so that none is overdue
+    alike = with_facts(known, chosen_at=known.tokens.chosen_at[Tier.STORAGE] * 0 + 99)  # so that none is overdue
     if k > 1:
         assert heaviest(known, policy.plan(alike).operators()) <= persisted
     if snapshot_k > 1:  # of the second level, where it is dealt evenly: it comes after what is written
@@ -139,7 +143,7 @@ def test_one_more_would_not_fit(run, limit):
     known = made(run, measured=rates(float(limit), 1e12))
     k, _ = MoC(k=AUTO).levels(known)
     if k < run["experts"]:
-        even = replace(known, chosen_at=known.chosen_at * 0 + 5)
+        even = with_facts(known, chosen_at=known.tokens.chosen_at[Tier.STORAGE] * 0 + 5)
         assert heaviest(even, MoC(k=k + 1).plan(even).operators()) > limit
 
 

@@ -27,7 +27,7 @@ from moe_ckpt.policies.base import Measured, MemoryFacts, Sends, require_served
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
 from moe_ckpt.policies.moetion import MOST_GRADIENTS, PROBED_CHECKPOINTS, why_no_gradients
 from tests.support.constants import Unprobed
-from tests.unit.builders import catalog, context, experts_in
+from tests.unit.builders import catalog, context, experts_in, memory, with_facts
 
 MODEL = catalog(2, 4)
 """8 experts; 2 gates and 1 embedding, which are 36 bytes."""
@@ -140,7 +140,7 @@ def test_ties_go_to_the_oldest_then_to_the_lowest_index():
 
 def test_what_checkpoints_under_way_save_counts_as_saved():
     later = np.array([[0, 1, 0, 0], [0, 0, 1, 0]])
-    found = chosen(MoEtion(), expected_unsaved=later, unsaved={Tier.STORAGE: 9 - later})
+    found = chosen(MoEtion(), expected_unsaved=later, unsaved=9 - later)
     assert found == {(0, 1), (1, 2)}
 
 
@@ -308,18 +308,18 @@ def test_an_expert_too_large_for_any_rank_alone_is_saved_over_the_budget():
 
 def heaviest(context, operators):
     """Bytes on the rank that saves most, recounted from the catalog: see ``save_budget.Load``."""
-    placement = context.placement or everywhere(context.catalog.layers, context.ranks)
+    catalog, placement, sizes = context.model.catalog, context.model.placement, context.model.sizes
     peak = 0
     for stage, width in enumerate(placement.stages):
         own = Counter()
         rest = 0
-        for op in (context.catalog.by_id[name] for name in operators):
+        for op in (catalog.by_id[name] for name in operators):
             if placement.stage_of.get(op.id, 0) != stage:
                 continue
             if op.expert is None:
-                rest += context.sizes[op.id].full
+                rest += sizes[op.id].full
             else:
-                own[placement.owners[op.layer][op.expert]] += context.sizes[op.id].full
+                own[placement.owners[op.layer][op.expert]] += sizes[op.id].full
         most = max(own.values(), default=0)
         if placement.expert_ranks is not None:
             peak = max(peak, -(-rest // width) + -(-most // placement.expert_ranks))
@@ -357,7 +357,6 @@ def made(run, limit=100.0, **more):
     known = {
         "sizes": weighing(model, run["expert"], run["rest"]),
         "placement": placement,
-        "ranks": sum(placement.stages),
         "expected_unsaved": rng.integers(0, 100, shape) * rng.integers(0, 2, shape),
         "chosen_at": rng.integers(20, 100, shape),
     }
@@ -369,19 +368,19 @@ def made(run, limit=100.0, **more):
 def test_the_heaviest_rank_keeps_to_any_budget_that_pays_for_one_expert_per_layer(run, limit, policy):
     known = made(run, float(limit))
     plan = policy.plan(known)
-    least = policy.plan(replace(known, measured=Measured()))
+    least = policy.plan(with_facts(known, measured=Measured()))
     if heaviest(known, least.operators()) <= limit:
         assert heaviest(known, plan.operators()) <= limit
     else:
-        assert len(experts_in(plan.operators())) >= len(known.catalog.layers)
+        assert len(experts_in(plan.operators())) >= len(known.model.catalog.layers)
 
 
 @settings(max_examples=60)
 @given(run=runs, limit=st.integers(0, 1000), more=st.integers(0, 500))
 def test_a_larger_budget_never_saves_fewer_and_one_for_all_saves_all(run, limit, more):
     small, large = (len(experts_in(MoEtion().plan(made(run, float(n))).operators())) for n in (limit, limit + more))
-    assert len(made(run).catalog.layers) <= small <= large
-    assert len(experts_in(MoEtion().plan(made(run, 1e9)).operators())) == len(made(run).catalog.experts)
+    assert len(made(run).model.catalog.layers) <= small <= large
+    assert len(experts_in(MoEtion().plan(made(run, 1e9)).operators())) == len(made(run).model.catalog.experts)
 
 
 @settings(max_examples=60)
@@ -391,7 +390,7 @@ def test_no_budget_is_left_that_would_buy_another_expert(run, limit):
     operators = MoEtion().plan(known).operators()
     if heaviest(known, operators) > limit:
         return
-    for op in known.catalog.experts:
+    for op in known.model.catalog.experts:
         if op.id not in operators:
             assert heaviest(known, (*operators, op.id)) > limit
 
@@ -400,10 +399,11 @@ def test_no_budget_is_left_that_would_buy_another_expert(run, limit):
 @given(run=runs, limit=st.integers(100, 500), seed=st.integers(0, 99))
 def test_all_ranks_plan_alike_whatever_order_their_dicts_are_in(run, limit, seed):
     known = made(run, float(limit))
-    sizes, stage_of = list(known.sizes.items()), list(known.placement.stage_of.items())
+    sizes, stage_of = list(known.model.sizes.items()), list(known.model.placement.stage_of.items())
     random.Random(seed).shuffle(sizes)
     random.Random(seed).shuffle(stage_of)
-    other = replace(known, sizes=dict(sizes), placement=replace(known.placement, stage_of=dict(stage_of), peers=(1,)))
+    placement = replace(known.model.placement, stage_of=dict(stage_of), peers=(1,))
+    other = with_facts(known, sizes=dict(sizes), placement=placement)
     for policy in (MoEtion(), InTurn(), MoEtion(experts=1)):
         assert policy.plan(known) == policy.plan(other)
 
@@ -449,7 +449,7 @@ def test_it_is_a_policy_that_is_told_sizes_where_it_goes_by_them():
 
 def test_a_guard_adds_what_the_budget_for_lost_tokens_asks_for():
     unsaved = np.array([[50, 40, 30, 0], [0, 0, 0, 0]])
-    known = facts(expected_unsaved=unsaved, unsaved={Tier.STORAGE: unsaved}, routed_tokens=200)
+    known = facts(expected_unsaved=unsaved, unsaved=unsaved, routed_tokens=200)
     plan = Guarded(MoEtion(), 0.05).plan(known)
     assert experts_in(plan.operators()) >= {(0, 0), (0, 1), (0, 2)}
 
@@ -483,7 +483,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers():
 
 
 def test_sizes_that_are_missing_are_an_error_that_names_one():
-    with pytest.raises(ConfigError, match=r"PolicyContext.sizes.*11 are not there, such as non_expert/embed.*experts="):
+    with pytest.raises(ConfigError, match=r"ModelFacts.sizes.*11 are not there, such as non_expert/embed.*experts="):
         MoEtion().plan(facts(sizes={}))
 
 
@@ -495,16 +495,15 @@ def in_memory(copied: float, sent: float | None, model=MODEL, seed=0, **more) ->
     rng = np.random.default_rng(seed)
     shape = (len(model.layers), max(layer.experts for layer in model.layers))
     tiers = (Tier.HOST, Tier.PEER)
-    memory = MemoryFacts(
-        expected_unsaved={tier: rng.integers(0, 100, shape) for tier in tiers},
-        chosen_at={tier: np.full(shape, 8) for tier in tiers},
-        storage_due=False,
-        replicas=1,
-    )
+    tables = {
+        "expected_unsaved": {tier: rng.integers(0, 100, shape) for tier in tiers},
+        "chosen_at": {tier: np.full(shape, 8) for tier in Tier},
+    }
     measured = Measured(
         recent_iteration_secs=1.0, copy_bytes_per_sec=copied, persist_bytes_per_sec=1.0, send_bytes_per_sec=sent
     )
-    return {"memory": replace(memory, **more), "measured": measured, "model": model}
+    facts_of_memory = memory(**{"storage_due": False, "replicas": 1, **more})
+    return {"memory": facts_of_memory, "measured": measured, "model": model, **tables}
 
 
 def sets_of(policy=MoEtion(), **known):  # noqa: B008 - it is frozen
@@ -518,7 +517,7 @@ def sets_of(policy=MoEtion(), **known):  # noqa: B008 - it is frozen
 def test_the_slow_way_gets_fewer_experts_and_each_those_that_it_lacks_most():
     """36 bytes of gates and the rest, 12 of each expert: 84 pay for 4 of them, 60 for 2."""
     known = in_memory(copied=84.0, sent=60.0)
-    unsaved = known["memory"].expected_unsaved
+    unsaved = known["expected_unsaved"]
     unsaved[Tier.HOST][:], unsaved[Tier.PEER][:] = 0, 0
     unsaved[Tier.HOST][0] = [9, 8, 7, 6]
     unsaved[Tier.PEER][1] = [5, 9, 7, 8]
@@ -575,7 +574,7 @@ def test_budgets_are_kept_and_the_sent_ones_are_among_those_here(copied: int, se
 
 
 def held(model=MODEL, **steps):
-    """``PolicyContext.anchored_at``, by expert: e01 is expert 1 of layer 0."""
+    """``MemoryFacts.anchored_at``, by expert: e01 is expert 1 of layer 0."""
     found = np.full(len(model.operators), -1)
     for name, step in steps.items():
         found[model.index_of[f"expert/{name[1]}/{name[2]}"]] = step
@@ -592,7 +591,7 @@ def recomputed(policy=Unprobed(recompute=True), **known):  # noqa: B008 - it is 
 def wanting(*wanted, copied=10**6, sent=36 + 2 * 12.0, **more):
     """Two experts fit on the way to peers, and these lack most there."""
     known = in_memory(copied=float(copied), sent=sent)
-    unsaved = known["memory"].expected_unsaved[Tier.PEER]
+    unsaved = known["expected_unsaved"][Tier.PEER]
     unsaved[:] = 0
     for at, expert in enumerate(reversed(wanted)):
         unsaved[expert] = 10 + at
@@ -651,13 +650,13 @@ def test_gradients_begin_when_probing_has_ended():
 )
 def test_gradients_are_sent_only_where_peers_need_them(changed):
     known = wanting((0, 0), (1, 1), anchored_at=held(e00=8))
-    known["memory"] = replace(known["memory"], **changed)
+    known["memory"] = memory(**{"storage_due": False, "replicas": 1, **changed})
     assert recomputed(**known)[1] == set()
 
 
 def test_what_an_optimizer_couples_is_sent_in_full():
     known = wanting((0, 0), (1, 1), anchored_at=held(e00=8, e11=8))
-    known["coupled_operators"] = (frozenset({"expert/0/0", "expert/0/1"}),)
+    known["coupled"] = (frozenset({"expert/0/0", "expert/0/1"}),)
     assert recomputed(**known) == ({(0, 0)}, {(1, 1)})
 
 
@@ -676,14 +675,14 @@ def test_nothing_that_only_gradients_lead_to_is_left_out(seed, anchors, sent):
 
 def test_why_no_gradient_is_sent():
     """Silent as long as some expert's may be, and without recompute."""
-    every, peers = MODEL.experts_in_order, MemoryFacts(storage_due=False, replicas=1)
+    every, peers = MODEL.experts_in_order, memory(storage_due=False, replicas=1)
     apart = replace(peers, sends=Sends(shared=False, shared_weights=False))
-    for known in ({}, {"memory": apart}, {"memory": None}, {"coupled_operators": (frozenset(every[1:]),)}):
+    for known in ({}, {"memory": apart}, {"memory": MemoryFacts()}, {"coupled": (frozenset(every[1:]),)}):
         assert why_no_gradients(facts(**{"memory": peers, **known})) is None
     alike = facts(memory=replace(peers, sends=Sends(experts=False)))
     assert "the peers that hold copies train the same experts" in why_no_gradients(alike)
     halves = frozenset(every[:3]), frozenset((*every[3:], "gate/0"))
-    assert "Adafactor" in why_no_gradients(facts(memory=peers, coupled_operators=halves))
+    assert "Adafactor" in why_no_gradients(facts(memory=peers, coupled=halves))
     assert (needs_of(MoEtion(recompute=True)).warning, needs_of(MoEtion()).warning) == (why_no_gradients, None)
 
 
@@ -700,8 +699,10 @@ def test_recompute_needs_a_checkpoint_at_each_step_and_memory():
 
 def test_what_goes_to_storage_fits_all_its_ways():
     """The time since storage got the last one counts for storage alone."""
-    known = in_memory(copied=36 + 6 * 12.0, sent=36 + 5 * 12.0, storage_due=True, storage_steps=36 + 4 * 12)
+    known = in_memory(copied=36 + 6 * 12.0, sent=36 + 5 * 12.0, storage_due=True)
+    known |= {"step": 2000, "last_step": 1999}
+    known["chosen_at"][Tier.STORAGE][:] = 2000 - (36 + 4 * 12)
     plan = MoEtion().plan(facts(**known))
     assert (len(experts_in(plan.operators())), plan.operators(Tier.HOST)) == (4, ())
-    known["memory"] = replace(known["memory"], storage_steps=1000)
+    known["chosen_at"][Tier.STORAGE][:] = 1000
     assert len(experts_in(MoEtion().plan(facts(**known)).operators())) == 5

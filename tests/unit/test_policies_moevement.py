@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.window import OperatorBytes, Window, balance, slot_bytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Activity, Measured, MemoryFacts, Policy, SnapshotLimit
+from moe_ckpt.policies.base import Measured, Policy
 from moe_ckpt.policies.moevement import FIRST_SLOTS, PROFILE_STEPS, MoEvement
 from moe_ckpt.policies.popularity import ORDERS
 from tests.support.constants import with_constants
 from tests.unit.builders import catalog, context
+from tests.unit.builders import memory as in_memory
 
 MODEL = catalog(2, 4)  # 8 experts, 2 gates, 1 embedding
 ALL = tuple(op.id for op in MODEL.operators)
@@ -37,7 +38,7 @@ def facts(step=25, last_step=24, measured=None, model=MODEL, sizes=SIZES, **more
 
 
 def counts(*rows):
-    return Activity(np.array(rows, dtype=np.int64))
+    return np.array(rows, dtype=np.int64)
 
 
 class Run:
@@ -224,16 +225,16 @@ def test_the_size_changes_at_window_starts_only():
 
 
 def test_the_order_changes_at_window_starts_only():
-    run = Run(MoEvement(window=2), measured=Measured(), activity=counts([1, 2, 3, 4], [5, 6, 7, 8]))
+    run = Run(MoEvement(window=2), measured=Measured(), popularity=counts([1, 2, 3, 4], [5, 6, 7, 8]))
     run.go(2)
     order = run.window.order
     assert order[:8] == tuple(op.id for op in MODEL.experts)
     turned = counts([8, 7, 6, 5], [4, 3, 2, 1])
-    assert run.go(1, activity=turned)[0].window.order == order
+    assert run.go(1, popularity=turned)[0].window.order == order
     assert run.go(1)[0].window.order[:8] == tuple(reversed(order[:8]))
     nearly = counts([8001, 7000, 6000, 5000], [4001, 3000, 2000, 1000])
     frequencies = run.window.frequencies
-    run.go(2, activity=nearly)
+    run.go(2, popularity=nearly)
     assert (run.window.start, run.window.frequencies) == (5, frequencies)
 
 
@@ -308,25 +309,25 @@ def test_where_no_window_fits_it_is_the_one_with_the_lightest_slots():
 
 @pytest.mark.parametrize(("at_once", "room"), [(1, 131), (2, 65)])
 def test_what_is_saved_before_training_and_does_not_fit_is_refused_with_numbers(at_once, room):
-    limit = SnapshotLimit(at_once=at_once)
+    limit = at_once
     said = (
         rf"at step 0.*has 132 bytes.* room for {at_once * room}; set host_memory_bytes to 132 or more: "
         "before training"
     )
     with pytest.raises(ConfigError, match=said):
-        MoEvement().plan(facts(0, None, snapshot_bytes=room, snapshot_limit=limit))
-    assert is_dense(MoEvement().plan(facts(0, None, snapshot_bytes=66, snapshot_limit=SnapshotLimit(at_once=2))))
+        MoEvement().plan(facts(0, None, snapshot_bytes=room, at_once=limit))
+    assert is_dense(MoEvement().plan(facts(0, None, snapshot_bytes=66, at_once=2)))
 
 
 @pytest.mark.parametrize("policy", [MoEvement(window=8), MoEvement()], ids=["given", "computed"])
 @pytest.mark.parametrize("due", [True, False], ids=["stored", "in memory"])
 def test_memory_holds_two_windows_or_one_that_storage_gets(policy, due):
     """The longest that is no longer than wanted; where memory holds no two of any, as if storage got each."""
-    limit, memory = SnapshotLimit(at_once=2), MemoryFacts(storage_due=due)
+    limit, memory = 2, in_memory(storage_due=due)
     wanted = policy.plan(facts(measured=at(36.0))).window
     assert wanted.size > 4
     for budget in range(DENSE, 6 * DENSE, 14):
-        found = facts(measured=at(36.0), snapshot_bytes=budget // 2, snapshot_limit=limit, memory=memory)
+        found = facts(measured=at(36.0), snapshot_bytes=budget // 2, at_once=limit, memory=memory)
         size, copies = policy.plan(found).window.size, 1 if due or budget < 2 * DENSE else 2
         needed = [copies * n * max(slot_bytes(balance(wanted.order, SIZES, n), SIZES)) for n in (size, size + 1)]
         assert needed[0] <= budget
@@ -365,7 +366,7 @@ def drawn_facts(draw):
         model=model,
         sizes=sizes,
         ranks=draw(st.integers(1, 4)),
-        activity=Activity(tokens.reshape(shape).astype(np.int64)),
+        popularity=tokens.reshape(shape).astype(np.int64),
         budget_fraction=draw(st.sampled_from([0.1, 0.5, 1.0])),
         step=draw(st.sampled_from([0, 25, 40])),
         last_step=draw(st.sampled_from([None, 24])),
@@ -392,11 +393,11 @@ def test_any_window_anchors_every_operator_once_within_its_limits(policy, known)
         return
     assert report.window == plan.window
     slots = plan.window.slots
-    assert sorted(plan.window.order) == sorted(op.id for op in known.catalog.operators)
+    assert sorted(plan.window.order) == sorted(op.id for op in known.model.catalog.operators)
     assert all(slots)
-    assert [slot.nbytes for slot in report.slots] == list(slot_bytes(slots, known.sizes))
+    assert [slot.nbytes for slot in report.slots] == list(slot_bytes(slots, known.model.sizes))
     assert [len(slots[n + 1 :]) == 0 or slot.frozen > 0 for n, slot in enumerate(report.slots)] == [True] * len(slots)
-    if known.step == 0 or known.last_step is None:
+    if known.run.step == 0 or known.run.last_step is None:
         assert len(slots) == 1
     elif policy.window is not None:
         assert len(slots) <= policy.window
@@ -404,11 +405,11 @@ def test_any_window_anchors_every_operator_once_within_its_limits(policy, known)
         assert len(slots) <= policy.max_window
         limit = report.limit_bytes
         if limit is not None and not report.fits:
-            best = max(slot_bytes(balance(plan.window.order, known.sizes, policy.max_window), known.sizes))
-            assert report.heaviest_bytes == best > limit * known.ranks
+            best = max(slot_bytes(balance(plan.window.order, known.model.sizes, policy.max_window), known.model.sizes))
+            assert report.heaviest_bytes == best > limit * known.model.placement.ranks
         elif limit is not None and len(slots) > 1:
-            shorter = max(slot_bytes(balance(plan.window.order, known.sizes, len(slots) - 1), known.sizes))
-            assert shorter > limit * known.ranks
+            shorter = max(slot_bytes(balance(plan.window.order, known.model.sizes, len(slots) - 1), known.model.sizes))
+            assert shorter > limit * known.model.placement.ranks
     json.dumps(report.to_dict())
     assert str(report)
 
@@ -487,7 +488,7 @@ def test_operators_that_cannot_be_parted_are_anchored_together():
     """Experts of one layer whose optimizer mixes rows of a stack: one unit, where its most popular member stood."""
     together = tuple(frozenset(op for op in ALL if op.startswith(f"expert/{layer}/")) for layer in (0, 1))
     for step in range(1, 12):
-        plan = MoEvement(window=5).plan(facts(step, step - 1, coupled_operators=together))
+        plan = MoEvement(window=5).plan(facts(step, step - 1, coupled=together))
         slots = plan.window.slots
         assert sorted(plan.window.order) == sorted(ALL)
         for group in together:
@@ -534,7 +535,7 @@ def test_no_owner_has_too_much_because_its_experts_are_popular():
     """By popularity alone, each slot's experts would be those of one rank."""
     owners = Placement(((0, 0, 1, 1), (0, 0, 1, 1)), (0, 1), (2,), expert_ranks=1)
     hot = counts([9, 9, 1, 1], [9, 9, 1, 1])
-    known = {"ranks": 2, "activity": hot, "measured": at(45.0)}
+    known = {"ranks": 2, "popularity": hot, "measured": at(45.0)}
     assert MoEvement().explain(facts(**known)).size == 2
     report = MoEvement().explain(facts(placement=owners, **known))
     assert report.size == 2

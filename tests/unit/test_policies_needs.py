@@ -13,7 +13,7 @@ import pytest
 from moe_ckpt import policies as package
 from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.engine.live import LiveState
-from moe_ckpt.engine.options import Options
+from moe_ckpt.engine.options import Options, Settings
 from moe_ckpt.engine.planning import Planner
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import (
@@ -31,7 +31,7 @@ from moe_ckpt.policies import (
     Wrapper,
 )
 from moe_ckpt.policies import needs_of as needs
-from moe_ckpt.policies.base import SnapshotLimit
+from moe_ckpt.policies.base import DECAYED, GATE_WEIGHTS, TOKENS
 from moe_ckpt_sim.planner.choosing import exact
 from moe_ckpt_sim.run.system import System
 from tests.support.constants import Unprobed
@@ -46,24 +46,19 @@ def seventh(known):
 
 EACH = {
     "sizes": True,
+    "popularity": "tokens",
     "windows": True,
-    "soft_counts": True,
-    "decayed_counts": True,
-    "lost_tokens": True,
-    "gradients": True,
-    "gradient_dtype": "bf16",
+    "gradients": "bf16",
     "tiers": True,
     "partial": True,
+    "lost_tokens": True,
     "alone": True,
     "boost": 0.2,
     "replicas": 2,
     "bubbles": True,
     "period_steps": 7,
     "next_due": seventh,
-    "explain": seventh,
     "warning": seventh,
-    "asked_by": "Needy(log=True)",
-    "instead": "log=False",
 }
 """Of each need, a value that is not the default."""
 
@@ -163,17 +158,24 @@ def told(policy):
         (MoEtion(), "next_due partial sizes boost bubbles tiers period_steps"),
         (
             Unprobed(recompute=True),
-            "next_due partial sizes boost bubbles tiers gradients alone replicas warning asked_by instead",
+            "next_due partial sizes boost bubbles tiers gradients alone replicas warning",
         ),
-        (MoEvement(), "next_due sizes windows alone explain"),
-        (MoEvement(order="soft_count"), "next_due sizes windows alone explain soft_counts"),
-        (MoEvement(order="time_decayed"), "next_due sizes windows alone explain decayed_counts"),
-        (GradientLog(), "next_due sizes gradients tiers alone explain"),
+        (MoEvement(), "next_due sizes windows alone warning popularity"),
+        (MoEvement(order="round_robin"), "next_due sizes windows alone warning"),
+        (GradientLog(), "next_due sizes gradients tiers alone warning popularity"),
         (Own(), ""),
     ],
 )
 def test_what_each_policy_needs(policy, names):
     assert told(policy) == set(names.split())
+
+
+@pytest.mark.parametrize(
+    ("order", "counted"),
+    [("hard_count", TOKENS), ("soft_count", GATE_WEIGHTS), ("time_decayed", DECAYED), ("capacity_normalised", TOKENS)],
+)
+def test_an_order_says_what_it_counts(order, counted):
+    assert needs(MoEvement(order=order)).popularity == counted
 
 
 def test_the_first_step_that_is_due():
@@ -208,7 +210,7 @@ def takers(tmp_path):
         "Guarded": Guarded,
         "Wrapper": Wrapper,
         "AnyOf": lambda policy: AnyOf([Dense(), policy]),
-        "Planner": lambda policy: Planner(policy, LiveState(Ledger(MODEL), None, None), 0, SnapshotLimit()),  # type: ignore[arg-type]
+        "Planner": lambda policy: Planner(policy, LiveState(Ledger(MODEL), None, None), 0, Settings()),  # type: ignore[arg-type]
     }
 
 
@@ -249,11 +251,11 @@ def test_needs_of_the_class_are_enough():
 
 def test_what_nothing_provides_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"Needy logs the gradients .* give memory=moe_ckpt.Memory"):
-        takers(tmp_path)["Options"](Needy(Needs(gradients=True)))
+        takers(tmp_path)["Options"](Needy(Needs(gradients="as_consumed")))
 
 
 def test_a_log_of_gradients_is_simulated_in_memory_alone():
-    policy = Needy(Needs(gradients=True))
+    policy = Needy(Needs(gradients="as_consumed"))
     with pytest.raises(ConfigError, match=r"durable='storage'\): Needy keeps its log in memory .* use durable: peers"):
         System("own", policy)
     assert System("own", policy, durable="node").in_trainer
@@ -267,7 +269,8 @@ def test_a_log_of_gradients_is_simulated_in_memory_alone():
         ({"boost": 0}, r"Needs\(boost=0\): the portion .* above 0 and at most 1.*None switches it off"),
         ({"next_due": 5}, r"Needs\(next_due=5\): give a function that takes a PolicyContext, or None"),
         ({"warning": "never"}, r"Needs\(warning='never'\): give a function that takes a PolicyContext, or None"),
-        ({"instead": None}, r"Needs\(instead=None\): give a setting as text, or an empty text"),
+        ({"popularity": "soft"}, r"Needs\(popularity='soft'\): choose 'tokens', 'gate_weights', 'decayed', or None"),
+        ({"gradients": True}, r"Needs\(gradients=True\): choose 'as_consumed', 'bf16', or None"),
         ({"period_steps": 0}, r"Needs\(period_steps=0\): period_steps must be a whole number of at least 1"),
     ],
 )
@@ -282,7 +285,7 @@ def test_wrong_needs_are_refused(given, said):
 def test_options_and_systems_tell_the_needs_of_the_guarded_policy(tmp_path):
     given = Options(policy=MoEvement(order="soft_count"), guard="escalate", dirpath=str(tmp_path))
     assert given.needs.windows
-    assert given.needs.soft_counts
+    assert given.needs.popularity == GATE_WEIGHTS
     policy = Guarded(MoEvement())
     assert System("guarded", policy).sparse
     assert System("guarded", policy).needs == needs(policy)

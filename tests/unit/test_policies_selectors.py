@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.placement import expert_owner
 from moe_ckpt.policies.load_aware import STALE_ROUNDS, sorted_rows
-from moe_ckpt.policies.selection import Request
+from moe_ckpt.policies.selection import Request, interval_steps
 from moe_ckpt.policies.selectors import SELECTORS, sequential
 from tests.unit.builders import catalog, context, mixed
 
@@ -276,8 +276,9 @@ def test_storage_that_skips_checkpoints_makes_nobody_overdue():
     """One checkpoint in ten was made: 200 steps are 20 checkpoints, of 16 that an expert may wait in 160."""
     tokens, chosen_at = unsaved([9, 9, 9, 0]), unsaved([990, 990, 990, 850])
     slow = {"expected_unsaved": tokens, "chosen_at": chosen_at, "index": 99}
-    assert load_aware(context(catalog(1, 4), 1000, **slow), Request(1, 1)).stored == ((0, 0),)
-    assert load_aware(context(catalog(1, 4), 1000, **slow | {"index": 999}), Request(1, 1)).stored == ((0, 3),)
+    for index, first in ((99, 0), (999, 3)):
+        known = context(catalog(1, 4), 1000, **slow | {"index": index})
+        assert load_aware(known, Request(1, 1, interval_steps(known, 1))).stored == ((0, first),)
 
 
 @given(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.core.window import Window
-from moe_ckpt.policies.base import Activity
+from moe_ckpt.engine.activity import RoutingActivity
 from moe_ckpt.policies.popularity import ORDERS, Ordering, popularity, shares
 from tests.unit.builders import catalog, context
 
@@ -22,12 +20,25 @@ BY_POPULARITY = [kind for kind in ORDERS if kind != "round_robin"]
 
 def activity(hard, soft=None, decayed=None):
     hard = np.array(hard, dtype=np.int64)
-    zeros = np.zeros(hard.shape)
-    return Activity(hard, zeros if soft is None else np.array(soft), zeros if decayed is None else np.array(decayed))
+    routing = RoutingActivity(hard.shape)
+    routing._hard = hard
+    routing._soft, routing._decayed = (routing._soft if table is None else np.array(table) for table in (soft, decayed))
+    return routing
+
+
+def uncounted():
+    return activity(np.zeros((0, 0)))
 
 
 def order(found, model=MODEL, window=None, step=5, **options):
-    return Ordering(**options).order(context(model, step=step, activity=found, window=window))
+    ordering = Ordering(**options)
+    counts = found.popularity(ordering.counted)
+    return ordering.order(context(model, step=step, popularity=counts, window=window))
+
+
+def measured(kind, model, found):
+    """By id, what this order goes by."""
+    return popularity(kind, model, found.popularity(Ordering(kind).counted))
 
 
 def experts(operators):
@@ -64,11 +75,11 @@ def test_least_popular_experts_come_first_and_everybody_else_last():
 
 
 def test_equals_go_by_layer_and_index_and_so_does_everybody_before_anything_is_known():
-    for found in (activity([[7, 7, 7], [7, 7, 7]]), Activity(), activity([[0] * 3] * 2)):
+    for found in (activity([[7, 7, 7], [7, 7, 7]]), uncounted(), activity([[0] * 3] * 2)):
         assert experts(order(found)[0]) == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2"]
     turned = Catalog(tuple(reversed(MODEL.operators)), MODEL.layers, MODEL.parameters)
-    assert experts(order(Activity(), turned)[0]) == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2"]
-    assert order(Activity())[1] is None
+    assert experts(order(uncounted(), turned)[0]) == ["0/0", "0/1", "0/2", "1/0", "1/1", "1/2"]
+    assert order(uncounted())[1] is None
     assert order(activity([[0] * 3] * 2))[1] is None
 
 
@@ -83,7 +94,7 @@ def test_capacity_is_an_even_share_of_the_layer():
     """Two experts of 100 tokens have room for 50 each, four of 100 for 25: 40 tokens are little here, much there."""
     model = uneven()
     found = activity([[60, 40, 0, 0], [10, 20, 30, 40]])
-    values = popularity("capacity_normalised", model, found)
+    values = measured("capacity_normalised", model, found)
     assert [values[op] for op in ("expert/0/0", "expert/0/1")] == pytest.approx([60 / 50, 40 / 50])
     assert [values[f"expert/1/{e}"] for e in range(4)] == pytest.approx([10 / 25, 20 / 25, 30 / 25, 40 / 25])
     by_capacity = experts(order(found, model, kind="capacity_normalised")[0])
@@ -94,15 +105,15 @@ def test_capacity_is_an_even_share_of_the_layer():
 @pytest.mark.parametrize(("kind", "field"), [("soft_count", "soft"), ("time_decayed", "decayed")])
 def test_a_measure_that_a_router_does_not_tell_gives_way_to_tokens_in_all_layers(kind, field):
     told = [[9.0, 1.0, 5.0], [0.0, 0.0, 0.0]]
-    found = replace(activity([[3, 2, 1], [6, 5, 4]]), **{field: np.array(told)})
-    assert popularity(kind, MODEL, found) == popularity("hard_count", MODEL, found)
+    found = activity([[3, 2, 1], [6, 5, 4]], **{field: told})
+    assert measured(kind, MODEL, found) == measured("hard_count", MODEL, found)
     # A layer that got no token has nothing to tell.
-    found = replace(activity([[3, 2, 1], [0, 0, 0]]), **{field: np.array(told)})
-    assert popularity(kind, MODEL, found)["expert/0/0"] == 9.0
+    found = activity([[3, 2, 1], [0, 0, 0]], **{field: told})
+    assert measured(kind, MODEL, found)["expert/0/0"] == 9.0
 
 
 def test_counts_of_another_shape_are_not_believed():
-    assert set(popularity("hard_count", MODEL, activity([[1, 2]])).values()) == {0}
+    assert set(measured("hard_count", MODEL, activity([[1, 2]])).values()) == {0}
 
 
 def test_a_dense_model_goes_from_the_output_to_the_input():
@@ -110,7 +121,7 @@ def test_a_dense_model_goes_from_the_output_to_the_input():
     parts = tuple(Operator(f"non_expert/{n}", OperatorKind.NON_EXPERT, (Span(n),)) for n in names)
     model = Catalog(parts, (), dict.fromkeys(names, (2, 2)))
     for kind in ORDERS:
-        found = order(Activity(), model, kind=kind)
+        found = order(uncounted(), model, kind=kind)
         assert found == (tuple(f"non_expert/{n}" for n in reversed(names)), None)
 
 
@@ -186,9 +197,9 @@ def test_an_expert_that_had_nothing_changes_with_its_first_token_and_one_that_lo
 def test_what_is_known_for_the_first_time_is_a_change_and_what_is_not_known_is_none():
     window = former(None)
     assert order(shifted(0, 0), window=window)[1] == pytest.approx(BEFORE)
-    assert order(Activity(), window=window) == (window.order, None)
+    assert order(uncounted(), window=window) == (window.order, None)
     window = former(BEFORE)
-    assert order(Activity(), window=window) == (window.order, BEFORE)
+    assert order(uncounted(), window=window) == (window.order, BEFORE)
     # Only one layer got tokens: its three experts changed, the others count as unchanged, and 3 of 6 is enough.
     assert order(activity([[10, 20, 70], [0, 0, 0]]), window=window)[0] != window.order
     assert order(activity([[10, 20, 70], [0, 0, 0]]), window=window, experts=0.51)[0] == window.order
@@ -213,7 +224,7 @@ def test_round_robin_puts_every_expert_in_every_place_once():
 
 
 def test_round_robin_without_a_former_window_begins_by_the_step():
-    first = [order(Activity(), step=step, kind="round_robin")[0][0] for step in range(7)]
+    first = [order(uncounted(), step=step, kind="round_robin")[0][0] for step in range(7)]
     assert first == [*(op.id for op in MODEL.experts), "expert/0/0"]
 
 
@@ -225,7 +236,7 @@ def test_any_order_has_every_operator_once_with_experts_by_ascending_popularity(
     found = activity(hard, soft=np.array(other) / 7, decayed=np.array(other) / 3)
     listed, frequencies = order(found, kind=kind)
     assert sorted(listed) == sorted(op.id for op in MODEL.operators)
-    values = popularity(kind, MODEL, found)
+    values = measured(kind, MODEL, found)
     popular = [values[op] for op in listed if op in values]
     assert popular == sorted(popular)
     assert (listed, frequencies) == order(found, kind=kind)

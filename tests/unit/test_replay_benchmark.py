@@ -1,4 +1,4 @@
-"""The docs have what the committed runs of ``moevement.py`` and ``megatron_replay.py`` found."""
+"""The docs have what the committed runs of ``moevement.py`` found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import megatron_replay, windows_report
+from benchmarks import windows_report
 from benchmarks.moevement import RESULT, result_of
 
 ROOT = Path(__file__).parents[2]
@@ -44,13 +44,6 @@ def test_the_docs_have_replayed_iterations(row, suffix):
     assert f"| Lightning, {way}{suffix} | {' | '.join(cells[:3])} |" in DOCS
 
 
-@pytest.mark.parametrize("row", kept(megatron_replay.RESULT)["rows"], ids=lambda row: f"{row['experts']} {row['step']}")
-def test_the_docs_have_replayed_iterations_of_megatron(row):
-    found = kept(megatron_replay.RESULT)
-    assert megatron_replay.line(row, found["window"]) in DOCS
-    assert len(row["ratios"]) == found["rounds"]
-
-
 def test_the_docs_say_what_is_saved():
     said = " ".join(DOCS.split())
     for name in (SMALL, LARGE):
@@ -63,12 +56,6 @@ def test_the_docs_say_what_is_saved():
 def test_the_docs_say_how_replays_were_measured(name):
     assert f"\n{kept(name)['facts']['command']}\n" in DOCS
     assert f"(../benchmarks/results/{name}), {kept(name)['facts']['rounds']} rounds" in DOCS
-
-
-def test_the_docs_say_how_replays_of_megatron_were_measured():
-    found = kept(megatron_replay.RESULT)
-    assert f"\npython benchmarks/megatron_replay.py --rounds {found['rounds']} --write\n" in DOCS
-    assert f"hidden size {found['hidden']}" in DOCS
 
 
 def test_replays_alone_have_a_file_of_their_own():

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.core.window import Window
@@ -14,7 +15,6 @@ from moe_ckpt.engine.run_ledger import Pending, RunLedger
 from moe_ckpt.engine.session import StepRecord
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.metrics import facts_of
-from moe_ckpt.policies.base import Measured
 from tests.unit.builders import catalog
 
 MODEL = catalog(1, 3)
@@ -31,7 +31,7 @@ def begin(run_ledger, sequence, step, operators, held=()):
 
 
 def context(run_ledger, step):
-    return run_ledger.context(step, 1, run_ledger.popularity, Measured())
+    return run_ledger.context(step, everywhere(MODEL.layers, 1))
 
 
 def saved_at_one():
@@ -49,24 +49,24 @@ def test_what_is_under_way_counts_as_saved_only_where_that_is_expected():
     begin(run_ledger, 1, 2, ("expert/0/0",))
     run_ledger.routed(counts(4, 0, 0))
     now = context(run_ledger, 3)
-    assert now.unsaved[Tier.STORAGE].tolist() == [[9, 3, 2]]
-    assert now.expected_unsaved.tolist() == [[4, 3, 2]]
-    assert now.chosen_at.tolist() == [[2, 1, 1]]
-    assert (now.last_step, now.index) == (2, 2)
+    assert now.tokens.unsaved.tolist() == [[9, 3, 2]]
+    assert now.tokens.expected_unsaved[Tier.STORAGE].tolist() == [[4, 3, 2]]
+    assert now.tokens.chosen_at[Tier.STORAGE].tolist() == [[2, 1, 1]]
+    assert (now.run.last_step, now.run.index) == (2, 2)
 
 
 def test_nothing_builds_on_a_window_that_is_under_way_or_on_what_came_before_it():
     run_ledger, window = saved_at_one(), Window(2, (EVERYTHING[:2], EVERYTHING[2:]))
     for slot in range(2):
-        assert context(run_ledger, 2 + slot).missing == ()
+        assert context(run_ledger, 2 + slot).run.missing == ()
         pending = Pending(MODEL, 2 + slot, 0, EVERYTHING, (), run_ledger.tokens.applied.copy(), {}, window, slot)
         run_ledger.begun(1 + slot, pending)
-    assert context(run_ledger, 4).missing == EVERYTHING
+    assert context(run_ledger, 4).run.missing == EVERYTHING
     begin(run_ledger, 3, 4, EVERYTHING[1:])
-    assert context(run_ledger, 5).missing == EVERYTHING[:1]
+    assert context(run_ledger, 5).run.missing == EVERYTHING[:1]
     for sequence in (1, 2, 3):
         run_ledger.resolved(sequence, committed=True)
-        assert context(run_ledger, 5).missing == EVERYTHING[:1]
+        assert context(run_ledger, 5).run.missing == EVERYTHING[:1]
 
 
 def test_nothing_builds_on_a_slot_whose_window_was_broken_off():
@@ -77,7 +77,9 @@ def test_nothing_builds_on_a_slot_whose_window_was_broken_off():
         run_ledger.begun(step, Pending(MODEL, step, 0, window.slots[slot], (), applied, {}, window, slot))
     for sequence in (2, 3):
         run_ledger.resolved(sequence, committed=True)
-    assert context(run_ledger, 5).missing == EVERYTHING, "that of step 4 is under way, and its window will never end"
+    assert context(run_ledger, 5).run.missing == EVERYTHING, (
+        "that of step 4 is under way, and its window will never end"
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -93,7 +95,7 @@ def test_whatever_is_under_way_a_checkpoint_that_adds_what_is_missing_is_whole(s
                 held = set() if pending.window is not None else held | set(pending.operators)
                 assert pending.window is not None or held == set(EVERYTHING), f"step {pending.step} lacks operators"
             run_ledger.resolved(sequence, committed=True)
-        missing = context(run_ledger, step).missing
+        missing = context(run_ledger, step).run.missing
         if window is not None and rng.random() < 0.8:
             slot += 1
         elif rng.random() < 0.4:
@@ -117,17 +119,23 @@ def test_what_failed_counts_for_nothing():
     begin(run_ledger, 1, 2, ("expert/0/0",))
     run_ledger.resolved(1, committed=False)
     now = context(run_ledger, 3)
-    assert now.unsaved[Tier.STORAGE].tolist() == now.expected_unsaved.tolist() == [[5, 3, 2]]
-    assert now.chosen_at.tolist() == [[1, 1, 1]]
+    assert now.tokens.unsaved.tolist() == now.tokens.expected_unsaved[Tier.STORAGE].tolist() == [[5, 3, 2]]
+    assert now.tokens.chosen_at[Tier.STORAGE].tolist() == [[1, 1, 1]]
 
 
 def test_nothing_is_missing_while_the_first_checkpoint_is_under_way_and_all_of_it_again_when_it_failed():
     run_ledger = RunLedger(MODEL)
-    assert (context(run_ledger, 1).missing, context(run_ledger, 1).chosen_at.tolist()) == (EVERYTHING, NEVER)
+    assert (context(run_ledger, 1).run.missing, context(run_ledger, 1).tokens.chosen_at[Tier.STORAGE].tolist()) == (
+        EVERYTHING,
+        NEVER,
+    )
     begin(run_ledger, 0, 1, EVERYTHING)
-    assert context(run_ledger, 2).missing == ()
+    assert context(run_ledger, 2).run.missing == ()
     run_ledger.resolved(0, committed=False)
-    assert (context(run_ledger, 2).missing, context(run_ledger, 2).chosen_at.tolist()) == (EVERYTHING, NEVER)
+    assert (context(run_ledger, 2).run.missing, context(run_ledger, 2).tokens.chosen_at[Tier.STORAGE].tolist()) == (
+        EVERYTHING,
+        NEVER,
+    )
 
 
 def test_at_risk_is_what_the_newest_committed_checkpoint_lacks_not_what_was_routed_since():
@@ -157,9 +165,9 @@ def test_a_restored_run_goes_on_counting_from_its_checkpoint():
     run_ledger, fault = restored()
     now = context(run_ledger, 3)
     assert (fault.lost_tokens, fault.stale_experts, fault.routed_tokens) == (5, 2, 13)
-    assert (now.last_step, now.index, now.missing) == (2, 8, ())
-    assert now.chosen_at.tolist() == [[2, 1, 1]]
-    assert (now.lost_tokens, now.routed_tokens, now.faults) == (5, 13, (fault,))
+    assert (now.run.last_step, now.run.index, now.run.missing) == (2, 8, ())
+    assert now.tokens.chosen_at[Tier.STORAGE].tolist() == [[2, 1, 1]]
+    assert (now.run.lost_tokens, now.tokens.routed_tokens, now.run.faults) == (5, 13, (fault,))
     # A return to it again would lose the same tokens.
     assert (run_ledger.committed_step, run_ledger.ledger.at_risk.tokens) == (2, 0)
 
@@ -201,7 +209,8 @@ def manifest_tokens(manifest):
 def test_a_checkpoint_of_another_store_lends_its_history_and_no_copy():
     run_ledger, fault = restored(same_store=False)
     now = context(run_ledger, 3)
-    assert (now.missing, now.chosen_at.tolist(), now.last_step) == (EVERYTHING, NEVER, 2)
+    chosen_at = now.tokens.chosen_at[Tier.STORAGE].tolist()
+    assert (now.run.missing, chosen_at, now.run.last_step) == (EVERYTHING, NEVER, 2)
     assert (run_ledger.committed_step, fault.lost_tokens) == (None, 5)
 
 

@@ -194,13 +194,12 @@ def test_glued_operators_are_one_with_the_sum_of_their_bytes():
 
 def stages(sizes, of_second):
     placement = Placement((), (0,), (1, 3), {op: int(op in of_second) for op in sizes})
-    return lanes_of(tuple(sizes), 4, placement)
+    return lanes_of(tuple(sizes), placement)
 
 
 def test_one_lane_where_nobody_says_otherwise():
-    assert lanes_of(["a", "b"], 3) == (Lane(("a", "b"), 3),)
     one = Placement((), (0,), (3,))
-    assert lanes_of(["a", "b"], 3, one) == (Lane(("a", "b"), 3),)
+    assert lanes_of(["a", "b"], one) == (Lane(("a", "b"), 3),)
 
 
 def test_each_stage_keeps_the_order_and_has_its_ranks():
@@ -226,7 +225,7 @@ def test_stages_cut_by_themselves_never_weigh_more_than_cut_as_one(data, count, 
     pairs = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=count, max_size=count))
     weights = {op: OperatorBytes(full, min(full, compute)) for op, (full, compute) in zip(order, pairs, strict=True)}
     placement = Placement((), (0,), (width, width), {op: data.draw(st.integers(0, 1)) for op in order})
-    lanes = lanes_of(order, 2 * width, placement)
+    lanes = lanes_of(order, placement)
     for most in range(1, count + 1):
         apart = side_by_side([balance(lane.order, weights, most) for lane in lanes])
         assert sorted(op for slot in apart for op in slot) == sorted(order)
@@ -238,14 +237,14 @@ def test_an_expert_weighs_on_its_owner_alone():
     """Two owners of two experts each, on a stage of two ranks; the gate is divided."""
     sizes = {op: OperatorBytes(6, 1) for op in ("expert/0/0", "expert/0/1", "expert/0/2", "expert/0/3", "gate/0")}
     placement = Placement(((0, 0, 1, 1),), (0, 1), (2,), expert_ranks=1)
-    lanes = lanes_of(tuple(sizes), 2, placement)
+    lanes = lanes_of(tuple(sizes), placement)
     together = (("expert/0/0", "expert/0/1", "gate/0"), ("expert/0/2", "expert/0/3"))
     apart = (("expert/0/0", "expert/0/2", "gate/0"), ("expert/0/1", "expert/0/3"))
     # Rank 0: both experts in full and half of the gate; rank 1: two as compute weights and half of the gate.
     assert share_bytes(together, sizes, lanes) == (12 + 3, 12)
     assert share_bytes(apart, sizes, lanes) == (6 + 1 + 3, 6)
     shared = Placement(((0, 0, 2, 2),), (0, 1), (4,), expert_ranks=2)
-    assert share_bytes(together, sizes, lanes_of(tuple(sizes), 4, shared)) == (6 + 2, 6)
+    assert share_bytes(together, sizes, lanes_of(tuple(sizes), shared)) == (6 + 2, 6)
 
 
 @given(data=st.data(), weights=models(min_size=2, max_size=20), ranks=st.integers(1, 3), width=st.integers(1, 3))

@@ -40,6 +40,7 @@ from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.routing import Mask, RoutingCounter, no_experts
 from moe_ckpt.modeling.trainable import FrozenExperts
+from moe_ckpt.policies.base import GATE_WEIGHTS
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import other_ranks
 from moe_ckpt.stopwatch import Stopwatch, timed
@@ -87,7 +88,7 @@ class Fit:
         frozen: Callable[[], Mask | None] = no_experts
         if options.needs.partial:  # looked for at every update, hence only where experts may come back older
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
-        soft = options.needs.soft_counts
+        soft = options.needs.popularity == GATE_WEIGHTS
         self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
         capture = functools.partial(capture_gradients, trainer, module, stopwatch=stopwatch)
         try:

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
     policy = _policy(args)
     manifest, context = with_step(args.path, lambda reader, manifest: (manifest, context_of(reader, manifest, args)))
-    policy.check(context.catalog)
+    policy.check(context.model.catalog)
     report = policy.explain(context)
     least = max(slot.rank_bytes for slot in report.slots)
     if args.host_memory is not None and least > args.host_memory:
@@ -145,10 +145,10 @@ def _show(directory: str, context: PolicyContext, report: WindowReport, explain:
     from moe_ckpt.core.quantities import human_bytes
     from moe_ckpt.tables import print_table, wrapped
 
-    catalog, ranks = context.catalog, f"{report.ranks} rank{'s' * (report.ranks > 1)}"
+    catalog, ranks = context.model.catalog, f"{report.ranks} rank{'s' * (report.ranks > 1)}"
     others = f"{len(catalog.always_saved)} other operators; dealt over {ranks}"
     print(wrapped(f"{directory}: {len(catalog.experts)} experts in {len(catalog.layers)} MoE layers, {others}"))
-    if all(size.full == size.compute for size in context.sizes.values()):
+    if all(size.full == size.compute for size in context.model.sizes.values()):
         note = "note: it holds no optimizer state (taken before the first step?), so a dense one would be larger"
         print(wrapped(note))
     print()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
 from math import prod
 
 import numpy as np
 
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
-from moe_ckpt.core.tokens import TokenBook
+from moe_ckpt.core.placement import everywhere
+from moe_ckpt.core.tokens import Counts, TokenBook
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.dtypes import itemsize
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.policies.base import Activity, Measured, PolicyContext, SnapshotLimit
+from moe_ckpt.policies.base import Measured, MemoryFacts, ModelFacts, PolicyContext, RunFacts, TokenFacts
 from moe_ckpt.recovery.reader import StoreReader
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1}
@@ -31,20 +31,20 @@ def context_of(reader: StoreReader, manifest: Manifest, args: argparse.Namespace
     """
     catalog = catalog_of(manifest)
     return PolicyContext(
-        step=manifest.step + 1,
-        catalog=catalog,
-        last_step=max(1, manifest.step),  # after 0 comes a run's first window, which is not like those that follow
-        ranks=args.ranks or manifest.world_size,
-        measured=Measured(
+        ModelFacts(
+            catalog,
+            everywhere(catalog.layers, args.ranks or manifest.world_size),
+            sizes_of(reader, manifest, COMPUTE_BYTES.get(args.compute_dtype)),
+        ),
+        # After step 0 comes a run's first window, which is not like those that follow.
+        RunFacts(manifest.step + 1, last_step=max(1, manifest.step)),
+        Measured(
             recent_iteration_secs=args.iteration_secs,
             copy_bytes_per_sec=args.bandwidth,
             persist_bytes_per_sec=args.bandwidth,
         ),
-        sizes=sizes_of(reader, manifest, COMPUTE_BYTES.get(args.compute_dtype)),
-        activity=_activity(manifest, catalog),
-        snapshot_bytes=args.host_memory,
-        snapshot_limit=SnapshotLimit("--host-memory"),
-        budget_fraction=args.budget_fraction,
+        TokenFacts(popularity=_tokens(manifest, catalog)),
+        MemoryFacts(args.budget_fraction, args.host_memory),
     )
 
 
@@ -97,15 +97,12 @@ def _compute_bytes(entry: SliceEntry, compute_itemsize: int | None) -> int:
     return prod(entry.shape) * width
 
 
-def _activity(manifest: Manifest, catalog: Catalog) -> Activity:
-    tokens: Mapping[str, object] = manifest.tokens
-    if not tokens or not catalog.layers:
-        return Activity()
+def _tokens(manifest: Manifest, catalog: Catalog) -> Counts:
+    if not manifest.tokens or not catalog.layers:
+        return np.zeros((0, 0), dtype=np.int64)
     experts = max(layer.experts for layer in catalog.layers)
     try:
-        book = TokenBook.from_dict(manifest.tokens, len(catalog.layers), experts)
+        return TokenBook.from_dict(manifest.tokens, len(catalog.layers), experts).applied
     except (KeyError, TypeError, ValueError) as error:
         path = f"{manifest.directory}/{MANIFEST_NAME}"
         raise DamagedError(path, f"its token counts cannot be read ({error})", step=manifest.step) from error
-    none = np.zeros(book.applied.shape)
-    return Activity(book.applied, none, none)

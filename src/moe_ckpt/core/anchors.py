@@ -51,7 +51,7 @@ class Anchors:
         catalog: Of the model, whose operators must all have an anchor.
 
     Attributes:
-        steps: ``[operators]`` the step of each anchor, ``NONE`` where there is none (``PolicyContext.anchored_at``).
+        steps: ``[operators]`` the step of each anchor, ``NONE`` where there is none (``MemoryFacts.anchored_at``).
             Another array whenever that changes.
     """
 
@@ -152,7 +152,7 @@ class Anchors:
 
 
 def anchored_after(anchored_at: Counts, step: int, anchored: Counts, gradients: Counts | None) -> Counts:
-    """Returns what ``PolicyContext.anchored_at`` becomes when ``step`` is saved.
+    """Returns what ``MemoryFacts.anchored_at`` becomes when ``step`` is saved.
 
     Args:
         anchored_at: ``[operators]`` before it.

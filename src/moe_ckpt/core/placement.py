@@ -43,6 +43,11 @@ class Placement:
     experts_whole: bool = False
     expert_peers: tuple[int, ...] = ()
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the run."""
+        return sum(self.stages)
+
     @cached_property
     def owner_of(self) -> Mapping[str, int]:
         """Operator id of an expert -> its owner."""

@@ -140,7 +140,6 @@ class Rounds:
     Args:
         catalog: Of the model.
         sizes: Of all operators, in the whole model.
-        ranks: Over which state is dealt where there is no placement.
         placement: Who holds what.
         coupled: Groups of operators that are anchored at the same step.
     """
@@ -149,13 +148,12 @@ class Rounds:
         self,
         catalog: Catalog,
         sizes: Mapping[str, OperatorBytes],
-        ranks: int,
-        placement: Placement | None,
+        placement: Placement,
         coupled: Sequence[Collection[str]] = (),
     ) -> None:
         order, merged, self._members = merge_coupled(catalog.everything, sizes, coupled)
         self._sizes = {op: LoggedBytes(size.full, size.consumed, size.weights) for op, size in merged.items()}
-        self._lanes = lanes_of(order, ranks, placement)
+        self._lanes = lanes_of(order, placement)
         self._catalog = catalog
         self._cuts: dict[int, tuple[Slots, tuple[Counts, ...]]] = {}
         self._parted: dict[int, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {}

@@ -286,17 +286,12 @@ def _with_later(full: Sequence[int], compute: Sequence[int]) -> list[int]:
     return [nbytes + sum(compute[at + 1 :]) for at, nbytes in enumerate(full)]
 
 
-def lanes_of(order: Sequence[str], ranks: int, placement: Placement | None = None) -> tuple[Lane, ...]:
+def lanes_of(order: Sequence[str], placement: Placement) -> tuple[Lane, ...]:
     """``order`` by pipeline stage.
-
-    Args:
-        ranks: Of the run, all in one lane where there is no placement.
 
     Experts that have an owner come one of each owner in turn, so that a slot never weighs more on one rank because the
     order happens to bring its experts together; those of one owner keep their order.
     """
-    if placement is None:
-        return (Lane(tuple(order), ranks),)
     ops_of_stage: list[list[str]] = [[] for _ in placement.stages] if len(placement.stages) > 1 else [list(order)]
     for op in order if len(ops_of_stage) > 1 else ():
         ops_of_stage[placement.stage_of.get(op, 0)].append(op)

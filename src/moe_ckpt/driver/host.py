@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from moe_ckpt.driver.changes import Change
-from moe_ckpt.driver.replaying import Repeated, StepSource
+from moe_ckpt.driver.replaying import Repeated
 from moe_ckpt.errors import ConfigError, MoECheckpointError, state_refused
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
@@ -68,10 +68,6 @@ class Host(Protocol):
 
     def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:
         """Returns the parts of the plain state that a replayed step must repeat (see ``driver.replaying``)."""
-
-    def skipper(self) -> StepSource:
-        """Returns what leaves out work in replayed steps, beside what computes them; by default nothing does."""
-        return StepSource()
 
     def capture(self, *, described: bool = False) -> Mapping[str, Any]:
         """Returns this rank's plain state.

@@ -67,7 +67,6 @@ class Replaying:
         until: Last step to compute: the window's, or a later one.
         going_on: As given.
         changed: In what the script differs from the one that wrote the window, as text.
-        skipper: Leaves out work in the steps, beside what computes them.
 
     Attributes:
         source: Computes the steps.
@@ -83,10 +82,9 @@ class Replaying:
         until: int = 0,
         going_on: Mapping[str, Any] | None = None,
         changed: str = "",
-        skipper: StepSource | None = None,
     ) -> None:
         self._replay = replay
-        self._changed, self._skipper = changed, skipper or StepSource()
+        self._changed = changed
         self._reached, self._until = 0, until
         self.going_on = going_on or {}
         self._repeated = repeated
@@ -121,12 +119,10 @@ class Replaying:
             self.close()
         else:
             self.source.prepare(self._replay, self._recorded)
-            self._skipper.prepare(self._replay, self._recorded)
 
     def close(self) -> None:
         """No step is left, or training ends. Safe to call twice."""
         self.source.close()
-        self._skipper.close()
 
     def put_back(self, step: int) -> None:
         """Loads what the window has of ``step``, which was computed again. Called before anything reads weights.

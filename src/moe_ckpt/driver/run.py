@@ -257,7 +257,6 @@ class Driver:
                 until=self.restored_step,
                 going_on=restored.going_on,
                 changed="; ".join(map(str, changes)),
-                skipper=self._host.skipper(),
             )
             self.lifecycle.move(Action.RESUME_WINDOW, "resume()")
         if restored.joined is not None:

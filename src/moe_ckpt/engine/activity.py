@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.policies.base import Activity
+from moe_ckpt.policies.base import DECAYED, GATE_WEIGHTS
 
 _DECAY = 0.9
-"""Share of the past in the time-decayed activity (see ``policies.base.Activity``)."""
+"""Share of the past in the time-decayed activity (see ``policies.base.Needs``)."""
+_UNCOUNTED: Counts = np.zeros((0, 0), dtype=np.int64)
 
 
 class RoutingActivity:
@@ -49,6 +53,15 @@ class RoutingActivity:
         self._soft = self._soft + routed * steps
         self._decayed = routed.astype(np.float64)
 
-    def described(self) -> Activity:
-        """All counts, for a policy."""
-        return Activity(self._hard, self._soft, self._decayed)
+    def popularity(self, kind: str | None) -> npt.NDArray[Any]:
+        """Returns ``TokenFacts.popularity``.
+
+        Args:
+            kind: ``Needs.popularity``.
+        """
+        if kind is None:
+            return _UNCOUNTED
+        counts = {GATE_WEIGHTS: self._soft, DECAYED: self._decayed}.get(kind, self._hard)
+        # A router that does not return its weights: tokens instead, in all layers, so that these can be compared.
+        unweighed = self._hard.any(axis=1) & ~counts.any(axis=1)
+        return self._hard if unweighed.any() else counts

@@ -184,10 +184,6 @@ class StorageFlush:
         behind = consensus.storage_busy and not self._waits
         return self._cadence is None or (not behind and self._is_due_by_cadence(step, consensus, ledger))
 
-    def steps_since(self, step: int) -> int | None:
-        """Steps from the newest snapshot that went to storage, in any life, to ``step``; None if none did."""
-        return None if self._last is None else max(0, step - self._last[0])
-
     def goes(self, plan: SnapshotPlan, consensus: StepConsensus, ledger: RunLedger, *, tight: bool = False) -> bool:
         """Returns whether the snapshot of ``plan``, which begins now, goes to storage.
 

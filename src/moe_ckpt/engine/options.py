@@ -178,10 +178,9 @@ class Options(Settings):
         if required > available:
             setting = "None" if self.memory is None else f"Memory(replicas={available})"
             raise ConfigError(
-                f"policy={_said(self.policy, self.needs)} needs copies of checkpoints in the memory of at least "
+                f"policy={self.policy!r} needs copies of checkpoints in the memory of at least "
                 f"{required} peer{'s' * (required > 1)}, and memory={setting} keeps copies on {available}: give "
-                f"memory=moe_ckpt.Memory(replicas={required}), or "
-                + (self.needs.instead or "a policy for storage, such as Dense or CheckFreq")
+                f"memory=moe_ckpt.Memory(replicas={required}), or a policy that keeps none there"
             )
 
     def _require_steps_without_storage(self) -> None:
@@ -189,10 +188,10 @@ class Options(Settings):
         needs, memory = self.needs, self.memory
         if needs.gradients and needs.replicas and memory is not None and memory.cadence.every == 1:
             raise ConfigError(
-                f"policy={_said(self.policy, needs)} sends gradients to peers only at steps that do not go to storage, "
+                f"policy={self.policy!r} sends gradients to peers only at steps that do not go to storage, "
                 f"and with memory=Memory(replicas={memory.replicas}) each step goes there (storage_every=1 is the "
                 f"default): give memory=moe_ckpt.Memory(replicas={memory.replicas}, storage_every=100), or a duration, "
-                f"or {needs.instead or 'another policy'}"
+                "or a policy that sends full state"
             )
 
     def _require_other_store(self, weights_from: str) -> None:
@@ -238,11 +237,6 @@ def make_options(
         return Options(policy=default_policy() if policy is None else policy, dirpath=dirpath, **chosen)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def _said(policy: Policy, needs: Needs) -> str:
-    """The policy as users write it."""
-    return needs.asked_by or f"{type(policy).__name__}(...)"
 
 
 def _not_a_policy(value: object) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_logged
 from moe_ckpt.core.window import OperatorBytes, lanes_of, share_bytes
 from moe_ckpt.engine.live import LiveState
+from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.run_ledger import Pending
-from moe_ckpt.notices import announce
-from moe_ckpt.policies.base import Policy, PolicyContext, SnapshotLimit, needs_of
+from moe_ckpt.policies.base import Policy, PolicyContext, needs_of
 
 log = logging.getLogger("moe_ckpt")
 
@@ -24,8 +23,7 @@ class Planner:
         policy: Whom to ask.
         live: The training state.
         rank: 0 tells the user of windows.
-        limit: What decides ``room``.
-        budget_fraction: See ``PolicyContext``.
+        settings: The user's.
 
     Attributes:
         dense_step: Step of the newest dense checkpoint, committed or under way; 0 if that is not known.
@@ -33,36 +31,35 @@ class Planner:
             it is not used.
     """
 
-    def __init__(
-        self, policy: Policy, live: LiveState, rank: int, limit: SnapshotLimit, budget_fraction: float = 1.0
-    ) -> None:
+    def __init__(self, policy: Policy, live: LiveState, rank: int, settings: Settings) -> None:
         self.dense_step = 0
         self.room: int | None = None
         self._policy = policy
         self._needs = needs_of(policy)
         self._live = live
-        self._rank, self._limit, self._ranks = rank, limit, 1
-        self._budget_fraction = budget_fraction
+        self._rank, self._settings = rank, settings
         self._window_layout = self._window_size = -1
-        self._log_said = self._warned = False
+        self._warned = False
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """Returns the policy's decision; one about windows or bytes gets the current sizes of operators."""
-        policy, needs, live, self._ranks = self._policy, self._needs, self._live, context.ranks
+        policy, needs, live = self._policy, self._needs, self._live
         changes = live.weigh() if needs.windows or needs.sizes or needs.gradients else 0
-        context = replace(context, placement=live.placement, sizes=live.sizes, budget_fraction=self._budget_fraction)
-        if needs.gradients:
-            context = replace(context, coupled_operators=live.coupled, **self._bounds())
+        model = replace(context.model, placement=live.placement, sizes=live.sizes, coupled=live.coupled)
+        memory = replace(
+            context.memory,
+            budget_fraction=self._settings.budget_fraction,
+            snapshot_bytes=self.room,
+            at_once=self._settings.max_in_flight,
+        )
+        context = replace(context, model=model, memory=memory)
         if not needs.windows:
             self._say_warning(context)
-            plan = _with_coupled(policy.plan(context), live.coupled)
-            if plan.gradients:
-                self._say_log(context)
-            return plan
+            return _with_coupled(policy.plan(context), live.coupled)
+        run = replace(context.run, dense_step=self.dense_step)
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
-            context = replace(context, window=None, next_slot=0)
-        context = replace(context, coupled_operators=live.coupled, dense_step=self.dense_step, **self._bounds())
-        self._say_warning(context)
+            run = replace(run, window=None, next_slot=0)
+        context = replace(context, run=run)
         plan = policy.plan(context)
         if plan.window is not None and plan.slot == 0:
             self._window_layout = changes
@@ -74,42 +71,31 @@ class Planner:
         window, room = plan.window, self.room
         if window is None or plan.slot or window.size == 1 or room is None or not self._live.sizes:
             return False
-        lanes = lanes_of(window.order, self._ranks, self._live.placement)
-        return 2 * window.size * max(share_bytes(window.slots, self._live.sizes, lanes)) > room * self._limit.at_once
-
-    def _bounds(self) -> dict[str, Any]:
-        return {"snapshot_bytes": self.room, "snapshot_limit": self._limit}
+        lanes = lanes_of(window.order, self._live.placement)
+        heaviest = max(share_bytes(window.slots, self._live.sizes, lanes))
+        return 2 * window.size * heaviest > room * self._settings.max_in_flight
 
     def _say_window(self, size: int, context: PolicyContext) -> None:
         """Tell, on one rank, that windows have another length from now on, and whether training will stall for it."""
         if size == 1 and self._window_size > 1:  # a dense checkpoint between two windows
             return
-        if size != self._window_size and self._rank == 0 and context.step:
-            warning = None if self._needs.explain is None else self._needs.explain(context).warning
-            log.info("step %d: %s", context.step, _begins(size))
-            if warning is not None:
-                log.warning("%s", warning)
-        if context.step:  # before training, everything is one snapshot
+        if size != self._window_size and self._rank == 0 and context.run.step:
+            log.info("step %d: %s", context.run.step, _begins(size))
+            self._warn(context)
+        if context.run.step:  # before training, everything is one snapshot
             self._window_size = size
-
-    def _say_log(self, context: PolicyContext) -> None:
-        """Tell, on one rank and once rates are measured, if gradients alone are more than fits beside an iteration."""
-        explain = self._needs.explain
-        if self._rank or self._log_said or explain is None or context.measured.copy_bytes() is None:
-            return
-        self._log_said = True
-        warning = explain(context).warning
-        if warning is not None:
-            log.warning("%s", warning)
 
     def _say_warning(self, context: PolicyContext) -> None:
         """Tell, once and on one rank, what the policy cannot do in this run (``Needs.warning``)."""
-        if self._rank or self._warned or self._needs.warning is None:
-            return
-        why = self._needs.warning(context)
+        if self._rank == 0 and not self._warned:
+            self._warned = self._warn(context) or context.measured.copy_bytes() is not None
+
+    def _warn(self, context: PolicyContext) -> bool:
+        """Returns whether there was a warning."""
+        why = None if self._needs.warning is None else self._needs.warning(context)
         if why is not None:
-            self._warned = True
-            announce("%s", why, level=logging.WARNING)
+            log.warning("%s", why)
+        return why is not None
 
     def begun(self, pending: Pending) -> None:
         """A snapshot began."""

@@ -17,11 +17,11 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
-from moe_ckpt.core.window import OperatorBytes, Window, operators_at_step
+from moe_ckpt.core.window import Window, operators_at_step
 from moe_ckpt.engine.activity import RoutingActivity
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from moe_ckpt.policies.base import Measured, MemoryFacts, PolicyContext
+from moe_ckpt.policies.base import Measured, MemoryFacts, ModelFacts, PolicyContext, RunFacts, TokenFacts
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,44 +315,35 @@ class RunLedger:
         self.window, self.next_slot = None, 0
 
     def context(
-        self,
-        step: int,
-        ranks: int,
-        popularity: Counts,
-        measured: Measured,
-        placement: Placement | None = None,
-        sizes: Mapping[str, OperatorBytes] | None = None,
+        self, step: int, placement: Placement, measured: Measured | None = None, popularity: str | None = None
     ) -> PolicyContext:
-        """Returns the context: everything a policy may know at ``step``."""
+        """Returns what the ledger tells a policy at ``step``; the planner adds facts about tensors and memory.
+
+        Args:
+            step: Optimizer steps done.
+            placement: Ranks that hold the model.
+            measured: Times and rates.
+            popularity: ``Needs.popularity``.
+        """
         under_way = [self.pending[sequence] for sequence in sorted(self.pending)]
-        chosen_at = self.ledger.expert_steps()
-        for pending in under_way:
-            chosen_at[tuple(pending.experts.T)] = pending.step
-        return PolicyContext(
+        unsafe = self.committed_step is None and not any(pending.is_checkpoint for pending in under_way)
+        run = RunFacts(
             step=step,
-            catalog=self.catalog,
             last_step=self.last_step,
             index=self.index,
-            chosen_at=chosen_at,
-            ranks=ranks,
             missing=self._missing(under_way),
-            unsaved={tier: self.tokens.unsaved(tier) for tier in (Tier.STORAGE, Tier.HOST)},
-            expected_unsaved=self.tokens.expecting((pending.experts, pending.applied) for pending in under_way),
-            popularity=popularity,
-            measured=measured,
-            faults=tuple(self.tokens.faults),
-            lost_tokens=self.tokens.lost_tokens,
-            routed_tokens=self.tokens.routed_tokens,
-            routed_per_layer=self.tokens.applied.sum(axis=1),
+            nothing_safe=unsafe and self.last_step is not None,
             window=self.window,
             next_slot=self.next_slot,
-            activity=self.activity.described(),
-            nothing_safe=self.last_step is not None
-            and self.committed_step is None
-            and not any(pending.is_checkpoint for pending in under_way),
-            placement=placement,
-            sizes={} if sizes is None else sizes,
-            memory=self._memory_facts() if self.outlives_process else None,
+            faults=tuple(self.tokens.faults),
+        )
+        tiers = frozenset({Tier.STORAGE, Tier.HOST} if self.outlives_process else {Tier.STORAGE})
+        return PolicyContext(
+            ModelFacts(self.catalog, placement),
+            run,
+            measured or Measured(),
+            self._token_facts(under_way, popularity),
+            MemoryFacts(tiers=tiers),
         )
 
     @property
@@ -366,18 +357,24 @@ class RunLedger:
         begun = (pending.operators_in(Tier.HOST) for pending in self.sealing.values())
         return self._rescued.difference(*begun)
 
-    def _memory_facts(self) -> MemoryFacts:
-        """What memory will have once the snapshots under way are complete there."""
-        under_way = [self.sealing[sequence] for sequence in sorted(self.sealing)]
+    def _token_facts(self, under_way: Sequence[Pending], popularity: str | None) -> TokenFacts:
+        """Tokens of each tier, once the snapshots under way are complete there."""
+        arriving = {Tier.STORAGE: [(pending.experts, pending) for pending in under_way]}
+        sealing = [self.sealing[sequence] for sequence in sorted(self.sealing)]
+        for tier in (Tier.HOST, Tier.PEER) if self.outlives_process else ():
+            arriving[tier] = [
+                (places(self.catalog, pending.operators_in(tier)), pending)
+                for pending in sealing
+                if tier is Tier.HOST or pending.copied
+            ]
         expected, chosen_at = {}, {}
-        for tier in (Tier.HOST, Tier.PEER):
-            arriving_snapshots = [pending for pending in under_way if tier is Tier.HOST or pending.copied]
-            arriving = [(places(self.catalog, pending.operators_in(tier)), pending) for pending in arriving_snapshots]
-            expected[tier] = self.tokens.expecting(((experts, pending.applied) for experts, pending in arriving), tier)
+        for tier, snapshots in arriving.items():
+            expected[tier] = self.tokens.expecting(((experts, pending.applied) for experts, pending in snapshots), tier)
             chosen_at[tier] = self.ledger.expert_steps(tier)
-            for experts, pending in arriving:
+            for experts, pending in snapshots:
                 chosen_at[tier][tuple(experts.T)] = pending.step
-        return MemoryFacts(expected_unsaved=expected, chosen_at=chosen_at)
+        routed, counted = self.tokens.applied.sum(axis=1), self.activity.popularity(popularity)
+        return TokenFacts(self.tokens.unsaved(), expected, chosen_at, routed, counted)
 
     def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
         """Operators that no checkpoint holds for a partial one to build on, committed or under way."""

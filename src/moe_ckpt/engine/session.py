@@ -44,7 +44,7 @@ from moe_ckpt.engine.snapshotting import Capture, Snapshotter
 from moe_ckpt.engine.surviving import Survivor
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.policies.base import Measured, Policy, needs_of
+from moe_ckpt.policies.base import Measured, Policy, PolicyContext, needs_of
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, TransferGate
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Since, Stopwatch, timed
@@ -206,13 +206,16 @@ class CheckpointSession:
             step: Optimizer steps done.
             wait: False where ranks arrive one after the other; ``drain`` before the first update waits for it then.
         """
-        ledger = self.run_ledger
-        plan = self._planner.plan(ledger.context(step, self.comm.world_size, ledger.popularity, Measured()))
+        plan = self._planner.plan(self._context(step))
         if plan:
             plain = plain_of(capture, self.comm.rank)
             self._snapshots.carry_out(plan, plain, StepConsensus(), step_is_agreed=True, before_training=True)
             if wait:
                 self.drain(step)
+
+    def _context(self, step: int, measured: Measured | None = None) -> PolicyContext:
+        popularity = needs_of(self._run.policy).popularity
+        return self.run_ledger.context(step, self._snapshots.live.placement, measured, popularity)
 
     def set_compute_types(self, types: ComputeTypes) -> None:
         """Sets the types in which kernels read the parameters, equal on every rank; by default, their own types."""
@@ -311,8 +314,8 @@ class CheckpointSession:
         if ledger.needs_everything:
             plan = save_full(step, self.catalog.everything)
         else:
-            context = ledger.context(step, self.comm.world_size, ledger.popularity, consensus.measured)
-            plan = self._planner.plan(self._snapshots.with_memory_facts(context, consensus))
+            context = self._snapshots.with_memory_facts(self._context(step, consensus.measured), consensus)
+            plan = self._planner.plan(context)
             plan = self._snapshots.with_anchors(plan, edited=consensus.edited)
         record = StepRecord(step)
         if plan:

@@ -24,7 +24,7 @@ from moe_ckpt.engine.run_ledger import Pending, places
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Snapshot, plain_of
 from moe_ckpt.errors import SaveFailedError
-from moe_ckpt.policies.base import PolicyContext, SnapshotLimit, needs_of
+from moe_ckpt.policies.base import PolicyContext, needs_of
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.slices.request import SnapshotRequest
 
@@ -62,16 +62,10 @@ class Snapshotter:
 
     def __init__(self, run: RunContext, resources: SessionResources) -> None:
         needs = needs_of(run.policy)
-        self._leaves_out = needs.gradients and needs.partial
+        self._leaves_out = needs.gradients is not None and needs.partial
         self.booking = Bookkeeper(run.catalog, run.comm, run.settings, self._ended, logs_for_peers=self._leaves_out)
         self.live = LiveState(self.booking.run_ledger.ledger, run.state, run.placement, needs.stored_gradients)
-        self.planner = Planner(
-            run.policy,
-            self.live,
-            run.comm.rank,
-            SnapshotLimit(at_once=run.settings.max_in_flight),
-            run.settings.budget_fraction,
-        )
+        self.planner = Planner(run.policy, self.live, run.comm.rank, run.settings)
         self.backlog = Backlog(run.settings, run.comm)
         self.flush = StorageFlush(run.settings, windows=needs.windows, rank=run.comm.rank)
         self.copies = PeerCopies(run.settings, rank=run.comm.rank)
@@ -100,20 +94,18 @@ class Snapshotter:
 
     def with_memory_facts(self, context: PolicyContext, consensus: StepConsensus) -> PolicyContext:
         """The context with what the policy may know of memory: where this step's snapshot will go from there."""
+        memory, settings = context.memory, self._run.settings.memory
         if self._run.gradients is not None:
-            context = replace(context, anchored_at=self.booking.anchors.steps)
-        if context.memory is None:
-            return context
-        memory, pipeline = self._run.settings.memory, self._resources.pipeline
-        has_peers = pipeline.memory is not None and pipeline.memory.replicator is not None
-        facts = replace(
-            context.memory,
-            storage_due=self.flush.expects(context.step, consensus, self.booking.run_ledger),
-            storage_steps=self.flush.steps_since(context.step),
-            replicas=memory.replicas if has_peers and memory is not None else 0,
-            sends=consensus.sends,
-        )
-        return replace(context, memory=facts)
+            memory = replace(memory, anchored_at=self.booking.anchors.steps)
+        if settings is not None:
+            tiers = {Tier.HOST}
+            if self.flush.expects(context.run.step, consensus, self.booking.run_ledger):
+                tiers.add(Tier.STORAGE)
+            pipeline = self._resources.pipeline
+            if settings.replicas and pipeline.memory is not None and pipeline.memory.replicator is not None:
+                tiers.add(Tier.PEER)
+            memory = replace(memory, tiers=frozenset(tiers), sends=consensus.sends)
+        return replace(context, memory=memory)
 
     def with_anchors(self, plan: SnapshotPlan, *, edited: bool = False) -> SnapshotPlan:
         """Returns the plan, with operators in full instead of gradients that no recovery could apply.

@@ -210,7 +210,7 @@ class Manifest:
 
     Attributes:
         parent: Directory name of the checkpoint this life of the run returned to, or None.
-        index: Checkpoints begun before this one in the run (``PolicyContext.index``).
+        index: Checkpoints begun before this one in the run (``RunFacts.index``).
         tokens: ``TokenBook.to_dict()``, its tables as fragments before it is written.
         policy: ``Policy.describe()``.
         measured: What of ``policies.base.Measured`` rank 0 knew when the snapshot began, so that a restarted run need

@@ -28,10 +28,9 @@ from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
-from moe_ckpt.megatron.sparing import Spares, may_spare
 from moe_ckpt.megatron.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
-from moe_ckpt.policies.base import Policy
+from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
 from moe_ckpt.stopwatch import timed
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ class MegatronCheckpoint:
         inventory = take_inventory(chunks)
         self._host = MegatronHost(chunks, inventory, optimizer, stateful, options, count_update)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
-        world = bind(state, comm, may_spare(chunks, optimizer))
+        world = bind(state, comm)
         options.policy.check(world.catalog)
         world.require_updates()
         self._pipeline = None
@@ -145,7 +144,7 @@ class MegatronCheckpoint:
         self._counter = RouterCounter(
             [(numbers[layer.name], layer.router) for layer in inventory.layers],
             *grid_of(world.layers),
-            soft=options.needs.soft_counts,
+            soft=options.needs.popularity == GATE_WEIGHTS,
             frozen=world.frozen_experts,
             stopwatch=stopwatch,
         )
@@ -187,12 +186,10 @@ class MegatronCheckpoint:
             raise
         self._chunks = chunks
         self.surviving = self._driver.surviving
-        spares = self._host.spares = Spares(chunks, inventory, optimizer, world.may_spare, options.needs.windows)
 
         def reduces() -> None:
             """Nothing changes weights yet: gradients are reduced over ranks first, where a peer may be missed."""
             self.before_step()
-            spares.update_begins()
             self._driver.note(Moment.REDUCING)
 
         def ends_alone() -> None:
@@ -443,7 +440,6 @@ class MegatronCheckpoint:
         """Removes the hooks from model and optimizer."""
         self._counter.close()
         self._watch.close()
-        self._host.spares.close()
         self._log.close()
         for watcher in (self._first, self._pipeline, self.upstream):
             if watcher is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.host import End, Host, loading_state, require_framework
-from moe_ckpt.driver.replaying import Repeated, StepSource, same_plain
+from moe_ckpt.driver.replaying import Repeated, same_plain
 from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
@@ -20,7 +20,6 @@ from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.hyperparameters import changes, configured, write_settings
 from moe_ckpt.megatron.inventory import ModelInventory
 from moe_ckpt.megatron.loop import Loop, Progress
-from moe_ckpt.megatron.sparing import Spares
 from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.megatron.topology import layout
 from moe_ckpt.megatron.trained import RESTING, resting_changed
@@ -53,7 +52,6 @@ class MegatronHost(Host):
     """One training loop. Arguments: as of ``attach_with``; ``inventory`` is that of ``chunks``.
 
     Attributes:
-        spares: Set once the store is open.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class MegatronHost(Host):
         options: Options,
         count_update: Callable[[], bool],
     ) -> None:
-        self.spares: Spares
         self._count_update = count_update
         self.state = MegatronTrainingState(inventory, optimizer)
         self.loop = Loop()
@@ -149,14 +146,10 @@ class MegatronHost(Host):
         numbers = lambda state: {name: value for name, value in state["rng"].items() if name not in idle}  # noqa: E731
         return (("the state of the random number generators", numbers), *_REPEATED)
 
-    def skipper(self) -> StepSource:
-        return self.spares.source()
-
     def capture(self, *, described: bool = False) -> dict[str, Any]:
         if self.generators.state is None:
             self.generators.note()
         return {
-            **self.spares.captured(),
             "framework": "megatron",
             "iteration": self.loop.iteration,
             "consumed_samples": self.loop.consumed_samples,

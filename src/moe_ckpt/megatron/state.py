@@ -68,7 +68,7 @@ class MegatronTrainingState:
                 "chunks: give the chunks that it was made from"
             )
 
-    def holding(self, stage: int, expert_rank: int, may_spare: bool = False) -> Holding:
+    def holding(self, stage: int, expert_rank: int) -> Holding:
         """Returns what this rank holds, for the other ranks. Arguments: see ``Holding``."""
         layers = tuple((layer.name, layer.experts, layer.top_k) for layer in self._inventory.layers)
         tensors: dict[str, HeldTensor] = {}
@@ -78,7 +78,7 @@ class MegatronTrainingState:
                 # A tied embedding is two parameters of one name where both its ends are on this rank.
                 tensors[tensor.name] = tensor if earlier is None or tensor.trained else earlier
         updates = any(slot.updated is not None for slot in self._slots.values())
-        return Holding(stage, layers, tuple(tensors.values()), expert_rank, updates, may_spare)
+        return Holding(stage, layers, tuple(tensors.values()), expert_rank, updates)
 
     def _held(self, live: LiveParameter) -> Iterator[HeldTensor]:
         slot = self._slots.get(live.parameter)

@@ -38,20 +38,19 @@ def require_groups() -> None:
         )
 
 
-def bind(state: MegatronTrainingState, comm: Communicator, may_spare: bool = False) -> World:
+def bind(state: MegatronTrainingState, comm: Communicator) -> World:
     """Tells ``state`` what the other ranks hold, and returns that. A collective of the training thread.
 
     Args:
         state: Of this rank.
         comm: The ranks.
-        may_spare: See ``Holding``.
 
     Raises:
         CoverageError: The ranks together do not hold the model.
     """
     groups = megatron_core().parallel_state
     stage, expert_rank = groups.get_pipeline_model_parallel_rank(), groups.get_expert_model_parallel_rank()
-    world = exchange(state.holding(int(stage), int(expert_rank), may_spare), comm)
+    world = exchange(state.holding(int(stage), int(expert_rank)), comm)
     world.catalog  # noqa: B018  the proof comes before anything else
     dense = _ranks(groups.get_data_parallel_group(with_context_parallel=True))
     state.bind(world, comm.rank, Groups(dense, _ranks(groups.get_expert_data_parallel_group())))

@@ -67,7 +67,6 @@ class Holding:
         layers: (name, E, k) of its MoE layers.
         expert_rank: Its rank in expert parallelism.
         updates: The optimizer updates something here.
-        may_spare: Replays of windows may leave out work here (``sparing.may_spare``).
     """
 
     stage: int
@@ -75,21 +74,20 @@ class Holding:
     tensors: tuple[HeldTensor, ...]
     expert_rank: int = 0
     updates: bool = True
-    may_spare: bool = False
 
     def encode(self) -> bytes:
         rows = [[t.name, t.dtype, t.shape, t.owner, t.trained, t.master, t.blocks] for t in self.tensors]
-        return json.dumps([self.stage, self.expert_rank, self.updates, self.may_spare, self.layers, rows]).encode()
+        return json.dumps([self.stage, self.expert_rank, self.updates, self.layers, rows]).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> Holding:
-        stage, expert_rank, updates, may_spare, layers, rows = json.loads(raw)
+        stage, expert_rank, updates, layers, rows = json.loads(raw)
         tensors = tuple(
             HeldTensor(name, dtype, tuple(shape), tuple(owner), trained, master, blocks=_blocks(blocks))
             for name, dtype, shape, owner, trained, master, blocks in rows
         )
         named = tuple((name, experts, top_k) for name, experts, top_k in layers)
-        return cls(stage, named, tensors, expert_rank, updates, may_spare)
+        return cls(stage, named, tensors, expert_rank, updates)
 
 
 def _blocks(rows: Sequence[Any]) -> tuple[Block, ...]:
@@ -126,7 +124,6 @@ class World:
         stages: Rank -> pipeline stage.
         expert_ranks: Rank -> rank in expert parallelism.
         idle: Ranks on which the optimizer updates nothing.
-        may_spare: Replays of windows may leave out work on every rank.
     """
 
     tensors: Mapping[str, HeldTensor]
@@ -135,7 +132,6 @@ class World:
     stages: Mapping[int, int]
     expert_ranks: Mapping[int, int]
     idle: tuple[int, ...] = ()
-    may_spare: bool = False
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -302,7 +298,6 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
         stages=stages,
         expert_ranks=expert_ranks,
         idle=tuple(sorted(idle)),
-        may_spare=all(holding.may_spare for _, holding in kinds),
     )
 
 

@@ -8,7 +8,17 @@ from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, e
 from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full, save_nothing
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.policies.any_of import AnyOf
-from moe_ckpt.policies.base import Activity, Measured, Needs, Policy, PolicyContext, needs_of
+from moe_ckpt.policies.base import (
+    Measured,
+    MemoryFacts,
+    ModelFacts,
+    Needs,
+    Policy,
+    PolicyContext,
+    RunFacts,
+    TokenFacts,
+    needs_of,
+)
 from moe_ckpt.policies.checkfreq import CheckFreq
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.gemini import Gemini
@@ -20,7 +30,6 @@ from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.policies.wrapper import Wrapper
 
 __all__ = [
-    "Activity",
     "AnyOf",
     "Catalog",
     "CheckFreq",
@@ -31,18 +40,22 @@ __all__ = [
     "GradientLog",
     "Guarded",
     "Measured",
+    "MemoryFacts",
     "MoC",
     "MoELayer",
     "MoEtion",
     "MoEvement",
+    "ModelFacts",
     "Needs",
     "Operator",
     "OperatorKind",
     "PlanItem",
     "Policy",
     "PolicyContext",
+    "RunFacts",
     "SnapshotPlan",
     "Tier",
+    "TokenFacts",
     "Wrapper",
     "expert_id",
     "gate_id",

@@ -11,7 +11,7 @@ from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Needs, Policy, PolicyContext, needs_of
+from moe_ckpt.policies.base import BF16, Needs, Policy, PolicyContext, needs_of
 from moe_ckpt.policies.wrapper import require_policy
 
 
@@ -28,7 +28,8 @@ class AnyOf:
         policies: A sequence, or a mapping by name, as Hydra composes it; the names have no effect.
 
     Raises:
-        ConfigError: There are none, or one of them is not a policy or cannot be combined with others.
+        ConfigError: There are none, or one of them is not a policy or cannot be combined with others, or two count
+            popularity in different ways.
     """
 
     policies: Sequence[Policy] | Mapping[str, Policy]
@@ -40,6 +41,7 @@ class AnyOf:
         object.__setattr__(self, "policies", tuple(policies))
         if not self.policies:
             raise ConfigError("AnyOf(policies=[]): give at least one policy, such as MoC()")
+        counted: dict[str, Policy] = {}
         for number, policy in enumerate(self._all):
             require_policy(f"AnyOf(policies[{number}]", policy)
             needs = needs_of(policy)
@@ -55,6 +57,11 @@ class AnyOf:
                     f"AnyOf(policies[{number}]={policy!r}): {type(policy).__name__} cannot be combined with other "
                     f"policies: {why}; use it alone, or Dense, MoC or MoEtion here"
                 )
+            if needs.popularity is not None:
+                counted[needs.popularity] = policy
+        if len(counted) > 1:
+            what = " and ".join(f"{type(policy).__name__} ({kind!r})" for kind, policy in counted.items())
+            raise ConfigError(f"AnyOf: {what} count popularity in different ways; combine policies that count it alike")
 
     @property
     def _all(self) -> tuple[Policy, ...]:
@@ -63,13 +70,12 @@ class AnyOf:
     @property
     def needs(self) -> Needs:
         every = [needs_of(policy) for policy in self._all]
+        gradients = [needs.gradients for needs in every]
         return Needs(
             sizes=any(needs.sizes for needs in every),
-            soft_counts=any(needs.soft_counts for needs in every),
-            decayed_counts=any(needs.decayed_counts for needs in every),
+            popularity=next((needs.popularity for needs in every if needs.popularity), None),
             lost_tokens=any(needs.lost_tokens for needs in every),
-            gradients=any(needs.gradients for needs in every),
-            gradient_dtype=next((needs.gradient_dtype for needs in every if needs.gradient_dtype), None),
+            gradients=BF16 if BF16 in gradients else next(filter(None, gradients), None),
             tiers=any(needs.tiers for needs in every),
             partial=any(needs.partial for needs in every),
             boost=max((needs.boost for needs in every if needs.boost is not None), default=None),
@@ -78,8 +84,6 @@ class AnyOf:
             period_steps=lcm(*(needs.period_steps for needs in every)),
             next_due=self.next_due,
             warning=self.warning if any(needs.warning for needs in every) else None,
-            asked_by=next((needs.asked_by for needs in every if needs.asked_by), ""),
-            instead=next((needs.instead for needs in every if needs.instead), ""),
         )
 
     def check(self, catalog: Catalog) -> None:
@@ -106,14 +110,14 @@ class AnyOf:
             if plan.window is not None or plan.compute_only:
                 raise ConfigError(
                     "AnyOf: a policy without Needs(windows=True) plans a slot of a sparse window at step "
-                    f"{context.step}; use it alone"
+                    f"{context.run.step}; use it alone"
                 )
         stored, in_memory, sent = (_together(context, plans, tier) for tier in (Tier.STORAGE, Tier.HOST, Tier.PEER))
         in_storage = set(stored)  # what goes to storage passes through host memory anyway
         ks = [plan.k for plan in plans if plan.k is not None]
         budgets = [plan.plt_budget for plan in plans if plan.plt_budget is not None]
         plan = save_full(
-            context.step,
+            context.run.step,
             stored,
             host_only=tuple(op for op in in_memory if op not in in_storage),
             wait=any(plan.wait for plan in plans),
@@ -141,7 +145,7 @@ def _together(context: PolicyContext, plans: Sequence[SnapshotPlan], tier: Tier)
     every = {op: None for plan in plans for op in plan.operators(tier)}
     if not every:
         return ()
-    operators = tuple(op for op in context.catalog.everything if op in every)
+    operators = tuple(op for op in context.model.catalog.everything if op in every)
     if len(operators) == len(every):
         return operators
-    return (*operators, *(op for op in every if op not in context.catalog.index_of))
+    return (*operators, *(op for op in every if op not in context.model.catalog.index_of))

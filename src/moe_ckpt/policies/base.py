@@ -16,14 +16,12 @@ import numpy.typing as npt
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.placement import Placement, everywhere
+from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.errors import ConfigError
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -134,135 +132,144 @@ class Sends(NamedTuple):
 ALL_SENT = Sends()
 
 
-@dataclass(frozen=True)
-class MemoryFacts:
-    """Facts about memory that outlives the process, for policies.
-
-    Attributes:
-        expected_unsaved: For this node's memory (``Tier.HOST``) and that of peers (``Tier.PEER``): ``U[l][e]`` once the
-            snapshots under way are complete there. Both include what storage has.
-        chosen_at: For both, ``[L, E]``: step of the newest snapshot (complete or under way) or checkpoint on storage
-            that holds the expert; -1 if none.
-        storage_due: The checkpoint of this step is also written to storage.
-        storage_steps: Steps since the newest one that was, also before a restart; None if none was.
-        replicas: Copies that peers hold.
-        sends: Which parts of a snapshot must be sent to them.
-    """
-
-    expected_unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
-    chosen_at: Mapping[Tier, Counts] = field(default_factory=dict)
-    storage_due: bool = True
-    storage_steps: int | None = None
-    replicas: int = 0
-    sends: Sends = ALL_SENT
-
-
-@dataclass(frozen=True)
-class SnapshotLimit:
-    """Setting that decides how large a snapshot may be, for messages.
-
-    Attributes:
-        setting: The user's.
-        at_once: Snapshots that may be under way at once, and share its bytes.
-    """
-
-    setting: str = "host_memory_bytes"
-    at_once: int = 1
-
-
 def _nothing() -> Counts:
     return np.zeros((0, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class Activity:
-    """Work that each expert got, ``[L, E]`` each, summed over ranks; columns beyond a layer's E are 0.
+class ModelFacts:
+    """The model that is trained, and the ranks that hold it.
 
     Attributes:
-        hard: Tokens routed since the newest window began, or since the run's start.
-        soft: Gate weights, summed in the same way, in arbitrary units; all 0 if the router does not return them.
-        decayed: Tokens per step, ``A <- 0.9 A + 0.1 count`` at each step.
+        catalog: Its operators.
+        placement: Which rank holds which operators.
+        sizes: Bytes of every operator, as its tensors are now; empty unless the policy needs them.
+        coupled: Groups of operators that must be anchored in the same slot of a window, because they share a
+            parameter and the optimizer's update of a row depends on its other rows.
     """
 
-    hard: Counts = field(default_factory=_nothing)
-    soft: Floats = field(default_factory=lambda: np.zeros((0, 0)))
-    decayed: Floats = field(default_factory=lambda: np.zeros((0, 0)))
+    catalog: Catalog
+    placement: Placement
+    sizes: Mapping[str, OperatorBytes] = field(default_factory=dict)
+    coupled: tuple[frozenset[str], ...] = ()
 
 
 @dataclass(frozen=True)
-class PolicyContext:
-    """Everything that a policy is told at one step. All counts are already reduced over ranks.
+class RunFacts:
+    """The point that the run has reached.
 
     Attributes:
         step: Optimizer steps done (the state to be saved is the one after this step).
-        catalog: The model's operators.
         last_step: Step of the newest checkpoint that was started, or None.
         index: Checkpoints started so far in this run, across restarts.
-        ranks: Number of ranks of the run.
-        placement: Which rank holds which operators; None if every rank holds everything.
         missing: Operators that no checkpoint on storage holds, neither a committed one nor one under way.
-        chosen_at: ``[L, E]`` step of the newest checkpoint, committed or under way, that holds the expert; -1 if none.
-        unsaved: Per tier, ``U[l][e]`` from committed checkpoints only: the tokens lost by a failure that this tier
-            survives.
-        expected_unsaved: ``U[l][e]`` of the storage tier once the checkpoints under way are committed.
-        popularity: ``A[l][e]``, tokens assigned in this step.
-        measured: Times and rates.
-        faults: Recoveries of the run so far.
-        lost_tokens: Token-expert pairs lost in these recoveries.
-        routed_tokens: Token-expert pairs since the start of the run.
-        routed_per_layer: ``[L]``: the same for each MoE layer.
-        window: The newest sparse window, unless one of its snapshots failed or was skipped; None if there is none.
-        next_slot: How many slots of ``window`` were started; 0 if there is none.
-        sizes: Bytes of every operator, as its tensors are now.
-        coupled_operators: Groups of operators that must be anchored in the same slot of a window, because they share a
-            parameter and the optimizer's update of a row depends on its other rows.
-        activity: How much work each expert got, for orders by popularity.
-        snapshot_bytes: Most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
-        snapshot_limit: What decides it.
-        budget_fraction: Portion of the time between checkpoints that saving may take; for policies that compute what
-            fits.
         nothing_safe: Checkpoints were started, but none is committed or under way: they failed, or are in another
             store.
+        window: The newest sparse window, unless one of its snapshots failed or was skipped; None if there is none.
+        next_slot: How many slots of ``window`` were started; 0 if there is none.
         dense_step: Step of the newest dense checkpoint, started or committed; None if the policy does not need it.
-        memory: Facts about memory that outlives the process; None without such memory.
+        faults: Recoveries of the run so far.
+    """
+
+    step: int
+    last_step: int | None = None
+    index: int = 0
+    missing: tuple[str, ...] = ()
+    nothing_safe: bool = False
+    window: Window | None = None
+    next_slot: int = 0
+    dense_step: int | None = None
+    faults: tuple[FaultRecord, ...] = ()
+
+    @property
+    def lost_tokens(self) -> int:
+        """Token-expert pairs lost in all recoveries."""
+        return sum(fault.lost_tokens for fault in self.faults)
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """Tokens of each expert, ``[L, E]`` and reduced over ranks; columns beyond a layer's E are 0.
+
+    For ``Tier.HOST`` and ``Tier.PEER`` there are counts if memory outlives the process. Both include what storage has.
+
+    Attributes:
+        unsaved: ``U[l][e]`` from committed checkpoints on storage only: the tokens lost by a failure that it survives.
+        expected_unsaved: For each tier, ``U[l][e]`` once the snapshots under way are complete there.
+        chosen_at: For each tier, the step of the newest snapshot, complete or under way, that holds the expert; -1 if
+            none.
+        routed: ``[L]``, token-expert pairs of each layer since the start of the run.
+        popularity: Work that each expert got, counted as ``Needs.popularity`` says; empty if it says nothing.
+    """
+
+    unsaved: Counts = field(default_factory=_nothing)
+    expected_unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
+    chosen_at: Mapping[Tier, Counts] = field(default_factory=dict)
+    routed: Counts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    popularity: npt.NDArray[Any] = field(default_factory=_nothing)
+
+    @property
+    def routed_tokens(self) -> int:
+        """Token-expert pairs of all layers since the start of the run."""
+        return int(self.routed.sum())
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Room that a snapshot has, and where it goes.
+
+    Attributes:
+        budget_fraction: Portion of the time between checkpoints that saving may take.
+        snapshot_bytes: Most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
+        at_once: Snapshots that may be under way at once, each with so many bytes.
+        tiers: Those that the checkpoint of this step goes to. ``Tier.HOST`` is memory that outlives the process, if
+            there is any, ``Tier.PEER`` that of the peers that get copies.
+        sends: Which parts of a snapshot must be sent to peers.
         anchored_at: ``[operators]``, in the catalog's order: step of the newest anchor (``core.gradient_chain``),
             complete or under way, from which gradients (held or under way) bring the operator to the newest step; -1 if
             there is none. Empty if the policy does not need it.
     """
 
-    step: int
-    catalog: Catalog
-    last_step: int | None = None
-    index: int = 0
-    ranks: int = 1
-    placement: Placement | None = None
-    missing: tuple[str, ...] = ()
-    chosen_at: Counts = field(default_factory=_nothing)
-    unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
-    expected_unsaved: Counts = field(default_factory=_nothing)
-    popularity: Counts = field(default_factory=_nothing)
-    measured: Measured = Measured()
-    faults: tuple[FaultRecord, ...] = ()
-    lost_tokens: int = 0
-    routed_tokens: int = 0
-    routed_per_layer: Counts = field(default_factory=_nothing)
-    window: Window | None = None
-    next_slot: int = 0
-    sizes: Mapping[str, OperatorBytes] = field(default_factory=dict)
-    coupled_operators: tuple[frozenset[str], ...] = ()
-    activity: Activity = field(default_factory=Activity)
-    snapshot_bytes: int | None = None
-    snapshot_limit: SnapshotLimit = SnapshotLimit()
     budget_fraction: float = 1.0
-    nothing_safe: bool = False
-    dense_step: int | None = None
-    memory: MemoryFacts | None = None
+    snapshot_bytes: int | None = None
+    at_once: int = 1
+    tiers: frozenset[Tier] = frozenset({Tier.STORAGE})
+    sends: Sends = ALL_SENT
     anchored_at: Counts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @property
-    def owners(self) -> tuple[tuple[int, ...], ...]:
-        """Per MoE layer, the owner rank of each expert."""
-        return (self.placement or everywhere(self.catalog.layers, self.ranks)).owners
+    def outlives_process(self) -> bool:
+        """Memory keeps this step's checkpoint by itself, whatever becomes of it on storage."""
+        return Tier.HOST in self.tiers
+
+    @property
+    def storage_due(self) -> bool:
+        """The checkpoint of this step is also written to storage."""
+        return Tier.STORAGE in self.tiers
+
+    @property
+    def sends_copies(self) -> bool:
+        """Peers get something of the checkpoint of this step."""
+        return Tier.PEER in self.tiers and not self.sends.nothing
+
+
+@dataclass(frozen=True)
+class PolicyContext:
+    """Everything that a policy may know at one step, equal on every rank.
+
+    Attributes:
+        model: What is trained, and which ranks hold it.
+        run: Where the run is.
+        measured: Times and rates.
+        tokens: Tokens of each expert.
+        memory: What a snapshot may weigh, and where it goes.
+    """
+
+    model: ModelFacts
+    run: RunFacts
+    measured: Measured = Measured()
+    tokens: TokenFacts = field(default_factory=TokenFacts)
+    memory: MemoryFacts = field(default_factory=MemoryFacts)
 
 
 @runtime_checkable
@@ -276,7 +283,7 @@ class Policy(Protocol):
     """
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        """Returns what to save of the state after ``context.step``; an empty plan saves nothing."""
+        """Returns what to save of the state after ``context.run.step``; an empty plan saves nothing."""
         ...
 
     def check(self, catalog: Catalog) -> None:
@@ -292,8 +299,11 @@ class Policy(Protocol):
         ...
 
 
-BF16 = "bf16"
-"""What gradients may be rounded to (``Needs.gradient_dtype``)."""
+AS_CONSUMED, BF16 = "as_consumed", "bf16"
+"""How a log has gradients (``Needs.gradients``)."""
+
+TOKENS, GATE_WEIGHTS, DECAYED = "tokens", "gate_weights", "decayed"
+"""How popularity is counted (``Needs.popularity``)."""
 
 
 @named_arguments
@@ -305,23 +315,23 @@ class Needs:
     passes on all of its needs (``Wrapper``), changed by ``dataclasses.replace`` if necessary.
 
     Attributes:
-        sizes: It uses ``PolicyContext.sizes``, which is empty otherwise.
-        windows: It spreads checkpoints over sparse windows (``SnapshotPlan.window``). It gets ``sizes``,
-            ``coupled_operators``, ``snapshot_bytes`` and ``dense_step``, and is asked about step 0 too. Training must
-            be able to compute each step again exactly.
-        soft_counts: It uses ``Activity.soft``, which costs a little time to count.
-        decayed_counts: It uses ``Activity.decayed``.
-        lost_tokens: It uses ``lost_tokens``, ``routed_tokens`` or ``faults``, as a policy with a budget does: what it
-            saves changes during training, even if nothing else does.
-        gradients: It plans logs of gradients (``SnapshotPlan.gradients``): at each step, in memory that outlives the
-            process. It gets ``sizes``, ``coupled_operators``, ``snapshot_bytes`` and ``anchored_at``. Adapters refuse
-            such a policy without such memory.
-        gradient_dtype: "bf16": every rank rounds the gradients to bf16 before each update, so a log of them takes 2
-            bytes per parameter and a replay repeats training exactly. This changes training. None: gradients are not
-            rounded.
-        tiers: It plans separately what stays in memory and what is written to storage, from ``PolicyContext.memory``.
-            For the simulator, which otherwise writes to storage whatever memory holds.
+        sizes: It uses ``ModelFacts.sizes``, which is empty otherwise.
+        popularity: It uses ``TokenFacts.popularity``, which is empty otherwise: "tokens" routed since the newest window
+            began, or since the run's start; "gate_weights" of these tokens, summed, in arbitrary units, or tokens
+            where a router does not return its weights; or tokens per step, "decayed": ``A <- 0.9 A + 0.1 count``.
+        windows: It spreads checkpoints over sparse windows (``SnapshotPlan.window``). It gets ``ModelFacts.sizes``,
+            ``coupled``, ``snapshot_bytes`` and ``dense_step``, and is asked about step 0 too. Training must be able to
+            compute each step again exactly.
+        gradients: It plans logs of gradients (``SnapshotPlan.gradients``), at each step, in memory that outlives the
+            process; adapters refuse it without such memory. It gets ``ModelFacts.sizes``, ``coupled``,
+            ``snapshot_bytes`` and ``anchored_at``. "as_consumed": a log has them as optimizers consume them. "bf16":
+            every rank rounds them to bf16 before each update, so a log takes 2 bytes per parameter and a replay
+            repeats training exactly; this changes training.
+        tiers: It plans separately what stays in memory and what is written to storage, by ``MemoryFacts.tiers``. For
+            the simulator, which otherwise writes to storage whatever memory holds.
         partial: Its checkpoints hold some experts in older versions, so a failure loses tokens.
+        lost_tokens: It uses ``RunFacts.faults`` or ``TokenFacts.routed``, as a policy with a budget does: what it saves
+            changes during training, even if nothing else does.
         alone: It cannot be combined with other policies (``AnyOf``): it counts steps from the newest checkpoint,
             whichever policy started it, or spreads one over several steps.
         boost: Experts that are stale after a failure get this portion more tokens (0.1: 10 %), until they have made up
@@ -332,63 +342,53 @@ class Needs:
             pipeline.
         period_steps: Its plans repeat after this many steps, counted from step 0: the same facts give the same plan at
             steps that differ by a multiple of it. For the simulator, which simulates a repeated period only once.
-        next_due: ``next_due(context)`` returns the first step from ``context.step`` on at which the policy may want a
-            checkpoint, if nothing else changes. None: it may want one at each step. For the simulator, which does not
+        next_due: ``next_due(context)`` returns the first step from ``context.run.step`` on at which the policy may want
+            a checkpoint, if nothing else changes. None: it may want one at each step. For the simulator, which does not
             call ``plan`` before that step.
-        explain: ``explain(context)`` returns the window of ``context.step`` with its costs, a
-            ``window_report.WindowReport``. None: there is no warning when a window takes longer than an iteration.
         warning: ``warning(context)`` returns why the policy cannot do in this run what it was set to do, and what to
-            set instead; None if it can. It is asked before each plan until it returns a text, which rank 0 then logs.
-        asked_by: Setting from which ``gradients`` and ``replicas`` come, as users write it, such as
-            "MoEtion(recompute=True)"; for messages. "": the policy as a whole.
-        instead: Setting that needs neither, such as "recompute=False"; for messages. "": there is none.
+            set instead; None if it can. Rank 0 asks until it gets a text or rates are measured, and, if there are
+            windows, whenever one of another length begins.
     """
 
     sizes: bool = False
+    popularity: str | None = None
     windows: bool = False
-    soft_counts: bool = False
-    decayed_counts: bool = False
-    lost_tokens: bool = False
-    gradients: bool = False
-    gradient_dtype: str | None = None
+    gradients: str | None = None
     tiers: bool = False
     partial: bool = False
+    lost_tokens: bool = False
     alone: bool = False
     boost: float | None = None
     replicas: int = 0
     bubbles: bool = False
     period_steps: int = 1
     next_due: Callable[[PolicyContext], int] | None = None
-    explain: Callable[[PolicyContext], Any] | None = None
     warning: Callable[[PolicyContext], str | None] | None = None
-    asked_by: str = ""
-    instead: str = ""
 
     def __post_init__(self) -> None:
         require_positive("Needs", period_steps=self.period_steps)
         if isinstance(self.replicas, bool) or not isinstance(self.replicas, int) or self.replicas < 0:
             raise ConfigError(f"Needs(replicas={self.replicas!r}): replicas must be a whole number of at least 0")
         require_boost("Needs(boost", self.boost)
-        if self.gradient_dtype not in (None, BF16):
-            raise ConfigError(f"Needs(gradient_dtype={self.gradient_dtype!r}): choose {BF16!r}, or None")
-        for name, value in vars(self).items():
-            if name in ("next_due", "explain", "warning"):
-                if value is not None and not callable(value):
-                    raise ConfigError(f"Needs({name}={value!r}): give a function that takes a PolicyContext, or None")
-            elif name in ("asked_by", "instead"):
-                if not isinstance(value, str):
-                    raise ConfigError(f"Needs({name}={value!r}): give a setting as text, or an empty text")
-            elif name not in ("period_steps", "replicas", "boost", "gradient_dtype") and not isinstance(value, bool):
+        for name, choices in (("popularity", (TOKENS, GATE_WEIGHTS, DECAYED)), ("gradients", (AS_CONSUMED, BF16))):
+            if (value := getattr(self, name)) not in (None, *choices):
+                raise ConfigError(f"Needs({name}={value!r}): choose {', '.join(map(repr, choices))}, or None")
+        for name in ("next_due", "warning"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise ConfigError(f"Needs({name}={value!r}): give a function that takes a PolicyContext, or None")
+        for name in ("sizes", "windows", "tiers", "partial", "lost_tokens", "alone", "bubbles"):
+            if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"Needs({name}={value!r}): choose True or False")
 
     @property
     def stored_gradients(self) -> str | None:
         """Type, as named in shards' headers, to which wider gradients are rounded. None if they are not rounded."""
-        return None if self.gradient_dtype is None else self.gradient_dtype.upper()
+        return self.gradients.upper() if self.gradients == BF16 else None
 
     def due(self, context: PolicyContext) -> int:
-        """Returns the first step from ``context.step`` on at which the policy is to be asked; see ``next_due``."""
-        return context.step if self.next_due is None else max(context.step, int(self.next_due(context)))
+        """Returns the first step from ``context.run.step`` on at which the policy is to be asked; see ``next_due``."""
+        step = context.run.step
+        return step if self.next_due is None else max(step, int(self.next_due(context)))
 
 
 def needs_of(policy: Policy) -> Needs:
@@ -442,7 +442,7 @@ def due_as_measured(context: PolicyContext, interval: int | None, profile_steps:
     if interval is None:
         # Later: one checkpoint is on its way and not yet measured, or a restart forgot the measurements.
         interval = max_interval if context.measured.iteration_secs is None else profile_steps
-    return (context.last_step or 0) + interval
+    return (context.run.last_step or 0) + interval
 
 
 def require_boost(where: str, boost: object) -> None:

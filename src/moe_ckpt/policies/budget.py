@@ -12,7 +12,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import PolicyContext
@@ -67,11 +66,11 @@ def dynamic_k(k: int, experts: int, lost: int, routed: int, budget: float) -> in
 
 
 def tokens_left(context: PolicyContext, budget: float) -> int:
-    """Tokens that may still be lost at ``context.step``; below 0 when the budget is broken already.
+    """Tokens that may still be lost at this step; below 0 when the budget is broken already.
 
     Exact, so that PLT never exceeds the budget by a rounding.
     """
-    return int(_exactly(budget) * context.routed_tokens // 1) - context.lost_tokens
+    return int(_exactly(budget) * context.tokens.routed_tokens // 1) - context.run.lost_tokens
 
 
 def _exactly(budget: float) -> Fraction:
@@ -113,19 +112,19 @@ def top_up_mlt(context: PolicyContext, stored: Collection[Expert] | Counts, budg
     1e-12. Early in a run checkpoints are denser for the same time, with the budget of MLT in the place of PLT's.
     """
     portions = _portions(context, _unsaved_without(context, stored))
-    allowed = int(_exactly(budget) * len(context.catalog.layers) * _MLT_UNITS // 1)
+    allowed = int(_exactly(budget) * len(context.model.catalog.layers) * _MLT_UNITS // 1)
     return _fewest(portions, int(portions.sum()) - allowed)
 
 
 def mlt_at_risk(context: PolicyContext, stored: Collection[Expert]) -> float:
     """MLT of a recovery that returns to a checkpoint of this step that holds ``stored``."""
     portions = _portions(context, _unsaved_without(context, stored))
-    return int(portions.sum()) / _MLT_UNITS / max(len(context.catalog.layers), 1)
+    return int(portions.sum()) / _MLT_UNITS / max(len(context.model.catalog.layers), 1)
 
 
 def _portions(context: PolicyContext, unsaved: Counts) -> Counts:
     """``[L, E]`` part of its layer's tokens, in ``_MLT_UNITS``."""
-    routed = context.routed_per_layer
+    routed = context.tokens.routed
     whole = np.maximum(unsaved.sum(axis=1), routed if len(routed) == len(unsaved) else 0)
     parts = unsaved / np.maximum(whole, 1)[:, None]  # one division each, which rounds alike everywhere
     units: Counts = np.ceil(parts * _MLT_UNITS).astype(np.int64)
@@ -144,8 +143,7 @@ def _fewest(weights: Counts, excess: int) -> tuple[Expert, ...]:
 
 
 def _unsaved_without(context: PolicyContext, stored: Collection[Expert] | Counts) -> Counts:
-    counts = context.unsaved.get(Tier.STORAGE)
-    unsaved = in_shape(context, np.zeros((0, 0), dtype=np.int64) if counts is None else counts, 0).copy()
+    unsaved = in_shape(context, context.tokens.unsaved, 0).copy()
     listed = stored if isinstance(stored, np.ndarray) else np.asarray(list(stored), dtype=np.int64)
     if len(listed):
         unsaved[tuple(listed.T)] = 0

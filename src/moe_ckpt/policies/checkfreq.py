@@ -57,9 +57,9 @@ class CheckFreq:
         return min(self.max_interval, max(1, ceil(needed)))
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        if context.step >= self.next_due(context):
-            return save_full(context.step, tuple(op.id for op in context.catalog.operators))
-        return save_nothing(context.step)
+        if context.run.step >= self.next_due(context):
+            return save_full(context.run.step, tuple(op.id for op in context.model.catalog.operators))
+        return save_nothing(context.run.step)
 
     @property
     def needs(self) -> Needs:

@@ -32,9 +32,9 @@ class Dense:
         """Accepts any model, also one without MoE layers."""
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        if not interval_passed(context.step, context.last_step, self.every_n_steps):
-            return save_nothing(context.step)
-        return save_full(context.step, context.catalog.everything)
+        if not interval_passed(context.run.step, context.run.last_step, self.every_n_steps):
+            return save_nothing(context.run.step)
+        return save_full(context.run.step, context.model.catalog.everything)
 
     @property
     def needs(self) -> Needs:
@@ -42,7 +42,7 @@ class Dense:
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
-        return next_multiple(context.last_step, self.every_n_steps)
+        return next_multiple(context.run.last_step, self.every_n_steps)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "dense", **asdict(self)}

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog, MoELayer, expert_id
-from moe_ckpt.core.placement import Placement, everywhere
+from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.save_budget import Load, least_capacity
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes
@@ -307,11 +307,11 @@ def stages_of(context: PolicyContext, *, weighed: bool) -> tuple[Stage, ...]:
     The same objects give the same answer, and it is remembered: they change rarely, and this is asked at every step.
 
     Raises:
-        ConfigError: ``context.sizes`` lacks operators that are to be weighed.
+        ConfigError: ``context.model.sizes`` lacks operators that are to be weighed.
     """
-    catalog = context.catalog
-    placement = context.placement or everywhere(catalog.layers, context.ranks)
-    sizes = context.sizes if weighed else None
+    catalog = context.model.catalog
+    placement = context.model.placement
+    sizes = context.model.sizes if weighed else None
     for entry in _REMEMBERED:
         if entry[0] is catalog and entry[1] is placement and entry[2] is sizes:
             return entry[3]
@@ -331,7 +331,7 @@ def _stages(catalog: Catalog, placement: Placement, sizes: Mapping[str, Operator
         unknown = [op for op in catalog.everything if op not in sizes]
         if unknown:
             raise ConfigError(
-                f"PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are not there, such "
+                f"ModelFacts.sizes must have every operator of the catalog, but {len(unknown)} are not there, such "
                 f"as {unknown[0]}; give MoEtion(experts=...), or MoC a number of experts, where sizes are not known"
             )
         for op in catalog.always_saved:

@@ -70,16 +70,16 @@ class Gemini:
         iteration, cost, persist = measured.iteration_secs, measured.checkpoint_cost_secs, measured.persist_secs
         if not iteration or cost is None or persist is None:
             return None
-        mtbf = self.mtbf_secs or expected_mtbf_secs(len(context.faults), context.step * iteration)
+        mtbf = self.mtbf_secs or expected_mtbf_secs(len(context.run.faults), context.run.step * iteration)
         best = FORMULAS[self.every_n_steps](cost, mtbf)
         return min(self.max_interval, max(1, ceil(max(best, persist) / iteration)))
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if isinstance(self.every_n_steps, int):
-            due = interval_passed(context.step, context.last_step, self.every_n_steps)
+            due = interval_passed(context.run.step, context.run.last_step, self.every_n_steps)
         else:
-            due = context.step >= self.next_due(context)
-        return save_full(context.step, context.catalog.everything) if due else save_nothing(context.step)
+            due = context.run.step >= self.next_due(context)
+        return save_full(context.run.step, context.model.catalog.everything) if due else save_nothing(context.run.step)
 
     @property
     def needs(self) -> Needs:
@@ -90,7 +90,7 @@ class Gemini:
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
         if isinstance(self.every_n_steps, int):
-            return next_multiple(context.last_step, self.every_n_steps)
+            return next_multiple(context.run.last_step, self.every_n_steps)
         return due_as_measured(context, self.interval(context), self.profile_steps, self.max_interval)
 
     def describe(self) -> dict[str, Any]:

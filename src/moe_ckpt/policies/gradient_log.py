@@ -20,12 +20,11 @@ from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
 from moe_ckpt.core.rolling import Rounds, Slots, most_held_bytes_per_parameter
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import BF16, MemoryFacts, Needs, PolicyContext
+from moe_ckpt.policies.base import AS_CONSUMED, BF16, TOKENS, ModelFacts, Needs, PolicyContext, Sends
 from moe_ckpt.policies.log_report import LogReport
 from moe_ckpt.policies.selection import in_shape
 
 AUTO = "auto"
-AS_CONSUMED = "as_consumed"
 
 
 @named_arguments
@@ -83,15 +82,14 @@ class GradientLog:
 
     @property
     def needs(self) -> Needs:
-        rounded = BF16 if self.grad_dtype == BF16 else None
         return Needs(
             sizes=True,
-            gradients=True,
-            gradient_dtype=rounded,
+            popularity=TOKENS,
+            gradients=self.grad_dtype,
             tiers=True,
             alone=True,
             next_due=self.next_due,
-            explain=self.explain,
+            warning=self.warning,
         )
 
     def check(self, catalog: Catalog) -> None:
@@ -111,38 +109,39 @@ class GradientLog:
         Raises:
             ConfigError: There is no memory that outlives the process, or ``context`` lacks sizes or anchors.
         """
-        everything, memory = context.catalog.everything, context.memory
-        if memory is None:
+        catalog, run = context.model.catalog, context.run
+        if not context.memory.outlives_process:
             raise ConfigError(
                 "GradientLog keeps its log in memory that outlives the process, and there is none: give "
                 "memory=moe_ckpt.Memory(storage_every=...), or Hydra's moe_ckpt/memory=local or replicated"
             )
-        if context.last_step is None or context.nothing_safe or context.missing or memory.storage_due:
-            return self._everything(context, memory)
+        if run.last_step is None or run.nothing_safe or run.missing or context.memory.storage_due:
+            return self._everything(context)
         anchored_at = self._anchored_at(context)
         rounds = self._rounds(context)
-        window = self._window(context, rounds, memory)
+        window = self._window(context, rounds)
         number = self._next(context, rounds, window, anchored_at)
         if (anchored_at >= 0).all():
             now, others = rounds.parted(window)[number]
-            return save_logged(context.step, now, others) if others else self._everything(context, memory)
+            return save_logged(run.step, now, others) if others else self._everything(context)
         anchored = anchored_at < 0
         anchored[rounds.places(window)[number]] = True
-        for group in context.coupled_operators:
-            places = context.catalog.places_of(tuple(sorted(group)))
+        for group in context.model.coupled:
+            places = catalog.places_of(tuple(sorted(group)))
             anchored[places] = anchored[places].any()
         if anchored.all():
-            return self._everything(context, memory)
-        return save_logged(context.step, _named(everything, anchored), _named(everything, ~anchored))
+            return self._everything(context)
+        everything = catalog.everything
+        return save_logged(run.step, _named(everything, anchored), _named(everything, ~anchored))
 
     def explain(self, context: PolicyContext) -> LogReport:
-        """Returns the round that ``context.step`` belongs to, with its costs.
+        """Returns the round that ``context.run.step`` belongs to, with its costs.
 
         Raises:
             ConfigError: ``context`` lacks sizes.
         """
-        rounds, memory = self._rounds(context), context.memory or MemoryFacts()
-        window = self._window(context, rounds, memory)
+        rounds = self._rounds(context)
+        window = self._window(context, rounds)
         steps = rounds.rank_bytes(window)
         return LogReport(
             window=len(steps),
@@ -150,76 +149,78 @@ class GradientLog:
             gradient_bytes=rounds.gradient_bytes,
             heaviest_bytes=max(steps),
             mean_bytes=sum(steps) / len(steps),
-            limit_bytes=self._limit_bytes(context, rounds, memory, window),
+            limit_bytes=self._limit_bytes(context, rounds, window),
             most_window=self.most_window,
-            wanted=self._window_by_time(context, rounds, memory),
-            setting=context.snapshot_limit.setting,
+            unlimited=self._window_by_time(context, rounds),
             iteration_secs=context.measured.recent_iteration_secs,
         )
 
+    def warning(self, context: PolicyContext) -> str | None:
+        """See ``Needs.warning``; None until rates are measured, because W does not mean anything before."""
+        return None if context.measured.copy_bytes() is None else self.explain(context).warning
+
     # --- how long a round is ---
 
-    def _window(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts) -> int:
+    def _window(self, context: PolicyContext, rounds: Rounds) -> int:
         """The fewest steps that fit; a round under way that is little longer is gone on with. Fewer where host memory
         has no room for what a round needs."""
-        fewest = self._window_by_time(context, rounds, memory)
-        if context.snapshot_bytes is None or context.memory is None:
+        fewest, memory = self._window_by_time(context, rounds), context.memory
+        if memory.snapshot_bytes is None or not memory.outlives_process:
             return fewest
-        at_once = context.snapshot_limit.at_once
-        budget = context.snapshot_bytes * at_once
+        budget = memory.snapshot_bytes * memory.at_once
 
         def held(window: int) -> float:
             log = most_held_bytes_per_parameter(window, rounds.gradient_bytes, rounds.dense_bytes)
-            return log + at_once * max(rounds.rank_bytes(window))
+            return log + memory.at_once * max(rounds.rank_bytes(window))
 
         return next((window for window in range(fewest, 1, -1) if held(window) <= budget), 1)
 
-    def _window_by_time(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts) -> int:
+    def _window_by_time(self, context: PolicyContext, rounds: Rounds) -> int:
         """``_window``, if host memory had room for as many as it takes."""
         if isinstance(self.window, int):
             return self.window
         most = min(self.most_window, rounds.most)
-        fitting = [window for window in range(1, most + 1) if self._fits(context, rounds, memory, window)]
+        fitting = [window for window in range(1, most + 1) if self._fits(context, rounds, window)]
         if not fitting:
             return most
         fewest = fitting[0]
         little_longer = [window for window in fitting if window <= fewest + fewest // 4 + 1]
-        if len(context.anchored_at) != len(context.catalog.operators):
+        if len(context.memory.anchored_at) != len(context.model.catalog.operators):
             return fewest
-        under_way = (window for window in little_longer if _keeps(rounds, window, context.anchored_at))
+        under_way = (window for window in little_longer if _keeps(rounds, window, context.memory.anchored_at))
         return next(under_way, fewest)
 
-    def _fits(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts, window: int) -> bool:
-        copied = context.measured.copy_bytes(context.budget_fraction)
+    def _fits(self, context: PolicyContext, rounds: Rounds, window: int) -> bool:
+        copied = context.measured.copy_bytes(context.memory.budget_fraction)
         if copied is None or max(rounds.rank_bytes(window)) > copied:
             return False
-        sent = self._sent_bytes(context, memory)
-        return sent is None or max(_sent(rounds, window, memory)) <= sent
+        sent = self._sent_bytes(context)
+        return sent is None or max(_sent(rounds, window, context.memory.sends)) <= sent
 
-    def _sent_bytes(self, context: PolicyContext, memory: MemoryFacts) -> int | None:
+    def _sent_bytes(self, context: PolicyContext) -> int | None:
         """What a rank may send to peers in an iteration; None while not known, or where nothing is sent."""
-        if not memory.replicas or memory.sends.nothing:
+        if not context.memory.sends_copies:
             return None
-        return context.measured.send_bytes(1, context.budget_fraction)
+        return context.measured.send_bytes(1, context.memory.budget_fraction)
 
-    def _limit_bytes(self, context: PolicyContext, rounds: Rounds, memory: MemoryFacts, window: int) -> int | None:
+    def _limit_bytes(self, context: PolicyContext, rounds: Rounds, window: int) -> int | None:
         """Most bytes of a step: the copy's budget, or what of it peers can be sent where that is less."""
-        copied, sent = context.measured.copy_bytes(context.budget_fraction), self._sent_bytes(context, memory)
+        copied, sent = context.measured.copy_bytes(context.memory.budget_fraction), self._sent_bytes(context)
         if copied is None or sent is None:
             return copied
-        portion = max(_sent(rounds, window, memory)) / max(1, *rounds.rank_bytes(window))
+        portion = max(_sent(rounds, window, context.memory.sends)) / max(1, *rounds.rank_bytes(window))
         return min(copied, int(sent / portion)) if portion else copied
 
     # --- who is anchored ---
 
-    def _everything(self, context: PolicyContext, memory: MemoryFacts) -> SnapshotPlan:
+    def _everything(self, context: PolicyContext) -> SnapshotPlan:
         """A dense step, with those who will be anchored together in the round after it, as far as that is known now."""
-        everything = context.catalog.everything
+        everything = context.model.catalog.everything
         together: Slots = ()
-        if all(map(context.sizes.__contains__, everything)):
+        if all(map(context.model.sizes.__contains__, everything)):
             rounds = self._rounds(context)
-            together = rounds.slots(self._window(context, rounds, memory))
-        return save_full(context.step, everything, together=together)
+            together = rounds.slots(self._window(context, rounds))
+        return save_full(context.run.step, everything, together=together)
 
     def _next(self, context: PolicyContext, rounds: Rounds, window: int, anchored_at: Counts) -> int:
         """Whose turn it is: that of the slot with the oldest anchor; of several, of that with most tokens."""
@@ -231,25 +232,25 @@ class GradientLog:
         return waiting[0]
 
     def _anchored_at(self, context: PolicyContext) -> Counts:
-        if len(context.anchored_at) != len(context.catalog.operators):
+        if len(context.memory.anchored_at) != len(context.model.catalog.operators):
             raise ConfigError(
-                "GradientLog: PolicyContext.anchored_at must have every operator of the catalog, "
-                f"{len(context.catalog.operators)}, and has {len(context.anchored_at)}"
+                "GradientLog: MemoryFacts.anchored_at must have every operator of the catalog, "
+                f"{len(context.model.catalog.operators)}, and has {len(context.memory.anchored_at)}"
             )
-        return context.anchored_at
+        return context.memory.anchored_at
 
     def _rounds(self, context: PolicyContext) -> Rounds:
-        unknown = list(filterfalse(context.sizes.__contains__, context.catalog.everything))
+        unknown = list(filterfalse(context.model.sizes.__contains__, context.model.catalog.everything))
         if unknown:
             raise ConfigError(
-                f"GradientLog: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are not "
+                f"GradientLog: ModelFacts.sizes must have every operator of the catalog, but {len(unknown)} are not "
                 f"there, such as {unknown[0]}"
             )
-        return _rounds_of(context)
+        return _rounds_of(context.model)
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``: every step, once."""
-        return max(context.step, (context.last_step or 0) + 1)
+        return max(context.run.step, (context.run.last_step or 0) + 1)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "gradient_log", **asdict(self)}
@@ -260,8 +261,7 @@ def _keeps(rounds: Rounds, window: int, anchored_at: Counts) -> bool:
     return all(anchored_at[slot].min() == anchored_at[slot].max() for slot in rounds.places(window))
 
 
-def _sent(rounds: Rounds, window: int, memory: MemoryFacts) -> tuple[int, ...]:
-    sends = memory.sends
+def _sent(rounds: Rounds, window: int, sends: Sends) -> tuple[int, ...]:
     return rounds.rank_bytes(
         window,
         shared=sends.shared,
@@ -272,10 +272,10 @@ def _sent(rounds: Rounds, window: int, memory: MemoryFacts) -> tuple[int, ...]:
 
 def _tokens(context: PolicyContext, slots: tuple[Counts, ...]) -> list[int]:
     """Tokens that the experts of each slot got lately."""
-    catalog, hard = context.catalog, context.activity.hard
+    catalog, tokens = context.model.catalog, context.tokens.popularity
     of_operator = np.zeros(len(catalog.operators), dtype=np.int64)
     experts = catalog.all_experts
-    of_operator[catalog.is_expert] = in_shape(context, hard, 0)[tuple(experts.T)]
+    of_operator[catalog.is_expert] = in_shape(context, tokens, 0)[tuple(experts.T)]
     return [int(of_operator[slot].sum()) for slot in slots]
 
 
@@ -288,27 +288,21 @@ class _RecentRounds:
 
     def __init__(self, most: int = 4) -> None:
         self._most = most
-        self._former: list[tuple[PolicyContext, Rounds]] = []
+        self._former: list[tuple[ModelFacts, Rounds]] = []
 
-    def __call__(self, context: PolicyContext) -> Rounds:
+    def __call__(self, model: ModelFacts) -> Rounds:
         for former, rounds in self._former:
-            if _same_model(former, context):
+            if _same_model(former, model):
                 return rounds
-        model = context.catalog, context.sizes, context.ranks, context.placement, context.coupled_operators
-        rounds_of_model = Rounds(*model)
-        # Only what tells it again is kept of a context, whose arrays are large.
-        without_arrays = PolicyContext(
-            0, context.catalog, ranks=context.ranks, placement=context.placement, sizes=context.sizes,
-            coupled_operators=context.coupled_operators,
-        )  # fmt: skip
-        self._former = [(without_arrays, rounds_of_model), *self._former[: self._most - 1]]
+        rounds_of_model = Rounds(model.catalog, model.sizes, model.placement, model.coupled)
+        self._former = [(model, rounds_of_model), *self._former[: self._most - 1]]
         return rounds_of_model
 
 
-def _same_model(one: PolicyContext, other: PolicyContext) -> bool:
+def _same_model(one: ModelFacts, other: ModelFacts) -> bool:
     """By identity, since to compare thousands of operators takes as long as cutting them anew."""
     same = one.catalog is other.catalog and one.sizes is other.sizes and one.placement is other.placement
-    return same and one.ranks == other.ranks and one.coupled_operators == other.coupled_operators
+    return same and one.coupled == other.coupled
 
 
 _rounds_of = _RecentRounds()

@@ -83,14 +83,14 @@ class Guarded(Wrapper):
         if not plan or plan.window is not None:  # replay loses nothing
             return plan
         stored = experts_of(context, (*plan.operators(), *plan.gradients))
-        if plan.k is None and len(stored) == len(context.catalog.experts):
+        if plan.k is None and len(stored) == len(context.model.catalog.experts):
             return plan
         budgets = [budget for budget in (self.plt_budget, plan.plt_budget) if budget is not None]
         plan = replace(plan, plt_budget=min(budgets, default=None))
         more = self._needed(context, stored)
         if not more:
             return plan
-        if self.action == "escalate" or (self.action == "stop" and not context.lost_tokens):
+        if self.action == "escalate" or (self.action == "stop" and not context.run.lost_tokens):
             return _adding(plan, context, more)
         halt = self._why(context, stored) if self.action == "stop" else None
         return replace(_adding_all(plan, context), halt=plan.halt or halt)
@@ -102,8 +102,8 @@ class Guarded(Wrapper):
         return tuple(sorted((*of_plt, *of_mlt)))
 
     def _why(self, context: PolicyContext, stored: set[Expert]) -> str:
-        routed = max(context.routed_tokens, 1)
-        lost, budget, most = context.lost_tokens, self.plt_budget, self.most_mlt
+        routed = max(context.tokens.routed_tokens, 1)
+        lost, budget, most = context.run.lost_tokens, self.plt_budget, self.most_mlt
         setting = f"budget ({self.budget!r})"
         if budget is not None and tokens_left(context, budget) < 0:
             reason = f"{lost / routed:.2%} of all tokens are lost, over the budget of {budget:.2%}"
@@ -119,7 +119,7 @@ class Guarded(Wrapper):
                 f"(MLT), over the budget of {most:.2%}"
             )
         return (
-            f"{reason}, at step {context.step}. All experts are saved. Before going on, save more experts per "
+            f"{reason}, at step {context.run.step}. All experts are saved. Before going on, save more experts per "
             f"checkpoint (raise k, or give MoC a plt_budget, which raises k automatically), save more often, or raise "
             f"the guard's {setting} or change its action from 'stop' to 'escalate'."
         )
@@ -134,14 +134,16 @@ def _adding(plan: SnapshotPlan, context: PolicyContext, experts: tuple[Expert, .
     """``plan`` with ``experts`` sent to storage too, in the order of the catalog; what stays in host memory follows."""
     items = {item.operator: item for item in plan.items if item.tier is Tier.STORAGE}
     items.update((op, PlanItem(op)) for op in (expert_id(*expert) for expert in experts))
-    stored = tuple(items[op.id] for op in context.catalog.operators if op.id in items)
+    stored = tuple(items[op.id] for op in context.model.catalog.operators if op.id in items)
     others = tuple(i for i in plan.items if i.tier is not Tier.STORAGE and i.operator not in items)
     return replace(plan, items=stored + others)
 
 
 def _adding_all(plan: SnapshotPlan, context: PolicyContext) -> SnapshotPlan:
     planned = experts_of(context, plan.operators())
-    every = {(op.layer, op.expert) for op in context.catalog.experts if op.layer is not None and op.expert is not None}
+    every = {
+        (op.layer, op.expert) for op in context.model.catalog.experts if op.layer is not None and op.expert is not None
+    }
     return _adding(plan, context, tuple(sorted(every - planned)))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.policies.selection import Expert, Request, Selection, in_shape
+from moe_ckpt.policies.selection import Expert, Request, Selection, chosen_at_of, unsaved_of
 
 STALE_ROUNDS = 4
 """An expert not chosen for this many rounds of ceil(E/K) checkpoints is overdue, and goes first."""
@@ -20,7 +20,7 @@ STALE_ROUNDS = 4
 def load_aware(context: PolicyContext, request: Request) -> Selection:
     """Per layer the K experts with most unsaved tokens whose rank has capacity left (Algorithm 1).
 
-    Experts by ``context.expected_unsaved`` (what checkpoints under way save counts as saved), then oldest, then lowest
+    Experts by unsaved tokens (what checkpoints under way save counts as saved), then oldest, then lowest
     index; taken while their owner rank has capacity left. The paper indexes capacity by expert, as if a rank owned one
     of each layer: here it is the owner's. Where no capacity is used up, that is all there is to it.
 
@@ -39,7 +39,7 @@ def load_aware(context: PolicyContext, request: Request) -> Selection:
       others, within K and capacity. Where R divides E it waits at most another 2*ceil(E/K) checkpoints: each that
       passes it over takes either K older ones of its layer or a full capacity of older ones of its rank.
     """
-    return _by_priority(context, request, in_shape(context, context.expected_unsaved, 0))
+    return _by_priority(context, request, unsaved_of(context, request.tier))
 
 
 def least_loss(context: PolicyContext, request: Request) -> Selection:
@@ -51,9 +51,8 @@ def least_loss(context: PolicyContext, request: Request) -> Selection:
     Most unsaved tokens first makes ``a_e * n_e`` the same instead, which on average loses as much as taking turns; it
     gains by experts that are saved at every checkpoint only.
     """
-    unsaved = in_shape(context, context.expected_unsaved, 0)
-    age = context.step - in_shape(context, context.chosen_at, -1)
-    return _by_priority(context, request, unsaved * age)
+    age = context.run.step - chosen_at_of(context, request.tier)
+    return _by_priority(context, request, unsaved_of(context, request.tier) * age)
 
 
 def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> Selection:
@@ -61,8 +60,8 @@ def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> 
 
     Whole numbers: sums of floats could differ between ranks with different processors, and so could the plans.
     """
-    chosen_at = in_shape(context, context.chosen_at, -1)
-    sizes = [layer.experts for layer in context.catalog.layers]
+    chosen_at = chosen_at_of(context, request.tier)
+    sizes = [layer.experts for layer in context.model.catalog.layers]
     ranked = sorted_rows(chosen_at, priority, sizes)
     orders = [order[:size] for order, size in zip(ranked.tolist(), sizes, strict=True)]
     best = ranked[:, : request.k]
@@ -71,7 +70,7 @@ def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> 
     overdue = _overdue(context, chosen_at, sizes, request)
     stored: list[list[int]] = [[] for _ in sizes]
     host_only: list[list[int]] = [[] for _ in sizes]
-    for group in _groups(context.owners):
+    for group in _groups(context.model.placement.owners):
         rows = group.owners.keys()
         dealer = Dealer(orders, [row for row in turns if row in rows], group)
         dealer.deal(request.k, first=[(row, expert) for row, expert in overdue if row in rows])
@@ -150,12 +149,10 @@ def _pairs(per_layer: list[list[int]]) -> tuple[Expert, ...]:
 def _overdue(context: PolicyContext, chosen_at: Counts, sizes: list[int], request: Request) -> list[Expert]:
     """Experts not chosen for over ``STALE_ROUNDS`` rounds, the oldest first, then from the last layer to the first.
 
-    Rounds are counted in steps: a checkpoint every ``every_n_steps``, or as rarely as the run made them so far,
-    so that a storage that cannot keep up does not make every expert overdue.
+    Rounds are counted in steps, so that a storage that cannot keep up does not make every expert overdue.
     """
-    interval_steps = max(request.every_n_steps, ceil(context.step / (context.index + 1)))
     rounds = np.array([[ceil(size / request.k)] for size in sizes], dtype=np.int64).reshape(-1, 1)
-    late = (chosen_at >= 0) & (context.step - chosen_at > STALE_ROUNDS * rounds * interval_steps)
+    late = (chosen_at >= 0) & (context.run.step - chosen_at > STALE_ROUNDS * rounds * request.interval_steps)
     late &= np.arange(late.shape[1]) < np.array(sizes, dtype=np.int64).reshape(-1, 1)
     rows, experts = np.nonzero(late)
     order = np.lexsort((experts, -rows, chosen_at[rows, experts]))

@@ -24,8 +24,7 @@ class LogReport:
         limit_bytes: Most that a step may save; None while not known.
         most_window: The longest round that was allowed.
         iteration_secs: None while not known.
-        wanted: W, if host memory had more room; 0 while not known.
-        setting: What sets how much it has.
+        unlimited: W, if host memory had more room; 0 while not known.
     """
 
     window: int
@@ -36,8 +35,7 @@ class LogReport:
     limit_bytes: int | None = None
     most_window: int = 0
     iteration_secs: float | None = None
-    wanted: int = 0
-    setting: str = "host_memory_bytes"
+    unlimited: int = 0
 
     @property
     def fits(self) -> bool | None:
@@ -75,11 +73,11 @@ class LogReport:
 
     @property
     def _memory_warning(self) -> str | None:
-        if self.wanted <= self.window:
+        if self.unlimited <= self.window:
             return None
         return (
-            f"host memory has no room for rounds of W = {self.wanted}, so W = {self.window}; {self.setting} sets how "
-            "much it has"
+            f"host memory has no room for rounds of W = {self.unlimited}, so W = {self.window}; host_memory_bytes sets "
+            "how much it has"
         )
 
     @property

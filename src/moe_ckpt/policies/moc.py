@@ -18,7 +18,7 @@ from moe_ckpt.errors import ConfigError, no_moe_layer
 from moe_ckpt.policies.base import Needs, PolicyContext, interval_passed, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
 from moe_ckpt.policies.expert_shares import stages_of
-from moe_ckpt.policies.selection import Expert, Request, where_it_goes
+from moe_ckpt.policies.selection import Expert, Request, interval_steps, storage_steps, tier_of
 from moe_ckpt.policies.selectors import SELECTORS
 
 AUTO = "auto"
@@ -103,13 +103,12 @@ class MoC:
             k = self.k
         else:
             k = snapshot_k if isinstance(snapshot_k, int) else copied
-            memory = context.memory
-            if memory is None or memory.storage_due:
-                since = None if memory is None else memory.storage_steps
-                k = min(k, _largest(context, context.measured.persist_bytes(since or self.every_n_steps)))
+            if context.memory.storage_due:
+                since = storage_steps(context, self.every_n_steps)
+                k = min(k, _largest(context, context.measured.persist_bytes(since)))
         if self.budget is not None:
-            most = max((layer.experts for layer in context.catalog.layers), default=k)
-            k = dynamic_k(k, most, context.lost_tokens, context.routed_tokens, self.budget)
+            most = max((layer.experts for layer in context.model.catalog.layers), default=k)
+            k = dynamic_k(k, most, context.run.lost_tokens, context.tokens.routed_tokens, self.budget)
         return k, max(k, snapshot_k) if isinstance(snapshot_k, int) else k
 
     @property
@@ -117,15 +116,15 @@ class MoC:
         return AUTO in (self.k, self.snapshot_k)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        if not interval_passed(context.step, context.last_step, self.every_n_steps):
-            return save_nothing(context.step)
+        if not interval_passed(context.run.step, context.run.last_step, self.every_n_steps):
+            return save_nothing(context.run.step)
         k, snapshot_k = self.levels(context)
-        request = Request(k, snapshot_k, self.every_n_steps)
-        selection = SELECTORS[self.selector](where_it_goes(context, self.every_n_steps), request)
-        catalog, budget = context.catalog, self.budget
+        request = Request(k, snapshot_k, interval_steps(context, self.every_n_steps), tier_of(context))
+        selection = SELECTORS[self.selector](context, request)
+        catalog, budget = context.model.catalog, self.budget
         chosen = np.zeros(len(catalog.everything), dtype=bool)
         chosen[_places(catalog, selection.stored)] = True
-        chosen[list(map(catalog.index_of.__getitem__, context.missing))] = True
+        chosen[list(map(catalog.index_of.__getitem__, context.run.missing))] = True
         if budget is not None:
             more = top_up(context, catalog.layer_and_expert[chosen & catalog.is_expert], budget)
             chosen[_places(catalog, more)] = True
@@ -133,7 +132,7 @@ class MoC:
         stored = tuple(map(catalog.everything.__getitem__, np.flatnonzero(chosen).tolist()))
         places = _places(catalog, selection.host_only).tolist()
         host_only = tuple(catalog.everything[at] for at in places if not chosen[at])
-        return save_full(context.step, stored, host_only=host_only, k=k, plt_budget=budget)
+        return save_full(context.run.step, stored, host_only=host_only, k=k, plt_budget=budget)
 
     @property
     def needs(self) -> Needs:
@@ -148,7 +147,7 @@ class MoC:
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
-        return next_multiple(context.last_step, self.every_n_steps)
+        return next_multiple(context.run.last_step, self.every_n_steps)
 
     def describe(self) -> dict[str, Any]:
         resolved = {"snapshot_k": self.snapshot_k or self.k, "plt_budget": self.budget}

@@ -6,10 +6,10 @@ Later versions of that paper are MoEvement, which is exact. This one bounds lost
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import compress
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,8 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, no_moe_layer
 from moe_ckpt.policies.base import (
     ALL_SENT,
+    AS_CONSUMED,
     Measured,
-    MemoryFacts,
     Needs,
     PolicyContext,
     Sends,
@@ -34,7 +34,7 @@ from moe_ckpt.policies.base import (
 )
 from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares, stages_of, together
 from moe_ckpt.policies.load_aware import STALE_ROUNDS
-from moe_ckpt.policies.selection import in_shape
+from moe_ckpt.policies.selection import chosen_at_of, interval_steps, storage_steps, unsaved_of
 
 MOST_GRADIENTS = 8
 """That an expert is behind its newest full copy on peers: memory keeps all snapshots back to that one, and a recovery
@@ -57,25 +57,6 @@ class _Budget(NamedTuple):
     sends: Sends = ALL_SENT
 
 
-@dataclass(frozen=True, eq=False)
-class _Tier:
-    """What one tier has, and will have once what is under way is complete there.
-
-    Attributes:
-        unsaved: ``[L, E]``.
-        chosen_at: ``[L, E]``, as ``PolicyContext.chosen_at``.
-        forced: Places in the catalog of experts that are saved in any case.
-        interval_steps: From one checkpoint to the next.
-        turn: Checkpoints so far.
-    """
-
-    unsaved: Counts
-    chosen_at: Counts
-    forced: Sequence[int]
-    interval_steps: int
-    turn: int
-
-
 @named_arguments
 @dataclass(frozen=True)
 class MoEtion:
@@ -83,7 +64,7 @@ class MoEtion:
 
     The budget is the number of bytes that a rank can copy during one forward and backward pass, and commit until the
     next checkpoint, at the measured rates: ``copy rate * (iteration - update)`` or ``commit rate * iteration *
-    every_n_steps``, whichever is less, times ``PolicyContext.budget_fraction``; the time that saving itself adds to
+    every_n_steps``, whichever is less, times ``MemoryFacts.budget_fraction``; the time that saving itself adds to
     an iteration does not count, if there are iterations without a checkpoint to compare with, or, with
     ``every_n_steps=1``, once small checkpoints at the beginning of the run have shown it (``probes``).
     Non-experts come first. The rest is enough for ``S_total`` experts, on the rank that has most to save
@@ -133,6 +114,7 @@ class MoEtion:
     experts: int | None = None
     capacity_boost: float | None = 0.1
     recompute: bool = False
+    stale_rounds: ClassVar[int] = STALE_ROUNDS
 
     def __post_init__(self) -> None:
         require_positive("MoEtion", every_n_steps=self.every_n_steps)
@@ -160,7 +142,7 @@ class MoEtion:
     def needs(self) -> Needs:
         return Needs(
             sizes=self.experts is None or self.recompute,
-            gradients=self.recompute,
+            gradients=AS_CONSUMED if self.recompute else None,
             alone=self.recompute,
             tiers=True,
             partial=True,
@@ -170,8 +152,6 @@ class MoEtion:
             period_steps=self.every_n_steps * (2 * BLOCK if self.probes else 1),
             next_due=self.next_due,
             warning=why_no_gradients if self.recompute else None,
-            asked_by="MoEtion(recompute=True)" if self.recompute else "",
-            instead="recompute=False" if self.recompute else "",
         )
 
     def check(self, catalog: Catalog) -> None:
@@ -201,55 +181,48 @@ class MoEtion:
     def _sent(self, context: PolicyContext) -> _Budget | None:
         """What peers take; None without any, or where they have everything anyway."""
         memory = context.memory
-        if memory is None or not memory.replicas or memory.sends.nothing:
+        if not memory.sends_copies:
             return None
-        sent = context.measured.send_bytes(self.every_n_steps, context.budget_fraction)
-        return _Budget(sent, memory.sends)
+        return _Budget(context.measured.send_bytes(self.every_n_steps, memory.budget_fraction), memory.sends)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """The plan's ``k`` is the mean of experts per layer that fit, rounded down.
 
         Raises:
-            ConfigError: the budget is known, but ``context.sizes`` lacks operators.
+            ConfigError: the budget is known, but ``context.model.sizes`` lacks operators.
         """
-        if not interval_passed(context.step, context.last_step, self.every_n_steps):
-            return save_nothing(context.step)
-        layers = max(len(context.catalog.layers), 1)
-        if context.memory is not None and not context.memory.storage_due:
-            return self._two_sets(context, context.memory)
-        since = None if context.memory is None else context.memory.storage_steps
+        if not interval_passed(context.run.step, context.run.last_step, self.every_n_steps):
+            return save_nothing(context.run.step)
+        layers = max(len(context.model.catalog.layers), 1)
+        if not context.memory.storage_due:
+            return self._two_sets(context)
+        since = storage_steps(context, self.every_n_steps)
         budgets = [
-            _Budget(self.budget_bytes(context.measured, since, context.budget_fraction)),
+            _Budget(self.budget_bytes(context.measured, since, context.memory.budget_fraction)),
             self._sent(context),
         ]
         rooms = self._rooms(context, budgets)
         total = sum(most for _, most, _ in rooms)
-        if total >= len(context.catalog.experts):
-            return save_full(context.step, context.catalog.everything, k=total // layers)
-        forced = [context.catalog.index_of[op] for op in context.missing]
-        interval_steps = max(self.every_n_steps, ceil(context.step / (context.index + 1)))
-        tier = _Tier(context.expected_unsaved, context.chosen_at, forced, interval_steps, context.index)
-        stored = self._chosen(context, rooms, tier)
-        return save_full(context.step, _named(context.catalog, stored), k=total // layers)
+        if total >= len(context.model.catalog.experts):
+            return save_full(context.run.step, context.model.catalog.everything, k=total // layers)
+        forced = [context.model.catalog.index_of[op] for op in context.run.missing]
+        stored = self._chosen(context, rooms, Tier.STORAGE, forced)
+        return save_full(context.run.step, _named(context.model.catalog, stored), k=total // layers)
 
-    def _two_sets(self, context: PolicyContext, memory: MemoryFacts) -> SnapshotPlan:
+    def _two_sets(self, context: PolicyContext) -> SnapshotPlan:
         """Algorithm 1 for what goes to peers, and for what stays here, of which the former is a part."""
-        catalog, sent = context.catalog, self._sent(context)
-        local = _Budget(context.measured.copy_bytes(context.budget_fraction))
-        facts = self.every_n_steps, context.step // self.every_n_steps
+        catalog, sent = context.model.catalog, self._sent(context)
+        local = _Budget(context.measured.copy_bytes(context.memory.budget_fraction))
         forced, to_peers, gradients = list[int](), None, np.zeros_like(catalog.is_expert)
         if sent is not None:
-            unsaved, chosen_at = memory.expected_unsaved[Tier.PEER], memory.chosen_at[Tier.PEER]
-            tier = _Tier(unsaved, chosen_at, forced, *facts)
             rooms = self._rooms(context, [local, sent])
-            to_peers, gradients = self._parted(context, rooms, tier, sent.sends)
+            to_peers, gradients = self._parted(context, rooms, sent.sends)
             forced = np.flatnonzero(to_peers & catalog.is_expert).tolist()
         rooms = self._rooms(context, [local])
-        tier = _Tier(memory.expected_unsaved[Tier.HOST], memory.chosen_at[Tier.HOST], forced, *facts)
-        here = self._chosen(context, rooms, tier)
+        here = self._chosen(context, rooms, Tier.HOST, forced)
         first = here if to_peers is None else to_peers
         return save_logged(
-            context.step,
+            context.run.step,
             _named(catalog, first & ~gradients),
             _named(catalog, gradients) if gradients.any() else (),
             host_only=_named(catalog, here & ~first),
@@ -257,24 +230,24 @@ class MoEtion:
             sends_host_only=False,
         )
 
-    def _parted(self, context: PolicyContext, rooms: Sequence[_Room], tier: _Tier, sends: Sends) -> tuple[_Mask, _Mask]:
+    def _parted(self, context: PolicyContext, rooms: Sequence[_Room], sends: Sends) -> tuple[_Mask, _Mask]:
         """What peers get, and of which of that the gradient alone (Algorithm 3)."""
-        chosen = self._chosen(context, rooms, tier)
+        chosen = self._chosen(context, rooms, Tier.PEER)
         none = np.zeros_like(chosen)
-        held = context.anchored_at
+        held = context.memory.anchored_at
         if not (self.recompute and sends.experts and len(held) == len(chosen)):
             return chosen, none
-        catalog = context.catalog
+        catalog = context.model.catalog
         mirrored = catalog.is_expert & (held >= 0)
-        for group in context.coupled_operators:
+        for group in context.model.coupled:
             mirrored[catalog.places_of(tuple(sorted(group)))] = False
-        behind = mirrored & (held < (context.last_step or 0))
+        behind = mirrored & (held < (context.run.last_step or 0))
         ending = behind & ~chosen
         if ending.any():  # what peers have gradients of stays, so that it takes the place of one that is new
-            chosen = self._chosen(context, rooms, replace(tier, forced=np.flatnonzero(behind).tolist()))
+            chosen = self._chosen(context, rooms, Tier.PEER, np.flatnonzero(behind).tolist())
         if self._is_probing(context):  # whose small checkpoints would end what gradients lead to
             return chosen, none
-        return chosen, chosen & mirrored & ~ending & (context.step - held <= MOST_GRADIENTS)
+        return chosen, chosen & mirrored & ~ending & (context.run.step - held <= MOST_GRADIENTS)
 
     def _rooms(self, context: PolicyContext, budgets: Sequence[_Budget | None]) -> list[_Room]:
         """What fits all of the budgets; of a small checkpoint that only probes, nothing but the least."""
@@ -296,31 +269,42 @@ class MoEtion:
 
     def _number(self, context: PolicyContext) -> int:
         """Of the checkpoint that is due; those that stay in memory have no index."""
-        return context.step // self.every_n_steps
+        return context.run.step // self.every_n_steps
 
-    def _chosen(self, context: PolicyContext, rooms: Sequence[_Room], tier: _Tier) -> _Mask:
-        """Gates, non-experts, and the experts that a tier gets."""
-        catalog = context.catalog
+    def _chosen(self, context: PolicyContext, rooms: Sequence[_Room], tier: Tier, forced: Sequence[int] = ()) -> _Mask:
+        """Gates, non-experts, and the experts that a tier gets.
+
+        Args:
+            context: Of this step.
+            rooms: How many experts each stage saves.
+            tier: Whose unsaved tokens decide.
+            forced: Places in the catalog of experts that are saved in any case.
+        """
+        catalog = context.model.catalog
         chosen = ~catalog.is_expert
         for stage in (stage for stage, most, _ in rooms if most >= stage.total):
             chosen[stage.operators] = True
         rooms = [room for room in rooms if room[1] < room[0].total]
         if rooms:
             all_of_them = together(tuple(stage for stage, *_ in rooms))
-            taken = np.concatenate(list(self._taken(context, all_of_them, rooms, tier)))
+            taken = np.concatenate(list(self._taken(context, all_of_them, rooms, tier, forced)))
             chosen[all_of_them.operators] = taken
         return chosen
 
-    def _taken(self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], tier: _Tier) -> Iterator[_Mask]:
-        """Stage by stage, whether each of its experts is saved."""
-        unsaved = in_shape(context, tier.unsaved, 0).ravel()[stages.at]
-        chosen_at = in_shape(context, tier.chosen_at, -1).ravel()[stages.at]
+    def _taken(
+        self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], tier: Tier, forced: Sequence[int]
+    ) -> Iterator[_Mask]:
+        """Stage by stage, whether each of its experts is saved; see ``_chosen``."""
+        unsaved = unsaved_of(context, tier).ravel()[stages.at]
+        chosen_at = chosen_at_of(context, tier).ravel()[stages.at]
+        turn = context.run.index if tier is Tier.STORAGE else self._number(context)
         orders, risks = stages.ordered(chosen_at, unsaved), stages.by_layer(unsaved)
-        overdue = _overdue(context.step, tier.interval_steps, stages, rooms, chosen_at)
+        patience = self.stale_rounds * interval_steps(context, self.every_n_steps)
+        overdue = _overdue(context.run.step, patience, stages, rooms, chosen_at)
         for number, (stage, most, capacity) in enumerate(rooms):
             taking, risk, sizes = Taking(stage.owner_numbers, capacity), risks[number], stage.sizes
-            if tier.forced:
-                taking.force([stage.numbers[operator] for operator in tier.forced if operator in stage.numbers])
+            if forced:
+                taking.force([stage.numbers[operator] for operator in forced if operator in stage.numbers])
             if len(overdue[number]):
                 taking.take(overdue[number], most_overdue(most))
             if taking.count:
@@ -328,7 +312,7 @@ class MoEtion:
                 sizes = tuple(np.add.reduceat(untaken, stage.starts, dtype=np.int64).tolist())
                 risk = np.add.reduceat(unsaved[slice(*stages.bounds[number])] * untaken, stage.starts).tolist()
             # Where all layers get alike, what cannot be divided goes on from where it ended last time.
-            first = tier.turn * most % len(sizes)
+            first = turn * most % len(sizes)
             shares = layer_shares(risk, sizes, max(0, most - taking.count), first)
             passed_over = taking.take_shares(orders[number], most, stage.groups, shares)
             if taking.count < most:
@@ -337,7 +321,7 @@ class MoEtion:
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
-        return next_multiple(context.last_step, self.every_n_steps)
+        return next_multiple(context.run.last_step, self.every_n_steps)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "moetion", **asdict(self)}
@@ -345,15 +329,14 @@ class MoEtion:
 
 def why_no_gradients(context: PolicyContext) -> str | None:
     """Returns why ``MoEtion(recompute=True)`` sends no gradient of any expert, and what to do; None if it may."""
-    memory = context.memory
-    if memory is not None and not memory.sends.experts:
+    if not context.memory.sends.experts:
         return (
             "MoEtion(recompute=True) sends no gradients: the peers that hold copies train the same experts (data "
             "parallelism without sharded optimizer state), and take them from their own tensors, so that nothing of "
             "experts is sent. Set recompute=False, which sends as little, or shard the optimizer"
         )
-    coupled = frozenset[str]().union(*context.coupled_operators)
-    if coupled and coupled.issuperset(context.catalog.experts_in_order):
+    coupled = frozenset[str]().union(*context.model.coupled)
+    if coupled and coupled.issuperset(context.model.catalog.experts_in_order):
         return (
             "MoEtion(recompute=True) sends no gradients: the optimizer's update of an expert depends on other rows of "
             "the same parameter (Adafactor and Muon are such), so that experts are sent in full. Use AdamW or SGD, or "
@@ -367,15 +350,13 @@ def most_overdue(most: int) -> int:
     return -(-most // 2)
 
 
-def _overdue(
-    step: int, interval_steps: int, stages: Together, rooms: Sequence[_Room], chosen_at: Counts
-) -> list[Counts]:
+def _overdue(step: int, patience: int, stages: Together, rooms: Sequence[_Room], chosen_at: Counts) -> list[Counts]:
     """Experts not chosen for over ``STALE_ROUNDS`` rounds of ceil(experts / most) checkpoints, the oldest first.
 
     As in ``load_aware``, rounds are counted in steps, at the tier's own mean interval.
     """
     rounds = [ceil(stage.total / most) for stage, most, _ in rooms]
-    due = step - STALE_ROUNDS * interval_steps * stages.spread(rounds)
+    due = step - patience * stages.spread(rounds)
     late = np.flatnonzero((chosen_at >= 0) & (chosen_at < due))
     if not len(late):
         return [_NONE] * len(rooms)

@@ -87,11 +87,10 @@ class MoEvement:
         return Needs(
             sizes=True,
             windows=True,
-            soft_counts=self.order == "soft_count",
-            decayed_counts=self.order == "time_decayed",
+            popularity=self.ordering.counted,
             alone=True,
             next_due=self.next_due,
-            explain=self.explain,
+            warning=self.warning,
         )
 
     @property
@@ -110,16 +109,16 @@ class MoEvement:
             )
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        window, slot = _under_way(context), context.next_slot
+        window, slot = _under_way(context), context.run.next_slot
         if window is None:
             if self._waits(context):
-                return save_nothing(context.step)
+                return save_nothing(context.run.step)
             window, slot = self._begin(context), 0
-        window.note_places(slot, context.catalog)
-        return slot_plan(window, slot, context.step)
+        window.note_places(slot, context.model.catalog)
+        return slot_plan(window, slot, context.run.step)
 
     def explain(self, context: PolicyContext) -> WindowReport:
-        """The window that ``context.step`` belongs to, or that would start at it, with its costs.
+        """The window that ``context.run.step`` belongs to, or that would start at it, with its costs.
 
         Where a window starts, it is the one that ``plan`` starts. Where ``plan`` waits for measurements, it is the one
         that would start if the wait were over.
@@ -130,19 +129,22 @@ class MoEvement:
         window, slots_needed = _under_way(context), None
         if window is None:
             window = self._begin(context)
-            slots_needed = len(self._slots_needed(lanes_of(window.order, context.ranks, context.placement), context))
+            slots_needed = len(self._slots_needed(lanes_of(window.order, context.model.placement), context))
         return WindowReport(
             window=window,
-            sizes=context.sizes,
-            ranks=context.ranks,
+            sizes=context.model.sizes,
+            placement=context.model.placement,
             iteration_secs=context.measured.recent_iteration_secs,
             bytes_per_sec=context.measured.saving_bytes_per_sec,
-            budget_fraction=context.budget_fraction,
-            snapshot_bytes=context.snapshot_bytes,
-            placement=context.placement,
+            budget_fraction=context.memory.budget_fraction,
+            snapshot_bytes=context.memory.snapshot_bytes,
+            at_once=context.memory.at_once,
             unlimited_size=None if slots_needed is None or self._dense_due(context, slots_needed) else slots_needed,
-            snapshot_limit=context.snapshot_limit,
         )
+
+    def warning(self, context: PolicyContext) -> str | None:
+        """See ``Needs.warning``."""
+        return self.explain(context).warning
 
     def next_due(self, context: PolicyContext) -> int:
         """The first step that is not between the first window and the others. See ``Needs.next_due``.
@@ -150,78 +152,78 @@ class MoEvement:
         Once windows follow one another there is a snapshot beside every iteration, so iterations that are slow to
         start, or that ran beside one, must not be all that was measured.
         """
-        last = context.last_step
-        if self.window is not None or _under_way(context) is not None or not last or context.nothing_safe:
-            return context.step
-        return max(context.step, PROFILE_STEPS)
+        last = context.run.last_step
+        if self.window is not None or _under_way(context) is not None or not last or context.run.nothing_safe:
+            return context.run.step
+        return max(context.run.step, PROFILE_STEPS)
 
     def _waits(self, context: PolicyContext) -> bool:
         """True while a window cannot be sized yet and there is a checkpoint to fall back on.
 
         Not for ever: rates are measured on checkpoints, and a run that was restarted may have made none yet.
         """
-        if self.window is not None or context.step == 0 or _has_none(context):
+        if self.window is not None or context.run.step == 0 or _has_none(context):
             return False
-        if context.step < self.next_due(context):
+        if context.run.step < self.next_due(context):
             return True
         # A life that went on from step 0 knows no rates yet: nothing but that step stands behind it.
-        patience = PROFILE_STEPS if context.last_step else FIRST_SLOTS
-        return self._limit_bytes(context) is None and context.step - (context.last_step or 0) < patience
+        patience = PROFILE_STEPS if context.run.last_step else FIRST_SLOTS
+        return self._limit_bytes(context) is None and context.run.step - (context.run.last_step or 0) < patience
 
     def _limit_bytes(self, context: PolicyContext) -> int | None:
         """Most bytes of a slot on one rank that an iteration leaves time for; None while not known."""
-        measured = context.measured
-        return bytes_in_time(measured.recent_iteration_secs, measured.saving_bytes_per_sec, context.budget_fraction)
+        measured, fraction = context.measured, context.memory.budget_fraction
+        return bytes_in_time(measured.recent_iteration_secs, measured.saving_bytes_per_sec, fraction)
 
     def _begin(self, context: PolicyContext) -> Window:
         order, frequencies = self.ordering.order(context)
         try:
             return self._window(context, order, frequencies)
         except KeyError:  # to ask for each of thousands at every window would take long
-            unknown = list(filterfalse(context.sizes.__contains__, order))
+            unknown = list(filterfalse(context.model.sizes.__contains__, order))
             if not unknown:
                 raise
             raise ConfigError(
-                f"{self._name()}: PolicyContext.sizes must have every operator of the catalog, but {len(unknown)} are "
+                f"{self._name()}: ModelFacts.sizes must have every operator of the catalog, but {len(unknown)} are "
                 f"not there, such as {unknown[0]}"
             ) from None
 
     def _window(self, context: PolicyContext, order: tuple[str, ...], frequencies: Shares | None) -> Window:
-        if not context.coupled_operators:
-            former, slots = context.window, self._slots(order, context)
+        if not context.model.coupled:
+            former, slots = context.run.window, self._slots(order, context)
             # The very same ones where nothing has changed: who has seen them knows what follows from them.
             slots = former.slots if former is not None and former.slots == slots else slots
-            window = Window(context.step, slots, frequencies)
-            note_proven(context.catalog, window)
+            window = Window(context.run.step, slots, frequencies)
+            note_proven(context.model.catalog, window)
             return window
-        units, sizes, members = merge_coupled(order, context.sizes, context.coupled_operators)
-        slots = self._slots(units, replace(context, sizes=sizes))
+        units, sizes, members = merge_coupled(order, context.model.sizes, context.model.coupled)
+        slots = self._slots(units, replace(context, model=replace(context.model, sizes=sizes)))
         whole = tuple(tuple(op for unit in slot for op in members[unit]) for slot in slots)
-        return Window(context.step, whole, frequencies)
+        return Window(context.run.step, whole, frequencies)
 
     def _slots(self, order: Sequence[str], context: PolicyContext) -> Slots:
-        lanes = lanes_of(order, context.ranks, context.placement)
+        lanes = lanes_of(order, context.model.placement)
         slots = self._slots_needed(lanes, context)
         if self._dense_due(context, len(slots)):
-            whole, room = (tuple(op for lane in lanes for op in lane.order),), context.snapshot_bytes
-            if room is None or max(share_bytes(whole, context.sizes, lanes)) <= room:
+            whole, room = (tuple(op for lane in lanes for op in lane.order),), context.memory.snapshot_bytes
+            if room is None or max(share_bytes(whole, context.model.sizes, lanes)) <= room:
                 return whole
         return self._within_memory(lanes, context, slots)
 
     def _slots_needed(self, lanes: Sequence[Lane], context: PolicyContext) -> Slots:
         """The slots, if host memory had room for as many as it takes."""
-        room, limit = context.snapshot_bytes, self._limit_bytes(context)
-        if context.step == 0:
+        room, limit = context.memory.snapshot_bytes, self._limit_bytes(context)
+        if context.run.step == 0:
             return (tuple(op for lane in lanes for op in lane.order),)
         if self.window is not None and not _has_none(context):
-            return _balanced(lanes, context.sizes, self.window)
+            return _balanced(lanes, context.model.sizes, self.window)
         if limit is None or _has_none(context):
             # A dense checkpoint, to fall back on or to measure; where host memory is short, as few slots as it allows.
-            return self._fewest(lanes, context.sizes, room)
-        slots = self._fewest(lanes, context.sizes, limit if room is None else min(limit, room))
-        if context.last_step == 0 and len(slots) > FIRST_SLOTS:
-            few = _balanced(lanes, context.sizes, FIRST_SLOTS)
-            slots = few if room is None or max(share_bytes(few, context.sizes, lanes)) <= room else slots
+            return self._fewest(lanes, context.model.sizes, room)
+        slots = self._fewest(lanes, context.model.sizes, limit if room is None else min(limit, room))
+        if context.run.last_step == 0 and len(slots) > FIRST_SLOTS:
+            few = _balanced(lanes, context.model.sizes, FIRST_SLOTS)
+            slots = few if room is None or max(share_bytes(few, context.model.sizes, lanes)) <= room else slots
         return slots
 
     def _within_memory(self, lanes: Sequence[Lane], context: PolicyContext, slots: Slots) -> Slots:
@@ -233,33 +235,34 @@ class MoEvement:
         Raises:
             ConfigError: Before training: there is no room for a checkpoint. Later, what does not fit is left out.
         """
-        room, at_once = context.snapshot_bytes, context.snapshot_limit.at_once
+        memory = context.memory
+        room, at_once = memory.snapshot_bytes, memory.at_once
         if room is None:
             return slots
-        windows = 0 if context.memory is None else 1 if context.memory.storage_due else 2
+        windows = 0 if not memory.outlives_process else 1 if memory.storage_due else 2
 
         def fits(size: int, held: int) -> bool:
-            heaviest = max(share_bytes(_balanced(lanes, context.sizes, size), context.sizes, lanes))
+            heaviest = max(share_bytes(_balanced(lanes, context.model.sizes, size), context.model.sizes, lanes))
             return max(held * size, 1) * heaviest <= room * at_once and (size == 1 or heaviest <= room)
 
-        heaviest = max(share_bytes(slots, context.sizes, lanes))
-        if context.step == 0 and heaviest > room * at_once:
+        heaviest = max(share_bytes(slots, context.model.sizes, lanes))
+        if context.run.step == 0 and heaviest > room * at_once:
             raise ConfigError(self._too_large(context, heaviest))
-        if context.step == 0 or (heaviest <= room and windows * len(slots) * heaviest <= room * at_once):
+        if context.run.step == 0 or (heaviest <= room and windows * len(slots) * heaviest <= room * at_once):
             return slots
         if not windows:
             most = max(len(lane.order) for lane in lanes)
-            return self._fewest(lanes, context.sizes, room, most)
+            return self._fewest(lanes, context.model.sizes, room, most)
         for held in range(windows, 0, -1):
             if (size := bisect_left(range(1, len(slots) + 1), True, key=lambda size: not fits(size, held))) > 0:
-                return _balanced(lanes, context.sizes, size)
-        return _balanced(lanes, context.sizes, 1)
+                return _balanced(lanes, context.model.sizes, size)
+        return _balanced(lanes, context.model.sizes, 1)
 
     def _dense_due(self, context: PolicyContext, size: int) -> bool:
         """Whether a dense checkpoint is to be made in place of a window of ``size`` slots."""
-        if size == 1 or context.dense_step is None:
+        if size == 1 or context.run.dense_step is None:
             return False
-        return (context.step - context.dense_step) * self.dense_overhead >= size - 1
+        return (context.run.step - context.run.dense_step) * self.dense_overhead >= size - 1
 
     def _fewest(
         self,
@@ -290,12 +293,11 @@ class MoEvement:
 
     def _too_large(self, context: PolicyContext, heaviest: int) -> str:
         """Why no checkpoint fits in host memory, and what to change. heaviest: On one rank."""
-        limit = context.snapshot_limit
-        room = (context.snapshot_bytes or 0) * limit.at_once
+        room = (context.memory.snapshot_bytes or 0) * context.memory.at_once
         return (
-            f"{self._name()}: at step {context.step}, the heaviest snapshot has {heaviest:,} bytes on each of "
-            f"{context.ranks} ranks, but host memory leaves room for {room:,}; set {limit.setting} to {heaviest} or "
-            "more: before training everything is saved at once"
+            f"{self._name()}: at step {context.run.step}, the heaviest snapshot has {heaviest:,} bytes on each of "
+            f"{context.model.placement.ranks} ranks, but host memory leaves room for {room:,}; set host_memory_bytes "
+            f"to {heaviest} or more: before training everything is saved at once"
         )
 
     def _name(self) -> str:
@@ -307,12 +309,12 @@ class MoEvement:
 
 def _has_none(context: PolicyContext) -> bool:
     """True if there is no checkpoint to fall back on, so that the next one must be whole."""
-    return context.last_step is None or context.nothing_safe
+    return context.run.last_step is None or context.run.nothing_safe
 
 
 def _under_way(context: PolicyContext) -> Window | None:
     """The window whose next slot is to be saved at this very step."""
-    window, slot = context.window, context.next_slot
+    window, slot = context.run.window, context.run.next_slot
     if window is None or not 0 < slot < window.size:
         return None
     return window

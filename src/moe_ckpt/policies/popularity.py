@@ -8,7 +8,7 @@ Popularity ``A`` of an expert (appendix B of the paper):
 
 - ``hard_count``: tokens routed to it since the newest window began.
 - ``soft_count``: gate probabilities, summed over the same tokens.
-- ``time_decayed``: tokens per step, with weights that fall off with age (``Activity.decayed``).
+- ``time_decayed``: tokens per step, with weights that fall off with age.
 - ``capacity_normalised``: ``A / C``, tokens over capacity. ``C`` is the expert's even share of its layer, the layer's
   tokens times top-k over its number of experts: what a capacity factor of 1 would let it take. Its order differs from
   that of ``hard_count`` where layers differ in their number of experts or in top-k. Experts of one layer are taken to
@@ -33,8 +33,10 @@ import numpy.typing as npt
 from moe_ckpt.core.operators import Catalog, MoELayer
 from moe_ckpt.core.placement import interleaved_order
 from moe_ckpt.core.window import Window
-from moe_ckpt.policies.base import Activity, PolicyContext
+from moe_ckpt.policies.base import DECAYED, GATE_WEIGHTS, TOKENS, PolicyContext
 
+_COUNTED = {"soft_count": GATE_WEIGHTS, "time_decayed": DECAYED, "round_robin": None}
+"""What is counted for an order, if it is not tokens (``Needs.popularity``)."""
 ORDERS = ("hard_count", "soft_count", "time_decayed", "capacity_normalised", "round_robin")
 _ROUNDING = 1e-12
 """Relative error that a quotient of two shares may carry; a change must exceed its threshold by more."""
@@ -57,26 +59,31 @@ class Ordering:
     change: float = 0.10
     experts: float = 0.25
 
+    @property
+    def counted(self) -> str | None:
+        """See ``Needs.popularity``."""
+        return _COUNTED.get(self.kind, TOKENS)
+
     def order(self, context: PolicyContext) -> tuple[tuple[str, ...], Shares | None]:
         """The order for a window that begins now, and the activation frequencies when it was made.
 
-        The order of ``context.window`` is used again, with the frequencies it was made by, unless they changed enough.
+        The newest window's order is used again, with the frequencies it was made by, unless they changed enough.
 
         A model without MoE layers has one order: operators from the output side to the input side, the reverse of the
         catalog (appendix E of the paper). While the front is still frozen, a replay's backward pass may end at the
         deepest anchored layer; the other way round it would have to run to the input from the first replay on.
         """
-        catalog, former = context.catalog, _of_this_model(context)
+        catalog, former = context.model.catalog, _of_this_model(context)
         if not catalog.experts:
             return tuple(op.id for op in reversed(catalog.operators)), None
         if self.kind == "round_robin":
             return _with_others(catalog, _next_in_turn(context, former)), None
-        values = popularity(self.kind, catalog, context.activity)
+        values = popularity(self.kind, catalog, context.tokens.popularity)
         now = shares(catalog, values)
         if former is not None and not (now and self.changed(former.frequencies, now, len(catalog.experts))):
             return former.order, former.frequencies
         # A stable sort keeps between equals the order of layers, and in each the experts of one owner after another's.
-        turns = _in_turns(catalog.layers, context.owners)
+        turns = _in_turns(catalog.layers, context.model.placement.owners)
         ascending = turns[np.argsort(values.numbers[turns], kind="stable")]
         return _with_others(catalog, list(map(values.operators.__getitem__, ascending.tolist()))), now or None
 
@@ -134,17 +141,15 @@ class ByExpert(Mapping[str, float]):
         return f"{type(self).__name__}({self._by_id})"
 
 
-def popularity(kind: str, catalog: Catalog, activity: Activity) -> ByExpert:
+def popularity(kind: str, catalog: Catalog, counts: npt.NDArray[Any]) -> ByExpert:
     """``A`` of every expert, by its operator id, layer by layer; 0 while nothing is known.
 
-    A measure that shows nothing for a layer that did get tokens (a router that does not tell its probabilities) gives
-    way to ``hard_count``, for all layers alike, so that experts of different layers can be compared.
+    Args:
+        kind: One of ``ORDERS``.
+        catalog: Of the model.
+        counts: ``TokenFacts.popularity``.
     """
-    hard = _table(catalog, activity.hard)
-    counts = {"soft_count": activity.soft, "time_decayed": activity.decayed}.get(kind, activity.hard)
     table = _table(catalog, counts)
-    if any(tokens.any() and not row.any() for tokens, row in zip(hard, table, strict=True)):
-        table = hard
     if kind == "capacity_normalised":
         table = [_over_even_share(tokens) for tokens in table]
     return ByExpert(catalog.experts_in_order, np.concatenate([_NONE, *table]))
@@ -196,7 +201,7 @@ def _over_even_share(tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 def _of_this_model(context: PolicyContext) -> Window | None:
     """The newest window, if there is one and it has this model's operators."""
-    window, by_id = context.window, context.catalog.by_id
+    window, by_id = context.run.window, context.model.catalog.by_id
     if window is None or any(slots is window.slots and of is by_id for slots, of in _PROVEN):
         return window
     return window if set(window.order) == by_id.keys() else None
@@ -216,10 +221,10 @@ def _next_in_turn(context: PolicyContext, former: Window | None) -> tuple[str, .
 
     With no former window the step decides who begins, so that a run that fails often does not always begin alike.
     """
-    experts = context.catalog.by_id.keys() - {op.id for op in context.catalog.always_saved}
+    experts = context.model.catalog.by_id.keys() - {op.id for op in context.model.catalog.always_saved}
     if former is not None:
         return _rotated([op for op in former.order if op in experts], 1)
-    return _rotated([op for op, *_ in context.catalog.experts_by_layer], context.step)
+    return _rotated([op for op, *_ in context.model.catalog.experts_by_layer], context.run.step)
 
 
 def _rotated(ops: Sequence[str], places: int) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
@@ -22,12 +23,14 @@ class Request:
     Attributes:
         k: Experts that go to storage.
         snapshot_k: Experts that are copied to host memory, those for storage included; at least k.
-        every_n_steps: Steps between checkpoints, as configured.
+        interval_steps: Steps between checkpoints.
+        tier: Experts are chosen by what this tier has of them.
     """
 
     k: int
     snapshot_k: int
-    every_n_steps: int = 1
+    interval_steps: int = 1
+    tier: Tier = Tier.STORAGE
 
 
 @dataclass(frozen=True)
@@ -47,34 +50,50 @@ Selector = Callable[[PolicyContext, Request], Selection]
 """A pure function: same context and request, same selection, on every rank."""
 
 
-def in_shape(context: PolicyContext, counts: Counts, unknown: int) -> Counts:
+def in_shape(context: PolicyContext, counts: Counts | None, unknown: int) -> Counts:
     """``counts`` if it has the model's shape ``[L, E]``; otherwise nothing is known yet, and all are ``unknown``."""
-    layers = context.catalog.layers
+    layers = context.model.catalog.layers
     shape = (len(layers), max((layer.experts for layer in layers), default=0))
-    return counts if counts.shape == shape else np.full(shape, unknown, dtype=np.int64)
+    return counts if counts is not None and counts.shape == shape else np.full(shape, unknown, dtype=np.int64)
+
+
+def unsaved_of(context: PolicyContext, tier: Tier) -> Counts:
+    """``[L, E]`` tokens that a tier will lack once what is under way is complete there."""
+    return in_shape(context, context.tokens.expected_unsaved.get(tier), 0)
+
+
+def chosen_at_of(context: PolicyContext, tier: Tier) -> Counts:
+    """``[L, E]`` steps at which experts were chosen last for a tier; -1 of those that never were."""
+    return in_shape(context, context.tokens.chosen_at.get(tier), -1)
+
+
+def tier_of(context: PolicyContext) -> Tier:
+    """The tier by which a partial checkpoint chooses experts: storage, or memory where only this gets it.
+
+    What storage has does not change before something is written there: by that alone, all checkpoints in between would
+    save the very same experts, and a failure would find the others in memory as old as on storage.
+    """
+    return Tier.STORAGE if context.memory.storage_due else Tier.HOST
+
+
+def interval_steps(context: PolicyContext, every_n_steps: int) -> int:
+    """Steps from one checkpoint to the next: ``every_n_steps``, or as rarely as the run made them so far.
+
+    Those that stay in memory are not counted, and are as frequent as configured.
+    """
+    run = context.run
+    return max(every_n_steps, ceil(run.step / (run.index + 1))) if context.memory.storage_due else every_n_steps
+
+
+def storage_steps(context: PolicyContext, every_n_steps: int) -> int:
+    """Steps that storage has for a checkpoint: since the newest one there, if memory gets others in between."""
+    newest = int(chosen_at_of(context, Tier.STORAGE).max(initial=-1))
+    if newest < 0 or not context.memory.outlives_process:
+        return every_n_steps
+    return context.run.step - newest or every_n_steps
 
 
 def experts_of(context: PolicyContext, operators: Iterable[str]) -> set[Expert]:
     """The experts among ``operators``, which are ids of the catalog."""
-    at = context.catalog.expert_at
+    at = context.model.catalog.expert_at
     return {at[op] for op in operators if op in at}
-
-
-def where_it_goes(context: PolicyContext, every_n_steps: int) -> PolicyContext:
-    """The context; of a checkpoint that only memory gets, with what memory lacks in the place of what storage lacks.
-
-    What storage has does not change before something is written there: by that alone, all checkpoints in between would
-    save the very same experts, and a failure would find the others in memory as old as on storage.
-
-    Args:
-        every_n_steps: Steps between checkpoints in memory. ``index`` counts those on storage.
-    """
-    memory = context.memory
-    if memory is None or memory.storage_due or Tier.HOST not in memory.chosen_at:
-        return context
-    return replace(
-        context,
-        chosen_at=memory.chosen_at[Tier.HOST],
-        expected_unsaved=memory.expected_unsaved[Tier.HOST],
-        index=context.step // every_n_steps,
-    )

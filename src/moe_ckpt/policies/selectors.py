@@ -15,13 +15,13 @@ from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.load_aware import least_loss, load_aware
-from moe_ckpt.policies.selection import Expert, Request, Selection, Selector, in_shape
+from moe_ckpt.policies.selection import Expert, Request, Selection, Selector, chosen_at_of
 
 
 def sequential(context: PolicyContext, request: Request) -> Selection:
     """Sequential interleaved selection (PEC, arXiv 2408.04307; MoC section 3.2): the oldest experts first.
 
-    Per layer: the experts with the smallest ``context.chosen_at``. Ties go by position in the rank-interleaved
+    Per layer: the experts with the smallest ``TokenFacts.chosen_at``. Ties go by position in the rank-interleaved
     order, counted on from where the newest experts end, or in layer l from position ``l*K`` where all are alike.
     While K stays the same, that is the round robin of the paper: checkpoint c after a dense one takes positions
     ``(c*K + l*K + i) mod E``, i < K. Going by age keeps it right where counting checkpoints would not: when K changes,
@@ -34,11 +34,11 @@ def sequential(context: PolicyContext, request: Request) -> Selection:
       experts in one checkpoint: the layers take runs of K positions that follow on one another, and position p
       belongs to rank ``p mod R``.
     """
-    chosen_at = in_shape(context, context.chosen_at, -1)
+    chosen_at = chosen_at_of(context, request.tier)
     stored: list[Expert] = []
     host_only: list[Expert] = []
     chosen = _oldest(context, chosen_at, request)
-    for layer in context.catalog.layers:
+    for layer in context.model.catalog.layers:
         experts = [(layer.index, expert) for expert in chosen[layer.index]]
         stored.extend(experts[: request.k])
         host_only.extend(experts[request.k :])
@@ -48,7 +48,7 @@ def sequential(context: PolicyContext, request: Request) -> Selection:
 def _oldest(context: PolicyContext, chosen_at: Counts, request: Request) -> dict[int, list[int]]:
     """Layer -> its ``snapshot_k`` oldest experts. Layers of one size are sorted together, which is much faster."""
     chosen: dict[int, list[int]] = {}
-    for rows, orders in _orders(context.owners):
+    for rows, orders in _orders(context.model.placement.owners):
         column = rows[:, None]
         oldest = _oldest_first(chosen_at[column, orders], rows * request.k, request.snapshot_k)
         chosen.update(zip(rows.tolist(), orders[np.arange(len(rows))[:, None], oldest].tolist(), strict=True))

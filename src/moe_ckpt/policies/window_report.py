@@ -10,7 +10,6 @@ from typing import Any
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.window import OperatorBytes, Window, balance, lanes_of, share_bytes, slot_bytes
-from moe_ckpt.policies.base import SnapshotLimit
 
 _NOTICED = 0.01
 """Stall that is told, as a portion of an iteration."""
@@ -49,33 +48,31 @@ class WindowReport:
 
     Attributes:
         sizes: Of every operator of the window.
-        ranks: Over which state is dealt evenly; over those of each pipeline stage by itself where a ``placement`` says
-            which these are.
+        placement: Ranks over which state is dealt evenly; over those of each pipeline stage by itself.
         iteration_secs: None if not known.
         bytes_per_sec: Of one rank, the slower of copying and committing; None if not known.
         budget_fraction: Portion of an iteration that a snapshot may take.
         snapshot_bytes: Most bytes of one rank's snapshot that host memory leaves room for; None if not known.
+        at_once: Snapshots that have so much room at once.
         unlimited_size: W, if host memory had more room; None if not known.
-        snapshot_limit: What decides ``snapshot_bytes``.
     """
 
     window: Window
     sizes: Mapping[str, OperatorBytes] = field(repr=False)
-    ranks: int = 1
+    placement: Placement = field(repr=False)
     iteration_secs: float | None = None
     bytes_per_sec: float | None = None
     budget_fraction: float = 1.0
     snapshot_bytes: int | None = None
-    placement: Placement | None = field(default=None, repr=False)
+    at_once: int = 1
     unlimited_size: int | None = None
-    snapshot_limit: SnapshotLimit = field(default=SnapshotLimit(), repr=False)
 
     @cached_property
     def slots(self) -> tuple[SlotCost, ...]:
         return tuple(self._costs())
 
     def _costs(self) -> Iterator[SlotCost]:
-        lanes = lanes_of(self.window.order, self.ranks, self.placement)
+        lanes = lanes_of(self.window.order, self.placement)
         shares = share_bytes(self.window.slots, self.sizes, lanes)
         for number, nbytes in enumerate(slot_bytes(self.window.slots, self.sizes)):
             share, anchors = shares[number], self.window.slots[number]
@@ -84,6 +81,11 @@ class WindowReport:
             stall = None if secs is None or not self.iteration_secs else max(0.0, secs - self.iteration_secs)
             later = len(self.window.order) - sum(map(len, self.window.slots[: number + 1]))
             yield SlotCost(anchors, later, full, nbytes - full, share, secs, stall_secs=stall)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the run."""
+        return self.placement.ranks
 
     @property
     def size(self) -> int:
@@ -160,9 +162,9 @@ class WindowReport:
     def _memory_warning(self) -> str | None:
         if self.unlimited_size in (None, self.size) or self.snapshot_bytes is None:
             return None
-        budget, setting = self.snapshot_bytes * self.snapshot_limit.at_once, self.snapshot_limit.setting
+        budget = self.snapshot_bytes * self.at_once
         return (
-            f"host memory, {budget:,} bytes per rank ({setting}), has no room for windows of "
+            f"host memory, {budget:,} bytes per rank (host_memory_bytes), has no room for windows of "
             f"W = {self.unlimited_size}, so W = {self.size}"
         )
 

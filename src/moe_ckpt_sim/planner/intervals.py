@@ -66,12 +66,8 @@ def usual(scenario: Scenario) -> Usual:
     """A checkpoint of ``scenario.system``, whose policy has ``every_n_steps``, without regard to lost tokens."""
     costs = Costs(scenario.layout, scenario.precision, scenario.iteration, scenario.system)
     run_ledger = MovingRunLedger(scenario.layout.model.catalog)
-    context = replace(
-        run_ledger.context(1, scenario.layout.parallel.ranks, run_ledger.popularity, costs.measured),
-        missing=(),
-        placement=scenario.layout.placement,
-        sizes=costs.sizes,
-    )
+    context = run_ledger.context(1, scenario.layout.placement, costs.measured)
+    context = replace(context, model=replace(context.model, sizes=costs.sizes), run=replace(context.run, missing=()))
     policy: Any = scenario.system.policy
     budget = {"plt_budget": None} if hasattr(policy, "plt_budget") else {}
     plan = replace(policy, every_n_steps=1, **budget).plan(context)

@@ -8,7 +8,7 @@ from math import inf
 
 from moe_ckpt.core.quantities import human_bytes
 from moe_ckpt.policies import GradientLog
-from moe_ckpt.policies.base import MemoryFacts, PolicyContext
+from moe_ckpt.policies.base import MemoryFacts, ModelFacts, PolicyContext, RunFacts
 from moe_ckpt.policies.log_report import LogReport
 from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.planner.planner import Candidate
@@ -51,15 +51,11 @@ def report_of(scenario: Scenario, system: System) -> LogReport | None:
         return None
     layout = scenario.layout
     costs = Costs(layout, scenario.precision, scenario.iteration, system)
-    replicas = system.replicas if system.durable == "peers" else 0
     context = PolicyContext(
-        1,
-        layout.model.catalog,
-        ranks=layout.parallel.ranks,
-        placement=layout.placement,
-        measured=costs.measured,
-        sizes=costs.sizes,
-        memory=MemoryFacts(storage_due=False, replicas=replicas, sends=costs.sends),
+        ModelFacts(layout.model.catalog, layout.placement, costs.sizes),
+        RunFacts(1),
+        costs.measured,
+        memory=MemoryFacts(tiers=system.memory_tiers, sends=costs.sends),
     )
     return system.policy.explain(context)
 

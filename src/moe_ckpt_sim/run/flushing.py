@@ -6,7 +6,8 @@ from dataclasses import replace
 from math import inf
 
 from moe_ckpt.core.cadence import StorageCadence, StorageFacts
-from moe_ckpt.policies.base import MemoryFacts, PolicyContext
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt_sim.cluster.clock import on_clock
 from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.run.state import SimulatedState
@@ -68,19 +69,11 @@ class Flushing:
 
     def informed(self, context: PolicyContext) -> PolicyContext:
         """With what a policy may know of memory."""
-        memory, track, costs = context.memory, self._state.track, self._costs
-        if memory is None:
-            return context
-        known = track.backup.durable is not None or track.backup.ends_secs is not None
-        facts: MemoryFacts = replace(
-            memory,
-            storage_due=self.next_is_due,
-            storage_steps=context.step - track.backup.step if known else None,
-            replicas=costs.system.replicas if costs.system.durable == "peers" else 0,
-            sends=costs.sends,
-        )
+        tiers = self._costs.system.memory_tiers | ({Tier.STORAGE} if self.next_is_due else set())
+        memory = replace(context.memory, tiers=tiers, sends=self._costs.sends)
         # Without storage, memory is all that there is to be safe in.
-        return replace(context, memory=facts, nothing_safe=context.nothing_safe and self._cadence is not None)
+        run = replace(context.run, nothing_safe=context.run.nothing_safe and self._cadence is not None)
+        return replace(context, run=run, memory=memory)
 
     def undisturbed_secs(self, otherwise: float) -> float:
         """Until then there is nothing to look at between rounds.

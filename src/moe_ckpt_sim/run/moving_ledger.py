@@ -14,6 +14,7 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.engine.run_ledger import Pending, RunLedger
+from moe_ckpt.policies.base import TOKENS
 from moe_ckpt_sim.run.durable import Durable
 
 
@@ -116,7 +117,7 @@ class MovingRunLedger(RunLedger):
         ages = [self.ledger.expert_ages(step)]
         if self.outlives_process:
             ages = [step - self.ledger.expert_steps(tier) for tier in tiers]
-        hard = self.activity.described().hard.tobytes()
+        hard = self.activity.popularity(TOKENS).tobytes()
         return *(each.tobytes() for each in ages), hard, repr(sorted(self.rescued)).encode(), *unsaved
 
 

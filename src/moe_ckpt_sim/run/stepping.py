@@ -13,7 +13,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.peer_copies import are_behind, goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.window import Window
-from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.policies.base import DECAYED, PolicyContext
 from moe_ckpt_sim.cluster.clock import on_clock
 from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.cluster.snapshot_bytes import SnapshotSize
@@ -153,14 +153,15 @@ class Stepper:
 
     def _context(self) -> PolicyContext:
         state, costs = self.state, self._costs
-        placement, ranks = costs.layout.placement, costs.layout.parallel.ranks
-        track = state.track
-        context = track.run_ledger.context(state.step, ranks, state.counts, costs.measured, placement, costs.sizes)
+        track, popularity = state.track, self._needs.popularity
+        context = track.run_ledger.context(state.step, costs.layout.placement, costs.measured, popularity)
+        context = replace(context, model=replace(context.model, sizes=costs.sizes))
         if not self._system.tiered:
             return context
-        if self._needs.gradients and context.last_step is not None and state.step > context.last_step + 1:
+        if self._needs.gradients and context.run.last_step is not None and state.step > context.run.last_step + 1:
             track.anchors.broken()
-        return self._flushing.informed(replace(context, anchored_at=track.anchors.steps))
+        memory = replace(context.memory, anchored_at=track.anchors.steps)
+        return self._flushing.informed(replace(context, memory=memory))
 
     def _admitted(self, until: float, skip: bool = True) -> bool:
         """Whether a buffer is free, now or after a wait. skip: do not wait if the system does not."""
@@ -221,7 +222,7 @@ class Stepper:
         sent = copied if plan.sends_host_only else stored
         last = state.track.run_ledger.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
-        due = context.memory is not None and context.memory.storage_due
+        due = context.memory.storage_due
         when = self._when(state.now, copied, sent, sent=self._goes_to_peers(plan))
         flush_secs = on_clock(costs.storage_secs(stored)) if due else None
         if due:
@@ -230,8 +231,8 @@ class Stepper:
         if when.sent_secs is None and self._system.durable == "peers" and self._needs.gradients and self._needs.partial:
             state.track.anchors.broken()  # no later gradient is of use to peers, who miss this one
         state.k, state.saved.newest = plan.k, sent.total
-        if self._needs.gradients and self._needs.explain is not None:
-            state.round_steps = self._needs.explain(context).window
+        if plan.together:
+            state.round_steps = len(plan.together)
         return on_clock(costs.stall_secs(copied))
 
     def _goes_to_peers(self, plan: SnapshotPlan, window_size: int = 1) -> bool:
@@ -302,11 +303,13 @@ class Stepper:
         """The window that begins here, if any. The policy is asked once for each pattern of its inputs."""
         state = self.state
         # The order depends on shares: a load that was the same all the time gives the same one, however long it was.
-        hard = context.activity.hard // max(1, int(np.gcd.reduce(context.activity.hard, axis=None)))
-        decayed = context.activity.decayed.tobytes() if self._needs.decayed_counts else b""
-        before = None if context.window is None else self._windows.order_of(context.window)
-        first = context.last_step == 0  # which is made of first measurements, for a trainer has no others
-        key = _digest(hard.tobytes(), decayed, before, context.step == 0, context.last_step is None, first)
+        run, popularity = context.run, context.tokens.popularity
+        if self._needs.popularity != DECAYED:
+            counts = popularity.astype(np.int64)
+            popularity = counts // max(1, int(np.gcd.reduce(counts, axis=None)))
+        before = None if run.window is None else self._windows.order_of(run.window)
+        first = run.last_step == 0  # which is made of first measurements, for a trainer has no others
+        key = _digest(popularity.tobytes(), before, run.step == 0, run.last_step is None, first)
         window = self._windows.find(key)
         if window is None:
             window = self._policy.plan(context).window
@@ -314,12 +317,12 @@ class Stepper:
             if window is None:  # it waits for measurements that a trainer would not have yet
                 return None
             # Asked again about the very load that it was made for, a policy stays with its window.
-            again = _digest(hard.tobytes(), decayed, self._windows.order_of(window), False, False, False)
-            for known in (key,) if not context.last_step else (key, again):
+            again = _digest(popularity.tobytes(), self._windows.order_of(window), False, False, False)
+            for known in (key,) if not run.last_step else (key, again):
                 self._windows.keep(known, window)
         if state.window is not None and window.size > 1 and state.window.order != window.order:
             state.reorders += 1
-        state.window = window = replace(window, start=context.step)
+        state.window = window = replace(window, start=run.step)
         return window
 
     def _train_window(self, window: Window, until: float) -> None:
@@ -345,7 +348,7 @@ def _empty_track(system: System, catalog: Catalog) -> Track:
     needs, tiered = system.needs, system.tiered
     stores = tiered and system.cadence is not None
     books = MovingRunLedger(catalog, outlives_process=tiered, stores=stores, watched=needs.lost_tokens)
-    log = PeersLog(logs=needs.gradients, leaves_out=needs.gradients and needs.partial)
+    log = PeersLog(logs=needs.gradients is not None, leaves_out=needs.gradients is not None and needs.partial)
     return Track(books, log, tiered=tiered)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moe_ckpt.core.cadence import StorageCadence
+from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import parse_bytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
@@ -118,6 +119,11 @@ class System:
     def needs(self) -> Needs:
         """Of the policy."""
         return needs_of(self.policy)
+
+    @property
+    def memory_tiers(self) -> frozenset[Tier]:
+        """Tiers of a checkpoint that stays in memory."""
+        return frozenset({Tier.HOST, Tier.PEER} if self.durable == "peers" and self.replicas else {Tier.HOST})
 
     @property
     def sparse(self) -> bool:

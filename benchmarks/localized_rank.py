@@ -95,7 +95,7 @@ def overhead(stage: Stage, order: Mapping[str, Any], rank: int) -> dict[str, Any
     """Seconds of iterations with and without a log, in turns, in one run; and bytes that one iteration logs."""
     ckpt = attached(stage, order, rank)
     done = consumed = ckpt.resume().iteration
-    boundary = ckpt.upstream._boundary
+    boundary = ckpt.upstream.boundary
     log, found, nbytes = boundary._log, list[tuple[bool, float]](), 0
     for block in range(order["cycles"] * len(ORDER)):
         logged = ORDER[block % len(ORDER)]

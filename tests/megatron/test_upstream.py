@@ -18,8 +18,8 @@ from moe_ckpt.localized.answers import Answers, is_for
 from moe_ckpt.localized.boundary import Boundary
 from moe_ckpt.localized.interception import Interception
 from moe_ckpt.localized.log_files import sealed_logs
-from moe_ckpt.localized.log_format import SEND, Channel
-from moe_ckpt.localized.recording import UpstreamLog, Whose
+from moe_ckpt.localized.log_format import SEND, Channel, LogHeader
+from moe_ckpt.localized.recording import UpstreamLog
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Built, Setup
 from tests.support.processes import run_ranks
@@ -94,7 +94,7 @@ def train(
     stage_of = world_size // setup.pp
     directory = Path(root, f"rank_{rank}")
     directory.mkdir(parents=True)
-    log = UpstreamLog(directory, Whose("run", "life", 1, rank, world_size), 1 << 24)
+    log = UpstreamLog(directory, LogHeader("run", "life", 1, 1, rank, world_size, ""), 1 << 24)
     stages = [each // stage_of for each in range(world_size)]
     boundary = Boundary(stages, log)
     interception = Interception(boundary)

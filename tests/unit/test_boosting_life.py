@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ class Port:
 def begun(ports, boost=0.5, plain=None, lacking=LACKING):
     ledger = RunLedger(catalog(2, 4))
     boosting = Boosting(boost, dict(enumerate(ports)), (2, 4), SoloCommunicator())
-    boosting.begin(plain or {}, lacking, ledger, ranks=1)
+    boosting.begin(plain or {}, SimpleNamespace(lacking=lacking), ledger, SimpleNamespace(world_size=1), None)
     return boosting, ledger
 
 

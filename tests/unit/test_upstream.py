@@ -25,20 +25,20 @@ from moe_ckpt.localized.boundary import Boundary
 from moe_ckpt.localized.exchange import KeptLogs, LogExchange
 from moe_ckpt.localized.log_files import sealed_logs
 from moe_ckpt.localized.log_format import SEND, Channel, LogHeader, Message, decode_log, encode_log
-from moe_ckpt.localized.recording import UpstreamLog, Whose
+from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.segments import LocalRecovery
 from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
 from moe_ckpt.recovery.together import NotUsableError
 from tests.support.processes import run_ranks
 
-WHOSE = Whose("run", "life", 3, 1, 4)
+HEADER = LogHeader("run", "life", 3, 3, 1, 4, "")
 TO_NEXT, TO_PREVIOUS = Channel(SEND, (1, 2)), Channel(SEND, (1, 0))
 NORM = Channel("all_reduce", (0, 1, 2, 3))
 
 
 @pytest.fixture
 def log(tmp_path):
-    made = UpstreamLog(tmp_path, WHOSE, 1 << 20)
+    made = UpstreamLog(tmp_path, HEADER, 1 << 20)
     yield made
     made.close()
 
@@ -81,7 +81,7 @@ def test_a_step_that_did_not_end_is_no_log(log, tmp_path):
 
 
 def test_the_budget_holds_and_the_oldest_go_first(tmp_path):
-    log = UpstreamLog(tmp_path, WHOSE, 100)
+    log = UpstreamLog(tmp_path, HEADER, 100)
     for step in range(1, 8):
         one_step(log, step, (TO_NEXT, torch.ones(10)))
         assert log.nbytes <= 100
@@ -91,7 +91,7 @@ def test_the_budget_holds_and_the_oldest_go_first(tmp_path):
 
 
 def test_one_step_above_the_budget_ends_the_log_and_says_so(tmp_path, caplog):
-    log = UpstreamLog(tmp_path, WHOSE, 100)
+    log = UpstreamLog(tmp_path, HEADER, 100)
     one_step(log, 1, (TO_NEXT, torch.ones(10)))
     one_step(log, 2, (TO_NEXT, torch.ones(20)), (TO_NEXT, torch.ones(20)))
     log.close()
@@ -143,7 +143,7 @@ def test_what_earlier_lives_left_counts_and_goes_first(log, tmp_path):
     log.close()
     own = tmp_path / "next"
     own.mkdir()
-    after = UpstreamLog(own, replace(WHOSE, generation=4), 1000, sealed_logs(tmp_path))
+    after = UpstreamLog(own, replace(HEADER, generation=4, history=4), 1000, sealed_logs(tmp_path))
     one_step(after, 3, (TO_NEXT, torch.ones(100)))
     assert after.nbytes == 800
     assert [each.header.step for each in sealed_logs(tmp_path)] == [2]
@@ -167,7 +167,8 @@ def test_logs_of_one_history_count(histories, gap, tmp_path):
     """That of the newest life: what all ranks went back behind, and computed again, may not be what it was."""
     for number, history in enumerate(histories):
         step, generation = number + 1, number + 3
-        of_life = UpstreamLog(tmp_path, replace(WHOSE, rank=0, world_size=1, generation=generation), 1 << 20)
+        header = replace(HEADER, rank=0, world_size=1, generation=generation, history=generation)
+        of_life = UpstreamLog(tmp_path, header, 1 << 20)
         of_life.continue_history(history)
         one_step(of_life, step, (TO_NEXT, torch.ones(2)))
         of_life.close()
@@ -189,14 +190,14 @@ class Meagre:
 def without_memory(rank: int, world_size: int, path: str) -> tuple[str, float]:
     """Rank 1 computes a step again, and has no room for what rank 0 sent it."""
     if rank == 0:
-        of_rank = UpstreamLog(Path(path), replace(WHOSE, rank=0, world_size=2), 1 << 20)
+        of_rank = UpstreamLog(Path(path), replace(HEADER, rank=0, world_size=2), 1 << 20)
         one_step(of_rank, 1, (Channel(SEND, (0, 1)), torch.ones(2)))
         of_rank.close()
     else:
         exchange.torch = Meagre()
     comm = GlooCommunicator(30.0)
     kept = KeptLogs((0, 1), tuple(sealed_logs(Path(path))) if rank == 0 else ())
-    found = LogExchange(comm, kept, LocalRecovery(1, (), (1,)), since=0, lives=range(WHOSE.generation + 1))
+    found = LogExchange(comm, kept, LocalRecovery(1, (), (1,)), since=0, lives=range(HEADER.generation + 1))
     assert found.gap is None
     began = time.monotonic()
     try:
@@ -368,7 +369,7 @@ def test_an_evaluation_is_not_logged_and_not_met_halfway(log, tmp_path):
 
 
 def test_a_log_that_is_written_too_slowly_ends(tmp_path, caplog):
-    log, hold = UpstreamLog(tmp_path, WHOSE, 100), threading.Event()
+    log, hold = UpstreamLog(tmp_path, HEADER, 100), threading.Event()
     log._tasks.put(lambda: hold.wait(30) and None)
     log.step_begins(1)
     log.append(TO_NEXT, torch.ones(20))

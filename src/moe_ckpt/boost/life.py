@@ -10,7 +10,7 @@ all ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,16 @@ import torch
 from moe_ckpt.boost.arithmetic import deal, parts_of
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.driver.guests import CapacityBoost, Plain
 from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import MoECheckpointError, StoreError
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.routing import counts_on_host
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.stopwatch import Stopwatch
 
 log = logging.getLogger("moe_ckpt")
@@ -64,14 +66,9 @@ class Boosting(CapacityBoost):
     # --- once, after a resume ---
 
     def begin(
-        self,
-        plain: Plain,
-        lacking: Counts | None,
-        run_ledger: RunLedger,
-        *,
-        ranks: int,
-        of_rank: Callable[[int], Plain] | None = None,
+        self, plain: Plain, fault: FaultRecord, run_ledger: RunLedger, manifest: Manifest, reader: StoreReader | None
     ) -> None:
+        lacking, ranks = fault.lacking, manifest.world_size
         stored = plain.get(_KEY, {})
         moved = ranks != self._comm.world_size or not stored.get("left", {}).keys() <= {str(at) for at in self._ports}
         fresh = np.zeros(self._shape, dtype=np.int64) if lacking is None else lacking.copy()
@@ -79,7 +76,7 @@ class Boosting(CapacityBoost):
         if not here and not fresh.any():
             return
         if here and elsewhere:  # what ranks had of layers that others route now is dealt out anew
-            fresh += self._summed(self._stored_elsewhere(stored, ranks, of_rank))
+            fresh += self._summed(self._stored_elsewhere(stored, manifest, reader))
             stored = {}
         self._set_up(stored, fresh)
         outstanding = self._summed([self._state()])
@@ -93,11 +90,11 @@ class Boosting(CapacityBoost):
                     f"{int(outstanding.sum()):,}",
                 )
 
-    def _stored_elsewhere(self, stored: Plain, ranks: int, of_rank: Callable[[int], Plain] | None) -> Iterable[Plain]:
+    def _stored_elsewhere(self, stored: Plain, manifest: Manifest, reader: StoreReader | None) -> Iterable[Plain]:
         """Yields the stored boosts that this rank continues: its own, and those of ranks that no longer exist."""
-        for rank in range(self._comm.rank, ranks, self._comm.world_size):
+        for rank in range(self._comm.rank, manifest.world_size, self._comm.world_size):
             try:
-                yield stored if rank == self._comm.rank else (of_rank or _not_there)(rank).get(_KEY, {})
+                yield stored if rank == self._comm.rank else _state(rank, manifest, reader).get(_KEY, {})
             except MoECheckpointError as error:  # not worth a start that fails
                 log.warning(
                     "the capacity boost continues without the tokens that rank %d of the checkpoint still had to make "
@@ -192,5 +189,7 @@ class Boosting(CapacityBoost):
         return total
 
 
-def _not_there(rank: int) -> Plain:
-    raise StoreError(f"the state of rank {rank} is not in this node's memory")
+def _state(rank: int, manifest: Manifest, reader: StoreReader | None) -> Plain:
+    if reader is None:
+        raise StoreError(f"the state of rank {rank} is not in this node's memory")
+    return reader.state(manifest, rank)

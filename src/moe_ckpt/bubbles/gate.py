@@ -167,20 +167,18 @@ class BubbleGate:
         stages: Their number, above 1.
         chunks: See ``Forecast``.
         on_device: This rank computes on a GPU.
-        holds: False: nothing is held back, but counted all the same.
 
     Attributes:
         copied: Bytes that were copied from live tensors.
         sent: Bytes that were sent to peers.
         rates: Bytes per second of the newest copies.
+        holds: False: nothing is held back, but counted all the same.
     """
 
-    def __init__(
-        self, stage: int, stages: int, chunks: int = 1, *, on_device: bool = False, holds: bool = True
-    ) -> None:
+    def __init__(self, stage: int, stages: int, chunks: int = 1, *, on_device: bool = False) -> None:
         self.copied, self.sent = Tally(), Tally()
         self.rates: deque[float] = deque(maxlen=_RECENT)
-        self.holds = holds
+        self.holds = True
         self.changed = threading.Condition()
         self._stamps = CudaStamps() if on_device else HostStamps()
         self.forecast = Forecast(stage, stages, chunks, self._stamps)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.recovery.reader import StoreReader
 
 Plain = Mapping[str, Any]
 """A rank's plain state."""
@@ -20,13 +22,7 @@ class CapacityBoost(Protocol):
     """Gives experts that came back stale more tokens for a while."""
 
     def begin(
-        self,
-        plain: Plain,
-        lacking: Counts | None,
-        run_ledger: RunLedger,
-        *,
-        ranks: int,
-        of_rank: Callable[[int], Plain] | None,
+        self, plain: Plain, fault: FaultRecord, run_ledger: RunLedger, manifest: Manifest, reader: StoreReader | None
     ) -> None:
         """Continues the boosts of a checkpoint, and begins those of experts that came back stale.
 
@@ -34,10 +30,10 @@ class CapacityBoost(Protocol):
 
         Args:
             plain: This rank's plain state in the checkpoint, or the one that stands in for it.
-            lacking: ``[L, E]`` tokens that the loaded experts lack; None if none.
+            fault: What the session booked: tokens that the loaded experts lack.
             run_ledger: Gets the tokens to make up, ``deficit``.
-            ranks: That wrote the checkpoint.
-            of_rank: Reads the plain state of one of them; None where that cannot be read.
+            manifest: Of the checkpoint.
+            reader: Of its store; None if storage does not have it.
         """
 
     def step_ends(self, tokens: Deferred[StepTokens], *, applied: bool) -> Deferred[StepTokens]:

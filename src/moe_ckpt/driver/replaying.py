@@ -14,7 +14,6 @@ import torch
 
 from moe_ckpt.core.tokens import WINDOW_BEGAN, Counts, window_began
 from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator
@@ -174,11 +173,6 @@ class Replaying:
 
         again, _ = comm.start_agreement(counted, np.zeros(0, dtype=np.int64)).result()
         return window_began(ended - again) == {WINDOW_BEGAN: began}
-
-
-def note_replayed(session: CheckpointSession, *, equal: bool) -> None:
-    """A step was computed again, ``equal`` to the first time: the slots it began from are not what is wrong."""
-    session.tier.left_slots.step_replayed(equal=equal)
 
 
 def require_repeated(step: int, parts: Iterable[Repeated], recorded: Plain, captured: Plain, changed: str = "") -> None:

@@ -19,7 +19,7 @@ from moe_ckpt.driver import messages
 from moe_ckpt.driver.changes import say_changes
 from moe_ckpt.driver.guests import CapacityBoost, LocalizedRecovery
 from moe_ckpt.driver.host import Host
-from moe_ckpt.driver.replaying import Replaying, note_replayed
+from moe_ckpt.driver.replaying import Replaying
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.agreement import Deferred, StepTokens
@@ -231,9 +231,7 @@ class Driver:
             reader: Of its store; None if storage does not have it.
         """
         if self.boost is not None:
-            of_rank = None if reader is None else functools.partial(reader.state, manifest)
-            ledger = self.session.run_ledger
-            self.boost.begin(plain, fault.lacking, ledger, ranks=manifest.world_size, of_rank=of_rank)
+            self.boost.begin(plain, fault, self.session.run_ledger, manifest, reader)
 
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         self.session.run_ledger.check(manifest)
@@ -374,7 +372,7 @@ class Driver:
             replaying.compare(step, self._capture())
             equal = True
         finally:
-            note_replayed(self.session, equal=equal)
+            self.session.tier.left_slots.step_replayed(equal=equal)
             if self.localized is not None and not equal:
                 self.localized.diverged()
         local = self.localized if self.is_in_part else None

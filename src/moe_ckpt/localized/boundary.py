@@ -43,21 +43,22 @@ class Boundary(Traffic):
         self._first = call
 
     def begin(self) -> None:
-        """A step begins, which sends or awaits nothing first."""
+        """Begins a step, unless a message has begun it."""
         self._resting = False
         first, self._first = self._first, None
         if first is not None:
             first()
 
     def rest(self) -> None:
-        """Ends the step: what crosses until the next one begins belongs to no step, and stages that are alone leave it
-        out."""
+        """Ends the step, for a loop whose stages talk before the next: what crosses until ``begin`` belongs to no step.
+
+        Stages that are alone leave it out.
+        """
         self._resting = True
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Sets messages aside: what crosses in this block belongs to no step, and stages that are alone leave it
-        out."""
+        """Encloses a validation: what crosses belongs to no step, and stages that are alone leave it out."""
         self._aside = True
         try:
             yield

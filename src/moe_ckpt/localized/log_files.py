@@ -7,9 +7,8 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -76,9 +75,13 @@ class LogWriter:
         self._messages.append(Message(channel, *columns, number))
         self.nbytes += len(raw)
 
-    def seal(self, **whose: Any) -> None:
-        """Seals the log of an ended step: later processes may read it. whose: As of ``LogHeader``."""
-        header = LogHeader(step=self._step, nbytes=self.nbytes, messages=tuple(self._messages), **whose)
+    def seal(self, header: LogHeader) -> None:
+        """Seals the log of an ended step: later processes may read it.
+
+        Args:
+            header: What those of other steps have as well.
+        """
+        header = replace(header, step=self._step, nbytes=self.nbytes, messages=tuple(self._messages))
         unfinished = self._path.with_suffix(".tmp")
         try:
             with open(PRIVATE.create(str(unfinished), _WRITE), "wb") as file:

@@ -119,9 +119,9 @@ class LogHeader:
     rank: int
     world_size: int
     layout: str
-    step: int
-    nbytes: int
-    messages: tuple[Message, ...]
+    step: int = 0
+    nbytes: int = 0
+    messages: tuple[Message, ...] = ()
 
     @property
     def counts(self) -> Counter[Channel]:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager
 from typing import Any
 
 from moe_ckpt.driver.guests import LocalizedRecovery
@@ -24,7 +23,8 @@ from moe_ckpt.localized.boundary import Boundary
 from moe_ckpt.localized.exchange import KeptLogs
 from moe_ckpt.localized.interception import Interception
 from moe_ckpt.localized.log_files import sealed_logs
-from moe_ckpt.localized.recording import UpstreamLog, Whose
+from moe_ckpt.localized.log_format import LogHeader
+from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.rejoining import Rejoining
 from moe_ckpt.megatron.topology import layout
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored
@@ -80,7 +80,12 @@ class PipelineStage(LocalizedRecovery):
 
     Raises:
         ConfigError, UnsupportedError: As ``upstream_budget``.
+
+    Attributes:
+        boundary: Sees the messages, from ``open`` on.
     """
+
+    boundary: Boundary
 
     def __init__(self, driver: Driver, stages: Mapping[int, int], chunks: Sequence[Any]) -> None:
         self._budget_bytes = upstream_budget(driver.options, stages, chunks)
@@ -97,12 +102,13 @@ class PipelineStage(LocalizedRecovery):
         if not isinstance(tier, MemoryTier):
             raise ConfigError("Memory(upstream_bytes=...): there is no memory that outlives the process")
         self._tier, files = tier, tier.files
-        whose = Whose(files.run_id, files.life, files.generation, files.rank, comm.world_size, self._layout)
+        life = files.run_id, files.life, files.generation
+        header = LogHeader(*life, files.generation, files.rank, comm.world_size, self._layout)
         log_path, *earlier_paths = files.paths
         logs = [sealed for path in earlier_paths for sealed in sealed_logs(path)]
         self._earlier_logs = tuple(sealed for sealed in logs if sealed.header.layout == self._layout)
-        self._log = UpstreamLog(log_path, whose, self._budget_bytes, logs)
-        self._boundary = Boundary(self._stage_of, self._log, session.stopwatch)
+        self._log = UpstreamLog(log_path, header, self._budget_bytes, logs)
+        self.boundary = Boundary(self._stage_of, self._log, session.stopwatch)
 
     # --- a return in which some ranks keep their state ---
 
@@ -134,28 +140,8 @@ class PipelineStage(LocalizedRecovery):
             self._log.drop(sys.maxsize)  # what is computed from here on need not be what was computed then
         else:
             self._log.continue_history(self._rejoining.part.history)
-        self._boundary.before_first(lambda: self._begin(iteration))
-        self._interception = Interception(self._boundary)
-
-    @property
-    def is_alone(self) -> bool:
-        """Returns whether this stage computes a step again that the others are done with."""
-        return self._boundary.is_alone
-
-    def begin(self) -> None:
-        """A step begins, unless a message has begun it."""
-        self._boundary.begin()
-
-    def rest(self) -> None:
-        """Ends a step, for a loop whose stages talk before the next: messages until ``begin`` belong to no step.
-
-        Such a loop leaves it out after a step for which ``is_alone`` was true.
-        """
-        self._boundary.rest()
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Encloses a validation, for a loop that leaves it out after a step for which ``is_alone`` is true."""
-        return self._boundary.aside()
+        self.boundary.before_first(lambda: self._begin(iteration))
+        self._interception = Interception(self.boundary)
 
     def _begin(self, iteration: int) -> None:
         rejoining, replaying = self._rejoining, self._driver.replaying
@@ -163,7 +149,7 @@ class PipelineStage(LocalizedRecovery):
         if rejoining is None:
             return
         if replaying is not None:
-            replaying.begin(_Alone(self._boundary, rejoining.part, self.diverged))
+            replaying.begin(_Alone(self.boundary, rejoining.part, self.diverged))
         rejoining.wait()
 
     def step_ends(self) -> None:
@@ -204,7 +190,7 @@ class _Alone(StepSource):
     """
 
     def __init__(self, boundary: Boundary, part: LocalPart, diverges: Callable[[], None]) -> None:
-        self._boundary, self._part, self._diverges = boundary, part, diverges
+        self.boundary, self._part, self._diverges = boundary, part, diverges
         self._steps = iter(part.steps)
         self._is_done = False
         self._answers: Answers | None = None
@@ -213,14 +199,14 @@ class _Alone(StepSource):
         self._require_all_given()
         step = next(self._steps)
         self._answers = Answers(step, self._part.received.pop(step, {}), self._diverges)
-        self._boundary.go_alone(self._part.recovery.ranks, self._answers)
+        self.boundary.go_alone(self._part.recovery.ranks, self._answers)
 
     def done(self) -> None:
         self._require_all_given()
         self._is_done = True
 
     def close(self) -> None:
-        self._boundary.together(self._part.recovery.step if self._is_done else None)
+        self.boundary.together(self._part.recovery.step if self._is_done else None)
 
     def _require_all_given(self) -> None:
         answers, self._answers = self._answers, None

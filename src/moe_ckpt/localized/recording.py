@@ -12,16 +12,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.localized.log_files import LogWriter, SealedLog, remove_log
-from moe_ckpt.localized.log_format import Channel
+from moe_ckpt.localized.log_format import Channel, LogHeader
 from moe_ckpt.memory.logs import log_path
 from moe_ckpt.threads import ThreadName, named_thread
 
@@ -30,24 +29,12 @@ log = logging.getLogger("moe_ckpt")
 _Task = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Whose:
-    """The owner of a log, as in ``localized.log_format.LogHeader``."""
-
-    run_id: str
-    life: str
-    generation: int
-    rank: int
-    world_size: int
-    layout: str = ""
-
-
 class UpstreamLog:
     """The logs of one rank in one life. ``append``, ``step_ends`` and ``drop`` are called on the training thread.
 
     Args:
         directory: Of the rank, in memory that outlives the process.
-        whose: They are.
+        header: What the headers of all its steps have in common.
         budget_bytes: The most that all of them may take, what is not written yet and ``left`` included. The oldest go
             first.
         left: Logs of earlier lives, which this one owns.
@@ -56,11 +43,13 @@ class UpstreamLog:
         problem: Why there are no logs any more; empty while there are.
     """
 
-    def __init__(self, directory: Path, whose: Whose, budget_bytes: int, earlier: Iterable[SealedLog] = ()) -> None:
+    def __init__(
+        self, directory: Path, header: LogHeader, budget_bytes: int, earlier: Iterable[SealedLog] = ()
+    ) -> None:
         self.problem = ""
         self._earlier = sorted(earlier, key=lambda sealed: sealed.header.step, reverse=True)
         self._directory, self._budget = directory, budget_bytes
-        self._whose: dict[str, Any] = {**vars(whose), "history": whose.generation}
+        self._header = header
         self._sizes: dict[int, int] = {}
         self._sent: Counter[Channel] = Counter()
         self._step = -1
@@ -85,7 +74,7 @@ class UpstreamLog:
 
     def continue_history(self, history: int) -> None:
         """Not all ranks went back: what is logged continues the logs of ``history`` (``LogHeader``)."""
-        self._whose["history"] = history
+        self._header = replace(self._header, history=history)
 
     def step_begins(self, step: int) -> None:
         """Begins ``step``, which messages belong to from here on."""
@@ -185,7 +174,7 @@ class UpstreamLog:
             return
         self.problem = problem
         message = "rank %d keeps no upstream log, so all ranks go back after a failure: %s"
-        log.warning(message, self._whose["rank"], problem)
+        log.warning(message, self._header.rank, problem)
         self.drop(max(self._sizes, default=-1))
         self._tasks.put(self._abandon)
 
@@ -233,7 +222,7 @@ class UpstreamLog:
     def _seal(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.seal(**self._whose)
+            writer.seal(self._header)
 
     def _abandon(self) -> None:
         writer, self._writer = self._writer, None

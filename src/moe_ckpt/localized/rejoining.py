@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.driver.replaying import note_replayed
 from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.localized.attempt import LocalPart
@@ -42,7 +41,7 @@ class Rejoining:
             return
         for _ in self.part.steps:
             self._session.comm.everyone(b"")  # so that no wait is longer than one step
-            note_replayed(self._session, equal=True)
+            self._session.tier.left_slots.step_replayed(equal=True)
         self._go_on(None)
 
     def step_replayed(self, tokens: Deferred[StepTokens], *, last: bool) -> None:

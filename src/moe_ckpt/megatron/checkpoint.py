@@ -277,7 +277,7 @@ class MegatronCheckpoint:
         if self._first is not None:
             self._first.close()
         if self.upstream is not None:
-            self.upstream.begin()
+            self.upstream.boundary.begin()
         if self._driver.replaying is not None and not self._driver.is_in_part:
             self._driver.replaying.begin(Recompute())
         generators.put_back()
@@ -427,7 +427,7 @@ class MegatronCheckpoint:
             return
         self._host.loop.require_counted("finish()", saves=not self.replaying)
         if self.upstream is not None:
-            self.upstream.begin()  # others may have to compute steps again, though this rank has none left
+            self.upstream.boundary.begin()  # others may have to compute steps again, though this rank has none left
             self.upstream.close()
         halted = self.last is not None and self.last.halt is not None
         try:

@@ -373,7 +373,7 @@ class MegatronLM:
         ckpt = self._attached
         ckpt.begin_training()
         if ckpt.upstream is not None:
-            ckpt.upstream.begin()
+            ckpt.upstream.boundary.begin()
         self._late_validation.run(ckpt, self._args, self._evaluate_and_print_results)
         with ckpt.stopwatch:
             name, arguments = "forward_backward_func", self._arguments("train_step", args, kwargs)
@@ -420,7 +420,7 @@ class MegatronLM:
         iteration = arguments["iteration"]
         self._floating_point_operations = arguments["num_floating_point_operations_so_far"]
         stage = ckpt.upstream
-        is_alone = stage is not None and stage.is_alone
+        is_alone = stage is not None and stage.boundary.is_alone
         record = ckpt.after_step(
             iteration,
             consumed_samples=settings.consumed_train_samples,
@@ -428,7 +428,7 @@ class MegatronLM:
             counters=counters_of(settings, self._floating_point_operations),
         )
         if stage is not None:
-            stage.rest()
+            stage.boundary.rest()
         if is_alone:  # all ranks saved and decided when the iteration was computed first
             self._exits = False
             return False
@@ -456,10 +456,10 @@ class MegatronLM:
             if self._iteration is not None:
                 within.enter_context(self._iteration.validating())
             if stage is not None and can_pass_over(settings):
-                if stage.is_alone:
+                if stage.boundary.is_alone:
                     arguments = self._arguments("evaluate_and_print_results", args, kwargs)
                     return pass_over(settings, arguments["data_iterator"])
-                within.enter_context(stage.aside())
+                within.enter_context(stage.boundary.aside())
             return self._original["evaluate_and_print_results"](*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:

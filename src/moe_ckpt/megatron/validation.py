@@ -120,7 +120,7 @@ class LateValidation:
             return
         ckpt.begin_training()
         if ckpt.upstream is not None:
-            ckpt.upstream.begin()
+            ckpt.upstream.boundary.begin()
         settings.curr_iteration = iteration - 1  # as it counts them, from 0
         evaluate(
             f"iteration {iteration}",

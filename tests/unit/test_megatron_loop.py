@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from moe_ckpt.driver.messages import say_inexact
+from moe_ckpt.driver.messages import Messages
 from moe_ckpt.errors import ConfigError, StoreError, UnencodableStateError
 from moe_ckpt.megatron.host import other_layout
 from moe_ckpt.megatron.loop import FirstForward, Loop, Progress, StepWatch
@@ -129,8 +129,8 @@ def test_a_schedule_that_was_loaded_before_stands_where_the_checkpoint_says():
 
 def test_another_layout_is_warned_of_once_and_by_its_degrees(caplog):
     for rank in range(2):
-        say_inexact(other_layout({"expert": 2, "data": 4}, {"expert": 4, "data": 4}), rank)
-        say_inexact(other_layout({"expert": 2, "data": 4}, {"expert": 2, "data": 4}), rank)
+        for here in ({"expert": 4, "data": 4}, {"expert": 2, "data": 4}):
+            Messages("iteration", "store", rank).inexact(other_layout({"expert": 2, "data": 4}, here))
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert "another layout (expert 2, now 4)" in record.message

@@ -13,7 +13,7 @@ from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.memory_shares import LeftBehind, Share, checkpoints_of, left_behind
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.driver import messages
+from moe_ckpt.driver.messages import Messages
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import StoreError
 from moe_ckpt.memory.slot import Slot
@@ -225,9 +225,9 @@ def test_what_is_left_behind(shares: list[Share], found: LeftBehind | None):
     ],
 )
 def test_lost_steps_are_named(found: LeftBehind, said: str, caplog):
-    messages.say_left_behind("step", 3, found, 1)
+    Messages("step", "store", 1).left_behind(3, found)
     assert caplog.text == "", "rank 0 says it for all"
-    messages.say_left_behind("step", 3, found, 0)
+    Messages("step", "store", 0).left_behind(3, found)
     assert said in caplog.text
 
 

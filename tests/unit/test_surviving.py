@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.surviving import Patience, Survived
 from moe_ckpt.errors import PeerLostError
@@ -46,7 +47,7 @@ def recorder():
 
 @pytest.fixture
 def surviving(recorder):
-    found = Surviving(recorder, secs=20, unit="step", rank=0)
+    found = Surviving(recorder, secs=20, unit="step", say=Messages("step", "store", 0))
     with found.booking():
         assert not found.is_whole
         assert found.ends_soon
@@ -112,7 +113,7 @@ def test_an_update_that_is_made_is_sealed_once_somebody_can_count_its_step(recor
         return counts
 
     recorder.done.set()
-    surviving = Surviving(recorder, secs=20, unit="step", rank=0, count=count)
+    surviving = Surviving(recorder, secs=20, unit="step", say=Messages("step", "store", 0), count=count)
     surviving.enter(Moment.WRITTEN)
     assert surviving.ends_soon
     assert not surviving.is_whole

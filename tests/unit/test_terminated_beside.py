@@ -15,6 +15,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.driver import termination
+from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.driver.termination import EXIT_CODE
 from moe_ckpt.memory.options import DEFAULT_ROOT
@@ -53,7 +54,7 @@ def train(place: str, how: str) -> None:
     signal.signal(signal.SIGTERM, raises if how == "raises" else handler)
     memory = Memory(directory=Path(place, "memory"), storage_every=100)
     with Life(LocalStorage(Path(place, "store")), policy=Dense(every_n_steps=100), memory=memory) as life:
-        surviving = Surviving(life.session.survivor, SEALING_SECS, "step", 0)
+        surviving = Surviving(life.session.survivor, SEALING_SECS, "step", Messages("step", "store", 0))
         surviving.termination.watch()
         life.go(3, settle=True)
         surviving.enter(Moment.RESTING)

@@ -27,7 +27,6 @@ from moe_ckpt.callbacks.support import inexact, require_restartable, warn_of_tim
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows import Windows
 from moe_ckpt.comm.communicator import make_communicator
-from moe_ckpt.driver.messages import say_gone_back, say_halted, say_inexact, say_unsaved
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
@@ -167,7 +166,7 @@ class Fit:
             driver.resume(replayer=self._log.replayer(self.session.catalog))
             ended = previous is not None and previous.host.ended and previous.host.trainer is host.trainer
             if ended and driver.restored_step is not None:
-                say_gone_back("step", driver.restored_step, before, driver.comm.rank)
+                driver.say.gone_back(driver.restored_step, before)
         if driver.replaying is not None and host.windows is None:
             catalog = self.session.catalog
             host.windows = Windows(host.trainer, host.module, catalog, host.state, self._policy, self.stopwatch)
@@ -232,7 +231,7 @@ class Fit:
         """Continues from the step that Lightning has loaded."""
         driver, trainer = self.driver, self.host.trainer
         reader, manifest = open_step(f"{loaded['root']}/{loaded['directory']}")
-        say_inexact(other_ranks(manifest, trainer.world_size), trainer.global_rank)
+        driver.say.inexact(other_ranks(manifest, trainer.world_size))
         same_store = _is_same_place(reader.storage.root, driver.options.dirpath)
         driver.resume_loaded(reader, manifest, loaded, same_store=same_store)
 
@@ -378,7 +377,7 @@ class Fit:
     def _halt(self, reason: str) -> None:
         """Ends training as the policy asks, on every rank; ``trainer.should_stop`` is set."""
         trainer = self.host.trainer
-        say_halted("step", self.host.step, reason, trainer.global_rank)
+        self.driver.say.halted(self.host.step, reason)
         if not may_stop(trainer):
             self.driver.finish(moved=True, ended=False)
             raise ConfigError(refusal(trainer, reason))
@@ -391,7 +390,7 @@ class Fit:
         driver.finish(moved=self._watch.moved, save=save)
         self.host.ended = True
         if not save and driver.options.save_last:
-            say_unsaved("step", self.host.step, self.session.run_ledger.committed_step, driver.comm.rank)
+            driver.say.unsaved(self.host.step, self.session.run_ledger.committed_step)
 
     def end_untrained(self) -> None:
         """The fit ended. If nothing was left to train, Lightning called no hook of training: the run ends here."""

@@ -22,7 +22,7 @@ from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute, may_leave_o
 from moe_ckpt.callbacks.support import inexact
 from moe_ckpt.callbacks.weight_readers import weight_readers
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.driver.replaying import Recompute, Replaying, StepSource, same_plain
+from moe_ckpt.driver.replaying import Replaying, StepSource, same_plain
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
@@ -129,7 +129,7 @@ class Windows:
             ours: Callbacks that do not read gradients.
         """
         if not may_leave_out(self._trainer, self._module, self._norms, ours):
-            return Recompute()
+            return StepSource()
         has_experts = bool(self._catalog.layers)
         return SparingRecompute(self._trainer, self._module, has_experts=has_experts, norms=self._norms)
 

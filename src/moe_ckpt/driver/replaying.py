@@ -30,7 +30,7 @@ RepeatedOf = Callable[[Plain, Plain], Iterable[Repeated]]
 
 
 class StepSource:
-    """Computes the steps of a window. Each method does nothing by default."""
+    """Computes the steps of a window: by itself, by training's own passes, which continue from its first step."""
 
     def prepare(self, replay: Replay, recorded: Plain) -> None:
         """Called before each step.
@@ -50,10 +50,6 @@ class StepSource:
 
     def close(self) -> None:
         """Called when no step is left, and when training ends."""
-
-
-class Recompute(StepSource):
-    """Training's own forward and backward pass, which continues from the window's first step."""
 
 
 class Replaying:
@@ -87,7 +83,7 @@ class Replaying:
         self._reached, self._until = 0, until
         self.going_on = going_on or {}
         self._repeated = repeated
-        self.source: StepSource = Recompute()
+        self.source = StepSource()
         self._before = plain
         self._recorded: Plain = {} if replay.done else replay.upcoming()
         self._tokens: list[Deferred[StepTokens]] = []

@@ -15,10 +15,10 @@ from typing import Any
 from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.tokens import FaultRecord
-from moe_ckpt.driver import messages
 from moe_ckpt.driver.changes import say_changes
 from moe_ckpt.driver.guests import CapacityBoost, LocalizedRecovery
 from moe_ckpt.driver.host import Host
+from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.replaying import Replaying
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
@@ -66,6 +66,7 @@ class Driver:
         boost: Gives stale experts more tokens; None where the policy asks for none.
         localized: Lets only some pipeline stages go back; None where all do.
         surviving: What is done when training stops at a failure; from ``open`` on.
+        say: Messages to the user; from ``open`` on.
         stopwatch: The session's, as given: from here on every hook of the adapter counts on it.
     """
 
@@ -83,6 +84,7 @@ class Driver:
         self.lifecycle = Lifecycle(advice)
         self.session: CheckpointSession
         self.surviving: Surviving
+        self.say: Messages
         self._host = host
         self._unit = unit
         self._undrained = False
@@ -141,14 +143,15 @@ class Driver:
         session.open()
         self.session, self._storage, self._gradients = session, storage, gradients
         self.boost, self.localized = boost, localized
-        messages.say_setup(self.options, catalog, state.specs(), comm.rank)
+        self.say = Messages(self._unit, self.options.dirpath, comm.rank)
+        self.say.setup(self.options, catalog, state.specs())
         self._resume = functools.partial(resume_newest, storage, comm, state)
         memory = self.options.memory
         self.surviving = Surviving(
             session.survivor,
             0.0 if memory is None else memory.sealing_secs,
             self._unit,
-            comm.rank,
+            self.say,
             newest=lambda: self._host.step,
             count=self._host.count_update,
             localized=localized,
@@ -190,9 +193,9 @@ class Driver:
         if otherwise is not None:
             otherwise()
         if options.weights_from is not None:
-            messages.say_weights(self._unit, self._host.load_weights(options.weights_from, self.comm), self.comm.rank)
+            self.say.weights(self._host.load_weights(options.weights_from, self.comm))
         elif otherwise is None:
-            messages.say_new(options.dirpath, options.resume, self.session.generation, self.comm.rank)
+            self.say.new_run(options.resume, self.session.generation)
         self.lifecycle.move(Action.RESUME, "resume()")
 
     def resume_elsewhere(self) -> None:
@@ -213,9 +216,7 @@ class Driver:
         self._host.advance_counts(missed_steps(self.session.catalog, manifest.step, versions_of(manifest)))
         fault = self.session.resume_from(manifest, same_store=same_store)
         plt, root = self.session.run_ledger.tokens.plt, reader.storage.root
-        messages.say_resumed(
-            self._unit, manifest.step, manifest.directory, fault=fault, plt=plt, dirpath=root, rank=self.comm.rank
-        )
+        self.say.resumed(manifest.step, manifest.directory, fault, plt, dirpath=root)
         self.begin_boost(plain, fault, manifest, reader)
         self.restored_step = manifest.step
 
@@ -239,7 +240,7 @@ class Driver:
 
     def _go_on(self, restored: Restored) -> None:
         """Restores all but the tensors, which are loaded."""
-        manifest, dirpath, rank = restored.manifest, self.options.dirpath, self.comm.rank
+        manifest = restored.manifest
         changes, inexact = self._host.load(restored)
         if restored.replay is None:
             self._host.advance_counts(missed_steps(self.session.catalog, manifest.step, restored.versions))
@@ -261,8 +262,8 @@ class Driver:
             if restored.replay is None:
                 self.lifecycle.move(Action.RESUME, "resume()")
         elif self.replaying is not None:
-            messages.say_replayed(self._unit, self.replaying.steps[0], manifest.step, restored.origin, dirpath, rank)
-            messages.say_left_behind(self._unit, manifest.step, restored.left_behind, rank)
+            self.say.replayed(self.replaying.steps[0], manifest.step, restored.origin)
+            self.say.left_behind(manifest.step, restored.left_behind)
         else:
             finished = read_finished(self._storage, self.comm, manifest)
             fault = self.session.resume_from(manifest, **restored.going_on)
@@ -273,22 +274,13 @@ class Driver:
             if not goes_on:
                 self.session.tier.left_slots.remove()  # of a rank that died after the end had been noted
                 return
-            messages.say_resumed(
-                self._unit,
-                manifest.step,
-                restored.origin,
-                fault=fault,
-                plt=plt,
-                dirpath=dirpath,
-                rank=rank,
-                besides=besides,
-            )
+            self.say.resumed(manifest.step, restored.origin, fault, plt, besides)
             if finished is None:
-                messages.say_left_behind(self._unit, manifest.step, restored.left_behind, rank)
+                self.say.left_behind(manifest.step, restored.left_behind)
             reader = None if restored.from_memory else StoreReader(self._storage)
             self.begin_boost(restored.plain, fault, manifest, reader)
-        messages.say_inexact(inexact, rank)
-        say_changes(changes, rank)
+        self.say.inexact(inexact)
+        say_changes(changes, self.comm.rank)
 
     def begin(self, *, new: bool, wait: bool = True, over: bool = False) -> None:
         """Training begins: saves the initial state of a new run, if the policy has windows.
@@ -379,7 +371,7 @@ class Driver:
         replaying.count(tokens)
         if replaying.done:
             if local is None and not replaying.routes_alike(self.comm):
-                messages.say_routed_otherwise(self._unit, *replaying.steps, self.comm.rank)
+                self.say.routed_otherwise(*replaying.steps)
             self.replaying = None
             if self.restored is not None:  # what has read the window holds its memory
                 self.restored = replace(self.restored, replay=None)
@@ -452,7 +444,7 @@ class Driver:
         if self.boost is not None:
             self.boost.close()
         if window is not None:
-            messages.say_unfinished(self._unit, self._host.step, window.steps, self.comm.rank)
+            self.say.unfinished(self._host.step, window.steps)
         self.session.finish(
             self._host.step,
             capture,

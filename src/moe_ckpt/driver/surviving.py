@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from moe_ckpt.driver.guests import LocalizedRecovery
-from moe_ckpt.driver.messages import say_not_counted, say_not_survived, say_survived
+from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.termination import Termination
-from moe_ckpt.engine.surviving import Survived, Survivor
+from moe_ckpt.engine.surviving import Survivor
 
 log = logging.getLogger("moe_ckpt")
 
@@ -41,7 +41,7 @@ class Surviving:
         survivor: The session's.
         secs: The longest that sealing may take.
         unit: What the framework calls a step.
-        rank: This process's.
+        say: Messages to the user.
         newest: Returns the newest step that was counted.
         count: See ``Host.count_update``.
         localized: Its log is completed as well; None if there is none.
@@ -56,7 +56,7 @@ class Surviving:
         survivor: Survivor,
         secs: float,
         unit: str,
-        rank: int,
+        say: Messages,
         *,
         newest: Callable[[], int] = lambda: 0,
         count: Callable[[], bool] = lambda: False,
@@ -65,7 +65,7 @@ class Surviving:
         self._newest, self._count, self._localized = newest, count, localized
         self.moment = Moment.UNKNOWN
         self.termination = Termination(self, secs)
-        self._survivor, self._secs, self._unit, self._rank = survivor, secs, unit, rank
+        self._survivor, self._secs, self._unit, self._say = survivor, secs, unit, say
         self._once = threading.Lock()
         self._sealing = threading.RLock()
         self._pid = os.getpid()
@@ -159,7 +159,7 @@ class Surviving:
             if self.moment is Moment.WRITTEN:
                 uncounted = self._uncounted()
                 if uncounted is not None:
-                    say_not_counted(*uncounted, why, self._rank)
+                    self._say.not_counted(*uncounted, why)
                     return
                 self.moment = Moment.RESTING
             if self.moment is Moment.EXPOSED:
@@ -175,13 +175,7 @@ class Surviving:
                 if self._localized is not None:
                     self._localized.write_log(max(0.0, until - time.monotonic()))
                 if survived is not None:
-                    self._say(why, survived)
-
-    def _say(self, why: str, survived: Survived) -> None:
-        if survived.problem:
-            say_not_survived(self._unit, survived.step, why, survived.problem, self._rank, is_open=survived.is_open)
-        else:
-            say_survived(self._unit, survived.step, why, survived.nbytes, survived.secs, self._rank)
+                    self._say.survived(survived, why)
 
     def _notes(self) -> bool:
         if self._survivor.is_on:

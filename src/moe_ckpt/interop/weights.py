@@ -68,13 +68,13 @@ class WeightSource(Protocol):
 class StoreSource:
     """A dense (or partial) checkpoint of a store."""
 
-    def __init__(self, reader: StoreReader, manifest: Manifest, passed_over: str = "") -> None:
+    def __init__(self, reader: StoreReader, manifest: Manifest) -> None:
         reader.prove(manifest)
         self._reader, self._index = reader, reader.index(manifest)
         self._buffers = module_buffers(reader, manifest)
         stale = manifest.stale_experts
         older = f", of which {stale} experts are older than that" if stale else ""
-        self.title = f"step {manifest.step} in {reader.storage.root}/{manifest.directory}{older}{passed_over}"
+        self.title = f"step {manifest.step} in {reader.storage.root}/{manifest.directory}{older}"
         names = [key.removeprefix(_MODEL) for key in self._index.tensors if key.startswith(_MODEL)]
         tied = {alias: name for alias, name in manifest.model.aliases.items() if name in names}
         self._keys = {name: _MODEL + name for name in names} | {a: _MODEL + n for a, n in tied.items()}

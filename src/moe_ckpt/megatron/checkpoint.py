@@ -13,7 +13,7 @@ from torch import nn
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.core.recovery_plan import RecoveryPlan
-from moe_ckpt.driver.replaying import Recompute
+from moe_ckpt.driver.replaying import StepSource
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
@@ -279,7 +279,7 @@ class MegatronCheckpoint:
         if self.upstream is not None:
             self.upstream.boundary.begin()
         if self._driver.replaying is not None and not self._driver.is_in_part:
-            self._driver.replaying.begin(Recompute())
+            self._driver.replaying.begin(StepSource())
         generators.put_back()
         generators.note()
         # Pipeline stages arrive one after the other, so none may wait for the others here.

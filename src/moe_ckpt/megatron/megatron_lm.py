@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from moe_ckpt.driver.messages import say_halted
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
@@ -439,8 +438,8 @@ class MegatronLM:
         again = {"exit_interval": None, "phase_transition_iterations": None} if ckpt.replaying else {}
         with changed(settings, **again):
             leave = self._original["checkpoint_and_decide_exit"](*args, **kwargs)
-        if record.halt is not None and is_rank_zero():
-            say_halted("iteration", iteration, record.halt, 0)
+        if record.halt is not None:
+            ckpt._driver.say.halted(iteration, record.halt)
         self._exits = leave or record.halt is not None
         return self._exits
 

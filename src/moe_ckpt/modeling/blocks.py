@@ -76,11 +76,6 @@ def block_in(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def layout_of(tensor: torch.Tensor) -> object:
-    """Returns the layout of a DTensor over its mesh, another object when it changes; None for any other tensor."""
-    return tensor._spec if is_dtensor(tensor) else None  # type: ignore[attr-defined]
-
-
 def block_of(tensor: torch.Tensor, what: str) -> LocalBlock:
     """This rank's block of ``tensor``; ``what`` names it in messages.
 

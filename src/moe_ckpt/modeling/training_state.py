@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling import module_state, param_groups, pretrained, unsliced_state
-from moe_ckpt.modeling.blocks import block_in, block_of, fsdp_modules, is_dtensor, is_sharded, layout_of, reshard
+from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded, reshard
 from moe_ckpt.modeling.optimizer_class import ELEMENTWISE, class_name, require_same_class
 from moe_ckpt.modeling.optimizer_view import OptimizerView, advance_counts, scalars_of
 from moe_ckpt.modeling.trainable import Frozen, freeze
@@ -54,11 +53,12 @@ class TorchTrainingState:
         self._sharded_modules = tuple(fsdp_modules(model))
         self._walk: Walk | None = None
         self._optimizer_views: tuple[OptimizerView, ...] = ()
-        self._listing: _StateListing | None = None
+        self._tensors: tuple[StateTensor, ...] = ()
+        self._listed_of: tuple[Walk, tuple[OptimizerView, ...]] | None = None
+        self._memory: TensorAddresses | None = None
         self._prepared = True
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[StateTensor, ...] = ()
-        self._updated: frozenset[str] = frozenset()
         walk, views = self._refresh()
         for kind, tensors in (("parameter", walk.parameters), ("buffer", module_state.buffers(model))):
             for name, tensor in tensors.items():
@@ -77,11 +77,11 @@ class TorchTrainingState:
         """Returns all parameters, then the optimizer state that exists now. Views only; no waiting for the device."""
         current = self._walk if listed else None
         walk, views = self._refresh() if current is None else (current, self._optimizer_views)
-        listing = self._listing
-        if listing is None or not listing.is_of(walk, views, of):
-            listing = self._listing = self._list(walk, views, listing)
+        same = self._listed_of is not None and self._listed_of[0] is walk and self._listed_of[1] is views
+        if not same or self._memory is None or not self._memory.same(places_among(self._tensors, of)):
+            self._list(walk, views)
         self._prepared = False
-        return listing.tensors
+        return self._tensors
 
     def parameters(self, *, described: bool = False) -> Mapping[str, torch.nn.Parameter]:
         """Returns the model's parameters by name, each once; the very same object for as long as they are the same.
@@ -93,13 +93,10 @@ class TorchTrainingState:
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Returns specs that are alike on every rank, since all hold every tensor, or a part of it."""
-        tensors = self.tensors() if self._listing is None or self._prepared else self._listing.tensors
+        tensors = self.tensors() if self._prepared else self._tensors
         if tensors is not self._specs_of:
             updated = frozenset(chain.from_iterable(view.parameters for view in self._optimizer_views))
-            same = updated == self._updated
-            earlier = dict(zip(map(id, self._specs_of), self._specs, strict=True)) if same else {}
-            specs = tuple(earlier.get(id(tensor)) or _spec_of(tensor, updated) for tensor in tensors)
-            self._updated = updated
+            specs = tuple(_spec_of(tensor, updated) for tensor in tensors)
             self._specs = self._specs if specs == self._specs else specs
             self._specs_of = tensors
         return self._specs
@@ -212,8 +209,7 @@ class TorchTrainingState:
         back first; the next forward pass gathers again.
         """
         walk = self._walked()
-        same = walk is self._walk and len(self._optimizer_views) == len(self._optimizers)
-        if not same or not all(view.is_current() for view in self._optimizer_views):
+        if walk is not self._walk or not all(view.is_current() for view in self._optimizer_views):
             self._optimizer_views = tuple(
                 OptimizerView(at, optimizer, walk.names) for at, optimizer in enumerate(self._optimizers)
             )
@@ -233,32 +229,24 @@ class TorchTrainingState:
             return walk
         return Walk(self._model)
 
-    def _list(self, walk: Walk, states: tuple[OptimizerView, ...], before: _StateListing | None) -> _StateListing:
-        """before: the listing until now, whose tensors are used again where they are the same."""
-        earlier, views = _StateViews() if before is None else before.views, _StateViews()
+    def _list(self, walk: Walk, states: tuple[OptimizerView, ...]) -> None:
+        """Describes the tensors that there are now."""
         # What has no elements makes no slice, so that its optimizer state would belong to nothing: see unsliced_state.
-        for name, parameter in walk.parameters.items():
-            if parameter.numel():
-                self._view(views, earlier, f"model/{name}", name, parameter, parameter)
+        parts: list[tuple[str, str, torch.Tensor, torch.Tensor]] = [
+            (f"model/{name}", name, p, p) for name, p in walk.parameters.items() if p.numel()
+        ]
         for index, view in enumerate(states):
-            for name, of, state in view.states:
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and not is_unsliced(of, value):
-                        self._view(views, earlier, f"optim/{index}/{name}/{key}", name, of, value)
+            parts += [
+                (f"optim/{index}/{name}/{key}", name, parameter, value)
+                for name, parameter, state in view.states
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor) and not is_unsliced(parameter, value)
+            ]
             view.unsliced = unsliced_state.find(view.states)
-        return _StateListing(walk, states, views, before)
-
-    def _view(
-        self,
-        views: _StateViews,
-        earlier: _StateViews,
-        key: str,
-        name: str,
-        parameter: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
-        """Add the view of one tensor to ``views``; the one in ``known``, if that is of the same memory."""
-        views.add(key, value, earlier.of(key, parameter, value) or self._describe(key, name, parameter, value))
+        self._tensors = tuple(self._describe(*part) for part in parts)
+        named = (*walk.parameters.items(), *chain.from_iterable(view.tensors for view in states))
+        self._memory = TensorAddresses(named, self._tensors)
+        self._listed_of = walk, states
 
     def _describe(self, key: str, name: str, parameter: torch.Tensor, value: torch.Tensor) -> StateTensor:
         block = block_of(value, key)
@@ -315,65 +303,6 @@ class TorchTrainingState:
         if not state:
             # Optimizers take an empty entry for "never used" only if nothing is there; none is the safest.
             optimizer.state.pop(parameter, None)
-
-
-class _StateViews:
-    """What is handed out of live tensors, and where their memory was then. In lists: an object for each would be one
-    more for the garbage collector to look at."""
-
-    def __init__(self) -> None:
-        self.tensors: list[StateTensor] = []
-        self._places: dict[str, int] = {}
-        self._values: list[torch.Tensor] = []
-        self._blocks: list[torch.Tensor] = []
-        self._layouts: list[object] = []
-
-    def add(self, key: str, value: torch.Tensor, tensor: StateTensor) -> None:
-        """tensor: the view of ``value``."""
-        self._places[key] = len(self.tensors)
-        self.tensors.append(tensor)
-        self._values.append(value)
-        self._blocks.append(block_in(value))
-        self._layouts.append(layout_of(value))
-
-    def of(self, key: str, parameter: torch.Tensor, value: torch.Tensor) -> StateTensor | None:
-        """The view that was added by this key, if it still is that of ``value``. parameter: whose that is."""
-        at = self._places.get(key)
-        if at is None:
-            return None
-        tensor, block = self.tensors[at], self._blocks[at]
-        same = (
-            self._values[at] is value
-            and block is block_in(value)
-            and self._layouts[at] is layout_of(value)
-            and tensor.local.data_ptr() == block.data_ptr()
-            and tensor.on_param_device == (tensor.local.device == parameter.device)
-        )
-        return tensor if same else None
-
-
-class _StateListing:
-    """What ``tensors()`` gave, and what it was made of.
-
-    before: the listing until now; it lends its sequence if nothing has changed.
-    """
-
-    def __init__(
-        self, walk: Walk, states: tuple[OptimizerView, ...], views: _StateViews, before: _StateListing | None
-    ) -> None:
-        self.views = views
-        self._walk = walk
-        self._states = states
-        named = (*walk.parameters.items(), *chain.from_iterable(view.tensors for view in states))
-        self._memory = TensorAddresses(named, views.tensors)
-        self.tensors: tuple[StateTensor, ...] = tuple(views.tensors)
-        earlier = () if before is None else before.tensors
-        if len(earlier) == len(self.tensors) and all(map(is_, earlier, self.tensors)):
-            self.tensors = earlier
-
-    def is_of(self, walk: Walk, states: tuple[OptimizerView, ...], of: Reading | None) -> bool:
-        """of: see ``ports.TrainingState.tensors``."""
-        return self._walk is walk and self._states is states and self._memory.same(places_among(self.tensors, of))
 
 
 def _spec_of(tensor: StateTensor, updated: Collection[str] = ()) -> TensorSpec:

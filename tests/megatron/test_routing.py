@@ -239,8 +239,6 @@ def refusals() -> dict[str, str]:
 
     hidden = torch.randn(ONE.seq, 2, ONE.hidden)
     trying("not a router", [(0, torch.nn.Linear(2, 2))])
-    trying("twice", [(0, router), (0, router)])
-    trying("out of range", [(2, router)])
     for kind in (Moved, Indices, Renamed):
         router.__class__ = kind
         trying(kind.__name__, [(0, router)], lambda: router(hidden))
@@ -414,8 +412,6 @@ def test_padding_tokens_do_not_count(seen, case):
     ("case", "said"),
     [
         ("not a router", "UnsupportedError: torch.nn.modules.linear.Linear is no megatron.core.transformer.moe.router"),
-        ("twice", "ConfigError: a router of 4 experts is given as MoE layer 0"),
-        ("out of range", "ConfigError: a router of 4 experts is given as MoE layer 2"),
         (
             "Moved",
             "UnsupportedError: megatron.core.transformer.moe.router.apply_router_token_dropping of megatron-core 0",

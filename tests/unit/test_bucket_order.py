@@ -137,7 +137,7 @@ def test_another_layout_than_recorded_is_told(group, caplog):
     order = BucketOrder(model, hooked=False)
     order.arrange(encoded(list(range(10))))
     model.reducer._rebuild_buckets()
-    order._recorded = encoded(list(reversed(range(10))))
+    order.recorded = encoded(list(reversed(range(10))))
     _step(model)
     with caplog.at_level(logging.WARNING, "moe_ckpt"):
         order.note()

@@ -40,12 +40,15 @@ class BucketOrder:
     Args:
         model: Of the fit, before its first step.
         hooked: Its strategy has a communication hook.
+
+    Attributes:
+        recorded: The order, for a checkpoint; None before the first step of a run.
     """
 
     def __init__(self, model: DistributedDataParallel, *, hooked: bool) -> None:
         self._model = model
         self._hooked = hooked or bool(model._comm_hooks)
-        self._recorded: str | None = None
+        self.recorded: str | None = None
         self._settled = False  # what is recorded is how the buckets of this process lie, or nothing ever will be
 
     @classmethod
@@ -83,11 +86,6 @@ class BucketOrder:
             return "updates in the backward pass"
         return None
 
-    @property
-    def recorded(self) -> str | None:
-        """The order, for a checkpoint; None before the first step of a run."""
-        return self._recorded
-
     def arrange(self, recorded: str | None) -> None:
         """Lays the buckets out before the first step of a resumed process. A collective, of all gradients' bytes.
 
@@ -106,7 +104,7 @@ class BucketOrder:
             )
             return
         _backward_of_zeros(self._model, [parameters[index] for index in order])
-        self._recorded = recorded
+        self.recorded = recorded
 
     def note(self) -> None:
         """Records the order once it is known: after the first backward pass. A collective then, like DDP's own."""
@@ -120,7 +118,7 @@ class BucketOrder:
         logger.set_runtime_stats_and_log()
         buckets = logger._get_ddp_logging_data().strs_map.get(_REBUILT)
         if not buckets:
-            if self._recorded is None and self._model._has_rebuilt_buckets:  # else no pass has been reduced yet
+            if self.recorded is None and self._model._has_rebuilt_buckets:  # else no pass has been reduced yet
                 self._settled = True
                 log.warning(
                     "torch %s does not say how DDP lays out its buckets, so a resume may differ in the last bits of "
@@ -130,12 +128,12 @@ class BucketOrder:
             return
         self._settled = True
         order = encoded([int(index) for bucket in buckets.split(",") for index in bucket.split()])
-        if self._recorded not in (None, order):
+        if self.recorded not in (None, order):
             log.warning(
                 "DDP's buckets are not laid out as they were before: the gradients of steps may differ in their last "
                 "bits from those of a run that was not interrupted"
             )
-        self._recorded = order
+        self.recorded = order
 
     def _parameters(self) -> list[nn.Parameter]:
         """Those that DDP reduces, in the order in which it numbers them."""

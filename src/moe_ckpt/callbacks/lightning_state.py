@@ -7,20 +7,21 @@ Lightning calls them, so that modules, callbacks and datamodules with state of t
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
 import lightning
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from moe_ckpt.callbacks.compat import NAMES, Private
 from moe_ckpt.callbacks.loop_position import interrupted
+from moe_ckpt.callbacks.weight_readers import overrides
 from moe_ckpt.driver.host import loading_state, require_framework
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.schema import like, listing, record, require
@@ -31,79 +32,7 @@ log = logging.getLogger("moe_ckpt")
 
 _STATES_OF_SCALER = (MixedPrecision.state_dict, FSDPPrecision.state_dict)
 """``state_dict`` of precision plugins that return the gradient scaler's state and nothing else."""
-_KEY = "state_dict"
-_NOT_YET = object()
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-
-
-class LazyCheckpoint(dict[str, Any]):
-    """The checkpoint dict that hooks get, whose ``state_dict`` is ``make()`` once it is read. Few hooks do, and with
-    thousands of modules making it takes longer at each step than the rest of the checkpoint.
-
-    It has an ``__iter__`` because Python's own functions that copy a dict bypass the methods of a subclass without one.
-    """
-
-    def __init__(self, content: Mapping[str, Any], make: Callable[[], Any]) -> None:
-        super().__init__({**content, _KEY: _NOT_YET})
-        self._make = make
-        self._made: Any = _NOT_YET
-
-    def marked(self, mark: str) -> dict[str, Any]:
-        """Returns the content with ``mark`` in place of the model's ``state_dict``, made or not."""
-        return {k: mark if v is self._made or v is _NOT_YET else v for k, v in super().items()}
-
-    def _made_whole(self) -> LazyCheckpoint:
-        if super().get(_KEY) is _NOT_YET:
-            self._made = self._make()
-            self[_KEY] = self._made
-        return self
-
-    def __getitem__(self, key: str) -> Any:
-        return super(LazyCheckpoint, self._made_whole() if key == _KEY else self).__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return super(LazyCheckpoint, self._made_whole() if key == _KEY else self).get(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        return super(LazyCheckpoint, self._made_whole() if key == _KEY else self).pop(key, *default)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        return super(LazyCheckpoint, self._made_whole() if key == _KEY else self).setdefault(key, default)
-
-    def popitem(self) -> tuple[str, Any]:
-        return super(LazyCheckpoint, self._made_whole()).popitem()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return super(LazyCheckpoint, self._made_whole()).values()
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return super(LazyCheckpoint, self._made_whole()).items()
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self.items())
-
-    def __iter__(self) -> Iterator[str]:
-        return super().__iter__()
-
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | self.copy()
-
-    def __eq__(self, other: object) -> bool:
-        return self.copy() == other
-
-    def __ne__(self, other: object) -> bool:
-        return self.copy() != other
-
-    __hash__ = None
-
-    def __repr__(self) -> str:
-        return repr(self.copy())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # a class that torch.load knows
 
 
 def capture_checkpoint(trainer: Any) -> dict[str, Any]:
@@ -122,7 +51,8 @@ def capture_checkpoint(trainer: Any) -> dict[str, Any]:
         "callbacks": {cb.state_key: state for cb in trainer.callbacks if (state := _state_of(cb))},
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
     }
-    checkpoint = LazyCheckpoint(content, module.state_dict)
+    weights: Any = module.state_dict() if _has_reader(trainer) else MODEL_MARK
+    checkpoint = content | {"state_dict": weights}
     precision = trainer.precision_plugin
     precision_state = _scaler_state(precision)
     if precision_state:
@@ -137,7 +67,21 @@ def capture_checkpoint(trainer: Any) -> dict[str, Any]:
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
-    return checkpoint.marked(MODEL_MARK)
+    return {key: MODEL_MARK if value is weights else value for key, value in checkpoint.items()}
+
+
+def _has_reader(trainer: Any) -> bool:
+    """Returns whether a hook of others gets the checkpoint dict, and may read the model's ``state_dict`` in it.
+
+    With thousands of modules that takes longer to make, at each step, than the rest of the checkpoint.
+    """
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    others = [callback for callback in trainer.callbacks if not hasattr(callback, "state_in_own_store")]
+    return (
+        is_overridden("on_save_checkpoint", module)
+        or type(precision).on_save_checkpoint is not Precision.on_save_checkpoint
+        or any(overrides(callback, "on_save_checkpoint") for callback in others)
+    )
 
 
 def _state_of(callback: Any) -> dict[str, Any]:

@@ -80,26 +80,8 @@ def attach(
         ConfigError: Process groups are not set up, or settings contradict each other.
         StoreError: The directory cannot be used.
     """
-    require_groups()
     chosen = make_options("megatron.attach", policy, dirpath, options, ("stateful",))
-    return attach_with(chosen, model_chunks, optimizer, scheduler, stateful)
-
-
-def attach_with(
-    options: Options,
-    model_chunks: Sequence[nn.Module] | nn.Module,
-    optimizer: Any,
-    scheduler: Stateful | None,
-    stateful: Mapping[str, Stateful] | None,
-    count_update: Callable[[], bool] = lambda: False,
-) -> MegatronCheckpoint:
-    """Attaches as ``attach`` does, with checked options, and ``driver.host.Host.count_update`` of a loop."""
-    require_groups()
-    chunks, objects = chunks_of(model_chunks), all_stateful(scheduler, stateful or {})
-    ask_ahead(optimizer)
-    if options.needs.windows or options.needs.gradients:
-        require_quiet_weights(optimizer)
-    return MegatronCheckpoint(chunks, optimizer, objects, options, count_update)
+    return MegatronCheckpoint(chosen, model_chunks, optimizer, scheduler, stateful or {})
 
 
 class MegatronCheckpoint:
@@ -117,18 +99,29 @@ class MegatronCheckpoint:
         stopwatch: Counts how long this keeps the training thread.
         upstream: Logs the messages over the boundaries of this rank's stage; None without
             ``Memory(upstream_bytes=...)``.
+
+    Args:
+        options: Checked.
+        model_chunks, optimizer, scheduler, stateful: As of ``attach``.
+        count_update: ``driver.host.Host.count_update`` of a loop.
     """
 
     def __init__(
         self,
-        chunks: Sequence[nn.Module],
-        optimizer: Any,
-        stateful: Mapping[str, Stateful],
         options: Options,
+        model_chunks: Sequence[nn.Module] | nn.Module,
+        optimizer: Any,
+        scheduler: Stateful | None,
+        stateful: Mapping[str, Stateful],
         count_update: Callable[[], bool] = lambda: False,
     ) -> None:
+        require_groups()
+        chunks, objects = chunks_of(model_chunks), all_stateful(scheduler, stateful)
+        ask_ahead(optimizer)
+        if options.needs.windows or options.needs.gradients:
+            require_quiet_weights(optimizer)
         inventory = take_inventory(chunks)
-        self._host = MegatronHost(chunks, inventory, optimizer, stateful, options, count_update)
+        self._host = MegatronHost(chunks, inventory, optimizer, objects, options, count_update)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
         world = bind(state, comm)
         options.policy.check(world.catalog)
@@ -170,7 +163,7 @@ class MegatronCheckpoint:
                 world.catalog,
                 state,
                 placement=world.placement(
-                    state.groups.dense, experts_apart=not state.shards, expert_peers=state.groups.expert
+                    state.dense_peers, experts_apart=not state.shards, expert_peers=state.expert_peers
                 ),
                 observers=observers,
                 boost=boost,

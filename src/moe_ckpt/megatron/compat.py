@@ -17,13 +17,18 @@ from moe_ckpt.errors import MissingPackageError, UnsupportedError
 OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 
+CLASSES = {
+    "moe_layer": ("megatron.core.transformer.moe.moe_layer", "BaseMoELayer"),
+    "optimizer": (OPTIMIZER, "MegatronOptimizer"),
+    "fp32_optimizer": (OPTIMIZER, "FP32Optimizer"),
+    "float16_optimizer": (OPTIMIZER, "Float16OptimizerWithFloat16Params"),
+    "distributed_optimizer": (_DISTRIBUTED, "DistributedOptimizer"),
+    "chained_optimizer": (OPTIMIZER, "ChainedOptimizer"),
+}
+"""Name in ``MegatronCore`` -> (module, name in it)."""
 HOOK_POINTS: tuple[tuple[str, str], ...] = (
-    (OPTIMIZER, "MegatronOptimizer"),
-    (OPTIMIZER, "FP32Optimizer"),
-    (OPTIMIZER, "Float16OptimizerWithFloat16Params"),
-    (OPTIMIZER, "ChainedOptimizer"),
+    *CLASSES.values(),
     (_DISTRIBUTED, "DistributedOptimizer._get_model_param_range_map"),
-    ("megatron.core.transformer.moe.moe_layer", "BaseMoELayer"),
     ("megatron.core.transformer.moe.router", "TopKRouter.routing"),
     ("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
     ("megatron.core.parallel_state", "get_data_parallel_group"),
@@ -68,16 +73,10 @@ def megatron_core() -> MegatronCore:
         raise MissingPackageError("megatron-core", "moe_ckpt.megatron", "megatron") from error
     for module, name in HOOK_POINTS:
         look_up(module, name)
-    optimizer = importlib.import_module(OPTIMIZER)
     return MegatronCore(
         version=version(),
         parallel_state=importlib.import_module("megatron.core.parallel_state"),
-        moe_layer=importlib.import_module("megatron.core.transformer.moe.moe_layer").BaseMoELayer,
-        optimizer=optimizer.MegatronOptimizer,
-        fp32_optimizer=optimizer.FP32Optimizer,
-        float16_optimizer=optimizer.Float16OptimizerWithFloat16Params,
-        distributed_optimizer=importlib.import_module(_DISTRIBUTED).DistributedOptimizer,
-        chained_optimizer=optimizer.ChainedOptimizer,
+        **{name: look_up(*place) for name, place in CLASSES.items()},
     )
 
 

@@ -49,7 +49,7 @@ _REPEATED: tuple[Repeated, ...] = (
 
 
 class MegatronHost(Host):
-    """One training loop. Arguments: as of ``attach_with``; ``inventory`` is that of ``chunks``.
+    """One training loop. Arguments: as of ``MegatronCheckpoint``; ``inventory`` is that of ``chunks``.
 
     Attributes:
     """

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach_with
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.script import (
@@ -249,7 +249,9 @@ class MegatronLM:
         with changed(settings, **({} if stored_step is None else {"load": None, "pretrained_checkpoint": None})):
             built = self._original["setup_model_and_optimizer"](*args, **kwargs)
         model, optimizer, scheduler = built[:3]
-        self.checkpoint = attach_with(self.options, model, optimizer, scheduler, self._stateful, self._count_update)
+        self.checkpoint = MegatronCheckpoint(
+            self.options, model, optimizer, scheduler, self._stateful, self._count_update
+        )
         progress = self.checkpoint.resume(
             functools.partial(self._progress_of_load, settings) if settings.iteration else None
         )

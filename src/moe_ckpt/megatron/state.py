@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -23,14 +22,6 @@ from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Ranks that share this rank's dense parameters and its experts (data parallelism of either), ascending."""
-
-    dense: tuple[int, ...]
-    expert: tuple[int, ...]
-
-
 class MegatronTrainingState:
     """``ports.TrainingState`` of one rank. Without an optimizer (None) only weights and buffers can be loaded.
 
@@ -40,7 +31,8 @@ class MegatronTrainingState:
     holders: dense state by all data-parallel ranks together, an expert by its owner.
 
     Attributes:
-        groups: Of this rank.
+        dense_peers: Ranks that share this rank's dense parameters by data parallelism, ascending.
+        expert_peers: Those that share its experts.
         trained: What the optimizer has.
     """
 
@@ -50,7 +42,8 @@ class MegatronTrainingState:
         self._slots = slots(optimizer) if optimizer is not None else {}
         self.trained = Trained(inventory.parameters, self._slots.keys())
         self._world: World | None = None
-        self.groups = Groups((0,), (0,))
+        self.dense_peers: tuple[int, ...] = (0,)
+        self.expert_peers: tuple[int, ...] = (0,)
         self._rank = 0
         self._tensors: tuple[StateTensor, ...] = ()
         self._states: tuple[tuple[str, str], ...] = ()
@@ -88,13 +81,10 @@ class MegatronTrainingState:
             blocks = sorted({(placed.offsets, placed.shape) for placed in placed_blocks(part, part.start, part.stop)})
             yield HeldTensor(part.name, dtype, part.global_shape, owner, slot is not None, master, blocks=tuple(blocks))
 
-    def bind(self, world: World, rank: int, groups: Groups) -> None:
-        """Tells who holds what else; once, before any method below.
-
-        Args:
-            groups: Of this rank.
-        """
-        self._world, self._rank, self.groups = world, rank, groups
+    def bind(self, world: World, rank: int, dense_peers: tuple[int, ...], expert_peers: tuple[int, ...]) -> None:
+        """Tells who holds what else; once, before any method below."""
+        self._world, self._rank = world, rank
+        self.dense_peers, self.expert_peers = dense_peers, expert_peers
         self.trained.bind(world.tensors)
 
     @property
@@ -219,7 +209,7 @@ class MegatronTrainingState:
     ) -> Iterator[StateTensor]:
         """Yields tensors of a parameter in a distributed optimizer: this rank writes the range that it updates."""
         start, stop = slot.range or (0, 0)
-        group = self.groups.expert if live.is_expert else self.groups.dense
+        group = self.expert_peers if live.is_expert else self.dense_peers
         # The block that tensor parallelism gives this rank. Other blocks are written by the ranks that hold them.
         block = next((placed.offsets, placed.shape) for placed in placed_blocks(part, part.start, part.stop))
         writes = slot.writes and self._require_world().holders[part.name, block][0] in group
@@ -237,7 +227,7 @@ class MegatronTrainingState:
         """(replicated, the other rank that writes it) of a block that its optimizer, if any, does not shard."""
         world = self._require_world()
         holders = world.holders[name, block]
-        if not is_expert and holders[0] in self.groups.dense and set(self.groups.dense) <= set(holders):
+        if not is_expert and holders[0] in self.dense_peers and set(self.dense_peers) <= set(holders):
             return True, None
         writer = world.expert_writer(name, block) if is_expert else holders[0]
         return False, None if writer == self._rank else writer

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import megatron_core
-from moe_ckpt.megatron.state import Groups, MegatronTrainingState
+from moe_ckpt.megatron.state import MegatronTrainingState
 from moe_ckpt.megatron.world import World, all_digests, exchange
 from moe_ckpt.ports import Communicator
 
@@ -53,7 +53,7 @@ def bind(state: MegatronTrainingState, comm: Communicator) -> World:
     world = exchange(state.holding(int(stage), int(expert_rank)), comm)
     world.catalog  # noqa: B018  the proof comes before anything else
     dense = _ranks(groups.get_data_parallel_group(with_context_parallel=True))
-    state.bind(world, comm.rank, Groups(dense, _ranks(groups.get_expert_data_parallel_group())))
+    state.bind(world, comm.rank, dense, _ranks(groups.get_expert_data_parallel_group()))
     return world
 
 

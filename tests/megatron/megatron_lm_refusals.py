@@ -39,7 +39,7 @@ def calls(rank: int, world_size: int, root: str) -> dict[str, Said]:
     import megatron.training.training as training
 
     from moe_ckpt import megatron
-    from moe_ckpt.megatron import modes
+    from moe_ckpt.megatron import script
 
     found = {
         "policy": said(lambda: megatron.install(policy="MoC", dirpath=root)),
@@ -49,9 +49,9 @@ def calls(rank: int, world_size: int, root: str) -> dict[str, Said]:
     installed = megatron.install(dirpath=f"{root}/one")
     found["twice"] = said(lambda: megatron.install(dirpath=f"{root}/two"))
     for mode in ("skip_train", "perform_rl_step", "ckpt_convert_format"):
-        settings = SimpleNamespace(**dict.fromkeys(modes.ARGUMENTS), **{mode: True})
-        found[mode] = said(lambda settings=settings: modes.require_trainable(settings))
-    found["arguments"] = said(lambda: modes.require_trainable(SimpleNamespace()))
+        settings = SimpleNamespace(**dict.fromkeys(script.ARGUMENTS), **{mode: True})
+        found[mode] = said(lambda settings=settings: script.require_trainable(settings))
+    found["arguments"] = said(lambda: script.require_trainable(SimpleNamespace()))
     replaced = training.train is not before
     installed.remove()
     found["removed"] = (str((replaced, training.train is before)), "")
@@ -68,7 +68,7 @@ def unused(rank: int, world_size: int, root: str) -> dict[str, Said]:
     """What is said at the process's end after an ``install`` that no model followed, one that was taken away, and one
     whose model could not be checkpointed."""
     from moe_ckpt import megatron
-    from moe_ckpt.megatron import megatron_lm, modes
+    from moe_ckpt.megatron import megatron_lm, script
 
     told: list[str] = []
     megatron_lm.announce = lambda message, *values, **_: told.append(message % values)
@@ -78,7 +78,7 @@ def unused(rank: int, world_size: int, root: str) -> dict[str, Said]:
     megatron_lm._say_unused(installed)
     installed = megatron.install(dirpath=root)
     installed._original["setup_model_and_optimizer"] = lambda: (nn.Linear(2, 2), None, None)
-    settings = SimpleNamespace(**dict.fromkeys(modes.ARGUMENTS))
+    settings = SimpleNamespace(**dict.fromkeys(script.ARGUMENTS))
     importlib.import_module("megatron.training.global_vars").get_args = lambda: settings
     refused = said(installed._setup_model_and_optimizer)
     megatron_lm._say_unused(installed)
@@ -88,12 +88,11 @@ def unused(rank: int, world_size: int, root: str) -> dict[str, Said]:
 
 def loaders(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """What is said of a data loader whose position is not saved."""
-    from moe_ckpt.megatron import modes
+    from moe_ckpt.megatron import script
 
     told: list[str] = []
-    modes.announce = lambda message, *values, **_: told.append(message % values)
-    modes.is_rank_zero = lambda: True
+    script.announce = lambda message, *values, **_: told.append(message % values)
     for kind, stateful in (("single", ()), ("external", ("loader",)), ("external", ())):
-        modes.warn_of_loader(SimpleNamespace(dataloader_type=kind), stateful)
-    modes.warn_of_loader(SimpleNamespace(), ())
+        script.warn_of_loader(SimpleNamespace(dataloader_type=kind), stateful)
+    script.warn_of_loader(SimpleNamespace(), ())
     return {"told": told}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_ckpt.engine.agreement import Deferred
-from moe_ckpt.gradients import updates
+from moe_ckpt.gradients import capture
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.slices import copier
@@ -44,7 +44,7 @@ def break_on_purpose(what: str) -> None:
 
         routing.counts_on_host = take_as_before
     elif what == "gradients":
-        updates.ConsumedGradients.changed = read_by_value
+        capture.ConsumedGradients.changed = read_by_value
     elif what == "join":
         copier.Copy.join = joined_by_its_thread
 
@@ -54,7 +54,7 @@ def take_as_before(tables: dict[int, torch.Tensor], shape: tuple[int, int]) -> D
     return Deferred(lambda: joined.reshape(shape).copy())
 
 
-def read_by_value(consumed: updates.ConsumedGradients) -> tuple[str, ...]:
+def read_by_value(consumed: capture.ConsumedGradients) -> tuple[str, ...]:
     return tuple(u.name for u, each in zip(consumed.units, consumed.gradients, strict=True) if each.sum().item() > 1e9)
 
 

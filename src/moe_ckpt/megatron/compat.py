@@ -76,7 +76,7 @@ def megatron_core() -> MegatronCore:
     return MegatronCore(
         version=version(),
         parallel_state=importlib.import_module("megatron.core.parallel_state"),
-        **{name: look_up(*place) for name, place in CLASSES.items()},
+        **{name: look_up(*source) for name, source in CLASSES.items()},
     )
 
 

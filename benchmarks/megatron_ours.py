@@ -20,11 +20,12 @@ from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.persisting import Stages
 from moe_ckpt.engine.room import Room
 from moe_ckpt.engine.run_ledger import RunLedger
-from moe_ckpt.megatron import checkpoint, topology
+from moe_ckpt.megatron import checkpoint
 from moe_ckpt.megatron.host import MegatronHost
+from moe_ckpt.megatron.model import topology
+from moe_ckpt.megatron.model.state import MegatronTrainingState
+from moe_ckpt.megatron.model.world import World
 from moe_ckpt.megatron.routing import RouterCounter
-from moe_ckpt.megatron.state import MegatronTrainingState
-from moe_ckpt.megatron.world import World
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC

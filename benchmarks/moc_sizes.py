@@ -32,7 +32,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.sharding import parts_equal, parts_none, shares_adaptive, shares_fixed, water_level
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
 from moe_ckpt.policies import MoC
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import Weights, expert_owners, weigh

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moe_ckpt.core.retention import RetentionPolicy
     from moe_ckpt.engine.host_tier import release_host_memory
     from moe_ckpt.memory.options import Memory
-    from moe_ckpt.modeling.registry import register_moe
+    from moe_ckpt.modeling.moe.registry import register_moe
     from moe_ckpt.recovery.newest import newest_step
 
 # torch imports pynvml wherever some package has brought it along, and would print this above our first sentence.
@@ -38,7 +38,7 @@ _HOMES = {
     "RetentionPolicy": "moe_ckpt.core.retention",
     "load_from_checkpoint": "moe_ckpt.callbacks",
     "newest_step": "moe_ckpt.recovery.newest",
-    "register_moe": "moe_ckpt.modeling.registry",
+    "register_moe": "moe_ckpt.modeling.moe.registry",
     "release_host_memory": "moe_ckpt.engine.host_tier",
 }
 """Imported on first use, so that the pure parts (policies, simulator, CLI help) load without torch."""

@@ -18,8 +18,8 @@ from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.modeling.discover import build_catalog
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.modeling.moe.discover import build_catalog
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.policies import MoC
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.resume import resume_newest

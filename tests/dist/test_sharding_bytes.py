@@ -23,8 +23,8 @@ from moe_ckpt.core.sharding import GRAIN_BYTES, water_level
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.policies import MoC
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.recovery.resume import resume_newest

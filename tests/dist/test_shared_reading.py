@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moe_ckpt.comm.communicator import GlooCommunicator, SoloCommunicator, make_communicator
 from moe_ckpt.errors import PeerLostError, StoreError
 from moe_ckpt.interop.weights import load_weights
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.recovery import shared_reading
 from moe_ckpt.recovery.named import load_step, whole_tensors
 from moe_ckpt.recovery.reader import StoreReader

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks import host
-from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute
+from moe_ckpt.callbacks.windows.freezing import ClipNorms, SparingRecompute
 from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.driver import replaying
 from moe_ckpt.engine import live
@@ -35,7 +35,7 @@ from moe_ckpt.gradients import replay as gradient_replay
 from moe_ckpt.gradients.recording import StepRecorder
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.modeling import module_state, param_groups
+from moe_ckpt.modeling.state import module_state, param_groups
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.recovery import gradient_log
 from moe_ckpt.recovery.gradient_log import StoredLog

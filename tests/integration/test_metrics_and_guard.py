@@ -22,8 +22,8 @@ from moe_ckpt.driver.run import Driver
 from moe_ckpt.engine.events import StepEnded
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.metrics import CheckpointMetrics, facts_of
-from moe_ckpt.modeling.passes import TrainingPasses
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.modeling.moe.passes import TrainingPasses
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.policies import Guarded, MoC, MoEvement
 from moe_ckpt.recovery.reader import open_step
 from tests.support import run_ranks

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from moe_ckpt.callbacks import MoECheckpoint, lightning_state
 from moe_ckpt.callbacks import fit as fit_module
-from moe_ckpt.callbacks.windows import Windows
+from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import snapshot
@@ -25,7 +25,7 @@ from moe_ckpt.gradients import capture
 from moe_ckpt.gradients.recording import StepRecorder
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.modeling import routing
+from moe_ckpt.modeling.moe import routing
 from moe_ckpt.policies import Dense, GradientLog, MoC, MoEvement
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.slices.copier import Copy
@@ -253,7 +253,7 @@ def norms_read(windows: Windows) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "what", "led"),
     [
-        (routing, "counts_on_host", take_as_before, "cpu", "modeling.routing.take"),
+        (routing, "counts_on_host", take_as_before, "cpu", "modeling.moe.routing.take"),
         (snapshot, "copy_here", copy_as_before, "copy_", "engine.snapshot.copy_at_once"),
         (Windows, "recorded", norms_read, "item", "callbacks.host.capture"),
         (lightning_state, "_scaler_state", lambda precision: precision.state_dict(), "item", "lightning_state"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_ckpt.megatron import checkpoint, host, hyperparameters, trainer_state
-from moe_ckpt.megatron.state import MegatronTrainingState
+from moe_ckpt.megatron.model.state import MegatronTrainingState
 from moe_ckpt.modeling.rng import restore_rng
 from moe_ckpt.recovery import replay, shared_reading, sources
 

@@ -14,7 +14,7 @@ from moe_ckpt.gradients.replay import GRADIENT, WEIGHT, OptimizerKind, TensorBlo
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.gradients.units import Pieces, Unit
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.optimizer_class import class_name
+from moe_ckpt.modeling.state.optimizer_class import class_name
 from moe_ckpt.ports import LoggedSteps
 
 

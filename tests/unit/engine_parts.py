@@ -26,7 +26,7 @@ from moe_ckpt.engine.events import Observer, StepRecord
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.modeling.training_state import specs_of
+from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.policies import MoC, Policy
 from moe_ckpt.ports import Communicator, Reading, StateTensor, TensorSpec
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint

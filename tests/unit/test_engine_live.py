@@ -14,8 +14,8 @@ from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.planning import Planner, gradient_factor
-from moe_ckpt.modeling.discover import build_catalog
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.modeling.moe.discover import build_catalog
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.policies import Dense, Guarded, MoEtion, Policy, Wrapper
 from moe_ckpt.policies.base import Measured, Needs, PolicyContext, Sends
 from moe_ckpt.slices.assignment import coupled_operators

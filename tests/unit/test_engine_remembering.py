@@ -16,7 +16,7 @@ from moe_ckpt.core.window import Window, slot_plan
 from moe_ckpt.engine.run_ledger import places
 from moe_ckpt.engine.snapshot import copy_at_once
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.modeling.training_state import specs_of
+from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices import compiling
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler, cover_difference

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.engine.fingerprint import Fingerprint
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
-from moe_ckpt.callbacks.windows import Windows
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.callbacks.windows.checks import Windows
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.stopwatch import Stopwatch
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.tree import encode_tree
-from moe_ckpt.modeling import walk
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.modeling.state import walk
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.ports import Reading
 from tests.unit.test_training_state import OPTIMIZERS, make, train
 

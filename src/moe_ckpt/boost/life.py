@@ -26,7 +26,7 @@ from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import MoECheckpointError, StoreError
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.modeling.routing import counts_on_host
+from moe_ckpt.modeling.moe.routing import counts_on_host
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.reader import StoreReader

@@ -15,8 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
-from moe_ckpt.modeling.discover import FoundLayer
-from moe_ckpt.modeling.passes import TrainingPasses
+from moe_ckpt.modeling.moe.discover import FoundLayer
+from moe_ckpt.modeling.moe.passes import TrainingPasses
 
 ATTRIBUTE = "moe_boost"
 

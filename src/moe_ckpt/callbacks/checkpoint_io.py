@@ -22,8 +22,8 @@ from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, state_path
 from moe_ckpt.interop.lightning_dict import lightning_dict, of_lightning
 from moe_ckpt.interop.whole import WholeCheckpoint
-from moe_ckpt.modeling.optimizer_class import require_same_class
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.modeling.state.optimizer_class import require_same_class
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import rank_of_state
 from moe_ckpt.recovery.named import Opens, load_step, whole_tensors

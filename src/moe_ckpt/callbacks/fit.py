@@ -16,16 +16,16 @@ from lightning.pytorch.callbacks import Callback
 
 from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.compat import NAMES
-from moe_ckpt.callbacks.data_position import DataPosition
+from moe_ckpt.callbacks.data.data_position import DataPosition
+from moe_ckpt.callbacks.data.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
 from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
 from moe_ckpt.callbacks.gradients import capture_gradients
 from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
-from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import inexact, require_restartable, warn_of_timers
 from moe_ckpt.callbacks.update_watch import UpdateWatch
-from moe_ckpt.callbacks.windows import Windows
+from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
@@ -35,10 +35,10 @@ from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.gradients.recording import RunLog
-from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.moe.routing import Mask, RoutingCounter, no_experts
 from moe_ckpt.modeling.names import tied_aliases
-from moe_ckpt.modeling.routing import Mask, RoutingCounter, no_experts
-from moe_ckpt.modeling.trainable import FrozenExperts
+from moe_ckpt.modeling.state.trainable import FrozenExperts
 from moe_ckpt.policies.base import GATE_WEIGHTS
 from moe_ckpt.recovery.reader import open_step
 from moe_ckpt.recovery.resume import other_ranks

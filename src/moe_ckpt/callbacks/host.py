@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from moe_ckpt.callbacks.data_position import DataPosition
+from moe_ckpt.callbacks.data.data_position import DataPosition
 from moe_ckpt.callbacks.finished import ended, go_on_from_end, say_finished
 from moe_ckpt.callbacks.lightning_state import (
     HYPER_PARAMETERS,
@@ -20,7 +20,7 @@ from moe_ckpt.callbacks.lightning_state import (
     plain_hparams,
     restore_checkpoint,
 )
-from moe_ckpt.callbacks.windows import Windows
+from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.driver.changes import Change, differing, plain_values, same
 from moe_ckpt.driver.host import End, Host, loading_state
 from moe_ckpt.driver.replaying import Repeated
@@ -28,11 +28,11 @@ from moe_ckpt.engine.options import Options
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights, load_weights
-from moe_ckpt.modeling import module_state
+from moe_ckpt.modeling.moe.passes import TrainingPasses
 from moe_ckpt.modeling.names import clean_name, is_compiled, tied_aliases
-from moe_ckpt.modeling.passes import TrainingPasses
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.modeling.state import module_state
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored, rank_of_state
 from moe_ckpt.recovery.resume import other_ranks

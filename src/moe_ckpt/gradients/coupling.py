@@ -8,7 +8,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.modeling.optimizer_class import ELEMENTWISE, class_name, name_of
+from moe_ckpt.modeling.state.optimizer_class import ELEMENTWISE, class_name, name_of
 
 
 class Coupling(enum.Enum):

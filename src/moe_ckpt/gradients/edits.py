@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.watching import Entries, addresses
+from moe_ckpt.modeling.state.watching import Entries, addresses
 
 Named = Sequence[tuple[str, torch.Tensor]]
 _MOST_TENSORS, _MOST_BYTES = 64, 4 << 20

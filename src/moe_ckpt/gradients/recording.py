@@ -20,7 +20,7 @@ from moe_ckpt.gradients.replay import OptimizerReplay
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.gradients.units import Unit, UnitBlock
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.optimizer_class import class_name
+from moe_ckpt.modeling.state.optimizer_class import class_name
 from moe_ckpt.policies.base import Needs
 from moe_ckpt.ports import GradientRecord, StateTensor, StepGradients
 

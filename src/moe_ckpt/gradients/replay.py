@@ -20,14 +20,14 @@ from moe_ckpt.gradients.capture import Update, copied_value
 from moe_ckpt.gradients.coupling import Coupling, class_named, coupling_of
 from moe_ckpt.gradients.units import Pieces, Tensors, Unit, UnitBlock
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.param_groups import IMPLEMENTATION_FLAGS, fitted
+from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS, fitted
 
 WEIGHT = ""
 """Kind of a block of what is updated: master weights, or weights where there are none."""
 GRADIENT = "gradient"
 
 OptimizerKind = tuple[str, Sequence[Mapping[str, Any]]]
-"""(``modeling.optimizer_class.class_name`` of an optimizer, its param groups without parameters)."""
+"""(``modeling.state.optimizer_class.class_name`` of an optimizer, its param groups without parameters)."""
 
 
 @dataclass(frozen=True, eq=False)

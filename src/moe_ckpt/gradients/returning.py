@@ -15,7 +15,7 @@ from moe_ckpt.format.shard import GRADIENT as KEY
 from moe_ckpt.gradients.capture import Update
 from moe_ckpt.gradients.layout import UpdateLayout
 from moe_ckpt.gradients.replay import GRADIENT, OptimizerReplay, TensorBlock
-from moe_ckpt.modeling.param_groups import IMPLEMENTATION_FLAGS
+from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS
 from moe_ckpt.ports import LoggedSteps, UpdateReplayer
 
 Spans = Mapping[str, Sequence[Span]]

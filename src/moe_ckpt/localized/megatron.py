@@ -26,7 +26,7 @@ from moe_ckpt.localized.log_files import sealed_logs
 from moe_ckpt.localized.log_format import LogHeader
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.rejoining import Rejoining
-from moe_ckpt.megatron.topology import layout
+from moe_ckpt.megatron.model.topology import layout
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored
 from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.replay import Replay

@@ -24,11 +24,11 @@ from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.gradients import run_log
 from moe_ckpt.megatron.host import MegatronHost
-from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
+from moe_ckpt.megatron.model.inventory import chunks_of, take_inventory
+from moe_ckpt.megatron.model.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
-from moe_ckpt.megatron.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
 from moe_ckpt.stopwatch import timed

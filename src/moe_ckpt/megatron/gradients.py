@@ -22,8 +22,8 @@ from moe_ckpt.gradients.capture import GradientCapture, GradientConsumer
 from moe_ckpt.gradients.coupling import Coupling, register
 from moe_ckpt.gradients.recording import RunLog
 from moe_ckpt.gradients.units import Unit, UnitBlock
-from moe_ckpt.megatron.blocks import Placed, placed_blocks
-from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
+from moe_ckpt.megatron.model.blocks import Placed, placed_blocks
+from moe_ckpt.megatron.model.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
 from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
 from moe_ckpt.stopwatch import Stopwatch
 
@@ -168,7 +168,7 @@ def run_log(
         inner,
         options.needs,
         driver.release_gradients,
-        keys=[0] * len(inner),  # as ``megatron.state`` has them
+        keys=[0] * len(inner),  # as ``megatron.model.state`` has them
         copies=copies,
         gathered=_gathers_late(chunks),
         finish=partial(weights_from_masters, optimizer, chunks),

@@ -18,11 +18,11 @@ from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.hyperparameters import changes, configured, write_settings
-from moe_ckpt.megatron.inventory import ModelInventory
 from moe_ckpt.megatron.loop import Loop, Progress
-from moe_ckpt.megatron.state import MegatronTrainingState
-from moe_ckpt.megatron.topology import layout
-from moe_ckpt.megatron.trained import RESTING, resting_changed
+from moe_ckpt.megatron.model.inventory import ModelInventory
+from moe_ckpt.megatron.model.state import MegatronTrainingState
+from moe_ckpt.megatron.model.topology import layout
+from moe_ckpt.megatron.model.trained import RESTING, resting_changed
 from moe_ckpt.megatron.trainer_state import (
     SCHEDULER,
     Stateful,

@@ -18,8 +18,8 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import OPTIMIZER, megatron_core
-from moe_ckpt.megatron.script import changed
-from moe_ckpt.modeling.optimizer_view import is_state_name, unnameable
+from moe_ckpt.megatron.script.arguments import changed
+from moe_ckpt.modeling.state.optimizer_view import is_state_name, unnameable
 
 MASTER = "fp32_param"
 """State name of master weights, as in Megatron's own checkpoints."""

@@ -30,11 +30,11 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError, MissingPackageError
 from moe_ckpt.megatron.compat import look_up, megatron_core
-from moe_ckpt.megatron.inventory import chunks_of, require_halves, unwrapped
 from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.model.inventory import chunks_of, require_halves, unwrapped
+from moe_ckpt.megatron.model.topology import from_rank_zero, is_rank_zero, require_groups
 from moe_ckpt.megatron.optimizer_io import SHARDING, buckets_in_place, load_optimizer, make_loadable
 from moe_ckpt.megatron.optimizers import read_step
-from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero, require_groups
 from moe_ckpt.megatron.trainer_state import Stateful, capture_generators, restore_generators
 
 log = logging.getLogger("moe_ckpt")

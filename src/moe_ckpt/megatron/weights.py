@@ -10,9 +10,9 @@ from torch import nn
 
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.interop import weights
-from moe_ckpt.megatron.inventory import chunks_of, take_inventory
-from moe_ckpt.megatron.state import MegatronTrainingState
-from moe_ckpt.megatron.topology import bind, require_groups
+from moe_ckpt.megatron.model.inventory import chunks_of, take_inventory
+from moe_ckpt.megatron.model.state import MegatronTrainingState
+from moe_ckpt.megatron.model.topology import bind, require_groups
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 

@@ -13,7 +13,7 @@ from operator import attrgetter, is_
 from torch import nn
 
 from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
-from moe_ckpt.modeling.watching import Entries
+from moe_ckpt.modeling.state.watching import Entries
 
 _TABLES = attrgetter("_parameters", "_modules", "_buffers")
 _PART = 1024

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.fragment import FixedStrings
-from moe_ckpt.modeling import unsliced_state
-from moe_ckpt.modeling.watching import Entries
+from moe_ckpt.modeling.state import unsliced_state
+from moe_ckpt.modeling.state.watching import Entries
 
 _PARAMS = itemgetter("params")
 

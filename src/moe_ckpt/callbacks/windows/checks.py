@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from moe_ckpt.callbacks.bucket_order import BucketOrder
-from moe_ckpt.callbacks.freezing import ClipNorms, SparingRecompute, may_leave_out
 from moe_ckpt.callbacks.support import inexact
-from moe_ckpt.callbacks.weight_readers import weight_readers
+from moe_ckpt.callbacks.windows.freezing import ClipNorms, SparingRecompute, may_leave_out
+from moe_ckpt.callbacks.windows.weight_readers import weight_readers
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.driver.replaying import Replaying, StepSource, same_plain
 from moe_ckpt.engine.session import CheckpointSession
@@ -29,8 +29,8 @@ from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
 from moe_ckpt.modeling.names import has_compiled, is_compiled
 from moe_ckpt.modeling.sparing import ReentrantCheckpoints
-from moe_ckpt.modeling.trainable import without_gradient
-from moe_ckpt.modeling.training_state import TorchTrainingState
+from moe_ckpt.modeling.state.trainable import without_gradient
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Stopwatch
 

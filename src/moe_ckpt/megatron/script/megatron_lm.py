@@ -39,7 +39,8 @@ from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.script import (
+from moe_ckpt.megatron.model.topology import from_rank_zero, is_rank_zero
+from moe_ckpt.megatron.script.arguments import (
     COUNTED,
     changed,
     counters_of,
@@ -49,10 +50,9 @@ from moe_ckpt.megatron.script import (
     unknown_release,
     warn_of_loader,
 )
-from moe_ckpt.megatron.stopping import StartedIteration, uninterrupted
-from moe_ckpt.megatron.topology import from_rank_zero, is_rank_zero
+from moe_ckpt.megatron.script.stopping import StartedIteration, uninterrupted
+from moe_ckpt.megatron.script.validation import USED_OF_TRAIN, LateValidation, can_pass_over, pass_over
 from moe_ckpt.megatron.trainer_state import Stateful
-from moe_ckpt.megatron.validation import USED_OF_TRAIN, LateValidation, can_pass_over, pass_over
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.newest import newest_step

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import megatron_core
-from moe_ckpt.megatron.state import MegatronTrainingState
-from moe_ckpt.megatron.world import World, all_digests, exchange
+from moe_ckpt.megatron.model.state import MegatronTrainingState
+from moe_ckpt.megatron.model.world import World, all_digests, exchange
 from moe_ckpt.ports import Communicator
 
 

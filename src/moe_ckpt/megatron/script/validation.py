@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.script import changed, flat
+from moe_ckpt.megatron.script.arguments import changed, flat
 
 DUE = "validation_due"
 """Name of the counter that says that the validation after an iteration is still to be made."""

@@ -16,9 +16,9 @@ from torch import nn
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.fragment import FixedStrings
-from moe_ckpt.megatron.inventory import LiveParameter
-from moe_ckpt.megatron.world import HeldTensor, natural
-from moe_ckpt.modeling.trainable import Frozen, freeze
+from moe_ckpt.megatron.model.inventory import LiveParameter
+from moe_ckpt.megatron.model.world import HeldTensor, natural
+from moe_ckpt.modeling.state.trainable import Frozen, freeze
 
 FROZEN = "frozen"
 """Where the plain state has the names of all of the model's parameters that the optimizer does not have; that of an

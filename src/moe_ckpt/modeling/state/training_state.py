@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
-from moe_ckpt.modeling import module_state, param_groups, pretrained, unsliced_state
+from moe_ckpt.modeling import pretrained
 from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded, reshard
-from moe_ckpt.modeling.optimizer_class import ELEMENTWISE, class_name, require_same_class
-from moe_ckpt.modeling.optimizer_view import OptimizerView, advance_counts, scalars_of
-from moe_ckpt.modeling.trainable import Frozen, freeze
-from moe_ckpt.modeling.unsliced_state import is_unsliced
-from moe_ckpt.modeling.walk import Walk
-from moe_ckpt.modeling.watching import TensorAddresses, places_among
+from moe_ckpt.modeling.state import module_state, param_groups, unsliced_state
+from moe_ckpt.modeling.state.optimizer_class import ELEMENTWISE, class_name, require_same_class
+from moe_ckpt.modeling.state.optimizer_view import OptimizerView, advance_counts, scalars_of
+from moe_ckpt.modeling.state.trainable import Frozen, freeze
+from moe_ckpt.modeling.state.unsliced_state import is_unsliced
+from moe_ckpt.modeling.state.walk import Walk
+from moe_ckpt.modeling.state.watching import TensorAddresses, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 

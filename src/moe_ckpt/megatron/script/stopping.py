@@ -20,9 +20,9 @@ from typing import Any
 
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration, has_updated
 from moe_ckpt.megatron.compat import megatron_core
-from moe_ckpt.megatron.script import counters_of
+from moe_ckpt.megatron.script.arguments import counters_of
+from moe_ckpt.megatron.script.validation import DUE, follows
 from moe_ckpt.megatron.trainer_state import capture_generators
-from moe_ckpt.megatron.validation import DUE, follows
 
 
 def uninterrupted() -> AbstractContextManager[Any]:

@@ -12,12 +12,12 @@ from torch import nn
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.megatron import hyperparameters
-from moe_ckpt.megatron.blocks import BlockPart, Placed, placed_blocks
-from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
+from moe_ckpt.megatron.model.blocks import BlockPart, Placed, placed_blocks
+from moe_ckpt.megatron.model.inventory import LiveParameter, ModelInventory
+from moe_ckpt.megatron.model.trained import Trained
+from moe_ckpt.megatron.model.world import Block, HeldTensor, Holding, World
 from moe_ckpt.megatron.optimizers import MASTER, STEP, StateSlot, make_state, slots, state_tensors
-from moe_ckpt.megatron.trained import Trained
-from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World
-from moe_ckpt.modeling.watching import Entries, TensorAddresses, places_among
+from moe_ckpt.modeling.state.watching import Entries, TensorAddresses, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.recovery.index import split_key
 

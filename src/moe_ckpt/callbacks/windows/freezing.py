@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.callbacks.compat import Private
-from moe_ckpt.callbacks.weight_readers import overrides
+from moe_ckpt.callbacks.windows.weight_readers import overrides
 from moe_ckpt.driver.host import loading_state
 from moe_ckpt.driver.replaying import StepSource
 from moe_ckpt.errors import ReplayDivergedError

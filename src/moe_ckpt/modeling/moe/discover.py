@@ -25,9 +25,9 @@ from moe_ckpt.core.operators import (
     non_expert_id,
 )
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.modeling import structure
+from moe_ckpt.modeling.moe import structure
+from moe_ckpt.modeling.moe.registry import Assignments, MoESpec, spec_of
 from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
-from moe_ckpt.modeling.registry import Assignments, MoESpec, spec_of
 
 _LEVELS_UP = 2  # a container's router sits in its parent, or one above (MoE.experts.local_experts)
 

@@ -1,0 +1,1 @@
+"""The position in the data under Lightning: of samplers, loaders and loops."""

@@ -1,0 +1,1 @@
+"""The model on one rank, and on all ranks together."""

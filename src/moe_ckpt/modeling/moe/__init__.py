@@ -1,0 +1,1 @@
+"""MoE layers, and the tokens that they route."""

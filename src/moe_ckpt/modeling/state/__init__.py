@@ -1,0 +1,1 @@
+"""The training state of a model and its optimizers."""

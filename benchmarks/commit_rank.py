@@ -21,13 +21,16 @@ import torch
 from benchmarks.commit_world import ActedPeers, Others, State, Traffic, persist_cpu, recorded
 from benchmarks.failing import Failures
 from benchmarks.report import write_json
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.engine.agreement import Deferred, StepTokens
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage.lock import StoreLock
 
 WINDOW = 4
 _TIMEOUT_SECS = 600.0
@@ -69,14 +72,18 @@ def _commits(state: State, others: Others, policy: Policy, rank: int, order: dic
     root = Path(order["home"]) / "store"
     plans: deque[SnapshotPlan] = deque()
     comm = ActedPeers(rank, order["ranks"], others, plans, root)
-    session = CheckpointSession(
-        storage=LocalStorage(root),
+    storage = LocalStorage(root)
+    run = RunContext(
+        storage=storage,
         policy=recorded(policy, plans),
         catalog=state.catalog,
         state=state,
         comm=comm,
         settings=Settings(when_busy="wait", timeout_secs=_TIMEOUT_SECS),
+        placement=everywhere(state.catalog.layers, comm.world_size),
+        lock=StoreLock(storage, "a run"),
     )
+    session = CheckpointSession(run)
     tokens = StepTokens(np.ones((order["layers"], order["experts"]), dtype=np.int64))
     cpu: list[float] = []
     traffic: list[dict[str, int]] = []

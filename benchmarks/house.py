@@ -187,13 +187,13 @@ def static() -> dict[str, Any]:
     }
 
 
-def traced(name: str) -> dict[str, dict[str, int]]:
-    """Counts the functions entered by one kind of run, in a process of its own; see ``house_trace.measure``."""
+def traced(name: str) -> dict[str, dict[str, list[str]]]:
+    """Lists the functions entered by one kind of run, in a process of its own; see ``house_trace.measure``."""
     code = f"import json; from benchmarks.house_trace import main; print(json.dumps(main({name!r})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: the run {name!r} failed:\n{done.stderr}")
-    result: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, dict[str, list[str]]] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -202,10 +202,11 @@ def main(arguments: list[str]) -> int:
         prog="house.py", description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--static", action="store_true", help="only count sources: no training run is traced")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the names of the functions")
+    parser.add_argument("--functions", action="store_true", help="also print the names of the functions, by file")
     chosen = parser.parse_args(arguments)
     counts = static()
-    entered: dict[str, dict[str, int]] = {}
+    entered: dict[str, dict[str, list[str]]] = {}
     if not chosen.static:
         from benchmarks.house_trace import RUNS
 
@@ -218,8 +219,10 @@ def main(arguments: list[str]) -> int:
     width = max(map(len, (*counts, *entered)))
     for label, count in counts.items():
         print(f"{label:<{width}}  {count:>8,}")
-    for label, count_of in entered.items():
-        print(f"{label:<{width}}  {count_of['functions']:>8,} functions in {count_of['files']} files")
+    for label, files in entered.items():
+        print(f"{label:<{width}}  {sum(map(len, files.values())):>8,} functions in {len(files)} files")
+        for path, names in files.items() if chosen.functions else ():
+            print(f"    {len(names):>2} {path}: {', '.join(names)}")
     return 0
 
 

@@ -27,6 +27,8 @@ LAYERS, EXPERTS = 2, 4
 CYCLE = 6
 """Steps between two saves of the counted ``Dense``: enough for the background threads to end the first one."""
 
+Entered = dict[str, list[str]]
+"""File of moe_ckpt -> names of the functions in it that were entered."""
 RUNS: dict[str, tuple[policies.Policy, bool]] = {
     "Dense": (policies.Dense(), False),
     "Dense with memory": (policies.Dense(), True),
@@ -60,15 +62,18 @@ class Recorder:
         self.codes = set()
         self.active = True
 
-    def end(self) -> dict[str, int]:
-        """Stops collecting; returns the number of named functions of moe_ckpt that were called, and of their files."""
+    def end(self) -> Entered:
+        """Stops collecting; returns the named functions of moe_ckpt that were called, by their files."""
         self.active = False
         named = {
-            (code.co_filename, code.co_firstlineno)
+            (code.co_filename, code.co_firstlineno): getattr(code, "co_qualname", code.co_name)  # Python 3.10 has none
             for code in self.codes
             if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<")
         }
-        return {"functions": len(named), "files": len({filename for filename, _ in named})}
+        entered: Entered = {}
+        for (filename, _), name in sorted(named.items()):
+            entered.setdefault(filename.removeprefix(f"{PACKAGE}/"), []).append(name)
+        return entered
 
 
 class Window(pl.Callback):
@@ -76,12 +81,12 @@ class Window(pl.Callback):
 
     def __init__(self, recorder: Recorder, first: int, end: int) -> None:
         self.recorder, self.first, self.end = recorder, first, end
-        self.count: dict[str, int] = {}
+        self.entered: Entered = {}
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         time.sleep(0.03)  # an iteration that leaves background threads time to finish
         if trainer.global_step == self.end:
-            self.count = self.recorder.end()
+            self.entered = self.recorder.end()
         if trainer.global_step == self.first:
             self.recorder.begin()
 
@@ -106,15 +111,15 @@ def fit(directory: Path, steps: int, policy: policies.Policy, *callbacks: pl.Cal
     trainer.fit(TinyMoE(LAYERS, EXPERTS, listed=False), batches(0, 1))
 
 
-def measure(name: str, directory: Path) -> dict[str, dict[str, int]]:
-    """Counts one kind of run.
+def measure(name: str, directory: Path) -> dict[str, Entered]:
+    """Traces one kind of run.
 
     Args:
         name: "step" for warm steps with and without a save and a resume, all under ``Dense``; else a key of ``RUNS``.
         directory: An empty directory.
 
     Returns:
-        The number of functions and of files, for each thing that was counted.
+        The functions, for each thing that was traced.
     """
     recorder = Recorder()
     if name in RUNS:
@@ -130,10 +135,10 @@ def measure(name: str, directory: Path) -> dict[str, dict[str, int]]:
     resume = Window(recorder, -1, last + 1)
     recorder.begin()
     fit(directory, last + 2, dense, resume)
-    return {"a warm step with a save": save.count, "a warm step without": idle.count, "a resume": resume.count}
+    return {"a warm step with a save": save.entered, "a warm step without": idle.entered, "a resume": resume.entered}
 
 
-def main(name: str) -> dict[str, dict[str, int]]:
+def main(name: str) -> dict[str, Entered]:
     """Measures the run of that name, as ``measure``. Call it in a process of its own, which the recorder slows."""
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as directory:

@@ -36,13 +36,16 @@ from benchmarks import report
 from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.engine.agreement import Deferred, StepTokens
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.memory.arena import Arena
 from moe_ckpt.policies import Dense
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage.lock import StoreLock
 
 _EXAMPLE = "example: python benchmarks/memory_slots.py --mib 256 --rounds 5 --write"
 _GIVEN_BACK = 5 / 7
@@ -108,14 +111,19 @@ def _state(mib: int) -> StillState:
 
 def _session(store: str, memory: str | None, mib: int) -> tuple[CheckpointSession, StillState]:
     state = _state(mib)
-    session = CheckpointSession(
-        storage=LocalStorage(store),
+    storage = LocalStorage(store)
+    comm = SoloCommunicator()
+    run = RunContext(
+        storage=storage,
         policy=Dense(),
         catalog=state.catalog,
         state=state,
-        comm=SoloCommunicator(),
+        comm=comm,
         settings=Settings(when_busy="wait", memory=None if memory is None else Memory(directory=memory)),
+        placement=everywhere(state.catalog.layers, comm.world_size),
+        lock=StoreLock(storage, "a run"),
     )
+    session = CheckpointSession(run)
     session.open()
     return session, state
 

@@ -26,8 +26,10 @@ from benchmarks.ranks import end
 from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.agreement import Deferred, StepTokens
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
@@ -40,6 +42,7 @@ from moe_ckpt.recovery.sources import StorageSource
 from moe_ckpt.replicas.messages import SealedSlot
 from moe_ckpt.replicas.wire import CHUNK_NBYTES
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage.lock import StoreLock
 
 RANKS = 2
 """Unless the order says otherwise."""
@@ -94,7 +97,7 @@ class Life:
         node = root / f"node_{dist.get_rank()}"
         if memory is not None:
             node.mkdir(parents=True, exist_ok=True)
-        self.session = CheckpointSession(
+        run = RunContext(
             storage=self.storage,
             policy=Dense(),
             catalog=state.catalog,
@@ -107,7 +110,10 @@ class Life:
                 local_ranks=dist.get_world_size(),
                 memory=None if memory is None else Memory(directory=node, **memory),
             ),
+            placement=everywhere(state.catalog.layers, self.comm.world_size),
+            lock=StoreLock(self.storage, "a run"),
         )
+        self.session = CheckpointSession(run)
         self.session.open()
 
     def train(self, compute_secs: float) -> tuple[float, bool]:

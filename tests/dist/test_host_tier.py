@@ -14,8 +14,10 @@ import torch.distributed as dist
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import expert_id
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine import host_tier
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.modeling.moe.discover import build_catalog
@@ -24,6 +26,7 @@ from moe_ckpt.policies import MoC
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage.lock import StoreLock
 from tests.dist.test_training_state_fsdp2 import Model, sharded
 from tests.support.processes import PATIENCE_SECS, start_ranks
 from tests.unit.engine_parts import told
@@ -61,10 +64,11 @@ class Life:
         self.state = TorchTrainingState(self.model, [self.optimizer])
         self.storage = LocalStorage(f"{root}/store")
         self.comm = make_communicator(TIMEOUT_SECS)
-        self.session = CheckpointSession(
+        catalog = build_catalog(self.model)
+        run = RunContext(
             storage=self.storage,
             policy=policy or MoC(k=1, snapshot_k=EXPERTS),
-            catalog=build_catalog(self.model),
+            catalog=catalog,
             state=self.state,
             comm=self.comm,
             settings=Settings(
@@ -73,7 +77,10 @@ class Life:
                 timeout_secs=TIMEOUT_SECS,
                 memory=None if memory is None else Memory(directory=node_memory(root), **memory),
             ),
+            placement=everywhere(catalog.layers, self.comm.world_size),
+            lock=StoreLock(self.storage, "a run"),
         )
+        self.session = CheckpointSession(run)
         self.session.open()
         self.step = 0
 

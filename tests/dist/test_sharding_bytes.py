@@ -20,6 +20,7 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.core.sharding import GRAIN_BYTES, water_level
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.manifest import Manifest
@@ -30,6 +31,7 @@ from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.slices.assignment import Sharder, expert_owners, weigh
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage.lock import StoreLock
 from tests.support import run_ranks
 from tests.unit.engine_parts import told
 
@@ -102,14 +104,19 @@ def train(rank: int, world_size: int, root: str) -> dict[str, torch.Tensor]:
     wrapped = DistributedDataParallel(model)
     catalog = build_catalog(model, find_moe_layers(model))
     state = TorchTrainingState(model, [optimizer])
-    session = CheckpointSession(
-        storage=LocalStorage(root),
+    storage = LocalStorage(root)
+    comm = make_communicator(60.0)
+    run = RunContext(
+        storage=storage,
         policy=MoC(k=1),
         catalog=catalog,
         state=state,
-        comm=make_communicator(60.0),
+        comm=comm,
         settings=Settings(retention=RetentionPolicy(keep_last=100), when_busy="wait", host_memory_bytes=1 << 28),
+        placement=everywhere(catalog.layers, comm.world_size),
+        lock=StoreLock(storage, "a run"),
     )
+    session = CheckpointSession(run)
     session.open()
     generator = torch.Generator().manual_seed(rank)
     counts = np.ones((2, EXPERTS), dtype=np.int64)

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from benchmarks.memory_tiers_rank import Shard
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.engine.agreement import Deferred, StepTokens
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.events import StepRecord
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
@@ -24,6 +26,7 @@ from moe_ckpt.memory.survey import survey
 from moe_ckpt.policies import Dense
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage.lock import StoreLock
 from tests.support.networks import Network, network_or_skip
 from tests.support.processes import run_ranks, start_ranks
 
@@ -50,14 +53,17 @@ class Life:
         self.step, self.state = 0, Shard(rank, MIB)
         self.storage = LocalStorage(f"{root}/store")
         memory = Memory(directory=node, replicas=1, storage_every=1000)
-        self.session = CheckpointSession(
+        run = RunContext(
             storage=self.storage,
             policy=Dense(),
             catalog=self.state.catalog,
             state=self.state,
             comm=comm,
             settings=Settings(timeout_secs=TIMEOUT_SECS, local_ranks=2, memory=memory),
+            placement=everywhere(self.state.catalog.layers, comm.world_size),
+            lock=StoreLock(self.storage, "a run"),
         )
+        self.session = CheckpointSession(run)
         self.session.open()
         layers = self.state.catalog.layers
         self._tokens = StepTokens(np.ones((len(layers), layers[0].experts), dtype=np.int64))

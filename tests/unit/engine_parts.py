@@ -20,8 +20,10 @@ import torch
 
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import Catalog, expert_id
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.engine.agreement import Deferred, StepTokens
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.events import Observer, StepRecord
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
@@ -32,6 +34,7 @@ from moe_ckpt.ports import Communicator, Reading, StateTensor, TensorSpec
 from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.base import Chunk, Storage
+from moe_ckpt.storage.lock import StoreLock
 from moe_ckpt.testing import FaultyStorage
 from tests.support.store_builder import values_at
 from tests.unit.builders import catalog
@@ -162,16 +165,20 @@ class Life:
         self.records: list[StepRecord] = []
         layers = len(self.model.layers)
         self.counts = np.arange(1, 1 + layers * 4, dtype=np.int64).reshape(layers, 4)
-        self.session = CheckpointSession(
+        comm = comm or SoloCommunicator()
+        run = RunContext(
             storage=storage,
             policy=policy or MoC(k=1),
             catalog=self.model,
             state=self.state,
-            comm=comm or SoloCommunicator(),
+            comm=comm,
             settings=Settings(**{"retention": KEEP_ALL, "timeout_secs": PATIENCE_SECS, **settings}),
             on_phase=on_phase,
             observers=observers,
+            placement=everywhere(self.model.layers, comm.world_size),
+            lock=StoreLock(storage, "a run"),
         )
+        self.session = CheckpointSession(run)
 
     def __enter__(self) -> Life:
         self.session.open()

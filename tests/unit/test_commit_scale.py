@@ -16,10 +16,13 @@ from benchmarks import commit_scale
 from benchmarks.commit_rank import policy_of
 from benchmarks.commit_world import Acknowledging, ActedPeers, Others, State, key_of, recorded
 from benchmarks.report import RESULTS
+from moe_ckpt.core.placement import everywhere
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.writing import Acknowledgement
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.storage.lock import StoreLock
 from tests.unit.engine_parts import told
 
 LAYERS, EXPERTS, RANKS = 3, 8, 4
@@ -51,14 +54,19 @@ def test_acted_ranks_send_what_a_real_rank_sends(tmp_path, name):
             sent.append(list(columns))
             return super().combine(columns)
 
-    session = CheckpointSession(
-        storage=LocalStorage(tmp_path / "real"),
+    storage = LocalStorage(tmp_path / "real")
+    comm = Listening(rank, RANKS, others, plans, tmp_path)
+    run = RunContext(
+        storage=storage,
         policy=recorded(policy_of(name, EXPERTS), plans),
         catalog=state.catalog,
         state=state,
-        comm=Listening(rank, RANKS, others, plans, tmp_path),
+        comm=comm,
         settings=Settings(when_busy="wait"),
+        placement=everywhere(state.catalog.layers, comm.world_size),
+        lock=StoreLock(storage, "a run"),
     )
+    session = CheckpointSession(run)
     session.open()
     session.begin_run(state.plain)
     for step in range(1, 7):
@@ -78,14 +86,18 @@ def test_acted_ranks_delete_what_real_ones_would(tmp_path):
     """Two whole checkpoints stay, and nothing of those before them."""
     state, plans = State(LAYERS, EXPERTS), deque()
     comm = ActedPeers(0, RANKS, Others(state, RANKS), plans, tmp_path / "store")
-    session = CheckpointSession(
-        storage=LocalStorage(tmp_path / "store"),
+    storage = LocalStorage(tmp_path / "store")
+    run = RunContext(
+        storage=storage,
         policy=recorded(policy_of("dense", EXPERTS), plans),
         catalog=state.catalog,
         state=state,
         comm=comm,
         settings=Settings(when_busy="wait"),
+        placement=everywhere(state.catalog.layers, comm.world_size),
+        lock=StoreLock(storage, "a run"),
     )
+    session = CheckpointSession(run)
     session.open()
     try:
         session.begin_run(state.plain)

@@ -15,11 +15,11 @@ import uuid
 
 import pytest
 
-from moe_ckpt.engine import session
 from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage, RemoteStorage, StoreLock
+from tests.unit import engine_parts
 from tests.unit.engine_parts import Life, manifests
 
 ANOTHER = """
@@ -27,6 +27,7 @@ import sys
 from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage
+from tests.unit import engine_parts
 from tests.unit.engine_parts import Life
 try:
     with Life(LocalStorage(sys.argv[1]), policy=Dense()) as life:
@@ -81,7 +82,7 @@ class SlowStore(RemoteStorage):
 
 
 def test_an_upload_may_take_longer_than_a_lease(monkeypatch):
-    monkeypatch.setattr(session, "StoreLock", functools.partial(StoreLock, ttl_secs=1.0))
+    monkeypatch.setattr(engine_parts, "StoreLock", functools.partial(StoreLock, ttl_secs=1.0))
     storage = SlowStore(f"memory://slow-{uuid.uuid4().hex}")
     with Life(storage, policy=Dense()) as life:
         storage.secs = 1.5

@@ -69,5 +69,8 @@ def test_the_library_is_counted(capsys):
 def test_a_run_is_traced():
     entered = house.traced("step")
     save, idle, resume = (entered[f"a {name}"] for name in ("warm step with a save", "warm step without", "resume"))
-    assert 0 < idle["functions"] < save["functions"] < resume["functions"]
-    assert 0 < idle["files"] < save["files"] < resume["files"]
+    assert 0 < len(idle) < len(save) < len(resume)
+    counts = [sum(map(len, run.values())) for run in (idle, save, resume)]
+    assert counts == sorted(counts)
+    assert "Committer.commit" in save["engine/commit.py"]
+    assert "engine/commit.py" not in idle

@@ -1,4 +1,7 @@
-"""Which checkpoints in memory are also written to storage."""
+"""Which checkpoints in memory are also written to storage, and which are sent to peers.
+
+Pure, for trainers and the simulator.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from moe_ckpt.core.intervals import expected_mtbf_secs, young_secs
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.quantities import parse_secs
 from moe_ckpt.errors import ConfigError
 
@@ -101,3 +105,32 @@ class StorageCadence:
             return None
         best = young_secs(facts.flush_secs, expected_mtbf_secs(facts.failures, facts.run_secs))
         return max(1, ceil(max(facts.flush_secs, min(best, LONGEST_AUTO_SECS)) / facts.iteration_secs))
+
+
+# --- peers ---
+#
+# A queue of copies would hold ever more memory, and the newest step that peers have would fall ever further behind. So
+# a slow link costs copies of some steps, of which memory has the rank's own share all the same; the next one that goes
+# is the newest then.
+
+
+def are_behind(in_flight: int, max_in_flight: int, window_size: int = 1) -> bool:
+    """Returns whether copies of another checkpoint would only queue behind earlier ones.
+
+    Args:
+        in_flight: Snapshots on their way to peers.
+        max_in_flight: Of ``engine.options.Settings``.
+        window_size: Snapshots of a checkpoint.
+    """
+    return in_flight > (max_in_flight - 1) * window_size
+
+
+def goes_to_peers(plan: SnapshotPlan, *, behind: bool, waits: bool) -> bool:
+    """Returns whether a snapshot goes to peers; of a sparse window, asked of its first, which all others follow.
+
+    Args:
+        plan: Of it.
+        behind: ``are_behind`` of some rank.
+        waits: Every checkpoint gets its copies, however long that takes.
+    """
+    return waits or plan.wait or plan.halt is not None or not behind

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ckpt.core.operators import Catalog, missed_steps
-from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.driver.changes import say_changes
 from moe_ckpt.driver.guests import CapacityBoost, LocalizedRecovery
@@ -23,8 +23,9 @@ from moe_ckpt.driver.replaying import Replaying
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.engine.agreement import Deferred, StepTokens
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.documents import read_finished, write_finished
-from moe_ckpt.engine.events import Loaded, Observer, StepRecord, StepReplayed, all_of
+from moe_ckpt.engine.events import Loaded, Observer, StepRecord, StepReplayed
 from moe_ckpt.engine.options import Options
 from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.engine.snapshot import plain_of
@@ -122,24 +123,23 @@ class Driver:
 
         ``machine`` has the fields of ``engine.options.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
-        self._tell = all_of([*profilers(self.options.profile, comm.rank), *observers])
         storage = open_storage(self.options.dirpath, on_phase, access=self.options.access)
-        session = CheckpointSession(
+        run = RunContext(
             storage=storage,
             policy=self.options.policy,
             catalog=catalog,
             state=state,
             comm=comm,
             settings=replace(self.options, **machine),
-            placement=placement,
-            aliases=aliases,
+            placement=placement or everywhere(catalog.layers, comm.world_size),
+            aliases=aliases or {},
             lock=StoreLock(storage, job_name(), access=self.options.access),
             on_phase=on_phase,
-            observers=[self._tell],
+            observers=[*profilers(self.options.profile, comm.rank), *observers],
             gate=gate,
             gradients=gradients,
-            stopwatch=self.stopwatch,
         )
+        session, self._tell = CheckpointSession(run, self.stopwatch), run.tell
         session.open()
         self.session, self._storage, self._gradients = session, storage, gradients
         self.boost, self.localized = boost, localized

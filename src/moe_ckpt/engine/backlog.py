@@ -8,8 +8,7 @@ import time
 from collections import deque
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.cadence import StorageFacts
-from moe_ckpt.core.peer_copies import goes_to_peers
+from moe_ckpt.core.cadence import StorageFacts, goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.agreement import StepConsensus
@@ -266,7 +265,7 @@ class StorageFlush:
 
 
 class PeerCopies:
-    """Decides which snapshots go to peers, by the rule in ``core.peer_copies``. For the training thread only.
+    """Decides which snapshots go to peers, by the rule in ``core.cadence``. For the training thread only.
 
     Args:
         settings: The user's.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.engine.events import Observer
+from moe_ckpt.engine.events import Observer, SessionEvent
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.format.manifest import LayerRecord, ModelRecord
 from moe_ckpt.policies.base import Policy
@@ -29,10 +29,10 @@ class RunContext:
         comm: The ranks.
         settings: How the machine may be used.
         placement: Which rank holds what.
-        aliases: Names of tied parameters -> the name in the catalog.
         lock: Of the store.
+        aliases: Names of tied parameters -> the name in the catalog.
         on_phase: See ``driver.run.on_phase``.
-        tell: The observers.
+        observers: Get every event.
         gate: Holds copies and sends back; None: they go at once.
         gradients: What optimizers consumed, where the policy logs that.
     """
@@ -44,12 +44,17 @@ class RunContext:
     comm: Communicator
     settings: Settings
     placement: Placement
-    aliases: Mapping[str, str]
     lock: StoreLock
-    on_phase: Callable[[str], None] | None
-    tell: Observer
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    on_phase: Callable[[str], None] | None = None
+    observers: Sequence[Observer] = ()
     gate: TransferGate | None = None
     gradients: GradientRecord | None = None
+
+    def tell(self, event: SessionEvent) -> None:
+        """Sends an event to all observers."""
+        for observer in self.observers:
+            observer(event)
 
     @cached_property
     def model(self) -> ModelRecord:

@@ -272,13 +272,3 @@ SessionEvent = (
     | Closed
 )
 Observer = Callable[[SessionEvent], None]
-
-
-def all_of(observers: Sequence[Observer]) -> Observer:
-    """Returns one observer that sends every event to all of them."""
-
-    def tell(event: SessionEvent) -> None:
-        for observer in observers:
-            observer(event)
-
-    return tell

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTimeError
 from functools import partial
 
-from moe_ckpt.core.peer_copies import are_behind
+from moe_ckpt.core.cadence import are_behind
 from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.persisting import Stages

@@ -17,8 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.engine.agreement import Deferred, StepConsensus, StepTokens
@@ -26,17 +24,14 @@ from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.edited_steps import EditedSteps
 from moe_ckpt.engine.events import (
     Joined,
-    Observer,
     Resumed,
     StepEnded,
     StepRecord,
     TrainingBegins,
     TrainingEnded,
-    all_of,
 )
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.resolving import Fate
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import plain_of
@@ -44,12 +39,9 @@ from moe_ckpt.engine.snapshotting import Capture, Snapshotter
 from moe_ckpt.engine.surviving import Survivor
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.policies.base import Measured, Policy, PolicyContext, needs_of
-from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, TransferGate
+from moe_ckpt.policies.base import Measured, PolicyContext, needs_of
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Since, Stopwatch, timed
-from moe_ckpt.storage.base import Storage
-from moe_ckpt.storage.lock import StoreLock
 
 _IDLE_SECS = 10.0
 """Longest wait for threads that have nothing to do."""
@@ -66,43 +58,12 @@ class CheckpointSession:
         survivor: Seals the newest step when training stops at a failure.
     """
 
-    def __init__(
-        self,
-        *,
-        storage: Storage,
-        policy: Policy,
-        catalog: Catalog,
-        state: TrainingState,
-        comm: Communicator,
-        settings: Settings | None = None,
-        placement: Placement | None = None,
-        aliases: Mapping[str, str] | None = None,
-        lock: StoreLock | None = None,
-        on_phase: Callable[[str], None] | None = None,
-        observers: Sequence[Observer] = (),
-        gate: TransferGate | None = None,
-        gradients: GradientRecord | None = None,
-        stopwatch: Stopwatch | None = None,
-    ) -> None:
-        policy.check(catalog)
-        self.catalog = catalog
-        self.comm = comm
+    def __init__(self, run: RunContext, stopwatch: Stopwatch | None = None) -> None:
+        run.policy.check(run.catalog)
+        self.catalog = run.catalog
+        self.comm = run.comm
         self.stopwatch = stopwatch or Stopwatch()
-        self._run = RunContext(
-            storage=storage,
-            policy=policy,
-            catalog=catalog,
-            state=state,
-            comm=comm,
-            settings=settings or Settings(),
-            placement=placement or everywhere(catalog.layers, comm.world_size),
-            aliases=dict(aliases or {}),
-            lock=lock or StoreLock(storage, "CheckpointSession"),
-            on_phase=on_phase,
-            tell=all_of(observers),
-            gate=gate,
-            gradients=gradients,
-        )
+        self._run = run
         self._resources = SessionResources(self._run)
         self._snapshots = Snapshotter(self._run, self._resources)
         self._planner = self._snapshots.planner
@@ -111,7 +72,7 @@ class CheckpointSession:
         self.survivor = Survivor(self._run, self._resources, self._snapshots)
         self._since_record, self._since_lap = Since(self.stopwatch), Since(self.stopwatch)
         self._agree_secs = 0.0
-        self._edits = EditedSteps(gradients, type(policy).__name__)
+        self._edits = EditedSteps(run.gradients, type(run.policy).__name__)
         self._newest_plan = SnapshotPlan(0)
 
     # --- once, before training ---

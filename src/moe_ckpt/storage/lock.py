@@ -340,9 +340,7 @@ class _Lease:
         numbers = self._numbers()
         if numbers:
             self._check_free(_lease_name(numbers[-1]))
-        self._put(numbers[-1] + 1 if numbers else 1)
-        for number in numbers:
-            self._storage.delete(_lease_name(number))
+        self._advance(numbers)
 
     def renew(self) -> None:
         numbers = self._numbers()
@@ -351,9 +349,7 @@ class _Lease:
         holder, _, nonce, _ = self._read(_lease_name(numbers[-1]))
         if nonce != self._nonce:
             raise StoreInUseError(self._storage.root, f"{holder}, which took over the lease")
-        self._put(numbers[-1] + 1)
-        for number in numbers:
-            self._storage.delete(_lease_name(number))
+        self._advance(numbers)
 
     def retake(self) -> None:
         """As ``renew``, but a lease that was deleted is written again."""
@@ -361,6 +357,11 @@ class _Lease:
             self.renew()
         else:
             self._put(self._number + 1)
+
+    def _advance(self, numbers: list[int]) -> None:
+        self._put(numbers[-1] + 1 if numbers else 1)
+        for number in numbers:
+            self._storage.delete(_lease_name(number))
 
     def drop(self) -> None:
         for number in {self._number, self._tried}:

@@ -9,8 +9,8 @@ from math import ceil
 import numpy as np
 import xxhash
 
+from moe_ckpt.core.cadence import are_behind, goes_to_peers
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.peer_copies import are_behind, goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import DECAYED, PolicyContext

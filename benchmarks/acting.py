@@ -33,7 +33,7 @@ class ActedRank:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._ended: deque[tuple[int, bool, bool]] = deque()
+        self._ended: deque[tuple[bool, bool]] = deque()
         self._sequence = 0
 
     def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
@@ -54,7 +54,7 @@ class ActedRank:
 
     def _first_rank_commits(self) -> bytes:
         """What it announces of one more snapshot: two checkpoints stay, and nothing is shared."""
-        self._ended.append((self._sequence, True, False))
+        self._ended.append((True, False))
         self._sequence += 1
         gone = {step_dir(self._sequence - 2, 0): (True, GROUPS)} if self._sequence > 2 else {}
         return json.dumps([None, False, False, gone]).encode()

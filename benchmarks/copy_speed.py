@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "benchmarks"
 
-import numpy as np
 import torch
 import xxhash
 from rich.console import Console
@@ -36,14 +34,13 @@ from benchmarks.failing import Failures
 from benchmarks.synthetic import LiveState, synthetic
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.step import Contents
 from moe_ckpt.engine.writing import checksums_of
 from moe_ckpt.format.shard import seal_of
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
 from moe_ckpt.slices.copier import Move, carry_out
-from moe_ckpt.slices.request import SnapshotRequest
 from moe_ckpt.storage.local import LocalStorage
 
 _GRIDS = ((6, 8), (12, 16), (24, 64), (48, 128))
@@ -70,14 +67,8 @@ def prepare(state: LiveState) -> Prepared:
 def compiled(catalog: Catalog, tensors: Sequence[StateTensor]) -> tuple[CompiledPlan, torch.Tensor]:
     """The plan of a dense checkpoint on one rank, and a warm buffer for it."""
     compiler = PlanCompiler(catalog, everywhere(catalog.layers, 1), "adaptive", 0, 1)
-    plan = compiler.compile(dense(catalog), tensors, specs_of(tensors), ())
+    plan = compiler.compile(Contents(catalog.everything), tensors, specs_of(tensors), ())
     return plan, torch.zeros(plan.nbytes, dtype=torch.uint8)
-
-
-def dense(catalog: Catalog) -> SnapshotRequest:
-    applied: Future[Counts] = Future()
-    applied.set_result(np.zeros((len(catalog.layers), catalog.layers[0].experts), dtype=np.int64))
-    return SnapshotRequest(1, 0, 0, catalog.everything, (), (), {}, None, 0, applied, (), {}, {})
 
 
 def moves_of(plan: CompiledPlan, buffer: torch.Tensor) -> list[Move]:
@@ -169,7 +160,7 @@ def preparing(layers: int, experts: int, listed: bool, repeats: int) -> dict[str
     return timed(
         {
             "plan, new": lambda: compiled(catalog, tensors),
-            "plan, as last time": lambda: compiler.compile(dense(catalog), tensors, specs, ()),
+            "plan, as last time": lambda: compiler.compile(Contents(catalog.everything), tensors, specs, ()),
             "(copy thread) copy program": lambda: carry_out(moves),
             "(persist thread) checksums": lambda: [
                 checksums_of(part, buffer[at : at + part.nbytes]) for at, part in plan.parts

@@ -49,7 +49,7 @@ def left_bytes(memory: str) -> Left:
         _, header = Slot.open(head.with_suffix(""))
         parts = (header.slices(part, str(head)) for part in header.parts)
         nbytes = sum(entry.nbytes for slices in parts for entry in slices if entry.operator)
-        found[header.step] = nbytes, None if header.facts.window is None else header.facts.window.start
+        found[header.step] = nbytes, None if header.contents.window is None else header.contents.window.start
     return found
 
 

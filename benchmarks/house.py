@@ -30,8 +30,8 @@ _EXAMPLE = """example:
 """
 
 RECORDS = """
-SnapshotPlan Pending SnapshotRequest CompiledPlan Snapshot SealedShare Acknowledgement _Entry MemoryStep SlotHeader
-StepFacts Share MemoryCheckpoint Resolution StorageOutcome Part Manifest FileRecord View WrittenPart PlanItem StepRecord
+SnapshotPlan InFlight WindowPlace CompiledPlan Snapshot SealedShare Acknowledgement _Entry MemoryStep SlotHeader
+Share MemoryCheckpoint Resolution StorageOutcome Part Manifest FileRecord View WrittenPart PlanItem StepRecord
 Step Contents Facts CopyPlan Record Fate PlannedPart FileRow HeldRecord
 """
 """Names of the classes that carry a snapshot through the engine; the last line is that of the smaller design."""

@@ -22,8 +22,9 @@ from moe_ckpt.core.operators import (
 )
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
-from moe_ckpt.engine.run_ledger import Pending, RunLedger
+from moe_ckpt.engine.run_ledger import InFlight, RunLedger, places
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies.base import MemoryFacts, Policy
 
@@ -48,8 +49,7 @@ def catalog(layers: int, experts: int) -> Catalog:
 class _Writing:
     """A checkpoint under way. written, told: steps at whose start it is on storage, and the ledger knows."""
 
-    sequence: int
-    pending: Pending
+    snapshot: InFlight
     faults: tuple[FaultRecord, ...]
     index: int
     written: int
@@ -99,53 +99,53 @@ class SimulatedRun:
             context = replace(context, memory=MemoryFacts(tiers=frozenset({Tier.HOST})))
         plan = self.policy.plan(context)
         if plan and not context.memory.storage_due:
-            self._stay_in_memory(plan)
+            self._begun(plan, to_storage=False)
         elif plan and not busy:
             self.stored_at = self.now
             self._begin(plan, delay, tell, fails)
         return plan
 
-    def _stay_in_memory(self, plan: SnapshotPlan) -> None:
-        """Complete there at once."""
-        tokens, self.sequence = self.run_ledger.tokens, self.sequence + 1
-        stored, held = plan.operators(), plan.operators(Tier.HOST)
-        applied = tokens.applied.copy()
-        pending = Pending(self.model, plan.step, self.generation, stored, held, applied, {}, stored=False)
-        self.run_ledger.begun(self.sequence, pending, self.sequence)
-        self.run_ledger.in_memory(self.sequence, complete=True)
+    def _begun(self, plan: SnapshotPlan, *, to_storage: bool) -> InFlight:
+        """The entry of a snapshot, which is complete in memory at once, if that outlives the process."""
+        self.sequence += 1
+        identity = Step("simulated", "", self.generation, plan.step, self.sequence)
+        contents = Contents(plan.operators(), plan.operators(Tier.HOST), to_storage=to_storage)
+        snapshot = InFlight(identity, contents, self.run_ledger.tokens.applied.copy())
+        self.run_ledger.begun(snapshot)
+        if self.run_ledger.outlives_process:
+            self.run_ledger.in_memory(self.sequence, complete=True)
+        return snapshot
 
     def _begin(self, plan: SnapshotPlan, delay: int, tell: int, fails: bool) -> None:
-        tokens = self.run_ledger.tokens
-        stored, held = plan.operators(), plan.operators(Tier.HOST)
-        pending = Pending(self.model, plan.step, self.generation, stored, held, tokens.applied.copy(), {})
+        faults, index = tuple(self.run_ledger.tokens.faults), self.run_ledger.index
+        snapshot = self._begun(plan, to_storage=True)
         before = self._writing[-1] if self._writing else None
         written = max(self.now + delay, before.written if before else 0)
         told = max(written + tell, before.told if before else 0)
-        index, self.sequence = self.run_ledger.index, self.sequence + 1
-        self._writing.append(_Writing(self.sequence, pending, tuple(tokens.faults), index, written, told, fails))
-        self.run_ledger.begun(self.sequence, pending)
+        self._writing.append(_Writing(snapshot, faults, index, written, told, fails))
         self._commit(self.now)
 
     def _settle(self) -> None:
         self._commit(self.now)
         while self._writing and self._writing[0].told <= self.now:
             done = self._writing.pop(0)
-            self.run_ledger.resolved(done.sequence, committed=not done.fails)
+            self.run_ledger.resolved(done.snapshot.identity.number, committed=not done.fails)
 
     def _commit(self, now: int) -> None:
         """As ``engine.commit.Committer`` does it, in the order of the checkpoints."""
         newest = self.store[-1] if self.store else None
         for done in self._writing:
-            known = newest is not None and newest.generation == self.generation and newest.step >= done.pending.step
+            known = newest is not None and newest.generation == self.generation and newest.step >= done.snapshot.step
             if done.written > now or done.fails or known:
                 continue
             book = TokenBook(*self._saved.shape)
             book.saved[Tier.STORAGE] = self._saved
-            book.mark_saved(Tier.STORAGE, done.pending.experts, done.pending.applied)
-            book.applied, book.faults = done.pending.applied, list(done.faults)
+            saved, applied = done.snapshot.contents.full, done.snapshot.applied
+            book.mark_saved(Tier.STORAGE, places(self.model, saved), applied)
+            book.applied, book.faults = applied, list(done.faults)
             self._holdings = {
                 **self._holdings,
-                **{op: OperatorRecord(done.pending.step, ()) for op in done.pending.operators},
+                **{op: OperatorRecord(done.snapshot.step, ()) for op in saved},
             }
             newest = self._manifest(done, book)
             self.store = [*self.store, newest][-self.keep :]
@@ -153,7 +153,7 @@ class SimulatedRun:
     def _manifest(self, done: _Writing, book: TokenBook) -> Manifest:
         return Manifest(
             run_id="simulated",
-            step=done.pending.step,
+            step=done.snapshot.step,
             generation=self.generation,
             world_size=self.ranks,
             index=done.index,
@@ -182,7 +182,9 @@ class SimulatedRun:
         held = None
         if survives is not None and newest is not None and newest.step == manifest.step:
             held = np.zeros_like(newest.applied)
-            for pair in [(self.model.by_id[op].layer, self.model.by_id[op].expert) for op in newest.host_only]:
+            for pair in [
+                (self.model.by_id[op].layer, self.model.by_id[op].expert) for op in newest.contents.memory_only
+            ]:
                 held[pair] = newest.applied[pair] * survives[pair]
         fault = self.run_ledger.resume_from(manifest, same_store=True, tokens_from_host=held)
         self.now = manifest.step

@@ -24,7 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks import host
 from moe_ckpt.callbacks.windows.freezing import ClipNorms, SparingRecompute
-from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.driver import replaying
 from moe_ckpt.engine import live
 from moe_ckpt.engine.sealing import MemorySealer
@@ -367,7 +366,7 @@ def _seals_survivors_late() -> None:
     seal = MemorySealer._seal_own
 
     def late(sealer: MemorySealer, snapshot: Snapshot, *more: Any) -> bytes:
-        if is_survivors(snapshot.memory_sequence):
+        if snapshot.identity.is_survivors:
             time.sleep(5.0)
         return seal(sealer, snapshot, *more)
 

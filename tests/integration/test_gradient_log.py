@@ -265,7 +265,7 @@ def test_a_damaged_gradient_costs_the_steps_that_need_it(place):  # noqa: F811
 def test_a_damaged_anchor_costs_all_steps_that_need_it(place):  # noqa: F811
     run = logged(replace(LOG, to_storage=6), place)
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
-    dense = [path for path in sealed(run) if header_of(path).facts.since is None]
+    dense = [path for path in sealed(run) if header_of(path).contents.since is None]
     spoil(max(dense, key=lambda path: header_of(path).sequence), "expert")
     assert live(run) == 0, output(run)
     assert "is damaged: it is set aside, and not used" in output(run)

@@ -63,7 +63,7 @@ NAMES_OF_NOTHING = frozenset(
         *("place", "beside", "lying", "let_go", "stands", "owed", "lent"),
     }
 )
-WRITTEN_TO_FILES = {"format.slot": ("own", "beside", "place")}
+WRITTEN_TO_FILES = {"format.slot": ("beside", "place")}
 """Module -> names of that kind that stand in files."""
 NO_BEGINNINGS = frozenset({"Of", "As", "Likewise", "Where", "What", "Whether", "Which", "Who", "How"})
 LIGHTNING_NAMES = "callbacks.compat"

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.core.step import Contents, Facts
 from moe_ckpt.engine.host_tier import checksum
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, in_a_row, with_checksums
-from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, encode_slot
+from moe_ckpt.format.slot import SlotHeader, SlotPart, encode_slot
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.ports import Communicator
@@ -102,8 +103,9 @@ def slot_header(
     run_id: str, step: int, generation: int, rank: int, ranks: int, nbytes: int, parts: tuple[SlotPart, ...]
 ) -> SlotHeader:
     """That of a slot of which only the slices matter."""
-    facts = StepFacts(index=step, base="", operators=("gate/0",), window=None, applied=np.array([[step]]))
-    return SlotHeader(run_id, "a-life", step, step, generation, rank, ranks, "boot", nbytes, 0, facts, b"{}", parts)
+    contents, facts = Contents(("gate/0",)), Facts(index=step, base="", applied=np.array([[step]]))
+    of_slot = {"contents": contents, "facts": facts, "state": b"{}", "parts": parts}
+    return SlotHeader(run_id, "a-life", step, step, generation, rank, ranks, nbytes, 0, **of_slot)
 
 
 def _part(slot: Slot, kind: str, begin: int, end: int, facts: tuple[int, int, int]) -> SlotPart:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from moe_ckpt.core.anchors import GradientGroups
+from moe_ckpt.core.memory_retention import MemoryStep
 from moe_ckpt.core.operators import (
     Catalog,
     MoELayer,
@@ -20,6 +22,8 @@ from moe_ckpt.core.operators import (
 )
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Contents, Step, WindowPlace
+from moe_ckpt.core.tokens import NO_COUNTS
 from moe_ckpt.policies import FaultRecord, MemoryFacts, ModelFacts, PolicyContext, RunFacts
 from moe_ckpt.slices.assignment import WriteAssignment
 from moe_ckpt.slices.cuts import BLOCK, SliceSource
@@ -97,6 +101,13 @@ def memory(*, storage_due: bool = True, replicas: int = 0, **facts: Any) -> Memo
     """Memory that outlives the process, for a step that is also written to storage or not."""
     tiers = {Tier.HOST: True, Tier.STORAGE: storage_due, Tier.PEER: bool(replicas)}
     return MemoryFacts(tiers=frozenset(tier for tier, used in tiers.items() if used), **facts)
+
+
+def memory_step(number: int, *, window: WindowPlace | None = None, since=None, groups=(), **known: Any) -> MemoryStep:
+    """A snapshot in memory. groups: of operators, for each slot of gradients."""
+    slots = GradientGroups(tuple(groups), NO_COUNTS) if groups else None
+    contents = Contents((), window=window, since=since, groups=slots)
+    return MemoryStep(Step("run", "life", 0, number, number), contents, **known)
 
 
 def experts_in(operators: tuple[str, ...]) -> set[tuple[int, int]]:

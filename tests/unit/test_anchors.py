@@ -12,9 +12,9 @@ from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.freshness import STALE
 from moe_ckpt.core.gradient_chain import LoggedStep, chain
 from moe_ckpt.core.ledger import Ledger
-from moe_ckpt.core.memory_retention import MemoryStep, needed, newest_checkpoint
+from moe_ckpt.core.memory_retention import needed, newest_checkpoint
 from moe_ckpt.core.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
-from tests.unit.builders import catalog
+from tests.unit.builders import catalog, memory_step
 
 MODEL = catalog(1, 1)
 ALL = A, B, C = MODEL.everything
@@ -68,19 +68,19 @@ def test_the_oldest_anchor_is_that_of_a_recount():
 
 
 def held(sequence, since=None, **more):
-    return MemoryStep(sequence, since=since, **{"complete": True, **more})
+    return memory_step(sequence, since=since, **{"complete": True, **more})
 
 
 def test_what_the_newest_complete_step_needs_stays():
     steps = [held(0), held(1, 0), held(2, 0), held(3, 1), held(4, 2, complete=None)]
-    assert [each.sequence for each in newest_checkpoint(steps)] == [1, 2, 3]
+    assert [each.number for each in newest_checkpoint(steps)] == [1, 2, 3]
     assert needed(steps) == {1, 2, 3, 4}
 
 
 def test_a_step_that_lost_one_of_its_own_is_no_checkpoint():
     steps = [held(0), held(1, 0, complete=False), held(2, 0)]
-    assert [each.sequence for each in newest_checkpoint(steps)] == [0]
-    assert [each.sequence for each in newest_checkpoint(steps[1:])] == []
+    assert [each.number for each in newest_checkpoint(steps)] == [0]
+    assert [each.number for each in newest_checkpoint(steps[1:])] == []
 
 
 def test_what_peers_have_of_a_log_stays_beside_the_newest():
@@ -116,7 +116,7 @@ def test_what_stays_is_what_ways_to_the_newest_step_and_later_ones_need(given_ro
         anchored = ALL if since is None else anchored or ()
         book.begun(sequence, sequence, anchored)
         of = None if anchored == ALL else since
-        steps[sequence] = MemoryStep(sequence, since=of)
+        steps[sequence] = memory_step(sequence, since=of)
         log[sequence] = LoggedStep(frozenset(ALL), frozenset(ALL), frozenset(anchored))
         for at in [at for at, (when, _) in ends.items() if when <= sequence]:
             steps[at] = replace(steps[at], complete=ends.pop(at)[1])
@@ -127,11 +127,11 @@ def test_what_stays_is_what_ways_to_the_newest_step_and_later_ones_need(given_ro
         newest = newest_checkpoint(steps.values())
         left = {at: logged for at, logged in log.items() if at in kept}
         if newest:
-            last = newest[-1].sequence
-            assert {each.sequence for each in newest} == used(log, last) == {at for at in kept if at <= last}
+            last = newest[-1].number
+            assert {each.number for each in newest} == used(log, last) == {at for at in kept if at <= last}
             assert chains(left, last) == chains(log, last)
-        for at in [at for at in kept if steps[at].complete is None and steps[at].since is not None]:
-            hopeless = not lost.isdisjoint(range(steps[at].since, at))
+        for at in [at for at in kept if steps[at].complete is None and steps[at].contents.since is not None]:
+            hopeless = not lost.isdisjoint(range(steps[at].contents.since, at))
             assert hopeless or chains(left, at) == chains(log, at), "it may still become the newest"
         steps = {at: step for at, step in steps.items() if at in kept or step.complete is None}
 

@@ -41,9 +41,7 @@ rates = st.none() | st.floats(1e3, 1e9)
 WAYS = {
     **dict.fromkeys(("busy", "storage_busy", "copies_behind", "used_up", "tight", "edited", "gone"), st.booleans()),
     **dict.fromkeys(("persist_secs", "secs"), times),
-    "ended": st.lists(st.tuples(st.booleans(), st.booleans()), max_size=5).map(
-        lambda flags: tuple((11 + i, *pair) for i, pair in enumerate(flags))
-    ),
+    "ended": st.lists(st.tuples(st.booleans(), st.booleans()), max_size=5).map(tuple),
     "sends": st.builds(Sends, *[st.booleans()] * 4),
     "measured": st.builds(
         Measured, **{f.name: rates if f.name.endswith("_per_sec") else times for f in fields(Measured)}
@@ -54,7 +52,6 @@ WAYS = {
 rank_facts = st.tuples(
     st.booleans(),
     st.builds(Measured, times, times, times),
-    st.integers(0, 5),
     st.lists(st.tuples(st.booleans(), st.floats(0, 1e4), st.booleans()), max_size=5),
 )
 
@@ -65,10 +62,10 @@ def test_all_ranks_learn_the_same(facts, tokens):
     ranks = ThreadRanks(len(facts))
 
     def body(comm):
-        busy, measured, first, ended = facts[comm.rank]
+        busy, measured, ended = facts[comm.rank]
         status = StepConsensus(
             busy=busy,
-            ended=tuple((first + i, committed, lost) for i, (committed, _, lost) in enumerate(ended)),
+            ended=tuple((committed, lost) for committed, _, lost in ended),
             persist_secs=max((secs for _, secs, _ in ended), default=None),
             measured=measured,
         )
@@ -85,8 +82,8 @@ def test_all_ranks_learn_the_same(facts, tokens):
     for name in ("iteration_secs", "checkpoint_cost_secs", "persist_secs"):
         known = [t for _, measured, *_ in facts if (t := getattr(measured, name)) is not None]
         assert getattr(first.measured, name) == (pytest.approx(max(known), abs=1e-9) if known else None)
-    _, _, start, ended = facts[0]
-    assert first.ended == tuple((start + i, committed, lost) for i, (committed, _, lost) in enumerate(ended))
+    *_, ended = facts[0]
+    assert first.ended == tuple((committed, lost) for committed, _, lost in ended)
     assert (first.persist_secs is None) == (not ended)
     assert first.persist_secs == (pytest.approx(max(secs for _, secs, _ in ended), abs=1e-9) if ended else None)
 
@@ -102,7 +99,7 @@ def test_the_time_of_updates_is_told():
 
 
 def test_more_resolutions_than_fit_are_told_in_their_order():
-    many = tuple((7 + i, i % 3 > 0, i % 3 == 0) for i in range(40))
+    many = tuple((i % 3 > 0, i % 3 == 0) for i in range(40))
     sent = unpack(pack(StepConsensus(ended=many), leads=True))
     assert sent.ended == many[:32], "the rest comes at the next step"
 
@@ -180,7 +177,7 @@ def test_recent_iterations_count_whatever_ran_beside_them_but_not_what_training_
 def test_rates_are_those_of_snapshots_that_were_committed():
     meter = Meter()
     why = {1: "disk full"}
-    ended = [Fate(why.get(n), sequence=n, nbytes=100 * n, copy_secs=0.5, write_secs=2.0) for n in range(4)]
+    ended = [Fate(why.get(n), number=n, nbytes=100 * n, copy_secs=0.5, write_secs=2.0) for n in range(4)]
     meter.record_transfers(ended[:3])
     meter.record_transfers(ended)  # the last one is new
     measured = meter.measured()
@@ -277,7 +274,7 @@ def test_a_restarted_meter_knows_what_was_measured_before():
     before.update_begins(now + 0.75)
     laps(before, [(1.0, False)], now)
     before.resolved(0.75)
-    before.record_transfers([Fate(sequence=0, nbytes=600, copy_secs=0.5, write_secs=2.0)])
+    before.record_transfers([Fate(number=0, nbytes=600, copy_secs=0.5, write_secs=2.0)])
     meter = Meter()
     assert meter.measurements == {}
     meter.resume(before.measurements)

@@ -217,7 +217,7 @@ def test_experts_that_are_not_held_come_from_storage(tmp_path):
     first = train_and_fail(tmp_path, policy=policy)
     newest = manifests(tmp_path)[-1]
     stored = {op: record.step for op, record in newest.operators.items()}
-    held = set(first.session.run_ledger.newest.host_only)
+    held = set(first.session.run_ledger.newest.contents.memory_only)
     assert len(held) == 2
     with Life(LocalStorage(tmp_path), policy=policy) as life:
         _, fault = come_back(life)
@@ -353,7 +353,7 @@ def test_nothing_of_the_model_changes_before_all_of_the_plan_is_verified(tmp_pat
     """What storage gives of the newest step is damaged: neither memory's experts nor others are in the model then."""
     first = train_and_fail(tmp_path, policy=moc(2))
     stored = {op: record.step for op, record in manifests(tmp_path)[-1].operators.items()}
-    held = first.session.run_ledger.newest.host_only
+    held = first.session.run_ledger.newest.contents.memory_only
     assert held, "memory gives something"
     damage_expert(tmp_path, next(op for op, step in stored.items() if step < 6 and op not in held))
     for directory in tmp_path.glob("step_*"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from moe_ckpt.core.cover_sum import PRIME, cover_sum
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
+from moe_ckpt.core.step import Contents, WindowPlace
 from moe_ckpt.core.window import Window
 from moe_ckpt.engine.writing import checksums_of
 from moe_ckpt.errors import CoverageError
@@ -31,7 +31,6 @@ from moe_ckpt.slices.copier import carry_out
 from moe_ckpt.slices.copying import target
 from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource, sorted_rows
 from moe_ckpt.slices.local_state import LocalState, collect_replay_slices
-from moe_ckpt.slices.request import SnapshotRequest
 from tests.unit.builders import catalog, pieces_of
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
@@ -94,17 +93,14 @@ def worlds(draw):
 
 
 @st.composite
-def requests(draw, model: Catalog):
+def contents_of(draw, model: Catalog):
     """Of any operators: a plain checkpoint, or a slot of a window with weights in types of their own."""
     order = draw(st.permutations(model.everything))
     first, second = sorted(draw(st.tuples(st.integers(0, len(order)), st.integers(0, len(order)))))
     operators, others = tuple(order[:first]), tuple(order[first:second])
     in_window = draw(st.booleans())
-    window = Window(1, (operators, others)) if in_window and operators and others else None
-    none: Future = Future()
-    return SnapshotRequest(
-        1, 0, 0, operators, () if window else others, others if window else (), {}, window, 0, none, (), {}, {}
-    )
+    window = WindowPlace(1, 2, 0) if in_window and operators and others else None
+    return Contents(operators, () if window else others, others if window else (), window=window)
 
 
 def sides(count: int) -> list[SliceEntry]:
@@ -136,10 +132,10 @@ def test_a_joined_plan_is_one_made_from_scratch(data):
     specs, used = specs_of(tensors), compiler_of(world)
     types = [dict.fromkeys(model.parameters, dtype) for dtype in ("BF16", "F64")]
     for number in range(data.draw(st.integers(1, 4))):
-        request = replace(data.draw(requests(model)), compute_types=types[number // 2])
+        contents, compute_types = data.draw(contents_of(model)), types[number // 2]
         side = sides(data.draw(st.integers(0, 3)) if number % 2 else 2)
-        joined = used.compile(request, tensors, specs, side)
-        fresh = compiler_of(world).compile(request, tensors, specs, side)
+        joined = used.compile(contents, tensors, specs, side, compute_types=compute_types)
+        fresh = compiler_of(world).compile(contents, tensors, specs, side, compute_types=compute_types)
         assert [(base, part.kind) for base, part in joined.parts] == [(base, part.kind) for base, part in fresh.parts]
         memory = copied(joined)
         assert torch.equal(memory, copied(fresh))
@@ -184,8 +180,8 @@ def test_the_joined_shares_of_all_ranks_tile_the_plan(data):
     compilers = [PlanCompiler(model, everywhere(model.layers, ranks), "adaptive", rank, ranks) for rank in range(ranks)]
     specs = specs_of(tensors)
     for _ in range(3):
-        request = data.draw(requests(model))
-        plans = [each.compile(request, tensors, specs, ()) for each in compilers]
+        contents = data.draw(contents_of(model))
+        plans = [each.compile(contents, tensors, specs, ()) for each in compilers]
         assert sum(map(cover_difference, plans)) % PRIME == 0
         written = [entry for plan in plans for _, part in plan.parts if part.is_written for entry in part.entries]
         held = sum(prod(spec.global_shape) for spec in specs)
@@ -198,17 +194,15 @@ def test_what_is_known_of_an_operator_is_not_worked_out_again():
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
     compiler, specs = PlanCompiler(model, everywhere(model.layers, 1), "adaptive", 0, 1), specs_of(tensors)
     window = Window(1, (model.everything[:5], model.everything[5:]))
-    none: Future = Future()
-    types: dict[str, str] = {}
-    plain = SnapshotRequest(1, 0, 0, model.everything, (), (), types, None, 0, none, (), {}, {})
-    slot = replace(plain, operators=window.slots[0], compute_only=window.slots[1], window=window)
+    plain = Contents(model.everything)
+    slot = replace(plain, full=window.slots[0], compute=window.slots[1], window=WindowPlace(1, 2, 0))
     compiler.compile(plain, tensors, specs, ())
     compiler.compile(slot, tensors, specs, ())
     known = {id(cut) for plan in compiler._plans.values() for _, part in plan.parts for cut in part.cuts}
     for start in range(1, len(model.everything) - 5):
         chosen = model.everything[start : start + 5]
-        for request in (replace(plain, operators=chosen), replace(slot, operators=chosen[:2], compute_only=chosen[2:])):
-            plan = compiler.compile(request, tensors, specs, ())
+        for contents in (replace(plain, full=chosen), replace(slot, full=chosen[:2], compute=chosen[2:])):
+            plan = compiler.compile(contents, tensors, specs, ())
             cuts = [cut for _, part in plan.parts for cut in part.cuts]
             light = {cut.operator for cut in cuts if cut.is_replay}
             assert all(id(cut) in known or cut.operator in light for cut in cuts)
@@ -220,14 +214,14 @@ def test_what_was_described_for_one_plan_alone_is_forgotten(monkeypatch):
     monkeypatch.setattr(local_state, "_REMEMBERED", 32)
     model = catalog(2, 6)
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
-    specs, none = specs_of(tensors), Future()
+    specs = specs_of(tensors)
     make = lambda: PlanCompiler(model, everywhere(model.layers, 2), "adaptive", 0, 2)  # noqa: E731
     used, shelves, sizes = make(), set(), []
     for step in range(40):
         chosen = tuple(op for at, op in enumerate(model.everything) if (at + step) % 3)
-        request = SnapshotRequest(step, 0, 0, chosen, (), (), {}, None, 0, none, (), {}, {})
+        contents = Contents(chosen)
         side = [SliceEntry(f"side/0/{step}", "", "U8", (0,), (3,), (3,))]
-        plan, fresh = used.compile(request, tensors, specs, side), make().compile(request, tensors, specs, side)
+        plan, fresh = used.compile(contents, tensors, specs, side), make().compile(contents, tensors, specs, side)
         memory = copied(plan)
         assert torch.equal(memory, copied(fresh))
         for (base, part), (_, other) in zip(plan.parts, fresh.parts, strict=True):
@@ -256,9 +250,9 @@ def test_experts_the_rest_and_what_stays_in_memory_go_to_different_parts():
     model = catalog(1, 4)
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
     stored, held = model.everything[:-2], model.everything[-2:]
-    request = SnapshotRequest(1, 0, 0, stored, held, (), {}, None, 0, Future(), (), {}, {})
+    contents = Contents(stored, held)
     compiler = PlanCompiler(model, everywhere(model.layers, 1), "none", 0, 1)
-    plan = compiler.compile(request, tensors, specs_of(tensors), sides(2))
+    plan = compiler.compile(contents, tensors, specs_of(tensors), sides(2))
     assert {part.kind: (part.operators, len(part.side)) for _, part in plan.parts} == {
         "expert": (("expert/0/0", "expert/0/1"), 0),
         "non_expert": (("gate/0", "non_expert/embed"), 2),

@@ -17,8 +17,9 @@ import pytest
 from moe_ckpt import Memory
 from moe_ckpt.cli.main import main
 from moe_ckpt.comm.communicator import SoloCommunicator, largest
-from moe_ckpt.core.memory_retention import MemoryStep, needed
+from moe_ckpt.core.memory_retention import needed
 from moe_ckpt.core.operators import expert_id
+from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.events import StepRecord
 from moe_ckpt.engine.room import Room
@@ -32,6 +33,7 @@ from moe_ckpt.storage import LocalStorage, Storage
 from tests.support.bad_disks import SmallDisk
 from tests.support.deleting import delete_tree
 from tests.support.spoiled import blank, flip
+from tests.unit.builders import memory_step
 from tests.unit.engine_parts import (
     ALL,
     PATIENCE_SECS,
@@ -765,16 +767,16 @@ def test_copies_do_not_pile_up(where, tmp_path):
 
 
 def dense(sequence, complete=True):
-    return MemoryStep(sequence, complete=complete)
+    return memory_step(sequence, complete=complete)
 
 
 def slot(sequence, window, place, size=3, complete=True, copied=True):
-    return MemoryStep(sequence, window, place, size, complete, copied)
+    return memory_step(sequence, window=WindowPlace(window, size, place), complete=complete, copied=copied)
 
 
 def alone(sequence, complete=True):
     """Without copies on peers."""
-    return MemoryStep(sequence, complete=complete, copied=False)
+    return memory_step(sequence, complete=complete, copied=False)
 
 
 @pytest.mark.parametrize(

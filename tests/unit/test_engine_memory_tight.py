@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from moe_ckpt import Memory
+from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.room import Room
 from moe_ckpt.policies import Dense, MoC, MoEvement
-from moe_ckpt.slices.request import SnapshotRequest
 from moe_ckpt.storage import LocalStorage
 from tests.support.waiting import retry_until
 from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, manifests, run_threads
@@ -57,9 +57,9 @@ def least_nbytes(root: Path, name: str, replicas: int, monkeypatch: pytest.Monke
     """Of two of the largest checkpoints that a rank makes without a limit; and one snapshot more beside windows."""
     found, find = list[tuple[int, int]](), Room.find
 
-    def finding(room: Room, request: SnapshotRequest, needs: Any, *more: Any, **how: Any) -> Any:
-        found.append((request.window.size if request.window else 1, sum(needs)))
-        return find(room, request, needs, *more, **how)
+    def finding(room: Room, identity: Step, contents: Contents, needs: Any, *more: Any, **how: Any) -> Any:
+        found.append((contents.window.size if contents.window else 1, sum(needs)))
+        return find(room, identity, contents, needs, *more, **how)
 
     with monkeypatch.context() as patched:
         patched.setattr(Room, "find", finding)

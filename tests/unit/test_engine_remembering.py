@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from moe_ckpt.core.cover_sum import PRIME, cover_sum
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full
+from moe_ckpt.core.step import Contents, WindowPlace
 from moe_ckpt.core.window import Window, slot_plan
 from moe_ckpt.engine.run_ledger import places
 from moe_ckpt.engine.snapshot import copy_at_once
@@ -22,11 +22,9 @@ from moe_ckpt.slices import compiling
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler, cover_difference
 from moe_ckpt.slices.copier import carry_out
 from moe_ckpt.slices.copying import target
-from moe_ckpt.slices.request import SnapshotRequest
 from tests.unit.builders import catalog
 
 MODEL = catalog(2, 4)
-OWN_TYPES: dict[str, str] = {}
 
 
 def state(*, sharded: bool = True) -> list[StateTensor]:
@@ -42,11 +40,9 @@ def compiler() -> PlanCompiler:
     return PlanCompiler(MODEL, everywhere(MODEL.layers, 1), "adaptive", 0, 1)
 
 
-def request(operators, held=(), frozen=(), compute=OWN_TYPES, step=1) -> SnapshotRequest:
-    window = Window(1, (tuple(operators), tuple(frozen))) if frozen else None
-    none = np.zeros((2, 4), dtype=np.int64)
-    chosen = tuple(operators), tuple(held), tuple(frozen)
-    return SnapshotRequest(step, 0, 0, *chosen, compute, window, 0, none, (), {}, {})
+def contents(operators, held=(), frozen=()) -> Contents:
+    window = WindowPlace(1, 2, 0) if frozen else None
+    return Contents(tuple(operators), tuple(held), tuple(frozen), window=window)
 
 
 SIDE = SliceEntry("side/0/x", "", "F32", (0,), (1,), (1,))
@@ -59,26 +55,24 @@ def entries(plan: CompiledPlan) -> list[SliceEntry]:
 def test_the_same_request_gets_the_same_plan_at_every_step():
     tensors, made = state(), compiler()
     specs = specs_of(tensors)
-    first = made.compile(request(MODEL.everything), tensors, specs, [SIDE])
-    assert made.compile(request(tuple(MODEL.everything), step=9), list(tensors), specs, [SIDE]) is first
-    assert made.compile(request(MODEL.everything[:3]), tensors, specs, [SIDE]) is not first
-    assert made.compile(request(MODEL.everything), tensors, specs, [SIDE]) is first
+    first = made.compile(contents(MODEL.everything), tensors, specs, [SIDE])
+    assert made.compile(contents(tuple(MODEL.everything)), list(tensors), specs, [SIDE]) is first
+    assert made.compile(contents(MODEL.everything[:3]), tensors, specs, [SIDE]) is not first
+    assert made.compile(contents(MODEL.everything), tensors, specs, [SIDE]) is first
 
 
 def test_a_layout_that_is_listed_anew_and_says_the_same_is_the_same():
     tensors, made = state(), compiler()
     types = dict.fromkeys(MODEL.parameters, "BF16")
-    slot = lambda types: request(MODEL.everything[:3], (), MODEL.everything[3:], types)  # noqa: E731
-    first = made.compile(slot(types), tensors, specs_of(tensors), ())
-    assert made.compile(slot(dict(types)), tensors, list(specs_of(tensors)), ()) is first
-    other = made.compile(
-        request(MODEL.everything[:4], (), MODEL.everything[4:], dict(types)), tensors, specs_of(tensors), ()
-    )
+    slot, longer = (contents(MODEL.everything[:n], (), MODEL.everything[n:]) for n in (3, 4))
+    first = made.compile(slot, tensors, specs_of(tensors), (), compute_types=types)
+    assert made.compile(slot, tensors, list(specs_of(tensors)), (), compute_types=dict(types)) is first
+    other = made.compile(longer, tensors, specs_of(tensors), (), compute_types=dict(types))
     assert other.claims is first.claims
     known = {id(cut) for _, part in first.parts for cut in part.cuts}
     assert all(id(cut) in known for _, part in other.parts for cut in part.cuts if cut.is_replay), "described once"
     specs = [replace(spec, dtype="BF16") for spec in specs_of(tensors)]
-    assert made.compile(slot(types), tensors, specs, ()) is not first
+    assert made.compile(slot, tensors, specs, (), compute_types=types) is not first
 
 
 def test_slots_of_a_window_come_back_to_their_own_plans():
@@ -86,10 +80,10 @@ def test_slots_of_a_window_come_back_to_their_own_plans():
     slots = MODEL.everything[:half], MODEL.everything[half:]
     tensors, made = state(), compiler()
     specs = specs_of(tensors)
-    first = [made.compile(request(slots[0], (), slots[1]), tensors, specs, ())]
-    first += [made.compile(request(slots[1]), tensors, specs, ())]
-    again = [made.compile(request(slots[0], (), slots[1]), tensors, specs, ())]
-    again += [made.compile(request(slots[1]), tensors, specs, ())]
+    first = [made.compile(contents(slots[0], (), slots[1]), tensors, specs, ())]
+    first += [made.compile(contents(slots[1]), tensors, specs, ())]
+    again = [made.compile(contents(slots[0], (), slots[1]), tensors, specs, ())]
+    again += [made.compile(contents(slots[1]), tensors, specs, ())]
     assert all(one is other for one, other in zip(first, again, strict=True))
 
 
@@ -97,7 +91,7 @@ def test_what_every_plan_saves_is_laid_out_once():
     tensors, made = state(), compiler()
     specs = specs_of(tensors)
     shared = tuple(op.id for op in MODEL.always_saved)
-    plans = [made.compile(request((*shared, op.id)), tensors, specs, [SIDE]) for op in MODEL.experts[:3]]
+    plans = [made.compile(contents((*shared, op.id)), tensors, specs, [SIDE]) for op in MODEL.experts[:3]]
     parts = [[part for _, part in plan.parts if part.kind == "non_expert"] for plan in plans]
     assert parts[0][0] is parts[1][0] is parts[2][0]
 
@@ -105,9 +99,9 @@ def test_what_every_plan_saves_is_laid_out_once():
 def test_frozen_weights_follow_a_change_of_their_types():
     tensors, made = state(), compiler()
     specs = specs_of(tensors)
-    wide = made.compile(request((), (), MODEL.everything, {}), tensors, specs, ())
+    wide = made.compile(contents((), (), MODEL.everything), tensors, specs, ())
     types = dict.fromkeys(MODEL.parameters, "BF16")
-    narrow = made.compile(request((), (), MODEL.everything, types), tensors, specs, ())
+    narrow = made.compile(contents((), (), MODEL.everything), tensors, specs, (), compute_types=types)
     assert {entry.dtype for entry in entries(wide)} == {"F32"}
     assert {entry.dtype for entry in entries(narrow)} == {"BF16"}
 
@@ -118,7 +112,7 @@ def test_host_only_operators_move_to_their_own_part_and_back():
     expert = MODEL.experts[0].id
     rest = tuple(op for op in MODEL.everything if op != expert)
     plans = [
-        made.compile(request(operators, held), tensors, specs, ())
+        made.compile(contents(operators, held), tensors, specs, ())
         for operators, held in ((MODEL.everything, ()), (rest, (expert,)), (MODEL.everything, ()))
     ]
     kinds = [[part.kind for _, part in plan.parts] for plan in plans]
@@ -133,7 +127,7 @@ def test_side_tensors_of_each_time_are_copied():
     tensors, made = state(), compiler()
     specs = specs_of(tensors)
     for value in (1.0, 2.0):
-        plan = made.compile(request(MODEL.everything), tensors, specs, [SIDE])
+        plan = made.compile(contents(MODEL.everything), tensors, specs, [SIDE])
         memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
         parts = [(part, memory[base : base + part.nbytes]) for base, part in plan.parts]
         copy_at_once(parts, [(SIDE, torch.tensor([value]))])
@@ -144,9 +138,9 @@ def test_side_tensors_of_each_time_are_copied():
 def test_another_tensor_object_of_the_same_name_makes_another_plan():
     tensors, made = state(), compiler()
     specs = specs_of(tensors)
-    first = made.compile(request(MODEL.everything), tensors, specs, ())
+    first = made.compile(contents(MODEL.everything), tensors, specs, ())
     tensors = [replace(tensors[0], local=tensors[0].local.clone()), *tensors[1:]]
-    second = made.compile(request(MODEL.everything), tensors, specs, ())
+    second = made.compile(contents(MODEL.everything), tensors, specs, ())
     assert second is not first
     memory = torch.zeros(second.nbytes, dtype=torch.uint8)
     tensors[0].local.fill_(3.0)
@@ -163,10 +157,10 @@ def test_another_tensor_object_of_the_same_name_makes_another_plan():
 def test_memory_of_tensors_that_are_gone_is_let_go():
     tensors, made = state(), compiler()
     seen = [weakref.ref(tensor.local) for tensor in tensors]
-    made.compile(request(MODEL.everything), tensors, specs_of(tensors), ())
-    made.compile(request(MODEL.everything[:3]), tensors, specs_of(tensors), ())
+    made.compile(contents(MODEL.everything), tensors, specs_of(tensors), ())
+    made.compile(contents(MODEL.everything[:3]), tensors, specs_of(tensors), ())
     other = state()
-    made.compile(request(MODEL.everything), other, specs_of(other), ())
+    made.compile(contents(MODEL.everything), other, specs_of(other), ())
     del tensors
     assert not any(one() is not None for one in seen)
 
@@ -176,9 +170,9 @@ def test_few_plans_are_kept_of_a_large_model(monkeypatch):
     tensors, made = state(), compiler()
     specs = specs_of(tensors)
     for op in MODEL.experts:
-        made.compile(request((op.id,)), tensors, specs, ())
+        made.compile(contents((op.id,)), tensors, specs, ())
     assert 1 <= sum(len(entries(plan)) for plan in made._plans.values()) <= 40
-    assert made.compile(request((MODEL.experts[-1].id,)), tensors, specs, ()) is made._plans.values()[-1]
+    assert made.compile(contents((MODEL.experts[-1].id,)), tensors, specs, ()) is made._plans.values()[-1]
 
 
 @pytest.mark.parametrize("sharding", ["none", "equal", "adaptive"])
@@ -191,7 +185,7 @@ def test_the_differences_of_all_ranks_add_up_to_nothing(sharding, saved):
     for rank in range(ranks):
         tensors = state(sharded=False)
         made = PlanCompiler(MODEL, everywhere(MODEL.layers, ranks), sharding, rank, ranks)
-        plans.append(made.compile(request(operators), tensors, specs_of(tensors), ()))
+        plans.append(made.compile(contents(operators), tensors, specs_of(tensors), ()))
     differences = [cover_difference(plan) for plan in plans]
     assert sum(differences) % PRIME == 0
     (_, part), *_ = plans[0].parts

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_ckpt.core.tokens import FaultRecord
+from moe_ckpt.core.anchors import GradientGroups
+from moe_ckpt.core.step import WindowPlace
+from moe_ckpt.core.tokens import NO_COUNTS, FaultRecord
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.sealed import seal, unseal
-from moe_ckpt.format.slot import SlotHeader, WindowPlace, decode_slot, encode_slot
+from moe_ckpt.format.slot import SlotHeader, decode_slot, encode_slot
 from tests.support.replicas import slot_header
 
 HEADER = slot_header("run", 9, 0, 1, 2, 64, ())
@@ -54,9 +56,9 @@ def edited(header: SlotHeader, edit: Callable[[dict[str, Any]], object]) -> byte
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda body: body["facts"].update(since=body["sequence"] + 1), "since .* is after .sequence"),
+        (lambda body: body["contents"].update(since=body["sequence"] + 1), "since .* is after .sequence"),
         (lambda body: body.update(rank=body["world_size"]), "rank .* is not below"),
-        (lambda body: body["facts"].update(window={"start": 1, "size": 2, "slot": 2}), "window.slot 2 is not below"),
+        (lambda body: body["contents"].update(window={"start": 1, "size": 2, "slot": 2}), "window.slot 2 is not below"),
         (lambda body: body["facts"].update(faults=[[1, 2]]), "faults"),
         (lambda body: body["facts"].update(faults=[[1, 2, 3, 4]]), "mlt has 0 numbers for 1 recoveries"),
     ],
@@ -68,8 +70,8 @@ def test_fields_that_contradict_one_another_are_damage(edit, said):
 
 def test_fields_of_a_later_version_are_ignored():
     window = {"start": 1, "size": 2, "slot": 1, "later": 5}
-    facts = decode_slot(edited(HEADER, lambda body: body["facts"].update(window=window, later=6)), "a").facts
-    assert facts.window == WindowPlace(1, 2, 1)
+    raw = edited(HEADER, lambda body: body["contents"].update(window=window, later=6))
+    assert decode_slot(raw, "a").contents.window == WindowPlace(1, 2, 1)
 
 
 def test_what_a_copy_lacks_is_said_of_it():
@@ -77,27 +79,27 @@ def test_what_a_copy_lacks_is_said_of_it():
 
 
 def test_a_step_of_a_gradient_log_says_what_it_needs():
-    header = replace(HEADER, facts=replace(HEADER.facts, since=7))
-    assert decode_slot(encode_slot(header), "a").facts.since == 7
+    header = replace(HEADER, contents=replace(HEADER.contents, since=7))
+    assert decode_slot(encode_slot(header), "a").contents.since == 7
 
 
 def test_what_gradients_lead_to_is_told_where_that_is_not_everything():
-    header = replace(HEADER, facts=replace(HEADER.facts, since=7, gradients=("expert/0/1",)))
-    assert decode_slot(encode_slot(header), "a").facts.gradients == ("expert/0/1",)
-    assert decode_slot(encode_slot(HEADER), "a").facts.gradients == ()
+    header = replace(HEADER, contents=replace(HEADER.contents, since=7, gradients=("expert/0/1",)))
+    assert decode_slot(encode_slot(header), "a").contents.gradients == ("expert/0/1",)
+    assert decode_slot(encode_slot(HEADER), "a").contents.gradients == ()
 
 
 def test_gradients_in_slots_of_their_own_are_named_by_the_step_and_by_themselves():
-    facts = replace(HEADER.facts, since=7, groups=((3, 4), (6,)))
-    step = decode_slot(encode_slot(replace(HEADER, facts=facts, beside=(0, 1))), "a")
-    assert (step.facts.groups, step.beside) == (((3, 4), (6,)), (0, 1))
+    contents = replace(HEADER.contents, since=7, groups=GradientGroups(((3, 4), (6,)), NO_COUNTS))
+    step = decode_slot(encode_slot(replace(HEADER, contents=contents, beside=(0, 1))), "a")
+    assert (step.contents.groups.groups, step.beside) == (((3, 4), (6,)), (0, 1))
     alone = decode_slot(encode_slot(replace(HEADER, only="gradients", place=1)), "a")
-    assert (alone.only, alone.place, alone.facts.groups) == ("gradients", 1, ())
+    assert (alone.only, alone.place, alone.contents.groups) == ("gradients", 1, None)
 
 
 def test_tokens_that_ranks_had_not_agreed_on_come_back_beside_those_that_they_had():
-    header = replace(HEADER, facts=replace(HEADER.facts, own=np.array([[3, 0, 41]])))
-    assert decode_slot(encode_slot(header), "a").facts.own.tolist() == [[3, 0, 41]]
+    header = replace(HEADER, facts=replace(HEADER.facts, counted=np.array([[3, 0, 41]])))
+    assert decode_slot(encode_slot(header), "a").facts.counted.tolist() == [[3, 0, 41]]
 
 
 @pytest.mark.parametrize("version", [0, 2, 10])

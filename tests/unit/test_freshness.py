@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN, Checksums, of_all
+from moe_ckpt.core.step import Contents, WindowPlace
 from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.slices.compiling import GRADIENTS
@@ -69,9 +70,9 @@ def _part(kind: str, key: str, digest: int) -> SimpleNamespace:
 def test_an_optimizer_that_rests_is_not_stale_where_another_one_consumes_gradients(logged, shows):
     watch, anchors = FreshnessWatch(), _part("expert", "optim/0/state/w/exp_avg", 7)
     parts = [anchors, *([_part(GRADIENTS, "grad/0/v", 1)] if logged else [])]
-    snapshot = SimpleNamespace(request=SimpleNamespace(updates=1, window=None))
+    snapshot = SimpleNamespace(facts=SimpleNamespace(updates=1), contents=Contents(()))
     assert watch.seen(snapshot, parts) == UNKNOWN, "nothing was sealed before"
-    snapshot.request.updates = 2
+    snapshot.facts.updates = 2
     assert watch.seen(snapshot, parts) == shows
 
 
@@ -82,15 +83,15 @@ def test_an_optimizer_that_rests_is_not_stale_where_another_one_consumes_gradien
 )
 def test_a_sparse_window_is_stale_if_nothing_in_all_its_slots_has_changed(digests, shows):
     """The operators of one slot may all be experts that got no tokens."""
-    watch, window = FreshnessWatch(), SimpleNamespace(size=2)
+    watch = FreshnessWatch()
     entries = [SimpleNamespace(key=f"optim/0/{name}/exp_avg") for name in "vw"]
 
     def seen(updates: int, slot: int, digest: int) -> int:
         slices = SimpleNamespace(entries=entries, numbers=np.full(1, slot, dtype=np.int64))
         part = SimpleNamespace(kind="expert", cuts=(1,), slices=slices)
-        request = SimpleNamespace(updates=updates, window=window, slot=slot)
+        contents, facts = Contents((), window=WindowPlace(1, 2, slot)), SimpleNamespace(updates=updates)
         sealed = SimpleNamespace(part=part, checksums=np.asarray([digest], dtype=np.uint64))
-        return watch.seen(SimpleNamespace(request=request), [sealed])
+        return watch.seen(SimpleNamespace(contents=contents, facts=facts), [sealed])
 
     assert [seen(1, 0, 7), seen(2, 1, 7)] == [UNKNOWN, UNKNOWN], "nothing was sealed before"
     assert [seen(3, 0, digests[0]), seen(4, 1, digests[1])] == shows

@@ -11,7 +11,7 @@ from moe_ckpt.core.anchors import MOST_SLOTS, NONE, Anchors
 from moe_ckpt.core.memory_retention import MemoryStep, is_live, live_groups, needed, newest_checkpoint
 from moe_ckpt.core.memory_shares import Share, checkpoints_of, without
 from moe_ckpt.core.rolling import held_bytes_per_parameter, most_held_bytes_per_parameter
-from tests.unit.builders import catalog
+from tests.unit.builders import catalog, memory_step
 
 
 @dataclass
@@ -39,8 +39,7 @@ class Memory:
         self.book.begun(sequence, sequence, full, together=together)
         anchors = dict(zip(self.everything, self.book.steps.tolist(), strict=True))
         self.anchored[sequence] = anchors
-        alive = frozenset(number for each in found.groups for number in each)
-        self.steps[sequence] = MemoryStep(sequence, since=since, groups=alive, copied=copied)
+        self.steps[sequence] = memory_step(sequence, since=since, groups=found.groups, copied=copied)
         return True
 
     def settle(self, sequence: int, *, complete: bool, copied: bool) -> None:
@@ -59,10 +58,10 @@ class Memory:
 
     def require(self, last: MemoryStep) -> None:
         """Everything that leads to a step is there: for each operator its gradients since its anchor."""
-        for operator, anchor in self.anchored[last.sequence].items():
+        for operator, anchor in self.anchored[last.number].items():
             assert anchor != NONE
             assert anchor in self.steps
-            for sequence in range(anchor + 1, last.sequence + 1):
+            for sequence in range(anchor + 1, last.number + 1):
                 there = (ops for key, ops in self.slots.items() if key[0] == sequence)
                 assert any(operator in ops for ops in there), (operator, anchor, sequence, last)
 

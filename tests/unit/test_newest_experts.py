@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.memory_retention import MemoryStep, with_newest_experts
+from tests.unit.builders import memory_step
 
 EXPERTS = 6
 
@@ -16,7 +17,7 @@ def held(draw: st.DrawFn) -> list[MemoryStep]:
     for sequence in range(draw(st.integers(0, 10))):
         experts = draw(st.integers(0, (1 << EXPERTS) - 1))
         found.append(
-            MemoryStep(
+            memory_step(
                 sequence,
                 complete=draw(st.sampled_from([True, True, False, None])),
                 copied=draw(st.booleans()),
@@ -39,18 +40,18 @@ def test_the_newest_version_of_every_expert_stays_in_each_memory(steps: list[Mem
                 for step in steps
                 if step.complete and (step.copied or not peers) and (step.sent if peers else step.experts) >> expert & 1
             ]
-            newest = max(having, key=lambda step: step.sequence, default=None)
+            newest = max(having, key=lambda step: step.number, default=None)
             if newest is not None and not newest.on_storage:
-                needed.add(newest.sequence)
+                needed.add(newest.number)
     assert kept == needed
 
 
 def test_turns_are_kept_for_a_round_and_no_longer():
     """Two of six experts at each step: three snapshots have all, and peers get one of six, which takes six."""
     steps = [
-        MemoryStep(at, complete=True, experts=1 << at % 6 | 1 << (at + 1) % 6, sent=1 << at % 6) for at in range(20)
+        memory_step(at, complete=True, experts=1 << at % 6 | 1 << (at + 1) % 6, sent=1 << at % 6) for at in range(20)
     ]
     assert with_newest_experts(steps) == (14, 15, 16, 17, 18, 19)
-    alone = [MemoryStep(at, complete=True, copied=False, experts=3 << 2 * at % 6) for at in range(20)]
+    alone = [memory_step(at, complete=True, copied=False, experts=3 << 2 * at % 6) for at in range(20)]
     assert with_newest_experts(alone) == (17, 18, 19)
-    assert with_newest_experts([MemoryStep(0, complete=True, experts=63), *alone[1:]]) == (17, 18, 19)
+    assert with_newest_experts([memory_step(0, complete=True, experts=63), *alone[1:]]) == (17, 18, 19)

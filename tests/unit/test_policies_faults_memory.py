@@ -17,9 +17,10 @@ from benchmarks.moc_sim import catalog
 from moe_ckpt import Memory
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.run_ledger import Pending, RunLedger, places
+from moe_ckpt.engine.run_ledger import InFlight, RunLedger, places
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies import Guarded, MoC, MoEtion
 from moe_ckpt.policies.selectors import SELECTORS
@@ -78,10 +79,13 @@ class Run:
         stored = tuple(op for op in self.model.everything if op in chosen)
         held = tuple(op for op in plan.operators(Tier.HOST) if op not in chosen)
         tokens, index = self.ledger.tokens, self.ledger.index
-        pending = Pending(self.model, self.now, self.generation, stored, held, tokens.applied.copy(), {}, stored=due)
         self.sequence += 1
-        self.ledger.begun(self.sequence, pending, self.sequence)
-        saved = self._saved(pending.operators_in(Tier.HOST), index)
+        identity, contents = (
+            Step("", "", self.generation, self.now, self.sequence),
+            Contents(stored, held, to_storage=due),
+        )
+        self.ledger.begun(InFlight(identity, contents, tokens.applied.copy()))
+        saved = self._saved(contents.brings(Tier.HOST, self.model.everything), index)
         self.ledger.in_memory(self.sequence, complete=complete)
         if complete:
             self.memory = [*(each for each in self.memory if each.generation == self.generation), saved]

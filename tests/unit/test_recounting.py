@@ -12,12 +12,12 @@ import pytest
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.memory_shares import Share
+from moe_ckpt.core.step import Facts
 from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.engine import surviving
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.format.manifest import Manifest, ModelRecord
-from moe_ckpt.format.slot import StepFacts
 from moe_ckpt.localized.attempt import LocalPart
 from moe_ckpt.localized.rejoining import Rejoining, with_tokens
 from moe_ckpt.localized.segments import LocalRecovery, Segment, local_recoveries
@@ -41,7 +41,7 @@ def summed(recounted=(), *, agreed=False) -> list[list[int]]:
     found = SnapshotFacts()
     for rank, own in enumerate(COUNTED):
         found.add(rank, Described((0, ""), (), None if agreed and rank == 0 else own), None)
-    found.facts = StepFacts(0, "", (), None, BEFORE, own=None if agreed else COUNTED[0])
+    found.facts = Facts(0, "", BEFORE, counted=None if agreed else COUNTED[0])
     found.settle(recounted)
     return found.require_facts(7).applied.tolist()
 

@@ -9,9 +9,10 @@ import pytest
 
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Contents, Step, WindowPlace
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine.run_ledger import Pending, RunLedger
+from moe_ckpt.engine.run_ledger import InFlight, RunLedger
 from moe_ckpt.engine.session import StepRecord
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.metrics import facts_of
@@ -26,8 +27,14 @@ def counts(*tokens):
     return np.array([tokens], dtype=np.int64)
 
 
-def begin(run_ledger, sequence, step, operators, held=()):
-    run_ledger.begun(sequence, Pending(MODEL, step, 0, operators, held, run_ledger.tokens.applied.copy(), {}))
+def entry(run_ledger, number, step, operators, held=(), window=None, slot=0):
+    at = None if window is None else WindowPlace(window.start, window.size, slot)
+    contents, identity = Contents(operators, held, window=at), Step("run", "", 0, step, number)
+    return InFlight(identity, contents, run_ledger.tokens.applied.copy())
+
+
+def begin(run_ledger, number, step, operators, held=()):
+    run_ledger.begun(entry(run_ledger, number, step, operators, held))
 
 
 def context(run_ledger, step):
@@ -59,8 +66,7 @@ def test_nothing_builds_on_a_window_that_is_under_way_or_on_what_came_before_it(
     run_ledger, window = saved_at_one(), Window(2, (EVERYTHING[:2], EVERYTHING[2:]))
     for slot in range(2):
         assert context(run_ledger, 2 + slot).run.missing == ()
-        pending = Pending(MODEL, 2 + slot, 0, EVERYTHING, (), run_ledger.tokens.applied.copy(), {}, window, slot)
-        run_ledger.begun(1 + slot, pending)
+        run_ledger.begun(entry(run_ledger, 1 + slot, 2 + slot, EVERYTHING, (), window, slot), window)
     assert context(run_ledger, 4).run.missing == EVERYTHING
     begin(run_ledger, 3, 4, EVERYTHING[1:])
     assert context(run_ledger, 5).run.missing == EVERYTHING[:1]
@@ -73,8 +79,7 @@ def test_nothing_builds_on_a_slot_whose_window_was_broken_off():
     run_ledger, window = saved_at_one(), Window(2, (EVERYTHING[:2], EVERYTHING[2:]))
     for step in (2, 3, 4):
         slot = step % 2
-        applied = run_ledger.tokens.applied.copy()
-        run_ledger.begun(step, Pending(MODEL, step, 0, window.slots[slot], (), applied, {}, window, slot))
+        run_ledger.begun(entry(run_ledger, step, step, window.slots[slot], (), window, slot), window)
     for sequence in (2, 3):
         run_ledger.resolved(sequence, committed=True)
     assert context(run_ledger, 5).run.missing == EVERYTHING, (
@@ -86,15 +91,16 @@ def test_nothing_builds_on_a_slot_whose_window_was_broken_off():
 def test_whatever_is_under_way_a_checkpoint_that_adds_what_is_missing_is_whole(seed):
     """Parts, windows that end and windows that are broken off, in any order, while up to two are being written."""
     rng, run_ledger = random.Random(seed), RunLedger(MODEL)
-    under_way: list[tuple[int, Pending]] = []
+    under_way: list[InFlight] = []
     held, window, slot = set(), None, 0  # operators that a partial checkpoint may build on, as of what is committed
     for step in range(1, 60):
         while len(under_way) > rng.randrange(3):
-            sequence, pending = under_way.pop(0)
-            if pending.is_checkpoint:
-                held = set() if pending.window is not None else held | set(pending.operators)
-                assert pending.window is not None or held == set(EVERYTHING), f"step {pending.step} lacks operators"
-            run_ledger.resolved(sequence, committed=True)
+            snapshot = under_way.pop(0)
+            contents = snapshot.contents
+            if contents.is_checkpoint:
+                held = set() if contents.window is not None else held | set(contents.full)
+                assert contents.window is not None or held == set(EVERYTHING), f"step {snapshot.step} lacks operators"
+            run_ledger.resolved(snapshot.identity.number, committed=True)
         missing = context(run_ledger, step).run.missing
         if window is not None and rng.random() < 0.8:
             slot += 1
@@ -107,10 +113,9 @@ def test_whatever_is_under_way_a_checkpoint_that_adds_what_is_missing_is_whole(s
         operators = window.slots[slot] if window is not None else tuple(op for op in EVERYTHING if op in chosen)
         if not operators:
             continue
-        applied = run_ledger.tokens.applied.copy()
-        pending = Pending(MODEL, step, 0, operators, (), applied, {}, window, slot)
-        run_ledger.begun(step, pending)
-        under_way.append((step, pending))
+        snapshot = entry(run_ledger, step, step, operators, (), window, slot)
+        run_ledger.begun(snapshot, window)
+        under_way.append(snapshot)
         window = None if window is None or slot + 1 == window.size else window
 
 

@@ -49,7 +49,7 @@ def test_the_two_newest_steps_are_there(keeper, steps):
     headers = sealed(keeper)
     assert headers.keys() == {step for step in (steps - 1, steps) if step}
     for step, header in headers.items():
-        assert header.facts.own.tolist() == [[3, 4]]
+        assert header.facts.counted.tolist() == [[3, 4]]
         assert unseal(header.state, "")["state"]["step"] == step
 
 

@@ -14,6 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+from moe_ckpt.core.step import Contents, Step
 
 
 @dataclass(frozen=True)
@@ -21,72 +25,88 @@ class MemoryStep:
     """A snapshot in memory.
 
     Attributes:
-        sequence: Snapshots before it.
-        window: First step of its sparse window; None for a checkpoint that stands by itself.
-        slot: Its place in the window.
-        size: Steps of the window.
-        complete: Every rank has it; None as long as that is not known, False if it never will.
-        copied: So have the peers of every rank, or, as long as that is not known, they are to get it.
+        identity: Names it.
+        contents: What it holds.
         experts: Those that it holds, a bit each (``OperatorSets``); 0 for a step of a sparse window.
         sent: Of those, the ones that peers get.
+        complete: Every rank has it; None as long as that is not known, False if it never will.
+        copied: So have the peers of every rank, or, as long as that is not known, they are to get it.
         on_storage: A checkpoint on storage holds it.
-        since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it stands by itself.
-        groups: Of the same, the groups of operators that gradients lead to it (``core.anchors.GradientGroups``).
     """
 
-    sequence: int
-    window: int | None = None
-    slot: int = 0
-    size: int = 1
-    complete: bool | None = None
-    copied: bool = True
+    identity: Step
+    contents: Contents
     experts: int = 0
     sent: int = 0
+    complete: bool | None = None
+    copied: bool = True
     on_storage: bool = False
-    since: int | None = None
-    groups: frozenset[int] = frozenset()
+
+    @property
+    def number(self) -> int:
+        return self.identity.number
+
+    @property
+    def window(self) -> int | None:
+        """First step of its sparse window; None for a checkpoint by itself."""
+        return None if self.contents.window is None else self.contents.window.start
+
+    @property
+    def size(self) -> int:
+        """Steps of its window."""
+        return 1 if self.contents.window is None else self.contents.window.size
+
+    @property
+    def gradient_slots(self) -> Sequence[Sequence[int]]:
+        """The groups of operators whose gradients lie in each slot of a step of a gradient log."""
+        return () if self.contents.groups is None else self.contents.groups.groups
+
+    @cached_property
+    def groups(self) -> frozenset[int]:
+        """All groups of ``gradient_slots``."""
+        return frozenset(chain.from_iterable(self.gradient_slots))
 
 
 def with_newest_experts(in_memory: Iterable[MemoryStep]) -> tuple[int, ...]:
-    """Sequences of those that hold some expert's newest version in this memory, or in that of peers; ascending.
+    """Numbers of those that hold some expert's newest version in this memory, or in that of peers; ascending.
 
     Not those that storage has, and the newest version of an expert in one that storage has is not looked for further.
     """
-    steps = sorted((step for step in in_memory if step.complete), key=lambda step: -step.sequence)
+    steps = sorted((step for step in in_memory if step.complete), key=lambda step: -step.number)
     newest_here = _newest_versions((step, step.experts) for step in steps)
     return tuple(sorted(newest_here | _newest_versions((step, step.sent) for step in steps if step.copied)))
 
 
 def _newest_versions(steps: Iterable[tuple[MemoryStep, int]]) -> set[int]:
     """Of (snapshot, experts), newest first, those with experts that none before has."""
-    sequences, seen = set(), 0
+    numbers, seen = set(), 0
     for step, experts in steps:
         if experts & ~seen and not step.on_storage:
-            sequences.add(step.sequence)
+            numbers.add(step.number)
         seen |= experts
-    return sequences
+    return numbers
 
 
 def needed(in_memory: Iterable[MemoryStep]) -> frozenset[int]:
-    """The sequences that must stay, of those in memory."""
-    steps = sorted((step for step in in_memory if step.complete is not False), key=lambda step: step.sequence)
+    """The numbers of those that must stay, of those in memory."""
+    steps = sorted((step for step in in_memory if step.complete is not False), key=lambda step: step.number)
     return _newest_and_after(steps) | _newest_and_after([step for step in steps if step.copied])
 
 
 def _newest_and_after(steps: Sequence[MemoryStep]) -> frozenset[int]:
     """The newest checkpoint among ``steps``, in order, and what may become the next one."""
     newest = newest_checkpoint(steps)
-    last = newest[-1].sequence if newest else -1
-    after = [step for step in steps if step.sequence > last]
+    last = newest[-1].number if newest else -1
+    after = [step for step in steps if step.number > last]
     slots = Counter(step.window for step in after)
     under_way = after[-1].window if after else None
     # A window of which a step is missing, and that is not the one under way, was given up.
     unfinished = [step for step in after if step.window in (None, under_way) or slots[step.window] == step.size]
-    return frozenset(step.sequence for step in (*newest, *unfinished))
+    return frozenset(step.number for step in (*newest, *unfinished))
 
 
 Live = tuple[tuple[int, frozenset[int]], tuple[int, frozenset[int]]]
-"""(sequence, groups) of the newest checkpoint, and of the newest that peers have; -1 and no groups without any."""
+"""(number, groups) of the newest checkpoint, and of the newest that peers have; -1 and no groups without any."""
 
 
 def live_groups(in_memory: Iterable[MemoryStep]) -> Live:
@@ -100,7 +120,7 @@ def live_groups(in_memory: Iterable[MemoryStep]) -> Live:
 
 def _head(steps: Sequence[MemoryStep]) -> tuple[int, frozenset[int]]:
     newest = newest_checkpoint(steps)
-    return (newest[-1].sequence, newest[-1].groups) if newest else (-1, frozenset())
+    return (newest[-1].number, newest[-1].groups) if newest else (-1, frozenset())
 
 
 def is_live(step: MemoryStep, groups: Collection[int], live: Live) -> bool:
@@ -112,25 +132,26 @@ def is_live(step: MemoryStep, groups: Collection[int], live: Live) -> bool:
         live: Of ``live_groups``.
     """
     (newest, _), (newest_copied, _) = live
-    if not step.complete or step.sequence > (newest_copied if step.copied else newest):
+    if not step.complete or step.number > (newest_copied if step.copied else newest):
         return True  # it may become a part of the next one
-    return any(step.sequence <= sequence and not alive.isdisjoint(groups) for sequence, alive in live)
+    return any(step.number <= number and not alive.isdisjoint(groups) for number, alive in live)
 
 
 def newest_checkpoint(in_memory: Iterable[MemoryStep]) -> list[MemoryStep]:
     """The snapshots of the newest checkpoint that is complete, in order; none if there is none."""
-    steps = sorted(in_memory, key=lambda step: step.sequence)
+    steps = sorted(in_memory, key=lambda step: step.number)
     for step in reversed(steps):
-        if not step.complete or step.slot + 1 < step.size:
+        if not step.complete or not step.contents.is_checkpoint:
             continue
-        if step.since is not None:
-            chain = [member for member in steps if step.since <= member.sequence <= step.sequence and member.complete]
-            if len(chain) == step.sequence - step.since + 1:
-                return chain
+        since = step.contents.since
+        if since is not None:
+            log = [member for member in steps if since <= member.number <= step.number and member.complete]
+            if len(log) == step.number - since + 1:
+                return log
             continue
         if step.window is None:
             return [step]
         window = [member for member in steps if member.window == step.window and member.complete]
-        if [member.slot for member in window] == list(range(step.size)):
+        if [member.contents.slot for member in window] == list(range(step.size)):
             return window
     return []

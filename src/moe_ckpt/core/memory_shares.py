@@ -36,7 +36,7 @@ class Share:
         since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it is none.
         only: As of ``format.slot.SlotHeader``.
         unagreed: The ranks had not agreed on its step's tokens, so that those of all ranks are needed to know them.
-        groups: As of ``format.slot.StepFacts``.
+        groups: As of ``core.anchors.GradientGroups``.
         pieces: As of ``format.slot.SlotHeader``.
         held: For each of ``pieces``, the number that this slot has among the holder's; -1 if the holder lacks it.
         piece: Of a slot of gradients (``gradients_of``), as of ``format.slot.SlotHeader``.

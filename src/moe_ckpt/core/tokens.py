@@ -25,6 +25,7 @@ from moe_ckpt.core.plan import Tier
 Counts = npt.NDArray[np.int64]
 Experts = Iterable[tuple[int, int]] | Counts
 """``(layer, expert)`` of some experts, also as ``[n, 2]``."""
+NO_COUNTS: Counts = np.zeros((0, 0), dtype=np.int64)
 
 
 WINDOW_BEGAN = "window_began"

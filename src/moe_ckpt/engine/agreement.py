@@ -110,22 +110,21 @@ def _optional(to_number: Callable[[float], float], to_value: Callable[[int], flo
     )
 
 
-Ended = tuple[tuple[int, bool, bool], ...]
-"""Snapshots that ended: their sequences, which follow one another, whether they were committed, and whether files that
-they build upon are gone from storage."""
+Ended = tuple[tuple[bool, bool], ...]
+"""Snapshots for storage that ended, in the order in which they began: whether they were committed, and whether files
+that they build upon are gone from storage."""
 
 
-def _pack_ended(ended: Ended) -> tuple[int, int, int]:
+def _pack_ended(ended: Ended) -> tuple[int, int]:
     committed = lost = 1  # this bit says how many there are
-    for _, is_committed, is_lost in ended[:_MOST_ENDED]:
+    for is_committed, is_lost in ended[:_MOST_ENDED]:
         committed, lost = committed << 1 | is_committed, lost << 1 | is_lost
-    return (ended[0][0] if ended else 0), committed, lost
+    return committed, lost
 
 
 def _unpack_ended(numbers: Iterator[int]) -> Ended:
-    first, committed, lost = islice(numbers, 3)
-    flags = zip(f"{committed:b}"[1:], f"{lost:b}"[1:], strict=True)
-    return tuple((first + i, one == "1", other == "1") for i, (one, other) in enumerate(flags))
+    committed, lost = islice(numbers, 2)
+    return tuple((one == "1", other == "1") for one, other in zip(f"{committed:b}"[1:], f"{lost:b}"[1:], strict=True))
 
 
 ANY = Way(int, bool)

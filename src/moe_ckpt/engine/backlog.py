@@ -10,11 +10,11 @@ from collections import deque
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.cadence import StorageFacts, goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan
-from moe_ckpt.core.window import Window
+from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.engine.agreement import StepConsensus
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.pipeline import Pipeline
-from moe_ckpt.engine.run_ledger import Pending, RunLedger
+from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import Communicator
 
@@ -169,7 +169,7 @@ class StorageFlush:
         self._windows = windows
         self._rank = rank
         self._last: tuple[int, float | None] | None = None
-        self._window: Window | None = None
+        self._window_start: int | None = None
         self._window_goes = True
         self._behind = self._tight = False
 
@@ -206,14 +206,14 @@ class StorageFlush:
             self._say_behind(plan.step)
         elif goes:
             self._last, self._behind = (plan.step, consensus.secs), False
-        self._window, self._window_goes = plan.window, goes
+        self._window_start, self._window_goes = None if plan.window is None else plan.window.start, goes
         return goes
 
-    def failed(self, pending: Pending) -> None:
+    def failed(self, step: int, window: WindowPlace | None) -> None:
         """A snapshot did not get to storage: the next one is due, and the rest of its window is of no use there."""
-        if pending.window is not None and pending.window == self._window:
+        if window is not None and window.start == self._window_start:
             self._window_goes = False
-        start = pending.step if pending.window is None else pending.window.start
+        start = step if window is None else window.start
         if self._last is not None and self._last[0] >= start:
             self._last = None
 

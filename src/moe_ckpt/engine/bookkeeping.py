@@ -17,14 +17,14 @@ from moe_ckpt.engine.meter import Meter
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.pipeline import Pipeline
 from moe_ckpt.engine.resolving import FailureCount
-from moe_ckpt.engine.run_ledger import Pending, RunLedger
+from moe_ckpt.engine.run_ledger import InFlight, RunLedger
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.ports import Communicator
 
 log = logging.getLogger("moe_ckpt")
 
-Booked = Callable[[Pending, bool], None]
+Booked = Callable[[InFlight, bool], None]
 """Called with each snapshot that was booked as ended, and whether it was committed."""
 
 
@@ -113,7 +113,7 @@ class Bookkeeper:
             tight=outlives and room.is_tight,
             edited=edited,
             gone=outlives and self._leads and newest is not None and pipeline.stages.persister.is_gone(newest),
-            ended=tuple((fate.sequence, fate.committed, fate.lost) for fate in ended),
+            ended=tuple((fate.committed, fate.lost) for fate in ended),
             persist_secs=max((fate.persist_secs for fate in ended), default=None),
             secs=time.monotonic(),
             sends=pipeline.sends,
@@ -155,14 +155,15 @@ class Bookkeeper:
                 self.run_ledger.deficit = tokens.deficit
             if pipeline.memory is not None:
                 self.settle(pipeline.memory, consensus.in_memory)
-            for sequence, committed, lost in consensus.ended:  # on rank 0, booked equally on every rank
-                self._newest_ended = sequence
+            numbers = sorted(self.run_ledger.pending)  # which ended in this order on rank 0
+            for number, (committed, lost) in zip(numbers, consensus.ended, strict=False):
+                self._newest_ended = number
                 self.meter.resolved(consensus.persist_secs or 0.0)
-                pending = self.book(sequence, committed)
+                snapshot = self.book(number, committed)
                 if lost:
                     self._forget()
-                self.failures.note(pending.window, pending.slot, committed=committed)
-            if consensus.gone and not any(committed for _, committed, _ in consensus.ended):
+                self.failures.note(snapshot.contents.window, committed=committed)
+            if consensus.gone and not any(committed for committed, _ in consensus.ended):
                 self._forget()
             self._consensus = replace(consensus, ended=(), in_memory=(), gone=False)
         return self._consensus
@@ -188,10 +189,10 @@ class Bookkeeper:
         self.run_ledger.forget()
         self.committed_directory = None
 
-    def book(self, sequence: int, committed: bool) -> Pending:
+    def book(self, number: int, committed: bool) -> InFlight:
         """One snapshot ended."""
-        pending = self.run_ledger.resolved(sequence, committed=committed)
-        if committed and pending.is_checkpoint:
-            self.committed_directory = step_dir(pending.step, pending.generation)
-        self._booked(pending, committed)
-        return pending
+        snapshot = self.run_ledger.resolved(number, committed=committed)
+        if committed and snapshot.contents.is_checkpoint:
+            self.committed_directory = step_dir(snapshot.step, snapshot.identity.generation)
+        self._booked(snapshot, committed)
+        return snapshot

@@ -17,9 +17,9 @@ from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.remembered import Remembered
+from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.core.tokens import Counts, TokenBook, window_began
 from moe_ckpt.core.versions import Versions
-from moe_ckpt.core.window import Window, operators_at_step
 from moe_ckpt.engine.keeping import PART, Abandoned, Names, Needed, StoreKeeper, needed_of
 from moe_ckpt.engine.run_ledger import places
 from moe_ckpt.engine.snapshot import Snapshot
@@ -37,7 +37,6 @@ from moe_ckpt.format.manifest import (
     encode_part,
 )
 from moe_ckpt.slices.claims import Claims
-from moe_ckpt.slices.request import SnapshotRequest
 from moe_ckpt.storage.base import Storage
 
 
@@ -55,8 +54,8 @@ class WrittenPart:
         operators: ``[n]`` places of those that it has in full.
         not_finite: The first tensor with NaN or infinity; empty if there is none.
         step: Its number.
-        window: The sparse window that it is a step of.
-        applied: As of its request. Ranks may agree on that later than the step is written. None for a part of an
+        window: Its place in a sparse window, if it is a step of one.
+        applied: As of ``Snapshot``. Ranks may agree on that later than the step is written. None for a part of an
             earlier life.
     """
 
@@ -65,8 +64,12 @@ class WrittenPart:
     operators: Counts
     not_finite: str = ""
     step: int = -1
-    window: Window | None = None
+    window: WindowPlace | None = None
     applied: Future[Counts] | None = None
+
+    def is_of(self, window: WindowPlace | None) -> bool:
+        """Returns whether it is a step of this window."""
+        return self.window is not None and window is not None and self.window.start == window.start
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +123,7 @@ class View:
 
 
 class SavedOperators:
-    """The operators that requests save in full; what has no element is left out. Not safe for several threads."""
+    """The operators that snapshots save in full; what has no element is left out. Not safe for several threads."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -129,11 +132,11 @@ class SavedOperators:
         self._claimed: int | None = None
         self._found: Callable[[tuple[str, ...]], tuple[Fragment, Counts]]
 
-    def of(self, request: SnapshotRequest, claims: Claims) -> tuple[Fragment, Counts]:
-        """Returns operators as a list of ids, for documents, and by place. Found once for the newest few requests."""
+    def of(self, operators: tuple[str, ...], claims: Claims) -> tuple[Fragment, Counts]:
+        """Returns operators as a list of ids, for documents, and by place. Found once for the newest few tuples."""
         if claims.operators != self._claimed:
             self._claimed, self._found = claims.operators, Remembered(partial(self._find, claims.operators))
-        return self._found(request.operators)
+        return self._found(operators)
 
     def _find(self, claimed: int, operators: tuple[str, ...]) -> tuple[Fragment, Counts]:
         saved = self._catalog.sets.places(claimed & self._catalog.sets.of(operators))
@@ -211,28 +214,29 @@ class Committer:
             raise SaveFailedError(snapshot.step, acknowledged.causes)
         if acknowledged.is_stale:
             raise SaveFailedError(snapshot.step, (freshness.CAUSE,))
-        request = snapshot.request
-        where = f"checkpoint of step {request.step}"
+        window = snapshot.contents.window
+        where = f"checkpoint of step {snapshot.step}"
         if acknowledged.ranks != self.world_size or acknowledged.cover:
             raise CoverDiffersError(where, ("the ranks' shares do not cover it exactly",))
-        before = [part for part in self._window_parts if request.slot and part.window == request.window]
-        if len(before) != request.slot:
-            raise SaveFailedError(request.step, ("an earlier step of its window was not saved",))
+        slot = snapshot.contents.slot
+        before = [part for part in self._window_parts if slot and part.is_of(window)]
+        if len(before) != slot:
+            raise SaveFailedError(snapshot.step, ("an earlier step of its window was not saved",))
         self._give_up(part for part in self._window_parts if part not in before)
         self._window_parts = before
         parts = [*before, self._write_part(snapshot, acknowledged)]
-        if request.window is not None:
+        if window is not None:
             self._window_parts = parts
-            if request.slot + 1 < request.window.size:
+            if not window.is_last:
                 return None
-        view = (self._nothing if request.window else self._view).beneath(parts)
+        view = (self._nothing if window else self._view).beneath(parts)
         missing = view.versions.lacks(self.catalog.sets.places(snapshot.plan.claims.operators))
         if missing:
             raise CoverageError(where, tuple(f"{op} has never been saved" for op in sorted(missing)))
-        tokens = self._tokens_at(request)
-        if self._newest is not None and self._newest.generation != request.generation:
+        tokens = self._tokens_at(snapshot)
+        if self._newest is not None and self._newest.generation != snapshot.identity.generation:
             self.parent = self._newest.directory
-        manifest = self._manifest(request, view, tokens, before)
+        manifest = self._manifest(snapshot, view, tokens, before)
         try:
             self.keeper.require_whole(
                 manifest, view.needed() | {part.record.directory: {**part.names, **PART} for part in parts}
@@ -247,12 +251,11 @@ class Committer:
         return manifest
 
     def _write_part(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> WrittenPart:
-        request = snapshot.request
-        fragment, saved = self._saved_operators.of(request, snapshot.plan.claims)
+        fragment, saved = self._saved_operators.of(snapshot.contents.full, snapshot.plan.claims)
         record, raw = encode_part(
             self.run_id,
-            request.step,
-            request.generation,
+            snapshot.step,
+            snapshot.identity.generation,
             self.world_size,
             files=acknowledged.file_rows,
             states=acknowledged.state_rows,
@@ -267,9 +270,9 @@ class Committer:
             {group: self._name_sets[lines] for group, lines in lines_of.items()},
             saved,
             acknowledged.first_not_finite,
-            request.step,
-            window=request.window,
-            applied=request.applied,
+            snapshot.step,
+            window=snapshot.contents.window,
+            applied=snapshot.applied,
         )
 
     def _forget(self) -> None:
@@ -298,30 +301,28 @@ class Committer:
     def _give_up(self, parts: Iterable[WrittenPart]) -> None:
         self._given_up |= {part.record.directory: frozenset({PART_NAME}).union(*part.names.values()) for part in parts}
 
-    def _tokens_at(self, request: SnapshotRequest) -> TokenBook:
+    def _tokens_at(self, snapshot: Snapshot) -> TokenBook:
         """Returns the tokens as of the checkpoint, once it is committed."""
         book = TokenBook(self._tokens.layers, self._tokens.experts)
-        book.applied, book.faults = request.applied.result(), list(request.faults)
+        book.applied, book.faults = snapshot.applied.result(), list(snapshot.facts.faults)
         book.saved = {Tier.STORAGE: self._tokens.saved[Tier.STORAGE].copy()}
-        operators = operators_at_step(request.operators, self.catalog.everything, request.window, request.slot)
+        operators = snapshot.contents.brings(Tier.STORAGE, self.catalog.everything)
         book.mark_saved(Tier.STORAGE, places(self.catalog, operators), book.applied)
         return book
 
-    def _manifest(
-        self, request: SnapshotRequest, view: View, tokens: TokenBook, before: Sequence[WrittenPart]
-    ) -> Manifest:
-        first = before[0].applied if before else None
+    def _manifest(self, snapshot: Snapshot, view: View, tokens: TokenBook, before: Sequence[WrittenPart]) -> Manifest:
+        facts, first = snapshot.facts, before[0].applied if before else None
         return Manifest(
             run_id=self.run_id,
-            step=request.step,
-            generation=request.generation,
+            step=snapshot.step,
+            generation=snapshot.identity.generation,
             world_size=self.world_size,
-            index=request.index,
+            index=facts.index,
             created_unix_secs=time.time(),
             model=self.model,
             parent=self.parent,
-            policy=dict(request.policy),
-            measured=dict(request.measured),
+            policy=dict(facts.policy),
+            measured=dict(facts.measured),
             tokens=tokens.to_dict(Fragment.of_counts) | window_began(None if first is None else first.result()),
             window=tuple(SlotRecord(part.step, ()) for part in before),
             passed_over=self.passed_over,

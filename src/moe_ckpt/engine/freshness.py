@@ -32,8 +32,7 @@ class FreshnessWatch:
         Two snapshots after the same update agree: if one is fresh, so is the other. A complete one at the end, beside
         a partial one, may have nothing to compare but frozen experts.
         """
-        request = snapshot.request
-        updates = request.updates
+        updates, window = snapshot.facts.updates, snapshot.contents.window
         verdict = of_all(
             self._of(sealed, updates) for sealed in parts if sealed.part.cuts and sealed.part.kind != GRADIENTS
         )
@@ -42,11 +41,10 @@ class FreshnessWatch:
         elif verdict == STALE and updates == self._fresh_after:
             verdict = FRESH
         consumed = any(sealed.part.cuts for sealed in parts if sealed.part.kind == GRADIENTS)
-        if request.window is None:
+        if window is None:
             return UNKNOWN if consumed and verdict == STALE else verdict
-        self._of_window = verdict if request.slot == 0 else of_all((self._of_window, verdict))
-        is_last = request.slot + 1 == request.window.size
-        return self._of_window if is_last or self._of_window == FRESH else UNKNOWN
+        self._of_window = verdict if window.slot == 0 else of_all((self._of_window, verdict))
+        return self._of_window if window.is_last or self._of_window == FRESH else UNKNOWN
 
     def _of(self, sealed: SealedPart, updates: int) -> int:
         slices = sealed.part.slices

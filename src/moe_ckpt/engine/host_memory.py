@@ -43,11 +43,16 @@ _Free = tuple[int, Mapping[str, int | None]]
 
 
 class HostMemory(NamedTuple):
-    """This rank's pool and tier, and the life of the run that they are of: newer than all that memory holds."""
+    """This rank's pool and tier, and the life of the run that they are of: newer than all that memory holds.
+
+    Attributes:
+        life: A token that no other life has, equal on every rank.
+    """
 
     pool: BufferPool
     tier: HostTier | MemoryTier
     generation: int
+    life: str
 
 
 def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
@@ -70,7 +75,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         ranks = settings.local_ranks
         budget = settings.host_memory_bytes or default_budget_bytes(ranks, left_here * ranks)  # each has left as much
         pool = BufferPool(budget, pinned=settings.pinned)
-        return HostMemory(pool, host_tier.claim(run, run_id, agreed.life, pool), generation)
+        return HostMemory(pool, host_tier.claim(run, run_id, pool), generation, agreed.life)
     generation = max(generation, agreed.newest + 1)
     files, slots = _take_over_on_all_ranks(run, memory, run_id, generation, agreed)
     generation, replicator = files.generation, None
@@ -86,7 +91,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
             run.comm, memory, run_id, generation, *limits, groups=groups, gate=run.gate, problem=trouble
         )
         _say_room(run, memory, agreed, replicator)
-        tier = MemoryTier(run.comm.rank, node, run.model, pool, files, slots, replicator=replicator)
+        tier = MemoryTier(run, node, pool, files, slots, replicator=replicator)
         pool.give_up = tier.give_up
     except BaseException:
         if replicator is not None:
@@ -94,7 +99,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         _release((files, slots))
         raise
     host_tier.register(run.storage.root, run_id, tier)
-    return HostMemory(pool, tier, generation)
+    return HostMemory(pool, tier, generation, files.life)
 
 
 def _inspect(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _Free]:

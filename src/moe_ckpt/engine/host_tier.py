@@ -21,7 +21,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -121,8 +121,8 @@ class HostTier:
 
     def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
         """This rank's share is written, and will be acknowledged next: it may become committed from here on."""
-        if snapshot.keep:
-            self.hold(replace(self._describe(snapshot, share), sequence=snapshot.sequence), snapshot.buffer)
+        if snapshot.contents.window is None:  # one step of a window is no state
+            self.hold(self._describe(snapshot, share), snapshot.buffer)
 
     def hold(self, header: SlotHeader, room: Buffer) -> None:
         """Holds a checkpoint, which may become committed from here on."""
@@ -212,7 +212,7 @@ _registry: list[_Registered] = []
 _registry_lock = threading.Lock()
 
 
-def claim(run: RunContext, run_id: str, life: str, pool: BufferPool) -> HostTier:
+def claim(run: RunContext, run_id: str, pool: BufferPool) -> HostTier:
     """The tier for a new session on a store: what an earlier one left here, or an empty one.
 
     What is left of another run that once used the same directory can never be used again, and is freed. What is
@@ -221,7 +221,6 @@ def claim(run: RunContext, run_id: str, life: str, pool: BufferPool) -> HostTier
     Args:
         run: The session's.
         run_id: Of the store.
-        life: A token that names this life of the run, equal on every rank.
         pool: For the session's buffers.
     """
     root = run.storage.root
@@ -231,7 +230,7 @@ def claim(run: RunContext, run_id: str, life: str, pool: BufferPool) -> HostTier
         if earlier is not None:
             _registry.remove(earlier)
             inherited = earlier.tier.surrender() if isinstance(earlier.tier, HostTier) else ()
-        describe = SlotHeaders(run, run_id, life).of_share
+        describe = SlotHeaders(run).of_share
         tier = HostTier(run.comm.rank, run_id, run.model, pool, describe, inherited=inherited)
         _registry.append(_Registered(root, run_id, tier))
     return tier

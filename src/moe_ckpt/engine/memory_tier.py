@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +24,14 @@ from moe_ckpt.core.memory_retention import (
     newest_checkpoint,
     with_newest_experts,
 )
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Contents, PeerPart
 from moe_ckpt.engine.buffers import BufferPool
+from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.left_slots import LeftSlots
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedShare
 from moe_ckpt.errors import MemoryGoneError
-from moe_ckpt.format.manifest import ModelRecord
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.replicas.messages import SealedSlot
@@ -70,26 +71,22 @@ class _Entry:
     """One snapshot.
 
     Attributes:
-        step: Which.
-        training_step: Of its state.
+        step: What it is, and what has become of it.
         buffer: Its bytes; None once it was given up.
         readers: Snapshots that are to be written to storage from the buffer still: it stays.
         state: Of this rank's share.
         freshness: What its checksums show.
         reported: The other ranks know that it is sealed.
-        groups: As of ``core.anchors.GradientGroups``.
-        pieces: Place in ``groups`` -> gradients that lie by themselves, as far as they are needed.
+        pieces: Place in ``Contents.groups`` -> gradients that lie by themselves, as far as they are needed.
         mirrored: Duplicates of other ranks' shares, until those have been copied.
     """
 
     step: MemoryStep
-    training_step: int
     buffer: Buffer | None
     readers: int
     state: int = NOT_YET
     freshness: int = UNKNOWN
     reported: bool = False
-    groups: Sequence[Sequence[int]] = ()
     pieces: dict[int, Buffer] = field(default_factory=dict)
     mirrored: Buffer | None = None
 
@@ -162,9 +159,8 @@ class MemoryTier:
     thread, ``sealed`` on the thread that seals, ``ended`` on the persist thread.
 
     Args:
-        rank: This process's.
+        run: The session's.
         node: Names the machine whose memory this is.
-        model: That is trained, as manifests tell of it.
         pool: That the buffers come from.
         files: Where the slots lie.
         left: What earlier lives left. It does not count for the pool's budget.
@@ -181,20 +177,20 @@ class MemoryTier:
 
     def __init__(
         self,
-        rank: int,
+        run: RunContext,
         node: str,
-        model: ModelRecord,
         pool: BufferPool,
         files: MemoryFiles,
         left_slots: LeftSlots,
         *,
         replicator: Replicator | None = None,
     ) -> None:
-        self.rank, self.node, self.model, self.files = rank, node, model, files
+        self.rank, self.node, self.model, self.files = run.comm.rank, node, run.model, files
         self.run_id, self.root = files.run_id, files.root
         self.left_slots, self.replicator = left_slots, replicator
         self.complete_step: int | None = None
         self.complete_since: int | None = None
+        self._catalog = run.catalog
         self._pool = pool
         self._entries: dict[int, _Entry] = {}
         self._unsettled = Unsettled()
@@ -207,11 +203,11 @@ class MemoryTier:
     def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
         """Storage needs the buffer no longer, whether it has the snapshot now or not."""
         with self._lock:
-            entry = self._entries.get(snapshot.memory_sequence)
+            entry = self._entries.get(snapshot.identity.number)
             if entry is None:  # the session has ended
                 return
             entry.readers -= 1
-            if committed and entry.step.slot + 1 == entry.step.size:
+            if committed and snapshot.contents.is_checkpoint:
                 for other in self._entries.values():
                     if other is entry or (entry.step.window is not None and other.step.window == entry.step.window):
                         other.step = replace(other.step, on_storage=True)
@@ -239,26 +235,20 @@ class MemoryTier:
 
     def begin(self, snapshot: Snapshot) -> None:
         """A snapshot's buffer is being copied into."""
-        request = snapshot.request
-        window = request.window
-        step = MemoryStep(
-            snapshot.memory_sequence,
-            None if window is None else window.start,
-            request.slot,
-            1 if window is None else window.size,
-            copied=request.copied,
-            experts=request.experts,
-            sent=request.sent,
-            since=request.since,
-            groups=frozenset() if request.groups is None else frozenset(chain.from_iterable(request.groups.groups)),
-        )
-        entry = _Entry(step, request.step, snapshot.buffer, int(request.stored), mirrored=snapshot.mirrored)
-        entry.groups = () if request.groups is None else request.groups.groups
+        contents = snapshot.contents
+        experts, sent = (self._experts(contents, tier) for tier in (Tier.HOST, Tier.PEER))
+        step = MemoryStep(snapshot.identity, contents, experts, sent, copied=bool(contents.to_peers))
+        entry = _Entry(step, snapshot.buffer, int(contents.to_storage), mirrored=snapshot.mirrored)
         places = (index for index, _ in snapshot.plan.pieces)
         entry.pieces = dict(zip(places, snapshot.pieces, strict=True))
         with self._lock:
-            self._unsettled.begun(step.sequence)
-            self._entries[step.sequence] = entry
+            self._unsettled.begun(step.number)
+            self._entries[step.number] = entry
+
+    def _experts(self, contents: Contents, tier: Tier) -> int:
+        """The experts that a tier has by a snapshot alone, a bit each; none of a sparse window."""
+        sets = self._catalog.sets
+        return 0 if contents.window else sets.experts & sets.of(contents.brings(tier, self._catalog.everything))
 
     def sealed(self, snapshot: Snapshot, headers: Sequence[bytes]) -> None:
         """This rank's share is sealed, and goes to peers; or, without headers, it never will be.
@@ -269,19 +259,20 @@ class MemoryTier:
 
         With peers it counts as sealed when all of them have answered, or are given up: one without room has said so.
         """
-        slot, sequence, replicator = snapshot.buffer.slot, snapshot.memory_sequence, self.replicator
+        slot, sequence, replicator = snapshot.buffer.slot, snapshot.identity.number, self.replicator
+        to_peers = snapshot.contents.to_peers
         freshness = UNKNOWN if snapshot.share is None else snapshot.share.freshness
-        if replicator is not None and snapshot.request.copied:
+        if replicator is not None and to_peers:
             replicator.store.mirrored(sequence, {} if snapshot.share is None else snapshot.mirrors())
         if not headers or slot is None:
             self._sealed(sequence, FAILED)
         elif replicator is None:
             self._sealed(sequence, SEALED, freshness)
-        elif not snapshot.request.copied:
+        elif not to_peers:
             replicator.left_out(snapshot.step)
             self._sealed(sequence, ALONE, freshness)
         else:
-            end = snapshot.plan.own_nbytes(host_only=snapshot.request.sends_host_only)
+            end = snapshot.plan.own_nbytes(host_only=to_peers is PeerPart.EVERYTHING)
             views = [*(snapshot.bytes_of(part) for _, part in snapshot.plan.pieces), slot.memory[:end]]
             shares = [SealedSlot(snapshot.step, view, raw) for view, raw in zip(views, headers, strict=True)]
             copies = replicator.submit(sequence, *shares)
@@ -319,7 +310,7 @@ class MemoryTier:
             ended = {sequence: _judged(*answer) for sequence, *answer in answers if answer[0] != NOT_YET}
             for sequence, state, freshness in answers:
                 if freshness == STALE and state not in (NOT_YET, FAILED) and self.rank == 0:
-                    step = self._entries[sequence].training_step
+                    step = self._entries[sequence].step.identity.step
                     log.warning("memory does not hold the checkpoint of step %d: %s", step, CAUSE)
             for sequence, state in ended.items():
                 entry = self._entries[sequence]
@@ -327,7 +318,7 @@ class MemoryTier:
                 entry.step = replace(entry.step, complete=complete, copied=state == SEALED)
             self._unsettled.ended(ended)
             newest = self._note_newest()
-            if newest and (gone := self._entries[newest[-1].sequence].gone):
+            if newest and (gone := self._entries[newest[-1].number].gone):
                 log.warning(
                     "memory does not hold the checkpoint of step %d: %s", self.complete_step, MemoryGoneError(gone)
                 )
@@ -351,8 +342,8 @@ class MemoryTier:
         """Returns the snapshots of the newest checkpoint of this life that the ranks hold."""
         newest = newest_checkpoint(entry.step for entry in self._entries.values())
         if newest:
-            self.complete_step = self._entries[newest[-1].sequence].training_step
-            self.complete_since = self._entries[newest[0].sequence].training_step
+            self.complete_step = newest[-1].identity.step
+            self.complete_since = newest[0].identity.step
         return newest
 
     def goes_on(self, window: int | None) -> None:
@@ -410,12 +401,12 @@ class MemoryTier:
                 return True
             idle = [entry for entry in self._entries.values() if not entry.readers and entry.state in _SAFE]
             logged = _logged(self._entries.values())
-            newest = {step.sequence for step in newest_checkpoint(entry.step for entry in self._entries.values())}
+            newest = {step.number for step in newest_checkpoint(entry.step for entry in self._entries.values())}
             for going in (
                 [entry for entry in idle if entry.step.complete is None and not entry.reported and entry not in logged],
                 [entry for entry in idle if entry.step.complete and entry.step.on_storage and entry not in logged],
                 [entry for entry in idle if entry in logged] if chain else [],
-                [entry for entry in idle if entry.step.sequence not in newest and entry not in logged] if last else [],
+                [entry for entry in idle if entry.step.number not in newest and entry not in logged] if last else [],
             ):
                 for entry in going:
                     entry.state, entry.step = FAILED, replace(entry.step, complete=False)
@@ -489,27 +480,27 @@ def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
     """(sequence, index) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
     live = live_groups(entry.step for entry in entries)
     return {
-        (entry.step.sequence, index)
+        (entry.step.number, index)
         for entry in entries
-        for index, groups in enumerate(entry.groups)
+        for index, groups in enumerate(entry.step.gradient_slots)
         if not is_live(entry.step, groups, live)
     }
 
 
 def _logged(entries: Collection[_Entry]) -> set[_Entry]:
     """Those of a gradient log that the newest step of it, complete or not, needs."""
-    steps = [entry.step for entry in entries if entry.step.since is not None]
-    since = max(steps, key=lambda step: step.sequence).since if steps else None
-    return set() if since is None else {entry for entry in entries if entry.step.sequence >= since}
+    steps = [entry.step for entry in entries if entry.step.contents.since is not None]
+    since = max(steps, key=lambda step: step.number).contents.since if steps else None
+    return set() if since is None else {entry for entry in entries if entry.step.number >= since}
 
 
 def _superseded(entries: Collection[_Entry]) -> list[_Entry]:
     """Those with memory that stay for their copies or for experts only, the oldest first: a newer checkpoint is
     complete, but not at all peers, or without those experts."""
     newest = newest_checkpoint(entry.step for entry in entries)
-    older = [entry for entry in entries if newest and entry.step.sequence < newest[0].sequence]
+    older = [entry for entry in entries if newest and entry.step.number < newest[0].number]
     superseded = [entry for entry in older if entry.step.complete and not entry.readers and entry.buffer is not None]
-    return sorted(superseded, key=lambda entry: entry.step.sequence)
+    return sorted(superseded, key=lambda entry: entry.step.number)
 
 
 def _judged(state: int, freshness: int) -> int:

@@ -107,8 +107,8 @@ class Meter:
     def record_transfers(self, ended: Sequence[Fate]) -> None:
         """Records this rank's snapshots that ended. Snapshots that are known already are skipped."""
         for fate in ended:
-            if fate.sequence > self._moved and fate.committed and fate.nbytes:
-                self._moved = fate.sequence
+            if fate.number > self._moved and fate.committed and fate.nbytes:
+                self._moved = fate.number
                 self._recent["copy_bytes_per_sec"].append(fate.nbytes / max(fate.copy_secs, _TICK_SECS))
                 self._recent["persist_bytes_per_sec"].append(fate.nbytes / max(fate.write_secs, _TICK_SECS))
 

@@ -96,9 +96,9 @@ class SnapshotThread:
             self._looked = directory if gone else "", began + min(100 * took, _LONGEST_UNSEEN_SECS)
 
     def fates(self, after: int) -> list[Fate]:
-        """Returns the last fates with a sequence greater than ``after``, in order."""
+        """Returns the last fates with a number greater than ``after``, in order."""
         with self._changed:
-            return [fate for fate in self._fates if fate.sequence > after]
+            return [fate for fate in self._fates if fate.number > after]
 
     def wait(self, in_flight: int, timeout_secs: float) -> bool:
         """Wait until at most ``in_flight`` snapshots are unresolved; False if the time ran out.
@@ -198,7 +198,7 @@ class Stages:
         """Take a snapshot over. Its copy may still be under way."""
         if self._memory is not None:
             self._memory.begin(snapshot)
-            if snapshot.request.stored:
+            if snapshot.contents.to_storage:
                 self.persister.expect()
         self._first.expect()
         self._first.submit(snapshot)

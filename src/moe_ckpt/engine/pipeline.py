@@ -17,9 +17,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from moe_ckpt.core.step import Contents, Facts, Step
+from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine import host_tier
 from moe_ckpt.engine.commit import Committer
 from moe_ckpt.engine.context import RunContext
@@ -34,10 +37,10 @@ from moe_ckpt.engine.snapshot import Encode, Snapshot, buffer_sizes, copy_at_onc
 from moe_ckpt.engine.work_thread import WorkThread
 from moe_ckpt.policies.base import Sends, needs_of
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
+from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copier import Copier, Copy
 from moe_ckpt.slices.mirroring import MirroredShares
-from moe_ckpt.slices.request import SnapshotRequest
 
 log = logging.getLogger("moe_ckpt")
 
@@ -52,7 +55,7 @@ class Pipeline:
         tier: What memory keeps.
         stages: What snapshots pass through.
         room: Host memory for the next snapshot.
-        next_memory_sequence: That of the next snapshot, in memory that outlives the process.
+        next_number: That of the next snapshot.
     """
 
     def __init__(
@@ -63,10 +66,10 @@ class Pipeline:
         committer: Committer | None,
     ) -> None:
         rank, settings = run.comm.rank, run.settings
+        self._run_id, self._life, self.next_number = run_id, memory.life, 0
         self.tier = memory.tier
         self._pool = memory.pool
         self._catalog = run.catalog
-        self._rank = rank
         self._compiler = PlanCompiler(run.catalog, run.placement, "adaptive", rank, run.comm.world_size)
         if self.memory is not None and self.memory.replicator is not None:
             replicator = self.memory.replicator
@@ -94,12 +97,15 @@ class Pipeline:
             raise
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
-        self._sequence = self.next_memory_sequence = 0
 
     @property
     def memory(self) -> MemoryTier | None:
         """The tier, if what it keeps outlives the process."""
         return self.tier if isinstance(self.tier, MemoryTier) else None
+
+    def identify(self, step: int, generation: int) -> Step:
+        """Returns the identity of the next snapshot."""
+        return Step(self._run_id, self._life, generation, step, self.next_number)
 
     @property
     def storage_busy(self) -> bool:
@@ -128,13 +134,17 @@ class Pipeline:
 
     def begin(
         self,
-        request: SnapshotRequest,
+        identity: Step,
+        contents: Contents,
+        facts: Facts,
+        *,
+        applied: Future[Counts],
         tensors: Sequence[StateTensor],
         specs: Sequence[TensorSpec],
+        compute_types: ComputeTypes,
         plain: Encode,
         patience_secs: float,
         gradients: StepGradients | None = None,
-        *,
         last: bool = False,
         waits: bool = True,
         agree: Callable[[bool], bool] | None = None,
@@ -145,9 +155,13 @@ class Pipeline:
         The plain state is copied here and now. Parameters and optimizer state must not change before ``join`` returns.
 
         Args:
-            request: What to save.
+            identity: Of the snapshot.
+            contents: Likewise.
+            facts: Of its step.
+            applied: See ``Snapshot``.
             tensors: This rank's.
             specs: Those of all ranks.
+            compute_types: See ``PlanCompiler.compile``.
             plain: Gives the plain state.
             patience_secs: Longest wait for host memory that earlier snapshots use. A snapshot that gets none fails on
                 every rank, because peers may have begun it already: see ``Snapshot.refused``.
@@ -165,33 +179,34 @@ class Pipeline:
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
         refused: str | None = None
         try:
-            encoded, side = plain(**_log_entry(request, gradients))
+            encoded, side = plain(**_log_entry(contents, gradients))
         except Exception as error:  # of user code, or of state that cannot be encoded
-            if not (self._sequence or self.next_memory_sequence):
+            if not self.next_number:
                 raise
             encoded, side, refused = None, [], f"{type(error).__name__}: {error}"
-        consumed = gradients.tensors if gradients is not None and request.gradients else ()
-        writer, number = request.share_of(self._rank, self.next_memory_sequence)
-        plan = self._compiler.compile(request, tensors, specs, [entry for entry, _ in side], consumed, writer)
+        consumed = gradients.tensors if gradients is not None and contents.gradients else ()
+        entries = [entry for entry, _ in side]
+        plan = self._compiler.compile(contents, tensors, specs, entries, consumed, compute_types)
         sizes, began = buffer_sizes(plan), time.monotonic()
         buffers, waited = None, False
         if refused is None:
-            buffers, waited = self.room.find(request, sizes, patience_secs, last=last, waits=waits, starts=starts)
+            patience = {"last": last, "waits": waits, "starts": starts}
+            buffers, waited = self.room.find(identity, contents, sizes, patience_secs, **patience)
         if agree is not None and not agree(refused is not None or not self.room.trouble):
             for buffer in buffers or ():
                 self._pool.give_back(buffer)
-            self._note_use(request, sizes)
+            self._note_use(contents, sizes)
             return None
         if buffers is None:
             refused = (
                 refused
                 or self.room.trouble
                 or _no_room(
-                    request, plan.total_nbytes, self._pool.budget_bytes, patience_secs, time.monotonic() - began
+                    contents, plan.total_nbytes, self._pool.budget_bytes, patience_secs, time.monotonic() - began
                 )
             )
             plan, buffers = replace(plan, parts=(), pieces=(), mirrored=()), [self._pool.lend_nothing()]
-        elif gradients is not None and request.gradients and gradients.changed:
+        elif gradients is not None and contents.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
         parts = list(placed(plan, buffers))
         self._consumed = tuple(part for part, _ in parts if part.is_consumed)
@@ -199,27 +214,25 @@ class Pipeline:
         self.step_begins()
         self._copy = self._copier.start([(part.copies, memory) for part, memory in parts], on_device=on_device)
         snapshot = Snapshot(
-            sequence=self._sequence,
-            request=request,
+            identity=identity,
+            contents=contents,
+            facts=facts,
+            applied=applied,
             plan=plan,
             buffers=buffers,
             copy=self._copy,
             state=encoded,
             began_at=time.perf_counter(),
-            keep=request.window is None,  # a window of private memory is of no use: one of its steps is no state
             waited=waited,
             refused=refused,
-            memory_sequence=number,
-            writer=writer,
         )
-        self._sequence += request.stored
-        self.next_memory_sequence += self.memory is not None and request.survivors_of is None
+        self.next_number += not identity.is_survivors
         self.stages.submit(snapshot)
-        self._note_use(request, sizes)
+        self._note_use(contents, sizes)
         return snapshot
 
-    def _note_use(self, request: SnapshotRequest, sizes: Sequence[int]) -> None:
-        if self.room.note_use(request, sizes):
+    def _note_use(self, contents: Contents, sizes: Sequence[int]) -> None:
+        if self.room.note_use(contents, sizes):
             self._preallocator.top_up()
 
     def step_begins(self) -> None:
@@ -300,9 +313,9 @@ class Pipeline:
         return ended
 
 
-def _log_entry(request: SnapshotRequest, gradients: StepGradients | None) -> dict[str, Any]:
+def _log_entry(contents: Contents, gradients: StepGradients | None) -> dict[str, Any]:
     """What the plain state says of the gradients that are logged."""
-    return {} if gradients is None else {"gradient_log": {**gradients.plain, "since": request.since}}
+    return {} if gradients is None else {"gradient_log": {**gradients.plain, "since": contents.since}}
 
 
 def _overwritten(names: Sequence[str]) -> str:
@@ -312,11 +325,11 @@ def _overwritten(names: Sequence[str]) -> str:
     )
 
 
-def _no_room(request: SnapshotRequest, nbytes: int, budget_bytes: int, patience_secs: float, waited_secs: float) -> str:
+def _no_room(contents: Contents, nbytes: int, budget_bytes: int, patience_secs: float, waited_secs: float) -> str:
     """Why a snapshot got no buffer."""
-    if request.since is None and waited_secs >= patience_secs:
+    if contents.since is None and waited_secs >= patience_secs:
         return f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
-    more = ", or anchor more operators in each step" if request.since is not None else ""
+    more = ", or anchor more operators in each step" if contents.since is not None else ""
     return (
         f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
         f"keep; raise host_memory_bytes{more}"

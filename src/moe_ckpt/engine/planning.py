@@ -10,7 +10,6 @@ from moe_ckpt.core.plan import SnapshotPlan, Tier, save_logged
 from moe_ckpt.core.window import OperatorBytes, lanes_of, share_bytes
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.run_ledger import Pending
 from moe_ckpt.policies.base import Policy, PolicyContext, needs_of
 
 log = logging.getLogger("moe_ckpt")
@@ -97,14 +96,19 @@ class Planner:
             log.warning("%s", why)
         return why is not None
 
-    def begun(self, pending: Pending) -> None:
-        """A snapshot began."""
-        if pending.is_complete:
-            self.dense_step = pending.step
+    def begun(self, step: int, *, is_complete: bool) -> None:
+        """A snapshot began.
 
-    def ended(self, pending: Pending, *, committed: bool) -> None:
+        Args:
+            step: Of it.
+            is_complete: Storage gets a dense checkpoint by it.
+        """
+        if is_complete:
+            self.dense_step = step
+
+    def ended(self, step: int, *, committed: bool) -> None:
         """It was committed, or failed."""
-        if not committed and pending.step == self.dense_step:
+        if not committed and step == self.dense_step:
             self.dense_step = 0
 
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from moe_ckpt.core.coverage import prove_cover
-from moe_ckpt.core.window import Window
+from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.engine.commit import Committer, CoverDiffersError
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
@@ -46,7 +46,7 @@ class Fate:
         lost: Files that older checkpoints had written are gone, so that nothing on storage may be built upon.
         differs: The ranks' shares do not tile the plan: rank 0 asks for them box by box, to say what is wrong.
         superseded: What no checkpoint needs any more.
-        sequence: See ``Snapshot``.
+        number: See ``core.step.Step``.
         step: Likewise.
         persist_secs: From its beginning to its end.
         nbytes: Of this rank's tensors.
@@ -58,7 +58,7 @@ class Fate:
     lost: bool = False
     differs: bool = False
     superseded: Superseded = field(default_factory=dict)
-    sequence: int = -1
+    number: int = -1
     step: int = -1
     persist_secs: float = 0.0
     nbytes: int = 0
@@ -88,10 +88,10 @@ class FailureCount:
     in_row: int = 0
     _windows: set[int] = field(default_factory=set)
 
-    def note(self, window: Window | None, slot: int, *, committed: bool) -> bool:
+    def note(self, window: WindowPlace | None, *, committed: bool) -> bool:
         """Count one snapshot. Returns True if with it one more checkpoint has failed."""
         if committed:
-            if window is None or slot + 1 == window.size:
+            if window is None or window.is_last:
                 self.in_row = 0
                 self._windows.clear()
             return False
@@ -103,7 +103,7 @@ class FailureCount:
         self.in_row += 1
         return True
 
-    def has_failed(self, window: Window) -> bool:
+    def has_failed(self, window: WindowPlace) -> bool:
         """True if a step of this window failed already, so that the others are of no use."""
         return window.start in self._windows
 
@@ -137,8 +137,8 @@ class SnapshotResolver:
 
     def resolve(self, snapshot: Snapshot) -> Fate:
         """Bring one snapshot to its end. All ranks, in the same order."""
-        taken_at, request, refusal = time.perf_counter(), snapshot.request, snapshot.refused
-        if refusal is None and request.window is not None and self._failures.has_failed(request.window):
+        taken_at, window, refusal = time.perf_counter(), snapshot.contents.window, snapshot.refused
+        if refusal is None and window is not None and self._failures.has_failed(window):
             refusal = "an earlier step of its window was not saved"
         acknowledged = Acknowledgement.failed(self._comm.rank, refusal) if refusal else self._write(snapshot)
         columns = self._comm.combine(acknowledged.columns)
@@ -146,7 +146,7 @@ class SnapshotResolver:
         fate = fate.announced(self._comm)
         if fate.differs:
             fate = self._explain(snapshot).announced(self._comm)
-        failed = self._failures.note(request.window, request.slot, committed=fate.committed)
+        failed = self._failures.note(window, committed=fate.committed)
         if fate.superseded and self._comm.rank:
             self._delete_own(fate.superseded, snapshot.step)
         if fate.cause is not None and self._comm.rank == 0:
@@ -155,7 +155,7 @@ class SnapshotResolver:
         ended_at = time.perf_counter()
         return replace(
             fate,
-            sequence=snapshot.sequence,
+            number=snapshot.identity.number,
             step=snapshot.step,
             persist_secs=ended_at - snapshot.began_at,
             nbytes=snapshot.nbytes,

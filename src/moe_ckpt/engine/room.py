@@ -11,6 +11,7 @@ from concurrent.futures import TimeoutError as NotInTimeError
 from functools import partial
 
 from moe_ckpt.core.cadence import are_behind
+from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.engine.options import Settings
 from moe_ckpt.engine.persisting import Stages
@@ -18,7 +19,6 @@ from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.work_thread import WorkThread
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
-from moe_ckpt.slices.request import SnapshotRequest
 
 log = logging.getLogger("moe_ckpt")
 
@@ -128,7 +128,8 @@ class Room:
 
     def find(
         self,
-        request: SnapshotRequest,
+        identity: Step,
+        contents: Contents,
         sizes: Sequence[int],
         patience_secs: float,
         *,
@@ -141,7 +142,8 @@ class Room:
         It waits where it must even if others are configured to be skipped: peers may have begun already.
 
         Args:
-            request: Of the snapshot.
+            identity: Of the snapshot.
+            contents: Likewise.
             sizes: As of ``BufferPool.take``.
             patience_secs: Longest wait.
             last: See ``BufferTier.drop``.
@@ -155,14 +157,15 @@ class Room:
         """
         nbytes, self.trouble = sum(sizes), ""
         if nbytes > self._pool.budget_bytes:
-            error = self._too_small(request.step, nbytes, whole=len(request.operators) == self._operators)
+            error = self._too_small(identity.step, nbytes, whole=len(contents.full) == self._operators)
             if starts:
                 raise error
-            self._say(request, str(error))
+            self._say(identity.step, str(error))
             return None, False
-        if request.survivors_of is None and (request.window is not None or self._window_size == 1):
-            self._window_size = 1 if request.window is None else request.window.size
-            before = nbytes if request.window is not None else max(nbytes, self._most_nbytes)
+        window = contents.window
+        if not identity.is_survivors and (window is not None or self._window_size == 1):
+            self._window_size = 1 if window is None else window.size
+            before = nbytes if window is not None else max(nbytes, self._most_nbytes)
             self._two_nbytes = self._window_size * (before + nbytes)
         until = time.monotonic() + patience_secs
         most = self._settings.max_in_flight - 1
@@ -171,22 +174,22 @@ class Room:
             waited = waited or self._stages.in_flight > most
             if not self._stages.wait(most, max(0.0, until - time.monotonic())):
                 return None, waited
-            buffers = self._acquire(request, sizes, until, waits=waits, starts=starts)
+            buffers = self._acquire(identity, sizes, until, waits=waits, starts=starts)
             while buffers is None and not self.trouble:
-                if not self._give_up_recovery(nbytes, chain=not request.gradients, last=last):
+                if not self._give_up_recovery(nbytes, chain=not contents.gradients, last=last):
                     break
-                buffers = self._acquire(request, sizes, until, waits=waits, starts=starts)
+                buffers = self._acquire(identity, sizes, until, waits=waits, starts=starts)
             if buffers is not None or self.trouble:
                 return buffers, waited
             if self._tier.outlives_process and not self._stages.in_flight:
-                logged = request.since is not None and not self._pool.is_making  # a full snapshot takes its place
+                logged = contents.since is not None and not self._pool.is_making  # a full snapshot takes its place
                 if logged or not self._comes_back(until):
                     return None, waited
             most = max(0, min(most, self._stages.in_flight) - 1)
 
     def _acquire(
         self,
-        request: SnapshotRequest,
+        identity: Step,
         sizes: Sequence[int],
         until: float,
         *,
@@ -198,7 +201,7 @@ class Room:
         buffers = self._pool.take(sizes)
         if buffers is not None or not self._pool.fits(nbytes):
             return buffers
-        require = self._require if request.survivors_of is not None else None
+        require = self._require if identity.is_survivors else None
         made = self._maker.submit(partial(self._pool.acquire, sizes, require))
         secs = max(0.0, until - time.monotonic())
         if not waits and self._takes_long:
@@ -212,14 +215,14 @@ class Room:
             if not self._tier.droppable_bytes:
                 if starts:
                     raise
-                self._say(request, f"{type(error).__name__}: {error}")
+                self._say(identity.step, f"{type(error).__name__}: {error}")
         return None
 
-    def _say(self, request: SnapshotRequest, trouble: str) -> None:
+    def _say(self, step: int, trouble: str) -> None:
         """Warns, once, of what will hardly be otherwise at the next step."""
         self.trouble = trouble
         if not self._said:
-            log.warning("step %d: no checkpoint, and training continues: %s", request.step, trouble)
+            log.warning("step %d: no checkpoint, and training continues: %s", step, trouble)
         self._said = True
 
     def _comes_back(self, until: float) -> bool:
@@ -239,10 +242,10 @@ class Room:
                 return False
         return not self.is_unmade
 
-    def note_use(self, request: SnapshotRequest, sizes: Sequence[int]) -> bool:
+    def note_use(self, contents: Contents, sizes: Sequence[int]) -> bool:
         """A snapshot began with these buffers. Returns True if more should be made ahead of time (``top_up``)."""
         nbytes, total = sizes[0], sum(sizes)
-        partial = len(request.operators) < self._operators and request.window is None
+        partial = len(contents.full) < self._operators and contents.window is None
         self._last_nbytes, self._most_nbytes = total, max(self._most_nbytes, total)
         self._partial_nbytes = max(self._partial_nbytes, total if partial else 0)
         # The first one is full, whatever the policy; one that is full again shows that they all are. Private memory

@@ -7,8 +7,7 @@ each snapshot, ``resume_from`` after a restore.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -16,8 +15,9 @@ from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
-from moe_ckpt.core.window import Window, operators_at_step
+from moe_ckpt.core.window import Window
 from moe_ckpt.engine.activity import RoutingActivity
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
@@ -25,70 +25,24 @@ from moe_ckpt.policies.base import Measured, MemoryFacts, ModelFacts, PolicyCont
 
 
 @dataclass(frozen=True, eq=False)
-class Pending:
+class InFlight:
     """A snapshot whose outcome the ranks have not agreed on yet.
 
     Attributes:
-        operators: Go to storage.
-        host_only: Stay in host memory besides.
-        applied: The token book as of ``step``.
-        window, slot: The sparse window that it is a part of.
-        stored: It goes to storage at all.
-        copied: ``operators`` go to peers, where there are any.
-        sends_host_only: So do ``host_only``.
-        gradients: What else memory brings to this step, by the gradients that are saved of it.
+        identity: Names it.
+        contents: What it holds.
+        applied: The token book as of its step.
+        relaid: Operators that had to be saved in any case, each with the change of the layout that demanded it.
     """
 
-    catalog: Catalog
-    step: int
-    generation: int
-    operators: tuple[str, ...]
-    host_only: tuple[str, ...]
+    identity: Step
+    contents: Contents
     applied: Counts
-    relaid: Mapping[str, int]
-    window: Window | None = None
-    slot: int = 0
-    stored: bool = True
-    copied: bool = True
-    sends_host_only: bool = True
-    gradients: tuple[str, ...] = ()
+    relaid: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def is_checkpoint(self) -> bool:
-        """True if it is self-contained, or ends its sparse window."""
-        return self.window is None or self.slot + 1 == self.window.size
-
-    def operators_in(self, tier: Tier) -> tuple[str, ...]:
-        """Returns the operators that memory holds in full, or that of peers, once it is a checkpoint there."""
-        if self.window is not None:
-            return operators_at_step((), self.catalog.everything, self.window, self.slot)
-        if tier is Tier.PEER and not self.copied:
-            return ()
-        full = self._copied if tier is Tier.HOST or self.sends_host_only else self.operators
-        if not self.gradients:
-            return full
-        whole = len(full) + len(self.gradients) == len(self.catalog.everything)
-        return self.catalog.everything if whole else (*full, *self.gradients)
-
-    @cached_property
-    def _copied(self) -> tuple[str, ...]:
-        """The very same object each time, to be known again at once."""
-        return (*self.operators, *self.host_only) if self.host_only else self.operators
-
-    @property
-    def is_complete(self) -> bool:
-        """True if nothing else is needed to open it, and it is of one step."""
-        return self.window is None and len(self.operators) == len(self.catalog.everything)
-
-    @cached_property
-    def experts(self) -> Counts:
-        """``[n, 2]``: ``(layer, expert)`` of what is on storage, as of ``step``, once it is committed."""
-        return places(self.catalog, self.stored_operators)
-
-    @property
-    def stored_operators(self) -> tuple[str, ...]:
-        """Returns the operators that storage has as of ``step``, once it is committed."""
-        return operators_at_step(self.operators, self.catalog.everything, self.window, self.slot)
+    def step(self) -> int:
+        return self.identity.step
 
 
 def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
@@ -104,13 +58,13 @@ class _Lacks:
     """What is missing.
 
     Attributes:
-        in_memory: The newest sparse window of which some rank's memory will not have a step.
+        in_memory: First step of the newest sparse window of which some rank's memory will not have a step.
         on_storage: The same of storage.
         everything: Nothing on storage may be built upon (``RunLedger.forget``).
     """
 
-    in_memory: Window | None = None
-    on_storage: Window | None = None
+    in_memory: int | None = None
+    on_storage: int | None = None
     everything: bool = False
 
 
@@ -128,8 +82,8 @@ class RunLedger:
         last_step: Step of the newest of them; None before the first.
         committed_step: Of the newest committed checkpoint; None before the first.
         newest: The snapshot for storage that began last, in this life.
-        pending: Snapshots under way to storage, by sequence.
-        sealing: Snapshots of which it is not known whether every rank has them in its memory, by memory sequence.
+        pending: Snapshots under way to storage, by number.
+        sealing: Snapshots of which it is not known whether every rank has them in its memory, by number.
         window: The sparse window under way; ``next_slot`` is the place in it that comes next.
         deficit: ``[L, E]`` lost tokens that boosted experts must still make up; None without a boost in this process.
     """
@@ -142,9 +96,9 @@ class RunLedger:
         self.index = 0
         self.last_step: int | None = None
         self.committed_step: int | None = None
-        self.newest: Pending | None = None
-        self.pending: dict[int, Pending] = {}
-        self.sealing: dict[int, Pending] = {}
+        self.newest: InFlight | None = None
+        self.pending: dict[int, InFlight] = {}
+        self.sealing: dict[int, InFlight] = {}
         self.window: Window | None = None
         self.next_slot = 0
         self.deficit: Counts | None = None
@@ -228,64 +182,67 @@ class RunLedger:
     def exact(self, step: int) -> None:
         """``tokens`` are now those of the end of ``step``; a snapshot of it that began earlier gets them."""
         for under_way in (self.pending, self.sealing):
-            for sequence, pending in under_way.items():
-                if pending.step == step:
-                    updated = replace(pending, applied=self.tokens.applied.copy())
-                    self.newest = updated if self.newest is pending else self.newest
-                    under_way[sequence] = updated
+            for number, snapshot in under_way.items():
+                if snapshot.step == step:
+                    updated = replace(snapshot, applied=self.tokens.applied.copy())
+                    self.newest = updated if self.newest is snapshot else self.newest
+                    under_way[number] = updated
 
-    def begun(self, sequence: int, pending: Pending, memory_sequence: int | None = None) -> None:
+    def begun(self, snapshot: InFlight, window: Window | None = None) -> None:
         """A snapshot began.
 
         Args:
-            sequence: Of those that go to storage; means nothing if this one does not.
-            pending: The snapshot.
-            memory_sequence: Of those in memory that outlives the process; None if it is not.
+            snapshot: Its entry.
+            window: The sparse window that it is a part of.
         """
-        if pending.stored:
-            self.pending[sequence] = self.newest = pending
+        contents = snapshot.contents
+        if contents.to_storage:
+            self.pending[snapshot.identity.number] = self.newest = snapshot
             self.index += 1
-        if memory_sequence is not None:
-            self.sealing[memory_sequence] = pending
-        self.last_step = pending.step
-        self.window, self.next_slot = pending.window, pending.slot + 1
-        if pending.slot == 0:
+        if self.outlives_process:
+            self.sealing[snapshot.identity.number] = snapshot
+        self.last_step = snapshot.step
+        self.window, self.next_slot = window, contents.slot + 1
+        if contents.slot == 0:
             self.activity.begin_window()
 
-    def in_memory(self, memory_sequence: int, *, complete: bool, copied: bool = False) -> None:
+    def in_memory(self, number: int, *, complete: bool, copied: bool = False) -> None:
         """Every rank has a snapshot in its memory; or, not ``complete``, one of them will never have it.
 
         Args:
-            memory_sequence: Of the snapshot.
+            number: Of the snapshot.
             complete: See above.
             copied: So have the peers of every rank.
         """
-        pending = self.sealing.pop(memory_sequence)
+        snapshot = self.sealing.pop(number)
+        contents = snapshot.contents
         if complete:
-            if pending.is_checkpoint:
-                operators = pending.operators_in(Tier.HOST)
-                self.ledger.hold(operators, pending.step, pending.applied)
+            if contents.is_checkpoint:
+                operators = contents.brings(Tier.HOST, self.catalog.everything)
+                self.ledger.hold(operators, snapshot.step, snapshot.applied)
                 if copied:
-                    self.ledger.hold(pending.operators_in(Tier.PEER), pending.step, pending.applied, Tier.PEER)
+                    sent = contents.brings(Tier.PEER, self.catalog.everything)
+                    self.ledger.hold(sent, snapshot.step, snapshot.applied, Tier.PEER)
                 self._rescued -= frozenset(operators)
-        elif pending.window is not None:
-            self._lacks.in_memory = pending.window
-            self._end_window_that_is_lost(on_storage=not pending.stored)
+        elif contents.window is not None:
+            self._lacks.in_memory = contents.window.start
+            self._end_window_that_is_lost(on_storage=not contents.to_storage)
 
-    def resolved(self, sequence: int, *, committed: bool) -> Pending:
+    def resolved(self, number: int, *, committed: bool) -> InFlight:
         """A snapshot ended; what it saved counts from now on, if it was committed."""
-        pending = self.pending.pop(sequence)
-        if not committed and pending.window is not None:
-            self._lacks.on_storage = pending.window
+        snapshot = self.pending.pop(number)
+        contents, everything = snapshot.contents, self.catalog.everything
+        if not committed and contents.window is not None:
+            self._lacks.on_storage = contents.window.start
             self._end_window_that_is_lost(in_memory=not self.outlives_process)
-        if committed and pending.is_checkpoint:
-            in_host = None if self.outlives_process else pending.host_only
-            whole = pending.window is None
-            self.ledger.record(pending.step, pending.stored_operators, pending.applied, in_host=in_host, whole=whole)
-            self.ledger.pay(pending.relaid)
-            self._lacks.everything = self._lacks.everything and not pending.is_complete
-            self.committed_step = pending.step
-        return pending
+        if committed and contents.is_checkpoint:
+            in_host = None if self.outlives_process else contents.memory_only
+            stored, whole = contents.brings(Tier.STORAGE, everything), contents.window is None
+            self.ledger.record(snapshot.step, stored, snapshot.applied, in_host=in_host, whole=whole)
+            self.ledger.pay(snapshot.relaid)
+            self._lacks.everything = self._lacks.everything and not contents.is_complete(everything)
+            self.committed_step = snapshot.step
+        return snapshot
 
     def forget(self) -> None:
         """Versions on storage are gone: no partial checkpoint may build on them, as if nothing had been saved."""
@@ -297,7 +254,9 @@ class RunLedger:
     @property
     def needs_everything(self) -> bool:
         """True after ``forget``, until a checkpoint of everything is under way or committed."""
-        return self._lacks.everything and not any(pending.is_complete for pending in self.pending.values())
+        everything = self.catalog.everything
+        is_coming = any(snapshot.contents.is_complete(everything) for snapshot in self.pending.values())
+        return self._lacks.everything and not is_coming
 
     def _end_window_that_is_lost(self, *, in_memory: bool = False, on_storage: bool = False) -> None:
         """The window under way ends here if neither will have all of it. While memory may, a bad disk costs it nothing.
@@ -306,8 +265,9 @@ class RunLedger:
             in_memory: Memory will not have it, whatever is known of it.
             on_storage: Storage will not.
         """
-        in_memory = in_memory or self._lacks.in_memory == self.window
-        if in_memory and (on_storage or self._lacks.on_storage == self.window):
+        start = None if self.window is None else self.window.start
+        in_memory = in_memory or self._lacks.in_memory == start
+        if in_memory and (on_storage or self._lacks.on_storage == start):
             self.give_up_window()
 
     def give_up_window(self) -> None:
@@ -325,8 +285,8 @@ class RunLedger:
             measured: Times and rates.
             popularity: ``Needs.popularity``.
         """
-        under_way = [self.pending[sequence] for sequence in sorted(self.pending)]
-        unsafe = self.committed_step is None and not any(pending.is_checkpoint for pending in under_way)
+        under_way = [self.pending[number] for number in sorted(self.pending)]
+        unsafe = self.committed_step is None and not any(one.contents.is_checkpoint for one in under_way)
         run = RunFacts(
             step=step,
             last_step=self.last_step,
@@ -354,38 +314,36 @@ class RunLedger:
         """
         if not self._rescued:
             return self._rescued
-        begun = (pending.operators_in(Tier.HOST) for pending in self.sealing.values())
+        everything = self.catalog.everything
+        begun = (snapshot.contents.brings(Tier.HOST, everything) for snapshot in self.sealing.values())
         return self._rescued.difference(*begun)
 
-    def _token_facts(self, under_way: Sequence[Pending], popularity: str | None) -> TokenFacts:
+    def _token_facts(self, under_way: Sequence[InFlight], popularity: str | None) -> TokenFacts:
         """Tokens of each tier, once the snapshots under way are complete there."""
-        arriving = {Tier.STORAGE: [(pending.experts, pending) for pending in under_way]}
-        sealing = [self.sealing[sequence] for sequence in sorted(self.sealing)]
-        for tier in (Tier.HOST, Tier.PEER) if self.outlives_process else ():
-            arriving[tier] = [
-                (places(self.catalog, pending.operators_in(tier)), pending)
-                for pending in sealing
-                if tier is Tier.HOST or pending.copied
-            ]
-        expected, chosen_at = {}, {}
-        for tier, snapshots in arriving.items():
-            expected[tier] = self.tokens.expecting(((experts, pending.applied) for experts, pending in snapshots), tier)
+        going = {Tier.STORAGE: under_way}
+        if self.outlives_process:
+            going[Tier.HOST] = [self.sealing[number] for number in sorted(self.sealing)]
+            going[Tier.PEER] = [snapshot for snapshot in going[Tier.HOST] if snapshot.contents.to_peers]
+        everything, expected, chosen_at = self.catalog.everything, {}, {}
+        for tier, snapshots in going.items():
+            arriving = [(places(self.catalog, one.contents.brings(tier, everything)), one) for one in snapshots]
+            expected[tier] = self.tokens.expecting(((experts, one.applied) for experts, one in arriving), tier)
             chosen_at[tier] = self.ledger.expert_steps(tier)
-            for experts, pending in snapshots:
-                chosen_at[tier][tuple(experts.T)] = pending.step
+            for experts, snapshot in arriving:
+                chosen_at[tier][tuple(experts.T)] = snapshot.step
         routed, counted = self.tokens.applied.sum(axis=1), self.activity.popularity(popularity)
         return TokenFacts(self.tokens.unsaved(), expected, chosen_at, routed, counted)
 
-    def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
+    def _missing(self, under_way: Sequence[InFlight]) -> tuple[str, ...]:
         """Operators that no checkpoint holds for a partial one to build on, committed or under way."""
         absent = self.ledger.lacking
-        for pending in under_way:
-            if not pending.is_checkpoint:  # only the last slot of a window makes one, and that may never come
+        for contents in (snapshot.contents for snapshot in under_way):
+            if not contents.is_checkpoint:  # only the last slot of a window makes one, and that may never come
                 continue
-            if pending.window is not None:
+            if contents.window is not None:
                 absent[:] = True
             else:
-                absent[self.catalog.places_of(pending.operators)] = False
+                absent[self.catalog.places_of(contents.full)] = False
         if not absent.any():
             return ()
         everything = self.catalog.everything

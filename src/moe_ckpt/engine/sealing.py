@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from moe_ckpt.core.step import PeerPart
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
 from moe_ckpt.engine.memory_tier import MemoryTier
@@ -36,7 +37,7 @@ class MemorySealer:
         self._comm = run.comm
         self._tier = tier
         self._to_storage = to_storage
-        self._headers = SlotHeaders(run, tier.files.run_id, tier.files.life)
+        self._headers = SlotHeaders(run)
         self._watch = FreshnessWatch()
         self._said: set[str] = set()
         self._is_spoiled = False
@@ -46,7 +47,8 @@ class MemorySealer:
         trouble, header = snapshot.refused, list[bytes]()
         try:
             if trouble is None:
-                share = seal_share(snapshot, self._tier.files.run_id, snapshot.writer, self._comm.world_size)
+                writer = snapshot.contents.writer(self._comm.rank)
+                share = seal_share(snapshot, self._tier.files.run_id, writer, self._comm.world_size)
                 freshness = self._watch.seen(snapshot, (*share.parts, *share.pieces))
                 snapshot.share = replace(share, freshness=freshness)
                 trouble = self._spoiled(snapshot, snapshot.share)
@@ -58,11 +60,11 @@ class MemorySealer:
                 self._tier.forget_gone()
             if snapshot.share is None:
                 snapshot.refused = trouble
-        if snapshot.refused is not None and snapshot.request.since is not None and snapshot.refused not in self._said:
+        if snapshot.refused is not None and snapshot.contents.since is not None and snapshot.refused not in self._said:
             self._said.add(snapshot.refused)
             log.warning("step %d of the gradient log is not kept: %s", snapshot.step, snapshot.refused)
         self._tier.sealed(snapshot, header)
-        if snapshot.request.stored:
+        if snapshot.contents.to_storage:
             self._to_storage(snapshot)
 
     def _seal_somehow(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
@@ -101,11 +103,11 @@ class MemorySealer:
         return [*headers, self._seal_own(snapshot, share, own_slot)]
 
     def _seal_own(self, snapshot: Snapshot, share: SealedShare, slot: Slot) -> bytes:
-        request, header = snapshot.request, self._headers.of_share(snapshot, share)
-        raw = encode_slot(header)
+        header, full = self._headers.of_share(snapshot, share), self._headers.operators(snapshot)
+        raw = encode_slot(header, full)
         slot.seal(raw)
         sent_parts = tuple(part for part in header.parts if part.kind != HOST_ONLY)
-        if not request.copied or request.sends_host_only or len(sent_parts) == len(header.parts):
+        if snapshot.contents.to_peers is not PeerPart.STORED or len(sent_parts) == len(header.parts):
             return raw
         sent_nbytes = max(1, snapshot.plan.own_nbytes(host_only=False))
-        return encode_slot(replace(header, parts=sent_parts, nbytes=sent_nbytes, sent=True))
+        return encode_slot(replace(header, parts=sent_parts, nbytes=sent_nbytes, sent=True), full)

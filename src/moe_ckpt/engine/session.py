@@ -388,8 +388,8 @@ class CheckpointSession:
             raise
         # No step follows whose agreement could book these, and none is needed: every rank has seen all.
         for fate in ended:
-            if fate.sequence in self.run_ledger.pending:
-                self._booking.book(fate.sequence, fate.committed)
+            if fate.number in self.run_ledger.pending:
+                self._booking.book(fate.number, fate.committed)
         failed = bool(ended) and not ended[-1].committed
         if note_end is not None and not failed and self.comm.rank == 0 and self.committed_directory is not None:
             note_end(self.committed_directory)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
+from moe_ckpt.core.step import Contents, Facts
 from moe_ckpt.core.survivors import GRADIENTS, TENSORS
+from moe_ckpt.core.tokens import NO_COUNTS
 from moe_ckpt.engine.commit import SavedOperators
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedPart, SealedShare
-from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, WindowPlace
-
-_NO_TOKENS = np.zeros((0, 0), dtype=np.int64)
+from moe_ckpt.format.fragment import Fragment
+from moe_ckpt.format.slot import SlotHeader, SlotPart
+from moe_ckpt.policies.base import needs_of
 
 
 class SlotHeaders:
@@ -21,14 +22,13 @@ class SlotHeaders:
 
     Args:
         run: The session's.
-        run_id: Of the store.
-        life: A token that names this life of the run, equal on every rank.
     """
 
-    def __init__(self, run: RunContext, run_id: str, life: str) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._rank, self._ranks, self._catalog = run.comm.rank, run.comm.world_size, run.catalog
-        self._run_id, self._life = run_id, life
         self._saved_operators = SavedOperators(run.catalog)
+        needs = needs_of(run.policy)
+        self._names_gradients = needs.gradients and needs.partial  # else they are of all others
 
     def of_gradients(self, snapshot: Snapshot, share: SealedShare, index: int, sealed: SealedPart) -> SlotHeader:
         """Returns the header of a slot of gradients. It does not repeat the facts that the share's header has.
@@ -39,66 +39,55 @@ class SlotHeaders:
             index: Of the gradients, among those of the snapshot.
             sealed: The gradients.
         """
-        request = snapshot.request
-        facts = StepFacts(request.index, request.base, (), None, _NO_TOKENS, since=request.since)
         part = SlotPart(sealed.part.kind, 0, b"".join(sealed.header))
-        nbytes = max(1, sealed.part.nbytes)
-        return self._header(snapshot, share, nbytes, facts, (part,), state=b"", only=GRADIENTS, place=index)
-
-    def of_share(self, snapshot: Snapshot, share: SealedShare) -> SlotHeader:
-        """Returns the header of the slot that has a rank's share of a snapshot. Waits for the step's tokens."""
-        is_lent = snapshot.writer != self._rank and snapshot.request.is_whole(self._catalog)
         return self._header(
             snapshot,
             share,
-            max(1, snapshot.plan.own_nbytes()),
-            self._facts(snapshot),
-            tuple(SlotPart(sealed.part.kind, sealed.begin, b"".join(sealed.header)) for sealed in share.parts),
+            nbytes=max(1, sealed.part.nbytes),
+            contents=Contents((), since=snapshot.contents.since),
+            facts=Facts(snapshot.facts.index, snapshot.facts.base, NO_COUNTS),
+            parts=(part,),
+            state=b"",
+            only=GRADIENTS,
+            place=index,
+        )
+
+    def of_share(self, snapshot: Snapshot, share: SealedShare) -> SlotHeader:
+        """Returns the header of the slot that has a rank's share of a snapshot. Waits for the step's tokens."""
+        contents, everything = snapshot.contents, self._catalog.everything
+        without_state = contents.on_behalf_of is not None and contents.is_whole(everything)
+        _, saved = self._saved_operators.of(contents.full, snapshot.plan.claims)
+        if len(saved) < len(contents.full):
+            contents = replace(contents, full=tuple(map(everything.__getitem__, saved.tolist())))
+        if not self._names_gradients:
+            contents = replace(contents, gradients=())
+        return self._header(
+            snapshot,
+            share,
+            nbytes=max(1, snapshot.plan.own_nbytes()),
+            contents=contents,
+            facts=replace(snapshot.facts, applied=snapshot.applied.result()),
+            parts=tuple(SlotPart(sealed.part.kind, sealed.begin, b"".join(sealed.header)) for sealed in share.parts),
             state=share.state,
-            only=TENSORS if is_lent else "",
+            only=TENSORS if without_state else "",
             beside=tuple(index for index, _ in snapshot.plan.pieces),
         )
 
-    def _header(
-        self,
-        snapshot: Snapshot,
-        share: SealedShare,
-        nbytes: int,
-        facts: StepFacts,
-        parts: tuple[SlotPart, ...],
-        **of_slot: Any,
-    ) -> SlotHeader:
-        """of_slot: fields of this slot alone."""
-        return SlotHeader(
-            run_id=self._run_id,
-            life=self._life,
-            sequence=snapshot.memory_sequence,
-            step=snapshot.request.step,
-            generation=snapshot.request.generation,
-            rank=snapshot.writer,
-            world_size=self._ranks,
-            nbytes=nbytes,
-            freshness=share.freshness,
-            facts=facts,
-            parts=parts,
-            **of_slot,
-        )
+    def operators(self, snapshot: Snapshot) -> Fragment:
+        """Returns the operators in full of ``of_share``, encoded."""
+        return self._saved_operators.of(snapshot.contents.full, snapshot.plan.claims)[0]
 
-    def _facts(self, snapshot: Snapshot) -> StepFacts:
-        request = snapshot.request
-        window = request.window
-        return StepFacts(
-            index=request.index,
-            base=request.base,
-            operators=self._saved_operators.of(request, snapshot.plan.claims)[0],
-            window=None if window is None else WindowPlace(window.start, window.size, request.slot),
-            applied=request.applied.result(),
-            faults=request.faults,
-            lost=request.lost,
-            own=request.rank_tokens,
-            policy=request.policy,
-            measured=request.measured,
-            since=request.since,
-            gradients=request.gradients if request.is_partial_log else (),
-            groups=() if request.groups is None else request.groups.groups,
+    def _header(self, snapshot: Snapshot, share: SealedShare, **of_slot: Any) -> SlotHeader:
+        """of_slot: fields of this slot alone."""
+        identity = snapshot.identity
+        return SlotHeader(
+            run_id=identity.run,
+            life=identity.life,
+            sequence=identity.number,
+            step=identity.step,
+            generation=identity.generation,
+            rank=snapshot.contents.writer(self._rank),
+            world_size=self._ranks,
+            freshness=share.freshness,
+            **of_slot,
         )

@@ -1,15 +1,19 @@
-"""A snapshot in flight: its request, where its bytes are, and the small state that is copied at once."""
+"""A snapshot in flight: what it holds, where its bytes are, and the small state that is copied at once."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_ckpt.core.step import Contents, Facts, Step
+from moe_ckpt.core.tokens import Counts
 from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.memory.arena import Buffer
@@ -17,7 +21,6 @@ from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart, CompiledPlan
 from moe_ckpt.slices.copier import Copy
 from moe_ckpt.slices.copying import copy_here
 from moe_ckpt.slices.mirroring import Mirror
-from moe_ckpt.slices.request import SnapshotRequest
 
 if TYPE_CHECKING:
     from moe_ckpt.engine.writing import SealedShare
@@ -31,36 +34,34 @@ Encode = Callable[..., Plain]
 
 @dataclass(eq=False)
 class Snapshot:
-    """One request on this rank, from the copy to the outcome.
+    """One snapshot on this rank, from the copy to the outcome.
 
     Attributes:
-        sequence: How many snapshots for storage this process began before it.
-        request: What to save.
+        identity: Names it.
+        contents: What it holds.
+        facts: Of its step.
+        applied: The token book as of its step; to come, as long as the ranks are agreeing on that.
         plan: What this rank copies and writes for it.
         buffers: Host memory, as ``buffer_sizes`` lists it.
         copy: The copy under way.
         state: JSON-ready trainer state (side tensors are among the slices).
         began_at: ``time.perf_counter`` of its beginning.
-        keep: Its buffer becomes the recovery buffer once it is committed (see ``engine.host_tier``).
         waited: Training waited for an earlier snapshot before this one could begin.
         refused: Why this rank could not even copy it, so that it fails on every rank; None if it could.
-        memory_sequence: How many snapshots this process began before it, of those that outlive the process.
-        writer: Rank whose share it is.
         share: Its bytes and state with checksums, once they are sealed in memory.
     """
 
-    sequence: int
-    request: SnapshotRequest
+    identity: Step
+    contents: Contents
+    facts: Facts
+    applied: Future[Counts]
     plan: CompiledPlan
     buffers: Sequence[Buffer]
     copy: Copy
     state: Any
     began_at: float
-    keep: bool = False
     waited: bool = False
     refused: str | None = None
-    memory_sequence: int = 0
-    writer: int = 0
     share: SealedShare | None = None
 
     @property
@@ -80,11 +81,11 @@ class Snapshot:
 
     @property
     def step(self) -> int:
-        return self.request.step
+        return self.identity.step
 
     @property
     def directory(self) -> str:
-        return self.request.directory
+        return step_dir(self.step, self.identity.generation)
 
     @property
     def nbytes(self) -> int:

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
+from moe_ckpt.core.step import Contents, Facts, PeerPart, WindowPlace
+from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import StepConsensus
 from moe_ckpt.engine.backlog import Backlog, PeerCopies, StorageFlush
@@ -20,13 +22,11 @@ from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded, StepRecord
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.planning import Planner, anchoring, gradient_factor
 from moe_ckpt.engine.resolving import Fate
-from moe_ckpt.engine.run_ledger import Pending, places
+from moe_ckpt.engine.run_ledger import InFlight, places
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Snapshot, plain_of
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.policies.base import PolicyContext, needs_of
-from moe_ckpt.ports import TensorSpec
-from moe_ckpt.slices.request import SnapshotRequest
 
 log = logging.getLogger("moe_ckpt")
 
@@ -34,20 +34,12 @@ Capture = Callable[[], Mapping[str, Any]]
 """Gives the plain training state of this moment; called only when a snapshot begins."""
 
 
-class _Ways(NamedTuple):
-    """Where a snapshot goes from memory: to storage, to peers."""
-
-    stored: bool
-    copied: bool
-
-
-_EVERYWHERE = _Ways(stored=True, copied=True)
 _TELLING_SECS = 0.005
 """From one question for what ranks have in memory to the next."""
 
 
 class Snapshotter:
-    """Makes requests from plans, hands them to the pipeline and records them. For the training thread only.
+    """Makes snapshots from plans, hands them to the pipeline and records them. For the training thread only.
 
     Attributes:
         booking: Updates the ledger.
@@ -128,8 +120,8 @@ class Snapshotter:
         return anchoring(plan, without)
 
     def _since(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> int | None:
-        sequence = self._resources.pipeline.next_memory_sequence
-        return self.booking.anchors.since(sequence, anchored, gradients if self._leaves_out else None)
+        number = self._resources.pipeline.next_number
+        return self.booking.anchors.since(number, anchored, gradients if self._leaves_out else None)
 
     def not_logged(self, *, updated: bool) -> None:
         """No snapshot of this step began.
@@ -173,9 +165,15 @@ class Snapshotter:
         if tight and not stored and not plan.slot:  # it would take the place of the newest one that memory has
             self.backlog.leave_out(plan, "earlier ones are still being written, and memory has no room for two")
             return StepRecord(plan.step, skipped=True)
-        ways = _Ways(stored, self.copies.go(plan, consensus))
-        last, how = plan.halt is not None, {"step_is_agreed": step_is_agreed, "before_training": before_training}
-        snapshot = self._begin(plan, plain, last=last, ways=ways, **how)
+        snapshot = self._begin(
+            plan,
+            plain,
+            last=plan.halt is not None,
+            step_is_agreed=step_is_agreed,
+            to_storage=stored,
+            to_peers=self.copies.go(plan, consensus),
+            before_training=before_training,
+        )
         if snapshot is None:
             return StepRecord(plan.step, skipped=True)
         self.booking.meter.copies(snapshot.plan.total_nbytes)
@@ -184,7 +182,7 @@ class Snapshotter:
             begun=True,
             waited=snapshot.waited,
             nbytes=snapshot.nbytes,
-            experts_saved=len(places(self._run.catalog, snapshot.request.operators)),
+            experts_saved=len(places(self._run.catalog, snapshot.contents.full)),
             frozen_nbytes=snapshot.frozen_nbytes,
             window=0 if plan.window is None else plan.window.size,
             slot=plan.slot,
@@ -196,7 +194,7 @@ class Snapshotter:
         """Begin a snapshot of everything, unless the newest one is just that."""
         newest, everything = self.booking.run_ledger.newest, self._run.catalog.everything
         if newest is not None and newest.step == step:
-            if newest.operators == everything:
+            if newest.contents.full == everything:
                 return
             self._resources.generation += 1  # a partial checkpoint of this step has taken the name
             if self._resources.memory is not None:
@@ -222,25 +220,39 @@ class Snapshotter:
             time.sleep(_TELLING_SECS)
 
     def begin_survivor(
-        self, plan: SnapshotPlan, plain: Encode, tokens: tuple[Counts, Counts | None], of: int, patience_secs: float
+        self,
+        plan: SnapshotPlan,
+        plain: Encode,
+        tokens: tuple[Counts, Counts | None],
+        of: int | None,
+        patience_secs: float,
     ) -> Snapshot:
         """Begin a snapshot for memory alone, which is not recorded in the ledger, because training stops.
 
         Args:
             plan: Of the newest step.
             plain: Gives the plain state.
-            tokens: ``applied`` and ``own`` of ``format.slot.StepFacts``.
-            of: Rank whose share is saved.
+            tokens: ``applied`` and ``counted`` of ``Facts``.
+            of: The other rank whose share is saved; None for that of this one.
             patience_secs: See ``Pipeline.begin``.
         """
         tensors, specs = self.live.describe_for(plan)
-        ways = _Ways(stored=False, copied=False)
-        request, _ = self._request(plan, specs, step_is_agreed=True, ways=ways)
+        pipeline, number = self._resources.pipeline, survivor_sequence(plan.step, of_another=of is not None)
         applied: Future[Counts] = Future()
         applied.set_result(tokens[0])
-        request = replace(request, applied=applied, rank_tokens=tokens[1], survivors_of=of)
-        # Nobody is asked about it, so that it begins.
-        return cast(Snapshot, self._resources.pipeline.begin(request, tensors, specs, plain, patience_secs))
+        contents = self._contents(plan, self.live.layout.update(specs), to_storage=False, to_peers=False)
+        snapshot = pipeline.begin(
+            replace(pipeline.identify(plan.step, self._resources.generation), number=number),
+            replace(contents, on_behalf_of=of),
+            replace(self._facts(), counted=tokens[1]),
+            applied=applied,
+            tensors=tensors,
+            specs=specs,
+            compute_types=self.live.compute_types,
+            plain=plain,
+            patience_secs=patience_secs,
+        )
+        return cast(Snapshot, snapshot)  # nobody is asked about it, so that it begins
 
     def drain(self, step: int, *, last: bool = False) -> Sequence[Fate]:
         """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
@@ -272,7 +284,8 @@ class Snapshotter:
         *,
         last: bool,
         step_is_agreed: bool,
-        ways: _Ways = _EVERYWHERE,
+        to_storage: bool = True,
+        to_peers: bool = True,
         before_training: bool = False,
     ) -> Snapshot | None:
         """Begin a snapshot. None if the ranks leave it out, since one of them has no memory for it.
@@ -282,34 +295,49 @@ class Snapshotter:
             plain: Gives the plain state.
             last: Of the run, so that what it waits for is left to ``drain`` to complain about.
             step_is_agreed: See ``Bookkeeper.tokens_at``.
-            ways: Where it goes from memory.
+            to_storage: It goes there from memory.
+            to_peers: So it does to peers.
             before_training: See ``carry_out``.
         """
         settings, live = self._run.settings, self.live
         patience_secs = self._end_secs if last else settings.timeout_secs
         tensors, specs = live.describe_for(plan)
-        request, pending = self._request(plan, specs, step_is_agreed=step_is_agreed, ways=ways)
+        relaid = live.layout.update(specs)
+        contents, facts = self._contents(plan, relaid, to_storage=to_storage, to_peers=to_peers), self._facts()
+        entry = InFlight(
+            self._resources.pipeline.identify(plan.step, self._resources.generation), contents, facts.applied, relaid
+        )
         consumed = None if self._run.gradients is None else self._run.gradients.step(tensors)
-        layout_facts = live.layout.changes, specs, request.compute_types, live.is_held_by_each
+        layout_facts = live.layout.changes, specs, live.compute_types, live.is_held_by_each
         live.forget()
         began = time.perf_counter()
-        parts = request, tensors, specs, plain, patience_secs, consumed
-        agree = None if last or before_training else self._agree_on(plan)
-        waits = last or before_training or plan.wait or settings.when_busy == "wait"
-        starts = not last and self.newest is None and self.updates <= 1
-        snapshot = self._resources.pipeline.begin(*parts, last=last, waits=waits, agree=agree, starts=starts)
+        snapshot = self._resources.pipeline.begin(
+            entry.identity,
+            contents,
+            facts,
+            applied=self.booking.tokens_at(step_is_agreed=step_is_agreed),
+            tensors=tensors,
+            specs=specs,
+            compute_types=live.compute_types,
+            plain=plain,
+            patience_secs=patience_secs,
+            gradients=consumed,
+            last=last,
+            waits=last or before_training or plan.wait or settings.when_busy == "wait",
+            agree=None if last or before_training else self._agree_on(plan),
+            starts=not last and self.newest is None and self.updates <= 1,
+        )
         if snapshot is None:
-            self._left_out(plan, pending)
+            self._left_out(plan, contents)
             return None
         self.newest = snapshot
-        self._note_anchors(request, pending, snapshot.memory_sequence, plan.together)
+        self._note_anchors(entry, plan.together)
         if last:
             self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
         self.backlog.waits += snapshot.waited
-        in_memory = None if self._resources.pipeline.memory is None else snapshot.memory_sequence
-        self.booking.run_ledger.begun(snapshot.sequence, pending, in_memory)
-        if ways.stored:
-            self.planner.begun(pending)
+        self.booking.run_ledger.begun(entry, None if contents.window is None else plan.window)
+        if to_storage:
+            self.planner.begun(plan.step, is_complete=contents.is_complete(self._run.catalog.everything))
         self._run.tell(SnapshotBegan(snapshot.nbytes, *layout_facts))
         return snapshot
 
@@ -333,38 +361,41 @@ class Snapshotter:
 
         return agree
 
-    def _left_out(self, plan: SnapshotPlan, pending: Pending) -> None:
+    def _left_out(self, plan: SnapshotPlan, contents: Contents) -> None:
         self.backlog.leave_out(plan, self._resources.pipeline.room.trouble)
-        if pending.stored:
-            self.flush.failed(pending)
+        if contents.to_storage:
+            self.flush.failed(plan.step, contents.window)
         if plan.window is not None:
             self.booking.run_ledger.give_up_window()
 
-    def _note_anchors(
-        self, request: SnapshotRequest, pending: Pending, sequence: int, together: Sequence[tuple[str, ...]]
-    ) -> None:
+    def _note_anchors(self, snapshot: InFlight, together: Sequence[tuple[str, ...]]) -> None:
         """A snapshot of a gradient log began, or another one, which is an anchor if it has everything."""
         if self._run.gradients is None:  # nobody asks for anchors
             return
-        anchors = self.booking.anchors
+        anchors, contents, number = self.booking.anchors, snapshot.contents, snapshot.identity.number
         if self._leaves_out:
-            anchors.begun(sequence, request.step, request.operators, request.gradients)
-            self._anchored_as.update(pending.relaid)
-            if not pending.copied:  # peers miss it, so that no later gradient is of use to them
+            anchors.begun(number, snapshot.step, contents.full, contents.gradients)
+            self._anchored_as.update(snapshot.relaid)
+            if not contents.to_peers:  # peers miss it, so that no later gradient is of use to them
                 anchors.broken()
-        elif request.since is None and not pending.is_complete:
+        elif contents.since is None and not contents.is_complete(self._run.catalog.everything):
             anchors.broken()
         else:
-            anchors.begun(sequence, request.step, request.operators, together=together)
-            self._anchored_as.update(pending.relaid)
+            anchors.begun(number, snapshot.step, contents.full, together=together)
+            self._anchored_as.update(snapshot.relaid)
 
-    def _request(
-        self, plan: SnapshotPlan, specs: Sequence[TensorSpec], *, step_is_agreed: bool, ways: _Ways
-    ) -> tuple[SnapshotRequest, Pending]:
-        """The next snapshot from the plan, the existing tensors and the ledger, and its entry in the ledger."""
-        run_ledger, generation = self.booking.run_ledger, self._resources.generation
-        relaid = self.live.layout.update(specs)
-        window = plan.window if plan.window is not None and plan.window.size > 1 else None
+    def _contents(self, plan: SnapshotPlan, relaid: Mapping[str, int], *, to_storage: bool, to_peers: bool) -> Contents:
+        """Returns the contents of the next snapshot: the plan's, and what the ledger adds.
+
+        Args:
+            plan: Equal on every rank.
+            relaid: See ``InFlight``.
+            to_storage: It goes to storage.
+            to_peers: It goes to peers.
+        """
+        run_ledger, window = self.booking.run_ledger, None
+        if plan.window is not None and plan.window.size > 1:
+            window = WindowPlace(plan.window.start, plan.window.size, plan.slot)
         operators, host_only = plan.operators(), plan.operators(Tier.HOST)
         rescued = run_ledger.rescued
         overdue = {op for op, since in relaid.items() if not plan.gradients or self._anchored_as.get(op) != since}
@@ -381,58 +412,38 @@ class Snapshotter:
             chosen = frozenset(operators)
             gradients = tuple(op for op in gradients if op not in chosen)
             since = self._since(operators, gradients) if gradients else None
-        pending = Pending(
-            catalog=self._run.catalog,
-            step=plan.step,
-            generation=generation,
-            operators=operators,
-            host_only=host_only,
-            applied=run_ledger.tokens.applied.copy(),
-            relaid=relaid,
-            window=window,
-            slot=plan.slot,
-            stored=ways.stored,
-            copied=ways.copied,
-            sends_host_only=plan.sends_host_only,
+        whole = PeerPart.EVERYTHING if plan.sends_host_only else PeerPart.STORED
+        return Contents(
+            full=operators,
+            memory_only=host_only,
+            compute=plan.compute_only,
             gradients=gradients,
-        )
-        sets = self._run.catalog.sets
-        experts = sets.experts if window is None else 0
-        request = SnapshotRequest(
-            step=plan.step,
-            generation=generation,
-            index=run_ledger.index,
-            operators=operators,
-            host_only=host_only,
-            compute_only=plan.compute_only,
-            compute_types=self.live.compute_types,
+            groups=None if since is None or self._leaves_out else self.booking.anchors.grouped(gradients),
             window=window,
-            slot=plan.slot,
-            applied=self.booking.tokens_at(step_is_agreed=step_is_agreed),
-            faults=tuple(run_ledger.tokens.faults),
+            since=since,
+            to_storage=to_storage,
+            to_peers=whole if to_peers else PeerPart.NOTHING,
+        )
+
+    def _facts(self) -> Facts:
+        tokens = self.booking.run_ledger.tokens
+        return Facts(
+            index=self.booking.run_ledger.index,
+            base=self.booking.committed_directory or "",
+            applied=tokens.applied.copy(),
+            faults=tuple(tokens.faults),
             policy=self._run.policy.describe(),
             measured=self.booking.measured,
-            base=self.booking.committed_directory or "",
-            lost=run_ledger.tokens.lost_since if run_ledger.tokens.lost_since.any() else None,
-            stored=ways.stored,
-            copied=ways.copied,
+            lost=tokens.lost_since if tokens.lost_since.any() else None,
             updates=self.updates,
-            sends_host_only=plan.sends_host_only,
-            experts=experts and experts & sets.of(pending.operators_in(Tier.HOST)),
-            sent=experts and experts & sets.of(pending.operators_in(Tier.PEER)),
-            gradients=gradients,
-            since=since,
-            groups=None if since is None or self._leaves_out else self.booking.anchors.grouped(gradients),
-            is_partial_log=self._leaves_out,
         )
-        return request, pending
 
-    def _ended(self, pending: Pending, committed: bool) -> None:
+    def _ended(self, snapshot: InFlight, committed: bool) -> None:
         """A snapshot was booked as ended."""
         self._run.tell(SnapshotEnded(committed))
-        self.planner.ended(pending, committed=committed)
+        self.planner.ended(snapshot.step, committed=committed)
         if not committed:
-            self.flush.failed(pending)
+            self.flush.failed(snapshot.step, snapshot.contents.window)
 
     def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
         """What to raise when earlier snapshots were not out of the way after so long."""

@@ -16,12 +16,14 @@ import numpy as np
 import torch
 
 from moe_ckpt.core.freshness import UNKNOWN
+from moe_ckpt.core.step import Contents, Facts
 from moe_ckpt.core.survivors import STATE, survivor_sequence
+from moe_ckpt.core.tokens import NO_COUNTS
 from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.engine.snapshot import Plain
 from moe_ckpt.engine.writing import checksums_of, state_file
 from moe_ckpt.format.shard import Checksums, seal_of
-from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts, encode_slot
+from moe_ckpt.format.slot import SlotHeader, SlotPart, encode_slot
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.compiling import CompiledPart
@@ -30,11 +32,10 @@ from moe_ckpt.slices.cuts import no_cuts
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
-_NO_COUNTS = np.zeros((0, 0), dtype=np.int64)
 
 
 class _Step(NamedTuple):
-    """books: ``StepFacts.index``. ready: Set on a device when all tensors are there; None where they are already."""
+    """books: ``Facts.index``. ready: Set on a device when all tensors are there; None where they are already."""
 
     number: int
     books: int
@@ -64,7 +65,7 @@ class StateKeeper:
         """Returns at once. For the training thread.
 
         Args:
-            index: As of ``StepFacts``.
+            index: As of ``Facts``.
             plain: Of the step; no longer written to.
             tokens: Of the step, as this rank counts them.
         """
@@ -141,7 +142,8 @@ class StateKeeper:
             world_size=self._world_size,
             nbytes=slot.memory.numel(),
             freshness=UNKNOWN,
-            facts=StepFacts(step.books, "", (), None, _NO_COUNTS, own=step.tokens.result().applied),
+            contents=Contents(()),
+            facts=Facts(step.books, "", NO_COUNTS, counted=step.tokens.result().applied),
             state=state_file(encoded, number, files.generation, files.run_id, files.rank, self._world_size),
             parts=parts,
             only=STATE,

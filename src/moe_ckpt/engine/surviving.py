@@ -228,14 +228,14 @@ class Survivor:
         """Returns bytes of tensors."""
         rank, catalog, newest = self._run.comm.rank, self._run.catalog, self._snapshots.newest
         tokens = self._counted(step, until)
-        whole = newest is not None and newest.step == step and newest.request.is_whole(catalog)
+        whole = newest is not None and newest.step == step and newest.contents.is_whole(catalog.everything)
         whole = whole and tokens[1] is None  # else it waits for tokens that no rank will tell any more
         if not whole:
             _require_room(self._run, self._resources)
         snapshots = [] if newest is None or not whole else [newest]
         begin = functools.partial(self._begin, tokens, until)
         if not whole:
-            snapshots.append(begin(save_full(step, catalog.everything), plain, rank))
+            snapshots.append(begin(save_full(step, catalog.everything), plain, None))
         peer, logs = _lent(self._run) if self.lends else None, needs_of(self._run.policy).gradients
         if peer is not None and not whole:
             # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
@@ -247,9 +247,9 @@ class Survivor:
         self._wait(snapshots[0], until)
         return sum(snapshot.nbytes for snapshot in snapshots if snapshot is not newest)
 
-    def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int) -> Snapshot:
+    def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int | None) -> Snapshot:
         applied, own_counts = tokens
-        if own_counts is not None and of != self._run.comm.rank:
+        if own_counts is not None and of is not None:
             own_counts = np.zeros_like(own_counts)  # the other rank's are beside its plain state
         return self._snapshots.begin_survivor(plan, plain, (applied, own_counts), of, _left(until))
 

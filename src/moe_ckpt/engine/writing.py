@@ -196,13 +196,13 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
     def sealed(begin: int, part: CompiledPart) -> SealedPart:
         memory = snapshot.bytes_of(part)
         checksums = checksums_of(part, memory)
-        seal = seal_of(snapshot.step, snapshot.request.generation, checksums)
+        seal = seal_of(snapshot.step, snapshot.identity.generation, checksums)
         header = part.head(run_id, rank, snapshot.step), seal
         return SealedPart(begin, part, checksums, header, not_finite_in(part, memory, judged))
 
     parts = tuple(sealed(begin, part) for begin, part in snapshot.plan.share_parts)
     pieces = tuple(sealed(0, part) for _, part in snapshot.plan.pieces)
-    of = snapshot.step, snapshot.request.generation
+    of = snapshot.step, snapshot.identity.generation
     return SealedShare(parts, state_file(snapshot.state, *of, run_id, rank, world_size), pieces=pieces)
 
 

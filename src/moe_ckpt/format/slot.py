@@ -8,14 +8,16 @@ byte for byte as storage would have it, and for each part of the slot the header
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from moe_ckpt.core.anchors import GradientGroups
 from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN
+from moe_ckpt.core.step import Contents, Facts, WindowPlace
 from moe_ckpt.core.survivors import GRADIENTS, STATE, TENSORS
-from moe_ckpt.core.tokens import Counts, FaultRecord, fault_rows, faults_in
+from moe_ckpt.core.tokens import NO_COUNTS, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.fragment import Fragment
@@ -38,39 +40,35 @@ def _raggedness(rows: list[list[int]]) -> str:
 
 def _contradictions(body: Mapping[str, Any]) -> str:
     """What is wrong between fields that are right by themselves."""
-    facts = body["facts"]
-    window, since = facts["window"], facts["since"]
+    contents, facts = body["contents"], body["facts"]
+    window, since = contents["window"], contents["since"]
     if body["rank"] >= body["world_size"]:
         return f".rank {body['rank']} is not below .world_size {body['world_size']}"
     if since is not None and since > body["sequence"]:
-        return f".facts.since {since} is after .sequence {body['sequence']}"
+        return f".contents.since {since} is after .sequence {body['sequence']}"
     if len(facts["mlt"]) != len(facts["faults"]):
         return f".facts.mlt has {len(facts['mlt'])} numbers for {len(facts['faults'])} recoveries"
     if window is not None and window["slot"] >= window["size"]:
-        return f".facts.window.slot {window['slot']} is not below its size {window['size']}"
+        return f".contents.window.slot {window['slot']} is not below its size {window['size']}"
     return ""
 
 
 _TABLE = both(listing(listing(whole())), _raggedness)
+_CONTENTS = record(
+    {"operators": listing(OPERATOR_ID), "window": maybe(_WINDOW), "since": maybe(whole())},
+    {"gradients": listing(OPERATOR_ID), "groups": listing(listing(whole()))},
+)
 _FACTS = record(
     {
         "index": whole(),
         "base": text,
-        "operators": listing(OPERATOR_ID),
-        "window": maybe(_WINDOW),
         "applied": _TABLE,
         "faults": listing(listing(whole(), least=4, most=4)),
         "mlt": MLT_OF_FAULTS,
         "policy": mapping(anything),
         "measured": mapping(number()),
-        "since": maybe(whole()),
     },
-    {
-        "gradients": listing(OPERATOR_ID),
-        "groups": listing(listing(whole())),
-        "lost": _TABLE,
-        "own": _TABLE,
-    },
+    {"lost": _TABLE, "counted": _TABLE},
 )
 _FIELDS = record(
     {
@@ -85,6 +83,7 @@ _FIELDS = record(
         "world_size": whole(1, MOST_RANKS),
         "nbytes": whole(),
         "freshness": one_of(UNKNOWN, STALE, FRESH),
+        "contents": _CONTENTS,
         "facts": _FACTS,
         "state": record(_PIECE),
         "parts": listing(_PART, most=16),
@@ -125,88 +124,57 @@ class SlotPart:
         return header
 
 
-@dataclass(frozen=True)
-class WindowPlace:
-    """A step's place in a sparse window: the window's first step, its length, and which of its steps this is."""
+def encoded(contents: Contents, facts: Facts, full: Fragment | None = None) -> dict[str, Any]:
+    """Returns what a document tells of a snapshot.
 
-    start: int
-    size: int
-    slot: int
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """The facts that a manifest of the step needs beside the ranks' files; equal on every rank.
-
-    Attributes:
-        index: As ``Manifest.index``.
-        base: Directory of the newest checkpoint on storage when the snapshot began; empty before the first.
-        operators: Held in full, but for those that never go to storage.
-        window: Place in a sparse window; None for a checkpoint that stands by itself.
-        applied: ``[L, E]`` tokens that experts had processed by the step.
-        faults: Recoveries of the run so far.
-        lost: ``[L, E]`` tokens that those lost which ``base`` does not know of: no later one loses them again. None if
-            there are none.
-        own: ``[L, E]`` tokens that this rank counted in the step itself, where ``applied`` has none of that step
-            because ranks had not agreed on it: those of all ranks are to be added. None if they had.
-        policy: ``Policy.describe()``.
-        measured: As ``Manifest.measured``.
-        since: Of a step of a gradient log, sequence of the snapshot with the oldest anchor that is needed: with all
-            snapshots from there on, this one is a checkpoint. None for one that stands by itself.
-        gradients: What gradients bring to the step, where that is not all but ``operators``.
-        groups: As of ``core.anchors.GradientGroups``, where the step's gradients lie in slots of their own.
+    Args:
+        contents: ``gradients``, where those bring all others than ``full`` to the step, may be left out.
+        facts: Of its step.
+        full: ``contents.full``, if they are encoded already.
     """
+    groups = () if contents.groups is None else contents.groups.groups
+    return {
+        "contents": {
+            "operators": list(contents.full) if full is None else full,
+            "window": None if contents.window is None else vars(contents.window),
+            "since": contents.since,
+            **({"gradients": list(contents.gradients)} if contents.gradients else {}),
+            **({"groups": [list(group) for group in groups]} if groups else {}),
+        },
+        "facts": {
+            "index": facts.index,
+            "base": facts.base,
+            "applied": Fragment.of_counts(facts.applied),
+            **fault_rows(facts.faults),
+            "policy": dict(facts.policy),
+            "measured": dict(facts.measured),
+            **({} if facts.lost is None else {"lost": Fragment.of_counts(facts.lost)}),
+            **({} if facts.counted is None else {"counted": Fragment.of_counts(facts.counted)}),
+        },
+    }
 
-    index: int
-    base: str
-    operators: Fragment | tuple[str, ...]
-    window: WindowPlace | None
-    applied: Counts = field(compare=False)
-    faults: tuple[FaultRecord, ...] = ()
-    policy: Mapping[str, Any] = field(default_factory=dict)
-    measured: Mapping[str, float] = field(default_factory=dict)
-    since: int | None = None
-    gradients: tuple[str, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
-    lost: Counts | None = field(default=None, compare=False)
-    own: Counts | None = field(default=None, compare=False)
 
-    def encoded(self) -> dict[str, Any]:
-        """Returns the facts for a document."""
-        return {
-            "index": self.index,
-            "base": self.base,
-            "operators": self.operators if isinstance(self.operators, Fragment) else list(self.operators),
-            "window": None if self.window is None else vars(self.window),
-            "applied": Fragment.of_counts(self.applied),
-            **fault_rows(self.faults),
-            "policy": dict(self.policy),
-            "measured": dict(self.measured),
-            "since": self.since,
-            **({"gradients": list(self.gradients)} if self.gradients else {}),
-            **({"groups": [list(group) for group in self.groups]} if self.groups else {}),
-            **({} if self.lost is None else {"lost": Fragment.of_counts(self.lost)}),
-            **({} if self.own is None else {"own": Fragment.of_counts(self.own)}),
-        }
-
-    @classmethod
-    def decoded(cls, body: Mapping[str, Any]) -> StepFacts:
-        """Returns the facts that ``encoded`` gave, of a document that fits the schema."""
-        window = body["window"]
-        counts = {name: np.asarray(body[name], dtype=np.int64) for name in ("applied", "lost", "own") if name in body}
-        return cls(
-            index=body["index"],
-            base=body["base"],
-            operators=tuple(body["operators"]),
-            window=None if window is None else WindowPlace(window["start"], window["size"], window["slot"]),
-            faults=tuple(faults_in(body)),
-            policy=body["policy"],
-            measured=body["measured"],
-            since=body["since"],
-            gradients=tuple(body.get("gradients", ())),
-            groups=tuple(map(tuple, body.get("groups", ()))),
-            **counts,
-        )
+def decoded(body: Mapping[str, Any]) -> tuple[Contents, Facts]:
+    """Returns what ``encoded`` was given, of a document that fits the schema. Groups come without operators."""
+    contents, facts = body["contents"], body["facts"]
+    window, groups = contents["window"], contents.get("groups")
+    lost, counted = (np.asarray(facts[name], dtype=np.int64) if name in facts else None for name in ("lost", "counted"))
+    return Contents(
+        full=tuple(contents["operators"]),
+        gradients=tuple(contents.get("gradients", ())),
+        groups=None if groups is None else GradientGroups(tuple(map(tuple, groups)), NO_COUNTS),
+        window=None if window is None else WindowPlace(window["start"], window["size"], window["slot"]),
+        since=contents["since"],
+    ), Facts(
+        index=facts["index"],
+        base=facts["base"],
+        applied=np.asarray(facts["applied"], dtype=np.int64),
+        faults=tuple(faults_in(facts)),
+        policy=facts["policy"],
+        measured=facts["measured"],
+        lost=lost,
+        counted=counted,
+    )
 
 
 @dataclass(frozen=True)
@@ -223,12 +191,13 @@ class SlotHeader:
         world_size: Ranks of that life.
         nbytes: Of the slot.
         freshness: What its checksums showed beside those of the rank's slot before (``core.freshness``).
-        facts: Of the step.
+        contents: What the snapshot holds, as far as readers need it.
+        facts: Of its step.
         state: The rank's state file.
         parts: What lies in the slot.
         sent: It is a copy of what its rank sent to peers, which is not all of the rank's share.
         only: ``core.survivors.STATE``, ``TENSORS`` or ``GRADIENTS`` where it is not all; else empty.
-        beside: Places in ``facts.groups`` of the slots of ``GRADIENTS`` that were sealed with this one.
+        beside: Places in ``contents.groups`` of the slots of ``GRADIENTS`` that were sealed with this one.
         place: Of ``GRADIENTS``, which of these it is.
     """
 
@@ -241,7 +210,8 @@ class SlotHeader:
     world_size: int
     nbytes: int
     freshness: int
-    facts: StepFacts
+    contents: Contents
+    facts: Facts
     state: bytes
     parts: tuple[SlotPart, ...]
     sent: bool = False
@@ -270,14 +240,19 @@ class SlotHeader:
 _SCALARS = ("run_id", "life", "sequence", "step", "generation", "rank", "world_size", "nbytes", "freshness")
 
 
-def encode_slot(header: SlotHeader) -> bytes:
-    """The bytes of the header's file."""
+def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
+    """The bytes of the header's file.
+
+    Args:
+        header: Of the slot.
+        full: See ``encoded``.
+    """
     parts = [{"kind": part.kind, "begin": part.begin, **_piece(part.raw)} for part in header.parts]
     body = {
         "kind": KIND,
         "format_version": FORMAT_VERSION,
         **{name: getattr(header, name) for name in _SCALARS},
-        "facts": header.facts.encoded(),
+        **encoded(header.contents, header.facts, full),
         "state": _piece(header.state),
         "parts": parts,
         "sent": header.sent,
@@ -317,9 +292,11 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
     if end != len(raw):
         raise DamagedError(path, f"{_NOT_OURS}{len(raw) - end:,} bytes follow it")
     state, *headers = pieces
+    contents, facts = decoded(body)
     return SlotHeader(
         **{name: body[name] for name in _SCALARS},
-        facts=StepFacts.decoded(body["facts"]),
+        contents=contents,
+        facts=facts,
         state=state,
         parts=tuple(
             SlotPart(part["kind"], part["begin"], piece) for part, piece in zip(body["parts"], headers, strict=True)

@@ -129,7 +129,7 @@ def _goes_with(candidate: FoundSlot, newest: FoundSlot) -> bool:
     header, last = candidate.header, newest.header
     if candidate is newest or header.life != last.life:
         return candidate is newest
-    if last.facts.since is not None:
-        return last.facts.since <= header.sequence <= last.sequence
-    window, window_of_candidate = last.facts.window, header.facts.window
+    if last.contents.since is not None:
+        return last.contents.since <= header.sequence <= last.sequence
+    window, window_of_candidate = last.contents.window, header.contents.window
     return window is not None and window_of_candidate is not None and window_of_candidate.start == window.start

@@ -111,7 +111,7 @@ class KeptState:
         covered = memory.covered(part, host_only | others, manifest, reader)
         view.lay(part, described, stored=sorted(covered & others), host_only=sorted(covered & host_only))
         view.slots |= part.files
-        view.brought_to(facts)
+        view.brought_to(described.contents, facts)
         beneath = opened.beneath if opened is not None else manifest
         whole = memory.whole(sealed, facts, view.operators, beneath)
         states = tuple(state for state in part.states if state.rank in _own_writers(sealed))

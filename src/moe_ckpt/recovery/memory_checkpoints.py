@@ -33,10 +33,10 @@ from moe_ckpt.core.memory_shares import (
 )
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Facts
 from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.core.tokens import TokenBook, window_began
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
-from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     Manifest,
     ModelRecord,
@@ -46,7 +46,6 @@ from moe_ckpt.format.manifest import (
     pruned,
     step_dir,
 )
-from moe_ckpt.format.slot import StepFacts
 from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.ports import Communicator
@@ -326,7 +325,7 @@ class MemoryCheckpoints:
             manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
         else:  # a complete seal has everything, under the names that storage's files of the step have
             alone = stored is not None or checkpoint.is_window or checkpoint.is_log
-            alone = alone and not _gradients_of(described[count - 1])
+            alone = alone and not described[count - 1].contents.gradients
             view = self._laid(None if alone else beneath, layers)
             manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
         files = view.slots_of(manifest)
@@ -338,7 +337,8 @@ class MemoryCheckpoints:
             alive += [] if survivors is None else self.parts(survivors, described[-1:], SURVIVORS_SUFFIX)
             files |= {path: file for part in (*parts, *alive) for path, file in part.files.items()}
         if checkpoint.is_log or checkpoint.is_window:
-            chained = view.brought_to(described[count - 1].require_facts(checkpoint.step))
+            newest = described[count - 1]
+            chained = view.brought_to(newest.contents, newest.require_facts(checkpoint.step))
         self.used = {}
         reader, slots = self.reading(manifest, files, [*parts, *alive, *(layer.part for layer in layers)])
         survivor_slices = tuple(stored for part in alive for stored in part.in_full)
@@ -382,12 +382,12 @@ class MemoryCheckpoints:
 
     def _has_all(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> bool:
         """Whether every expert is in the checkpoint itself, so that no older one need be looked into."""
-        facts = described[-1].facts
-        if facts is None or isinstance(facts.operators, Fragment) or not checkpoint.is_complete:
+        contents = described[-1].contents
+        if described[-1].facts is None or not checkpoint.is_complete:
             return False
-        if checkpoint.is_log and not facts.gradients:  # it has gradients of all others
+        if checkpoint.is_log and not contents.gradients:  # it has gradients of all others
             return True
-        experts = sum(operator.startswith(EXPERT) for operator in facts.operators)
+        experts = sum(operator.startswith(EXPERT) for operator in contents.full)
         return experts == sum(layer.experts for layer in self._tier.model.layers)
 
     def parts(
@@ -447,9 +447,8 @@ class MemoryCheckpoints:
         """The manifest of a checkpoint that storage does not have. view: what it is laid over; becomes the whole."""
         facts = snapshots[-1].require_facts(checkpoint.step)
         for part, snapshot in zip(parts, snapshots, strict=True):
-            stored = snapshot.require_facts(checkpoint.step).operators
             host_only = part.host_only if checkpoint.is_whole else self.covered(part, part.host_only, beneath)
-            view.lay(part, snapshot, stored=() if isinstance(stored, Fragment) else stored, host_only=host_only)
+            view.lay(part, snapshot, stored=snapshot.contents.full, host_only=host_only)
             view.slots |= part.files
         *before, last = parts
         first = snapshots[0].require_facts(checkpoint.step).applied if before else None
@@ -464,7 +463,7 @@ class MemoryCheckpoints:
     def whole(
         self,
         checkpoint: MemoryCheckpoint,
-        facts: StepFacts,
+        facts: Facts,
         operators: Mapping[str, OperatorRecord],
         beneath: Manifest | None,
     ) -> Manifest:
@@ -515,10 +514,6 @@ class MemoryCheckpoints:
 def _grid(model: ModelRecord) -> tuple[int, int]:
     """(layers, experts of the largest)."""
     return len(model.layers), max((layer.experts for layer in model.layers), default=0)
-
-
-def _gradients_of(snapshot: SnapshotFacts) -> Sequence[str]:
-    return () if snapshot.facts is None else snapshot.facts.gradients
 
 
 def _newest_headers(slots: Sequence[FoundSlot], rank: int) -> list[bytes]:

@@ -25,9 +25,7 @@ from moe_ckpt.errors import (
     StoreError,
     UnsupportedError,
 )
-from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import Manifest, ModelRecord, step_dir
-from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.directory import (
     RankDirectory,
@@ -222,7 +220,7 @@ class MemoryOutside:
 
     def _logged_steps(self, snapshots: Mapping[int, MemoryCheckpoint]) -> dict[int, LoggedStep]:
         """The log, with nothing of the steps of which a rank's share is gone."""
-        anchored = {header.step: set(_full(header)) for header in self._headers if not header.only}
+        anchored = {header.step: set(header.contents.full) for header in self._headers if not header.only}
         everything = frozenset().union(*anchored.values())
         steps: dict[int, LoggedStep] = {}
         for at, snapshot in snapshots.items():
@@ -231,7 +229,7 @@ class MemoryOutside:
                 continue
             full = frozenset(anchored.get(at, ()))
             gradients = everything - full
-            if any(header.step == at and header.facts.groups for header in self._headers):
+            if any(header.step == at and header.contents.groups for header in self._headers):
                 gradients &= self._alone(at)
             steps[at] = LoggedStep(everything, gradients, full)
         for at in range(min(steps), max(steps)):
@@ -278,11 +276,6 @@ def verify_opened(opened: OpenedMemory) -> None:
     for _, damage in find_damage(opened.reader.storage, slices):
         if damage is not None:
             raise damage
-
-
-def _full(header: SlotHeader) -> Collection[str]:
-    operators = header.facts.operators
-    return () if isinstance(operators, Fragment) else operators
 
 
 def _gap(missing: int, why: str, operators: Sequence[str], snapshots: Mapping[int, MemoryCheckpoint]) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from moe_ckpt.core.memory_shares import MemoryCheckpoint, PieceHolders, Share, Snapshot, fullest, teller_of
 from moe_ckpt.core.operators import EXPERT
+from moe_ckpt.core.step import Contents, Facts
 from moe_ckpt.core.survivors import GRADIENTS as GRADIENTS_ALONE
 from moe_ckpt.core.survivors import STATE
 from moe_ckpt.core.tokens import Counts
@@ -28,7 +29,7 @@ from moe_ckpt.format.manifest import (
 )
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
-from moe_ckpt.format.slot import SlotHeader, SlotPart, StepFacts
+from moe_ckpt.format.slot import SlotHeader, SlotPart, decoded, encoded
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.recovery.index import StoredSlice
 from moe_ckpt.recovery.slot_storage import STATE as STATE_FILE
@@ -49,7 +50,7 @@ class Described:
     Attributes:
         state: (bytes, digest) of its state file.
         parts: (kind, first byte, header of its shard).
-        rank_tokens: ``StepFacts.own``.
+        rank_tokens: ``Facts.counted``.
         gradient_slot: Place of a slot of gradients; None of a share.
     """
 
@@ -60,7 +61,7 @@ class Described:
 
 
 UnpackedHeader = tuple[int, int, bool, Described, Mapping[str, Any] | None]
-"""(place, writer, whether it is plain state alone, slot, facts)."""
+"""(place, writer, whether it is plain state alone, slot, contents and facts as ``format.slot.encoded``)."""
 
 
 class SnapshotFacts:
@@ -70,14 +71,16 @@ class SnapshotFacts:
         writers: Writer -> its slot.
         states: Likewise, of plain state that lies in a slot of its own.
         gradients: (writer, place) -> slot of gradients.
-        facts: Those that one of ``writers`` tells of all.
+        contents: What one of ``writers`` tells of all.
+        facts: Likewise.
     """
 
     def __init__(self) -> None:
         self.writers: dict[int, Described] = {}
         self.states: dict[int, Described] = {}
         self.gradients: dict[tuple[int, int], Described] = {}
-        self.facts: StepFacts | None = None
+        self.contents = Contents(())
+        self.facts: Facts | None = None
 
     def add(
         self,
@@ -98,9 +101,9 @@ class SnapshotFacts:
             return
         (self.states if alone else self.writers)[writer] = described
         if facts is not None:
-            self.facts = StepFacts.decoded(facts)
+            self.contents, self.facts = decoded(facts)
 
-    def require_facts(self, step: int) -> StepFacts:
+    def require_facts(self, step: int) -> Facts:
         """Returns ``facts``, which some rank has told."""
         if self.facts is None:
             raise DamagedError(f"memory slots of step {step}", "no rank has facts of the step", step=step)
@@ -125,7 +128,7 @@ class SnapshotFacts:
         Args:
             recounted: Writers whose tokens are counted again, so that what they sealed of them does not count.
         """
-        if self.facts is None or self.facts.own is None:
+        if self.facts is None or self.facts.counted is None:
             return
         every = (*self.writers.items(), *self.states.items())
         counts = (described.rank_tokens for writer, described in every if writer not in recounted)
@@ -133,7 +136,7 @@ class SnapshotFacts:
         if any(tokens.shape != self.facts.applied.shape for tokens in counted):  # nobody knows what they are
             self.facts = None
             return
-        self.facts = replace(self.facts, applied=sum(counted, start=self.facts.applied), own=None)
+        self.facts = replace(self.facts, applied=sum(counted, start=self.facts.applied), counted=None)
 
 
 def packed_header(position: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
@@ -148,8 +151,8 @@ def packed_header(position: int, writer: int, header: SlotHeader, *, tells: bool
         header.only == STATE,
         [len(header.state), digest(header.state)],
         [[part.kind, part.begin, len(part.raw)] for part in header.parts],
-        header.facts.encoded() if tells else None,
-        None if header.facts.own is None else Fragment.of_counts(header.facts.own),
+        encoded(header.contents, header.facts) if tells else None,
+        None if header.facts.counted is None else Fragment.of_counts(header.facts.counted),
         header.place if header.only == GRADIENTS_ALONE else None,
     ]
     meta = encode_json(fields)
@@ -373,12 +376,12 @@ class LaidSnapshots:
             layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
             self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
 
-    def brought_to(self, facts: StepFacts) -> frozenset[str]:
+    def brought_to(self, contents: Contents, facts: Facts) -> frozenset[str]:
         """Returns the operators whose anchors are brought to one step, by gradients or by a replay, and so become as of
         that one."""
-        full = () if isinstance(facts.operators, Fragment) else facts.operators
-        brought, applied = frozenset(facts.gradients or self.operators.keys() - set(full)), facts.applied.tolist()
-        for op in self.operators if not facts.gradients else brought:
+        gradients, applied = contents.gradients, facts.applied.tolist()
+        brought = frozenset(gradients or self.operators.keys() - set(contents.full))
+        for op in self.operators if not gradients else brought:
             layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
             self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
         return brought
@@ -418,7 +421,7 @@ def _key(header: SlotHeader) -> tuple[str, int, int]:
 def _fields_of(slot: FoundSlot, number: int) -> list[Any]:
     """number: among the holder's."""
     header = slot.header
-    window = header.facts.window
+    window, groups = header.contents.window, header.contents.groups
     position = None if window is None else [window.start, window.size, window.slot]
     return [
         number,
@@ -433,10 +436,10 @@ def _fields_of(slot: FoundSlot, number: int) -> list[Any]:
         slot.slot.starts,
         header.freshness,
         header.sent,
-        header.facts.since,
+        header.contents.since,
         header.only,
-        header.facts.own is not None and header.only != STATE,
-        header.facts.groups,
+        header.facts.counted is not None and header.only != STATE,
+        () if groups is None else groups.groups,
         header.beside,
     ]
 

@@ -1,4 +1,4 @@
-"""Compiles a snapshot request into what this rank does for it: which bytes go where, and what headers say of them.
+"""Compiles the contents of a snapshot into what this rank copies: which bytes go where, and what headers say of them.
 
 A dense checkpoint of a model with many experts has tens of thousands of slices, so nothing may take Python work for
 each of them at every step. What is known of an operator is worked out once (``slices.cuts``), and a plan that is new is
@@ -24,10 +24,11 @@ from moe_ckpt.core.cover_sum import PRIME
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.step import Contents, PeerPart
 from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, in_a_row, moved, require_distinct
 from moe_ckpt.ports import StateTensor, TensorSpec
-from moe_ckpt.slices.assignment import Sharder, WriteAssignment, places_of
+from moe_ckpt.slices.assignment import ComputeTypes, Sharder, WriteAssignment, places_of
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.copying import CopyProgram
 from moe_ckpt.slices.cuts import (
@@ -43,7 +44,6 @@ from moe_ckpt.slices.cuts import (
 )
 from moe_ckpt.slices.local_state import LocalState, collect_replay_slices, collect_slices
 from moe_ckpt.slices.mirroring import MIRROR, MirroredShares, digests_of
-from moe_ckpt.slices.request import SnapshotRequest
 
 HOST_ONLY = "held"
 """Kind of the part that stays in host memory and goes into no shard."""
@@ -55,8 +55,8 @@ _MOST_SLICES = 1 << 19
 _COVER_SUM: Callable[[Cut], int] = attrgetter("cover_sum")
 
 PlanKey = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], bool]
-_WholeKey = tuple[PlanKey, tuple[SliceEntry, ...], int]
-"""With side tensors, and whether copies go to peers."""
+_WholeKey = tuple[PlanKey, tuple[SliceEntry, ...], PeerPart]
+"""With side tensors, and what goes to peers."""
 
 
 class CompiledPart:
@@ -182,7 +182,7 @@ class CompiledPlan:
         nbytes: Of the buffer.
         key: What is saved.
         claims: What all ranks together must write of it.
-        pieces: Gradients that lie in buffers of their own: (place in ``SnapshotRequest.groups``, part).
+        pieces: Gradients that lie in buffers of their own: (place in ``Contents.groups``, part).
         mirrored: What duplicates other ranks' shares, beside such gradients in a buffer of its own, since it is needed
             for a short time only; with the byte at which each begins.
         mirrored_nbytes: Of that buffer.
@@ -231,7 +231,7 @@ def cover_difference(plan: CompiledPlan) -> int:
 
 
 class PlanCompiler:
-    """Compiles requests for one rank, and keeps what it made. For the training thread only.
+    """Compiles contents for one rank, and keeps what it made. For the training thread only.
 
     Attributes:
         mirrors: What is copied of the shares of others, whose copies this rank holds.
@@ -260,33 +260,33 @@ class PlanCompiler:
 
     def compile(
         self,
-        request: SnapshotRequest,
+        contents: Contents,
         tensors: Sequence[StateTensor],
         specs: Sequence[TensorSpec],
         side: Sequence[SliceEntry],
         gradients: Sequence[StateTensor] = (),
-        writer: int | None = None,
+        compute_types: ComputeTypes | None = None,
     ) -> CompiledPlan:
-        """The plan for ``request``: the very same one again, if neither what is saved nor the tensors have changed.
+        """The plan for ``contents``: the very same one again, if neither what is saved nor the tensors have changed.
 
         Args:
-            request: What to save.
+            contents: What to save; on behalf of another rank, the part of it that this rank also holds.
             tensors: This rank's.
             specs: Those of all ranks.
             side: Tensors of no operator, which go into this rank's non-expert shard.
             gradients: This rank's. They may be other tensors at each step, so that what is made of them is not kept.
-            writer: Whose share it is, this rank's unless said; of another rank's, the part that this rank also holds.
+            compute_types: Types of compute weights, by default those of the tensors.
         """
-        self._update(tensors, specs, request.compute_types)
-        key: PlanKey = (request.operators, request.host_only, request.compute_only, request.window is not None)
-        if writer is not None and writer != self._rank:
-            return self._compile_lent(key, request, writer, side)
-        whole_key = (key, tuple(side), request.copied * (1 + request.sends_host_only))
+        self._update(tensors, specs, compute_types or {})
+        key: PlanKey = (contents.full, contents.memory_only, contents.compute, contents.window is not None)
+        if contents.on_behalf_of is not None:
+            return self._compile_lent(key, contents, contents.on_behalf_of, side)
+        whole_key = (key, tuple(side), contents.to_peers)
         plan = self._plans.get(whole_key)
         if plan is None:
-            plan = self._compile(key, request, side)
+            plan = self._compile(key, contents, side)
             self._plans.add(whole_key, plan)
-        return self._with_gradients(plan, request, gradients) if gradients else plan
+        return self._with_gradients(plan, contents, gradients) if gradients else plan
 
     def _update(
         self, tensors: Sequence[StateTensor], specs: Sequence[TensorSpec], compute_types: Mapping[str, str]
@@ -311,47 +311,43 @@ class PlanCompiler:
         self._plans.clear()
         self._newest.clear()
 
-    def _compile_lent(
-        self, key: PlanKey, request: SnapshotRequest, writer: int, side: Sequence[SliceEntry]
-    ) -> CompiledPlan:
+    def _compile_lent(self, key: PlanKey, contents: Contents, writer: int, side: Sequence[SliceEntry]) -> CompiledPlan:
         """The part of another rank's share that this rank also holds. Made once, when training stops."""
-        _, assignment = self._cut(request)
+        _, assignment = self._cut(contents)
         [cuts] = (
             MirroredShares(self._catalog, self._placement, [writer])
-            .cuts(request.operators, self._tensors, assignment)
+            .cuts(contents.full, self._tensors, assignment)
             .values()
         )
         is_expert = self._catalog.is_expert[cuts.places]
-        contents = ("non_expert", cuts.masked(~is_expert), side), ("expert", cuts.masked(is_expert), ())
-        return self._laid_out(key, (CompiledPart(*content, self._unstable) for content in contents))
+        by_kind = ("non_expert", cuts.masked(~is_expert), side), ("expert", cuts.masked(is_expert), ())
+        return self._laid_out(key, (CompiledPart(*of_kind, self._unstable) for of_kind in by_kind))
 
     def _laid_out(self, key: PlanKey, parts: Iterable[CompiledPart]) -> CompiledPlan:
         placed, nbytes = _in_a_buffer(part for part in parts if len(part.slices))
         return CompiledPlan(placed, nbytes, key, self._claims)
 
-    def _compile(self, key: PlanKey, request: SnapshotRequest, side: Sequence[SliceEntry]) -> CompiledPlan:
-        share, assignment = self._cut(request)
+    def _compile(self, key: PlanKey, contents: Contents, side: Sequence[SliceEntry]) -> CompiledPlan:
+        share, assignment = self._cut(contents)
         held = np.zeros(len(self._catalog.operators), dtype=bool)
-        held[places_of(self._catalog, request.host_only)] = True
+        held[places_of(self._catalog, contents.memory_only)] = True
         is_expert, is_held = self._catalog.is_expert[share.places], held[share.places]
         by_kind = {
             "expert": share.masked(is_expert & ~is_held),
             "non_expert": share.masked(~is_expert & ~is_held),
             HOST_ONLY: share.masked(is_held),
         }
-        if request.copied:
-            by_kind |= self.mirrors.cuts(request.to_peers, self._tensors, assignment)
+        if contents.to_peers:
+            by_kind |= self.mirrors.cuts(contents.sent, self._tensors, assignment)
         parts = (self._part(kind, cuts, side if kind == "non_expert" else ()) for kind, cuts in by_kind.items())
         return self._laid_out(key, parts)
 
-    def _with_gradients(
-        self, plan: CompiledPlan, request: SnapshotRequest, gradients: Sequence[StateTensor]
-    ) -> CompiledPlan:
+    def _with_gradients(self, plan: CompiledPlan, contents: Contents, gradients: Sequence[StateTensor]) -> CompiledPlan:
         """With this rank's share of the gradients, behind the rest of its share, or in buffers of their own."""
-        operators, groups = request.gradients, request.groups
+        operators, groups = contents.gradients, contents.groups
         assignment = self._sharder.assign(operators, self._tensors)
         share = collect_slices(LocalState(self._catalog, gradients), operators, assignment, self._rank)
-        of_others = self.mirrors.cuts_of_gradients(operators, gradients, assignment) if request.copied else {}
+        of_others = self.mirrors.cuts_of_gradients(operators, gradients, assignment) if contents.to_peers else {}
         mirrored = [CompiledPart(kind, cuts, (), ()) for kind, cuts in of_others.items() if len(cuts)]
         planned = [part for _, part in plan.parts]
         if groups is None:
@@ -368,18 +364,17 @@ class PlanCompiler:
         plan = replace(plan, parts=parts, nbytes=nbytes)
         return replace(plan, pieces=pieces, mirrored=others, mirrored_nbytes=end)
 
-    def _cut(self, request: SnapshotRequest) -> tuple[Cuts, WriteAssignment]:
+    def _cut(self, contents: Contents) -> tuple[Cuts, WriteAssignment]:
         """This rank's share of what is copied, as views of live tensors, and who has which."""
         if self._local.is_crowded:
             self._local = LocalState(self._catalog, self._tensors)
             self._newest.clear()
-        compute_only, types = request.compute_only, request.compute_types
-        copied = (*request.operators, *request.host_only) if request.host_only else request.operators
-        assignment = self._sharder.assign(copied, self._tensors, compute_only, types)
-        cuts = collect_slices(self._local, copied, assignment, self._rank)
-        if request.window is not None:
+        compute, types = contents.compute, self._compute_types
+        assignment = self._sharder.assign(contents.copied, self._tensors, compute, types)
+        cuts = collect_slices(self._local, contents.copied, assignment, self._rank)
+        if contents.window is not None:
             cuts = cuts.joined(
-                collect_replay_slices(self._local, request.operators, compute_only, assignment, self._rank, types)
+                collect_replay_slices(self._local, contents.full, compute, assignment, self._rank, types)
             )
         return cuts, assignment
 

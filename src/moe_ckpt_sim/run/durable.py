@@ -9,7 +9,7 @@ from moe_ckpt.core.anchors import later
 from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine.run_ledger import Pending
+from moe_ckpt.engine.run_ledger import InFlight
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,17 @@ class UnderWay:
     """A checkpoint that is being written, or sent to peers.
 
     Attributes:
+        snapshot: Its entry in the ledger.
+        window: The sparse window that it ends.
         flush_secs: What writing it to storage takes once it is durable, if it goes there.
         anchored_at: As ``Durable``'s.
         durable: The same, once it is.
     """
 
-    sequence: int
-    pending: Pending
+    snapshot: InFlight
     when: When
     index: int
+    window: Window | None = None
     flush_secs: float | None = None
     anchored_at: Counts | None = None
     durable: Durable | None = None

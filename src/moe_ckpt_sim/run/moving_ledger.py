@@ -13,7 +13,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.core.tokens import Counts, FaultRecord
-from moe_ckpt.engine.run_ledger import Pending, RunLedger
+from moe_ckpt.engine.run_ledger import InFlight, RunLedger
 from moe_ckpt.policies.base import TOKENS
 from moe_ckpt_sim.run.durable import Durable
 
@@ -46,7 +46,7 @@ class MovingRunLedger(RunLedger):
             self.tokens.apply(counts * steps)
             self.activity.add_often(counts, steps)
 
-    def _missing(self, under_way: Sequence[Pending]) -> tuple[str, ...]:
+    def _missing(self, under_way: Sequence[InFlight]) -> tuple[str, ...]:
         """The first checkpoint of a run is dense, whatever the policy: after it, nothing is, but on storage."""
         if self.last_step is None or not self._stores:
             return self.catalog.everything if self.last_step is None else ()
@@ -75,18 +75,18 @@ class MovingRunLedger(RunLedger):
             self._rescued = self._newer()
         return fault
 
-    def sealed(self, sequence: int, *, sent: bool) -> None:
+    def sealed(self, number: int, *, sent: bool) -> None:
         """Every rank has a snapshot in its memory, as a recovery would find it.
 
         Args:
             sent: To peers, too; then it is settled once those have it.
         """
         if not sent:
-            self.in_memory(sequence, complete=True)
+            self.in_memory(number, complete=True)
             return
-        pending = self.sealing[sequence]
-        operators = pending.operators_in(Tier.HOST)
-        self.ledger.hold(operators, pending.step, pending.applied)
+        snapshot = self.sealing[number]
+        operators = snapshot.contents.brings(Tier.HOST, self.catalog.everything)
+        self.ledger.hold(operators, snapshot.step, snapshot.applied)
         self._rescued -= frozenset(operators)
 
     def move(self, steps: int, checkpoints: int, counts: Counts) -> None:
@@ -101,10 +101,10 @@ class MovingRunLedger(RunLedger):
         self.committed_step = None if self.committed_step is None else self.committed_step + steps
         if self.window is not None:
             self.window = replace(self.window, start=self.window.start + steps)
-        self.sealing = {key: moved(pending, steps, counts) for key, pending in self.sealing.items()}
+        self.sealing = {number: moved(snapshot, steps, counts) for number, snapshot in self.sealing.items()}
         # What goes on from memory to storage stays what it is.
         if not self.outlives_process:
-            self.pending = {key: moved(pending, steps, counts) for key, pending in self.pending.items()}
+            self.pending = {number: moved(snapshot, steps, counts) for number, snapshot in self.pending.items()}
 
     def pattern(self, step: int) -> tuple[bytes, ...]:
         """All inputs of policies, relative to ``step``: equal at two steps if the run repeats itself.
@@ -121,10 +121,13 @@ class MovingRunLedger(RunLedger):
         return *(each.tobytes() for each in ages), hard, repr(sorted(self.rescued)).encode(), *unsaved
 
 
-def moved(pending: Pending, steps: int, counts: Counts) -> Pending:
+def moved(snapshot: InFlight, steps: int, counts: Counts) -> InFlight:
     """A snapshot under way, as it would be ``steps`` later."""
-    window = None if pending.window is None else replace(pending.window, start=pending.window.start + steps)
-    return replace(pending, step=pending.step + steps, applied=pending.applied + counts * steps, window=window)
+    identity, contents, window = snapshot.identity, snapshot.contents, snapshot.contents.window
+    if window is not None:
+        contents = replace(contents, window=replace(window, start=window.start + steps))
+    identity, applied = replace(identity, step=identity.step + steps), snapshot.applied + counts * steps
+    return replace(snapshot, identity=identity, contents=contents, applied=applied)
 
 
 def _left(ledger: Ledger, alive: npt.NDArray[np.bool_] | None) -> Iterator[Inventory]:

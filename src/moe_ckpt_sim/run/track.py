@@ -11,9 +11,10 @@ import numpy.typing as npt
 from moe_ckpt.core.anchors import Anchors, later
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.step import Contents, PeerPart, Step, WindowPlace
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine.run_ledger import Pending
+from moe_ckpt.engine.run_ledger import InFlight, places
 from moe_ckpt_sim.run.anchors import PeersLog
 from moe_ckpt_sim.run.backup import Backup
 from moe_ckpt_sim.run.durable import Durable, UnderWay, When
@@ -49,7 +50,7 @@ class Track:
         self.copied: Durable | None = None
         self._sending: deque[UnderWay] = deque()
         self.mover_free_secs = 0.0
-        self._sequence = 0
+        self._number = 0
         self._generation = 0
 
     @property
@@ -70,27 +71,33 @@ class Track:
         window: Window | None,
     ) -> None:
         """A snapshot of ``step`` begins; of a window, only its last slot is told, which makes it a checkpoint."""
-        self._sequence += 1
-        slot = window.size - 1 if window else 0
-        applied = self.run_ledger.tokens.applied.copy()
-        pending = Pending(self._catalog, step, self._generation, operators, host_only, applied, {}, window, slot)
-        self.under_way.append(UnderWay(self._sequence, pending, when, self.run_ledger.index))
-        self.run_ledger.begun(self._sequence, pending)
+        last = None if window is None else WindowPlace(window.start, window.size, window.size - 1)
+        snapshot = self._next(step, Contents(operators, host_only, window=last))
+        self.under_way.append(UnderWay(snapshot, when, self.run_ledger.index, window))
+        self.run_ledger.begun(snapshot, window)
 
     def begin_tiered(self, plan: SnapshotPlan, when: When, flush_secs: float | None) -> None:
         """A snapshot begins that goes to storage in ``flush_secs`` once memory has it; None where that is not due."""
-        self._sequence += 1
-        sent, applied = when.sent_secs is not None, self.run_ledger.tokens.applied.copy()
-        pending = Pending(
-            *(self._catalog, plan.step, self._generation, plan.operators(), plan.operators(Tier.HOST), applied, {}),
-            stored=flush_secs is not None,
-            copied=sent,
-            sends_host_only=plan.sends_host_only,
+        sent = when.sent_secs is not None
+        whole = PeerPart.EVERYTHING if plan.sends_host_only else PeerPart.STORED
+        contents = Contents(
+            plan.operators(),
+            plan.operators(Tier.HOST),
             gradients=plan.gradients,
+            to_storage=flush_secs is not None,
+            to_peers=whole if sent else PeerPart.NOTHING,
         )
-        anchored_at = self._log.save(self.anchors, self._sequence, plan, sent=sent)
-        self.under_way.append(UnderWay(self._sequence, pending, when, self.run_ledger.index, flush_secs, anchored_at))
-        self.run_ledger.begun(self._sequence, pending, self._sequence)
+        snapshot = self._next(plan.step, contents)
+        anchored_at = self._log.save(self.anchors, self._number, plan, sent=sent)
+        self.under_way.append(
+            UnderWay(snapshot, when, self.run_ledger.index, flush_secs=flush_secs, anchored_at=anchored_at)
+        )
+        self.run_ledger.begun(snapshot)
+
+    def _next(self, step: int, contents: Contents) -> InFlight:
+        self._number += 1
+        identity = Step("", "", self._generation, step, self._number)
+        return InFlight(identity, contents, self.run_ledger.tokens.applied.copy())
 
     def resolve(self, now_secs: float) -> tuple[bool, bool]:
         """What has become durable by ``now_secs`` counts from now on.
@@ -114,24 +121,25 @@ class Track:
         return self.newest is not newest, self.copied is not copied
 
     def _resolved(self, done: UnderWay) -> Durable:
-        pending = self.run_ledger.resolved(done.sequence, committed=True)
-        versions = self.run_ledger.ledger.as_of(pending.applied)
-        return Durable(pending.step, versions, done.index, pending.window)
+        snapshot = self.run_ledger.resolved(done.snapshot.identity.number, committed=True)
+        versions = self.run_ledger.ledger.as_of(snapshot.applied)
+        return Durable(snapshot.step, versions, done.index, done.window)
 
     def _in_memory(self, done: UnderWay) -> Durable:
         """A snapshot is in the memory of its own ranks."""
-        self.run_ledger.sealed(done.sequence, sent=done.when.sent_secs is not None)
-        versions = self.run_ledger.ledger.as_of(done.pending.applied)
-        durable = Durable(done.pending.step, versions, done.index, None, done.anchored_at)
+        number = done.snapshot.identity.number
+        self.run_ledger.sealed(number, sent=done.when.sent_secs is not None)
+        versions = self.run_ledger.ledger.as_of(done.snapshot.applied)
+        durable = Durable(done.snapshot.step, versions, done.index, None, done.anchored_at)
         if done.flush_secs is not None:
-            self.backup.begin(durable, done.when.ready_secs, done.flush_secs, done.sequence)
+            self.backup.begin(durable, done.when.ready_secs, done.flush_secs, number)
         return durable
 
     def _sent(self, done: UnderWay) -> None:
         """Peers have a snapshot, too."""
         found = done.durable
         if found is not None and self._tiered:
-            self.run_ledger.in_memory(done.sequence, complete=True, copied=True)
+            self.run_ledger.in_memory(done.snapshot.identity.number, complete=True, copied=True)
             before = found.ledger
             ledger = self.run_ledger.ledger.as_of(before.tokens.applied, before, (Tier.HOST,))
             known = replace(found, ledger=ledger)
@@ -141,11 +149,11 @@ class Track:
             self.copied = found
 
     def _resolve_backup(self, now_secs: float) -> None:
-        sequence = self.backup.arrived(now_secs)
-        if sequence is None or self.backup.durable is None:
+        number = self.backup.arrived(now_secs)
+        if number is None or self.backup.durable is None:
             return
-        pending = self.run_ledger.resolved(sequence, committed=True)
-        self.backup.durable = replace(self.backup.durable, ledger=self.run_ledger.ledger.as_of(pending.applied))
+        snapshot = self.run_ledger.resolved(number, committed=True)
+        self.backup.durable = replace(self.backup.durable, ledger=self.run_ledger.ledger.as_of(snapshot.applied))
         # Which know now that storage has it.
         is_copied, self.newest = self.newest is self.copied, self._knowing(self.newest)
         self.copied = self.newest if is_copied else self._knowing(self.copied)
@@ -166,7 +174,7 @@ class Track:
     def drop(self) -> None:
         """Snapshots under way are lost, but training goes on from where it is."""
         while self.under_way:
-            self.run_ledger.resolved(self.under_way.pop().sequence, committed=False)
+            self.run_ledger.resolved(self.under_way.pop().snapshot.identity.number, committed=False)
         self._stop_moving()
 
     def _stop_moving(self) -> None:
@@ -209,7 +217,9 @@ class Track:
         self.run_ledger.move(steps, checkpoints, counts)
         books = self.run_ledger.sealing if self._tiered else self.run_ledger.pending
         for one in (*self.under_way, *self._sending):
-            one.pending, one.when = books.get(one.sequence, one.pending), one.when.later(secs)
+            number = one.snapshot.identity.number
+            one.snapshot, one.when = books.get(number, one.snapshot), one.when.later(secs)
+            one.window = None if one.window is None else replace(one.window, start=one.window.start + steps)
             one.index += checkpoints
             one.anchored_at = None if one.anchored_at is None else later(one.anchored_at, steps)
         self._log.move(steps)
@@ -223,16 +233,18 @@ class Track:
 
     def pattern(self, step: int, now_secs: float) -> tuple[object, ...]:
         """Alike at two decisions if the run repeats itself."""
-        pending = tuple((step - one.pending.step, one.when.later(-now_secs)) for one in self.under_way)
-        chosen = b"".join(one.pending.experts.tobytes() for one in self.under_way)
-        host_only = tuple(one.pending.host_only for one in self.under_way)
+        pending = tuple((step - one.snapshot.step, one.when.later(-now_secs)) for one in self.under_way)
+        held = tuple(one.snapshot.contents for one in self.under_way)
+        stored = (places(self._catalog, contents.brings(Tier.STORAGE, self._catalog.everything)) for contents in held)
+        chosen = b"".join(experts.tobytes() for experts in stored)
+        host_only = tuple(contents.memory_only for contents in held)
         moving = tuple(at - now_secs for at in (*self.moving, *self.sends))
-        sending = tuple((step - one.pending.step, one.when.later(-now_secs)) for one in self._sending)
+        sending = tuple((step - one.snapshot.step, one.when.later(-now_secs)) for one in self._sending)
         idle = max(self.mover_free_secs - now_secs, 0.0)
         behind = tuple(None if each is None else step - each.step for each in (self.newest, self.copied))
         last = None if self.run_ledger.last_step is None else step - self.run_ledger.last_step
         anchors, missed = self._log.pattern(self.anchors, step)
-        stored = tuple(one.flush_secs for one in self.under_way)
-        books = anchors, stored, *self.run_ledger.pattern(step)
+        flushes = tuple(one.flush_secs for one in self.under_way)
+        books = anchors, flushes, *self.run_ledger.pattern(step)
         on_links = moving, len(self.sends), sending, missed, idle
         return (*books, chosen, pending, host_only, on_links, behind, last)

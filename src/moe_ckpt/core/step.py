@@ -1,0 +1,171 @@
+"""The records of one snapshot: which step it is of, what it holds, and the facts of that step. Pure.
+
+They are made once, from the policy's plan and what the ledger adds. All that copy, commit, keep and recover a snapshot
+read them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from moe_ckpt.core.anchors import GradientGroups
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.survivors import is_survivors
+from moe_ckpt.core.tokens import Counts, FaultRecord
+
+
+@dataclass(frozen=True)
+class Step:
+    """The identity of a snapshot.
+
+    Attributes:
+        run: Id of the store.
+        life: Token that no other life of the run has, where memory outlives the process.
+        generation: Number of that life; with ``step`` it names the directory.
+        step: Optimizer step whose state is saved.
+        number: Snapshots of that life before this one; of what survivors seal, a number by the step
+            (``core.survivors``).
+    """
+
+    run: str
+    life: str
+    generation: int
+    step: int
+    number: int = 0
+
+    @property
+    def is_survivors(self) -> bool:
+        """True if it is sealed because training stops at a failure, which ranks need not have begun alike."""
+        return is_survivors(self.number)
+
+
+@dataclass(frozen=True)
+class WindowPlace:
+    """A step's place in a sparse window: the window's first step, its length, and which of its steps this is."""
+
+    start: int
+    size: int
+    slot: int
+
+    @property
+    def is_last(self) -> bool:
+        """True if the window ends with this step."""
+        return self.slot + 1 == self.size
+
+
+class PeerPart(enum.IntEnum):
+    """Part of a snapshot's operators in full that goes to peers, where there are any."""
+
+    NOTHING = 0
+    STORED = 1
+    EVERYTHING = 2
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of one snapshot; equal on every rank, but for shares that survivors seal.
+
+    Attributes:
+        full: Operators in full that go to storage, if the snapshot does.
+        memory_only: Others in full that stay in host memory.
+        compute: Operators whose compute weights alone are saved, as a part of ``window``.
+        gradients: Operators of which only the consumed gradients are saved, in a gradient log; none of ``full``.
+        groups: How ``gradients`` are divided into slots of their own; None if they are in one with the rest.
+        window: The snapshot's place in a sparse window (MoEvement); None for a checkpoint by itself.
+        since: First snapshot that a step of a gradient log needs, by its number; None for all others.
+        to_storage: It goes to storage; otherwise into memory that outlives the process only.
+        to_peers: What goes to peers.
+        on_behalf_of: The other rank whose share a survivor seals; None for its own.
+    """
+
+    full: tuple[str, ...]
+    memory_only: tuple[str, ...] = ()
+    compute: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    groups: GradientGroups | None = None
+    window: WindowPlace | None = None
+    since: int | None = None
+    to_storage: bool = True
+    to_peers: PeerPart = PeerPart.EVERYTHING
+    on_behalf_of: int | None = None
+
+    @property
+    def slot(self) -> int:
+        """The place in ``window``; 0 without one."""
+        return 0 if self.window is None else self.window.slot
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """True if it is self-contained, or ends its sparse window."""
+        return self.window is None or self.window.is_last
+
+    def is_complete(self, everything: tuple[str, ...]) -> bool:
+        """True if storage needs nothing else to open it, and it is of one step."""
+        return self.window is None and len(self.full) == len(everything)
+
+    def is_whole(self, everything: tuple[str, ...]) -> bool:
+        """True if this snapshot alone holds every operator in full."""
+        return self.window is None and len(self.copied) == len(everything)
+
+    @cached_property
+    def copied(self) -> tuple[str, ...]:
+        """All operators in full: the same object each time, so that caches recognize it."""
+        return (*self.full, *self.memory_only) if self.memory_only else self.full
+
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """Operators in full that go to peers."""
+        return {PeerPart.NOTHING: (), PeerPart.STORED: self.full, PeerPart.EVERYTHING: self.copied}[self.to_peers]
+
+    def writer(self, rank: int) -> int:
+        """Returns the rank whose share ``rank`` saves."""
+        return rank if self.on_behalf_of is None else self.on_behalf_of
+
+    def brings(self, tier: Tier, everything: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the operators that a tier has as of the step, once the snapshot is a checkpoint there.
+
+        Of a sparse window's last slot that is every operator, since the replay computes the others; of earlier slots
+        none.
+        """
+        if self.window is not None:
+            return everything if self.window.is_last else ()
+        if tier is Tier.STORAGE:
+            return self.full
+        in_full = self.copied if tier is Tier.HOST else self.sent
+        if not self.gradients or (tier is Tier.PEER and not self.to_peers):
+            return in_full
+        return everything if len(in_full) + len(self.gradients) == len(everything) else (*in_full, *self.gradients)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of a snapshot's step besides; equal on every rank, but for ``counted``.
+
+    Attributes:
+        index: Checkpoints begun before this one in the run.
+        base: Directory of the newest checkpoint on storage when the snapshot began; empty before the first.
+        applied: ``[L, E]`` tokens that experts had processed by the step, summed over ranks. As long as the ranks are
+            agreeing on the step, those of the step itself are missing.
+        faults: Recoveries of the run so far.
+        policy: ``Policy.describe()``.
+        measured: As ``Manifest.measured``.
+        lost: ``[L, E]`` tokens that those lost which ``base`` does not know of: no later one loses them again. None if
+            there are none.
+        counted: ``[L, E]`` tokens that this rank counted in the step itself, where ``applied`` has none of that step
+            because ranks had not agreed on it: those of all ranks are to be added. None if they had.
+        updates: That changed weights in this process by then.
+    """
+
+    index: int
+    base: str
+    applied: Counts = field(compare=False)
+    faults: tuple[FaultRecord, ...] = ()
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+    lost: Counts | None = field(default=None, compare=False)
+    counted: Counts | None = field(default=None, compare=False)
+    updates: int = 0

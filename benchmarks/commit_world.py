@@ -41,9 +41,8 @@ from moe_ckpt.core.operators import (
 )
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import Fate, Superseded
 from moe_ckpt.core.tree import TreeNode
-from moe_ckpt.engine.keeping import Superseded
-from moe_ckpt.engine.resolving import Fate
 from moe_ckpt.engine.snapshot import side_tensors
 from moe_ckpt.engine.writing import acknowledge
 from moe_ckpt.format.manifest import FileRecord, StateRecord, group_of, shard_path, state_path, step_dir

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.comm.communicator import SoloCommunicator
+from moe_ckpt.core.step import Fate
 from moe_ckpt.engine import session as sessions
 from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, pack, unpack
 from moe_ckpt.engine.meter import Meter
-from moe_ckpt.engine.resolving import Fate
 from moe_ckpt.policies import CheckFreq, Measured
 from moe_ckpt.policies.base import Sends
 from moe_ckpt.storage import LocalStorage

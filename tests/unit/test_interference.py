@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from benchmarks import interference
 from moe_ckpt.core.interference import BLOCK, COMPARED, Lap, is_small, secs_per_byte
+from moe_ckpt.core.step import Fate
 from moe_ckpt.engine.agreement import StepConsensus, pack, unpack
 from moe_ckpt.engine.meter import Meter
-from moe_ckpt.engine.resolving import Fate
 from moe_ckpt.policies import Dense, MoEtion
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.policies.moetion import PROBED_CHECKPOINTS

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 from moe_ckpt.core import freshness
 from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.core.tokens import Counts, TokenBook, window_began
 from moe_ckpt.core.versions import Versions
@@ -36,7 +34,7 @@ from moe_ckpt.format.manifest import (
     SlotRecord,
     encode_part,
 )
-from moe_ckpt.slices.claims import Claims
+from moe_ckpt.slices.claims import SavedOperators
 from moe_ckpt.storage.base import Storage
 
 
@@ -120,27 +118,6 @@ class View:
             kinds = (kind for kind in KINDS if number in live[kind])
             needed_names[part.record.directory] = {kind: part.names.get(kind, frozenset()) for kind in kinds} | PART
         return needed_names
-
-
-class SavedOperators:
-    """The operators that snapshots save in full; what has no element is left out. Not safe for several threads."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        # Encoded once, since partial checkpoints hold others each time.
-        self._rows = [json.dumps(op).encode() + b"," for op in catalog.everything]
-        self._claimed: int | None = None
-        self._found: Callable[[tuple[str, ...]], tuple[Fragment, Counts]]
-
-    def of(self, operators: tuple[str, ...], claims: Claims) -> tuple[Fragment, Counts]:
-        """Returns operators as a list of ids, for documents, and by place. Found once for the newest few tuples."""
-        if claims.operators != self._claimed:
-            self._claimed, self._found = claims.operators, Remembered(partial(self._find, claims.operators))
-        return self._found(operators)
-
-    def _find(self, claimed: int, operators: tuple[str, ...]) -> tuple[Fragment, Counts]:
-        saved = self._catalog.sets.places(claimed & self._catalog.sets.of(operators))
-        return Fragment.of_rows(b"".join(map(self._rows.__getitem__, saved.tolist()))), saved
 
 
 @dataclass

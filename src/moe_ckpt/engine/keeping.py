@@ -25,6 +25,7 @@ from functools import cache, cached_property
 from itertools import chain
 
 from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
+from moe_ckpt.core.step import Superseded
 from moe_ckpt.engine.documents import each_step, read_manifest, read_sealed
 from moe_ckpt.engine.writing import write_named
 from moe_ckpt.errors import DamagedError, FilesGoneError, FormatVersionError, MoECheckpointError, StoreError
@@ -55,9 +56,6 @@ Needed = dict[str, dict[str, frozenset[str]]]
 Abandoned = Mapping[str, frozenset[str]]
 """Files of steps that can no longer be committed: step directory -> names of those that are written there."""
 PART = {PART_NAME: frozenset({PART_NAME})}
-Superseded = Mapping[str, tuple[bool, Sequence[str]]]
-"""What no checkpoint needs any more, for each rank to delete its own of it: step directory -> (True if nothing of this
-format is left in it then, groups of files)."""
 NOTHING: Abandoned = {}
 
 

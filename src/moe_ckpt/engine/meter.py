@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from moe_ckpt.core.interference import Lap, secs_per_byte
-from moe_ckpt.engine.resolving import Fate
+from moe_ckpt.core.step import Fate
 from moe_ckpt.policies.base import Measured
 
 _RECENT_LAPS = 50

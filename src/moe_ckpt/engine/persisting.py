@@ -15,9 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from moe_ckpt.core.step import Fate
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.resolving import Fate, SnapshotResolver
+from moe_ckpt.engine.resolving import SnapshotResolver
 from moe_ckpt.engine.sealing import MemorySealer
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.threads import ThreadName, named_thread

@@ -15,11 +15,10 @@ import time
 from dataclasses import dataclass, field, replace
 
 from moe_ckpt.core.coverage import prove_cover
-from moe_ckpt.core.step import WindowPlace
+from moe_ckpt.core.step import Fate, Superseded, WindowPlace
 from moe_ckpt.engine.commit import Committer, CoverDiffersError
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.freshness import FreshnessWatch
-from moe_ckpt.engine.keeping import Superseded
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.tiers import BufferTier
 from moe_ckpt.engine.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_share, write_share
@@ -37,42 +36,10 @@ _NUMBERS = re.compile(r"\d[\d,]*")
 """What differs between two failures for one reason: steps, sizes, ranks."""
 
 
-@dataclass(frozen=True)
-class Fate:
-    """The end of one snapshot on storage. Rank 0 decides the first four fields, and each rank adds the others.
-
-    Attributes:
-        cause: Why it was not committed; None if it was.
-        lost: Files that older checkpoints had written are gone, so that nothing on storage may be built upon.
-        differs: The ranks' shares do not tile the plan: rank 0 asks for them box by box, to say what is wrong.
-        superseded: What no checkpoint needs any more.
-        number: See ``core.step.Step``.
-        step: Likewise.
-        persist_secs: From its beginning to its end.
-        nbytes: Of this rank's tensors.
-        copy_secs: To host memory.
-        write_secs: From there to the end.
-    """
-
-    cause: str | None = None
-    lost: bool = False
-    differs: bool = False
-    superseded: Superseded = field(default_factory=dict)
-    number: int = -1
-    step: int = -1
-    persist_secs: float = 0.0
-    nbytes: int = 0
-    copy_secs: float = 0.0
-    write_secs: float = 0.0
-
-    @property
-    def committed(self) -> bool:
-        return self.cause is None
-
-    def announced(self, comm: Communicator) -> Fate:
-        """Returns rank 0's fate of the snapshot, on every rank."""
-        message = json.dumps([self.cause, self.lost, self.differs, self.superseded]).encode()
-        return Fate(*json.loads(comm.announce(message)))
+def announced(fate: Fate, comm: Communicator) -> Fate:
+    """Returns rank 0's fate of a snapshot, on every rank."""
+    message = json.dumps([fate.cause, fate.lost, fate.differs, fate.superseded]).encode()
+    return Fate(*json.loads(comm.announce(message)))
 
 
 @dataclass
@@ -143,9 +110,9 @@ class SnapshotResolver:
         acknowledged = Acknowledgement.failed(self._comm.rank, refusal) if refusal else self._write(snapshot)
         columns = self._comm.combine(acknowledged.columns)
         fate = Fate() if columns is None else self._commit(snapshot, Acknowledgement(*columns))
-        fate = fate.announced(self._comm)
+        fate = announced(fate, self._comm)
         if fate.differs:
-            fate = self._explain(snapshot).announced(self._comm)
+            fate = announced(self._explain(snapshot), self._comm)
         failed = self._failures.note(window, committed=fate.committed)
         if fate.superseded and self._comm.rank:
             self._delete_own(fate.superseded, snapshot.step)

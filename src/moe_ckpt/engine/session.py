@@ -18,6 +18,7 @@ from typing import Any
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.step import Fate
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.engine.agreement import Deferred, StepConsensus, StepTokens
 from moe_ckpt.engine.context import RunContext
@@ -32,7 +33,6 @@ from moe_ckpt.engine.events import (
 )
 from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.resolving import Fate
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.engine.snapshotting import Capture, Snapshotter

@@ -8,13 +8,13 @@ from typing import Any
 from moe_ckpt.core.step import Contents, Facts
 from moe_ckpt.core.survivors import GRADIENTS, TENSORS
 from moe_ckpt.core.tokens import NO_COUNTS
-from moe_ckpt.engine.commit import SavedOperators
 from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.engine.writing import SealedPart, SealedShare
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.slot import SlotHeader, SlotPart
 from moe_ckpt.policies.base import needs_of
+from moe_ckpt.slices.claims import SavedOperators
 
 
 class SlotHeaders:

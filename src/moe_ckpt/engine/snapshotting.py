@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
-from moe_ckpt.core.step import Contents, Facts, PeerPart, WindowPlace
+from moe_ckpt.core.step import Contents, Facts, Fate, PeerPart, WindowPlace
 from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.engine.agreement import StepConsensus
@@ -21,7 +21,6 @@ from moe_ckpt.engine.context import RunContext
 from moe_ckpt.engine.events import SnapshotBegan, SnapshotEnded, StepRecord
 from moe_ckpt.engine.live import LiveState
 from moe_ckpt.engine.planning import Planner, anchoring, gradient_factor
-from moe_ckpt.engine.resolving import Fate
 from moe_ckpt.engine.run_ledger import InFlight, places
 from moe_ckpt.engine.session_resources import SessionResources
 from moe_ckpt.engine.snapshot import Encode, Snapshot, plain_of

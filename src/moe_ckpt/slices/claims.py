@@ -7,8 +7,9 @@ names, not what the model has.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import repeat
 from math import prod
 from zlib import crc32
@@ -16,6 +17,9 @@ from zlib import crc32
 from moe_ckpt.core.cover_sum import PRIME, cover_sum
 from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.remembered import Remembered
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.shard import REPLAY
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.slices.assignment import has_rows, holders, is_weight
@@ -98,3 +102,24 @@ class Claims:
         for spec in self._specs:
             if prod(spec.global_shape) and crc32(spec.key.encode()) % self._ranks == self._rank:
                 yield spec
+
+
+class SavedOperators:
+    """The operators that snapshots save in full; what has no element is left out. Not safe for several threads."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        # Encoded once, since partial checkpoints hold others each time.
+        self._rows = [json.dumps(op).encode() + b"," for op in catalog.everything]
+        self._claimed: int | None = None
+        self._found: Callable[[tuple[str, ...]], tuple[Fragment, Counts]]
+
+    def of(self, operators: tuple[str, ...], claims: Claims) -> tuple[Fragment, Counts]:
+        """Returns operators as a list of ids, for documents, and by place. Found once for the newest few tuples."""
+        if claims.operators != self._claimed:
+            self._claimed, self._found = claims.operators, Remembered(partial(self._find, claims.operators))
+        return self._found(operators)
+
+    def _find(self, claimed: int, operators: tuple[str, ...]) -> tuple[Fragment, Counts]:
+        saved = self._catalog.sets.places(claimed & self._catalog.sets.of(operators))
+        return Fragment.of_rows(b"".join(map(self._rows.__getitem__, saved.tolist()))), saved

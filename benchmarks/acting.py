@@ -10,10 +10,10 @@ from concurrent.futures import Future
 import numpy as np
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import StepConsensus, pack
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.manifest import GROUPS, step_dir
 from moe_ckpt.ports import Communicator
+from moe_ckpt.run.agreement import StepConsensus, pack
+from moe_ckpt.session.session import CheckpointSession
 
 _WRITE_SECS = 300.0
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.comm.communicator import GlooCommunicator
-from moe_ckpt.engine.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.policies.base import Measured
+from moe_ckpt.run.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
 
 _EXAMPLE = "example: python benchmarks/agreement.py --repeats 3"
 _GRIDS = ((0, 0), (6, 8), (48, 128))

@@ -34,8 +34,8 @@ from rich.table import Table
 from benchmarks.report import RESULTS, machine, write_json
 from moe_ckpt.comm.communicator import GlooCommunicator
 from moe_ckpt.core.tree import hops
-from moe_ckpt.engine.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.policies.base import Measured
+from moe_ckpt.run.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
 
 _EXAMPLE = """examples:
   python benchmarks/agreement_stall.py --json agreement_stall.json    # everything; two minutes

@@ -23,12 +23,12 @@ from benchmarks.failing import Failures
 from benchmarks.report import write_json
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.policies.base import Policy
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.options import Settings
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
 

@@ -27,8 +27,6 @@ import torch
 import xxhash
 
 from benchmarks.acting import ActedRank
-from moe_ckpt.core.cover_sum import PRIME, cover_sum
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import (
     Catalog,
     MoELayer,
@@ -43,12 +41,12 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.step import Fate, Superseded
 from moe_ckpt.core.tree import TreeNode
-from moe_ckpt.engine.snapshot import side_tensors
-from moe_ckpt.engine.writing import acknowledge
 from moe_ckpt.format.manifest import FileRecord, StateRecord, group_of, shard_path, state_path, step_dir
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import REPLAY, seal_of
+from moe_ckpt.ledger.cover_sum import PRIME, cover_sum
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import Reading, StateTensor, TensorSpec
@@ -56,6 +54,8 @@ from moe_ckpt.slices.assignment import Sharder
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.cuts import Cuts
 from moe_ckpt.slices.local_state import LocalState, wanted_boxes, wanted_replay
+from moe_ckpt.slices.snapshot import side_tensors
+from moe_ckpt.slices.writing import acknowledge
 from moe_ckpt.threads import ThreadName
 
 PERSIST_THREAD = ThreadName.PERSIST.value

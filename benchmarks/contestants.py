@@ -19,8 +19,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from benchmarks.acting import wait_until_written
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.core.plan import SnapshotPlan, save_nothing
-from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.format.manifest import MANIFEST_NAME
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies.base import Policy, PolicyContext
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC

@@ -35,12 +35,12 @@ from benchmarks.synthetic import LiveState, synthetic
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.step import Contents
-from moe_ckpt.engine.writing import checksums_of
 from moe_ckpt.format.shard import seal_of
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
 from moe_ckpt.slices.copier import Move, carry_out
+from moe_ckpt.slices.writing import checksums_of
 from moe_ckpt.storage.local import LocalStorage
 
 _GRIDS = ((6, 8), (12, 16), (24, 64), (48, 128))

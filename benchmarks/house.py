@@ -42,9 +42,9 @@ found each those there told said known wanted kept left given own place beside l
 """Words that name nothing, when they are bound to something."""
 
 OPTION_CLASSES = (
-    "engine.options:Options",
+    "run.options:Options",
     "memory.options:Memory",
-    "core.retention:RetentionPolicy",
+    "ledger.retention:RetentionPolicy",
     *(
         f"policies:{name}"
         for name in ("Dense", "CheckFreq", "Gemini", "MoC", "MoEtion", "MoEvement", "GradientLog", "AnyOf", "Guarded")

@@ -13,13 +13,10 @@ from typing import Any
 from benchmarks.acting import wait_until_written
 from benchmarks.megatron_world import ActedCommunicator, Case, Rank, acted_peers, medians, route
 from benchmarks.stopwatch import Stopwatch, Watched
+from moe_ckpt.commit import pipeline
+from moe_ckpt.commit.persisting import Stages
+from moe_ckpt.commit.room import Room
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.engine import pipeline, session, snapshot
-from moe_ckpt.engine.bookkeeping import Bookkeeper
-from moe_ckpt.engine.live import LiveState
-from moe_ckpt.engine.persisting import Stages
-from moe_ckpt.engine.room import Room
-from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.megatron import checkpoint
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.model import topology
@@ -30,7 +27,11 @@ from moe_ckpt.policies.base import Policy
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.slices import compiling, copier
+from moe_ckpt.run.live import LiveState
+from moe_ckpt.run.run_ledger import RunLedger
+from moe_ckpt.session import session
+from moe_ckpt.session.bookkeeping import Bookkeeper
+from moe_ckpt.slices import compiling, copier, snapshot
 
 WARM_UP = 4
 """Steps that are not counted: the first checkpoint is dense, and buffers come into being."""

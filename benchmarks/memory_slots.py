@@ -37,13 +37,13 @@ from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.memory.arena import Arena
 from moe_ckpt.policies import Dense
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.options import Settings
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
 

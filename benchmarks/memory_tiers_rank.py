@@ -27,22 +27,22 @@ from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.slot import Slot, read_header
+from moe_ckpt.peers.messages import SealedSlot
+from moe_ckpt.peers.wire import CHUNK_NBYTES
 from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor
+from moe_ckpt.reading.memory.slot_storage import SlotStorage
 from moe_ckpt.recovery.resume import resume_newest
-from moe_ckpt.recovery.slot_storage import SlotStorage
 from moe_ckpt.recovery.sources import StorageSource
-from moe_ckpt.replicas.messages import SealedSlot
-from moe_ckpt.replicas.wire import CHUNK_NBYTES
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.options import Settings
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
+from moe_ckpt.tiers.memory_tier import MemoryTier
 
 RANKS = 2
 """Unless the order says otherwise."""

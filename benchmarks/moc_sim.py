@@ -24,9 +24,9 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
-from moe_ckpt.engine.run_ledger import InFlight, RunLedger, places
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies.base import MemoryFacts, Policy
+from moe_ckpt.run.run_ledger import InFlight, RunLedger, places
 
 
 def catalog(layers: int, experts: int) -> Catalog:
@@ -132,7 +132,7 @@ class SimulatedRun:
             self.run_ledger.resolved(done.snapshot.identity.number, committed=not done.fails)
 
     def _commit(self, now: int) -> None:
-        """As ``engine.commit.Committer`` does it, in the order of the checkpoints."""
+        """As ``commit.commit.Committer`` does it, in the order of the checkpoints."""
         newest = self.store[-1] if self.store else None
         for done in self._writing:
             known = newest is not None and newest.generation == self.generation and newest.step >= done.snapshot.step

@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.ranks import end
 from moe_ckpt import Memory
-from moe_ckpt.engine import pipeline
-from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.commit import pipeline
+from moe_ckpt.peers.replication import Replicator
 from moe_ckpt.policies import Dense, GradientLog, MoEtion, Policy
 from moe_ckpt.policies.base import ALL_SENT
-from moe_ckpt.replicas.replication import Replicator
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.mirroring import MirroredShares
 
 WARM = 3

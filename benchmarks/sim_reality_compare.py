@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.sim_reality_contestants import Contestant
 from benchmarks.sim_reality_runs import NODE_EVERY, RealRun
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.reading.reader import open_step
 from moe_ckpt_sim.cluster.cluster import Cluster
 from moe_ckpt_sim.failures.failures import FailureEvent, Failures, Poisson
 from moe_ckpt_sim.failures.traces import Trace

@@ -24,12 +24,12 @@ from benchmarks.workload import Workload
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.core.plan import SnapshotPlan, save_nothing
 from moe_ckpt.core.window import slot_bytes
-from moe_ckpt.engine.events import StepRecord
 from moe_ckpt.policies.base import Policy, PolicyContext
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.policies.wrapper import Wrapper
+from moe_ckpt.run.events import StepRecord
 
 
 @dataclass(frozen=True)

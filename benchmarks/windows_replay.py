@@ -14,7 +14,7 @@ from benchmarks.windowed import batches, trainer, workload
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from recipes.gpt_moe_lightning.model import GPTMoEConfig
 

@@ -149,7 +149,7 @@ def warm_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def rubbish_in_what_is_lent() -> Iterator[None]:
     """Memory that is lent again has rubbish in it, so that whoever still reads what it had before is seen."""
-    from moe_ckpt.engine.buffers import BufferPool
+    from moe_ckpt.tiers.buffers import BufferPool
 
     take = BufferPool.take
 

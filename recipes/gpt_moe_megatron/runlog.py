@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.engine.events import StepRecord
+from moe_ckpt.run.events import StepRecord
 
 
 def generation() -> int:

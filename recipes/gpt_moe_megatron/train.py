@@ -31,8 +31,8 @@ from recipes.gpt_moe_megatron.runlog import RunLog, fingerprint
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from moe_ckpt.engine.events import StepRecord
     from moe_ckpt.megatron import MegatronCheckpoint
+    from moe_ckpt.run.events import StepRecord
 
 HERE = Path(__file__).resolve().parent
 

@@ -13,11 +13,11 @@ from moe_ckpt import notices as notices  # says warnings where no logging is set
 
 if TYPE_CHECKING:
     from moe_ckpt.callbacks.named_steps import load_from_checkpoint
-    from moe_ckpt.core.retention import RetentionPolicy
-    from moe_ckpt.engine.host_tier import release_host_memory
+    from moe_ckpt.ledger.retention import RetentionPolicy
     from moe_ckpt.memory.options import Memory
     from moe_ckpt.modeling.moe.registry import register_moe
-    from moe_ckpt.recovery.newest import newest_step
+    from moe_ckpt.reading.newest import newest_step
+    from moe_ckpt.tiers.host_tier import release_host_memory
 
 # torch imports pynvml wherever some package has brought it along, and would print this above our first sentence.
 warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
@@ -35,11 +35,11 @@ __all__ = [
 
 _HOMES = {
     "Memory": "moe_ckpt.memory.options",
-    "RetentionPolicy": "moe_ckpt.core.retention",
+    "RetentionPolicy": "moe_ckpt.ledger.retention",
     "load_from_checkpoint": "moe_ckpt.callbacks",
-    "newest_step": "moe_ckpt.recovery.newest",
+    "newest_step": "moe_ckpt.reading.newest",
     "register_moe": "moe_ckpt.modeling.moe.registry",
-    "release_host_memory": "moe_ckpt.engine.host_tier",
+    "release_host_memory": "moe_ckpt.tiers.host_tier",
 }
 """Imported on first use, so that the pure parts (policies, simulator, CLI help) load without torch."""
 

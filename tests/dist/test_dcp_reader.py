@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moe_ckpt.errors import MoECheckpointError, NoCheckpointError, UserError
 from moe_ckpt.interop.dcp import MoEStorageReader
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.reading.reader import open_step
 from tests.support import run_ranks
 from tests.support.store_builder import PARAMETERS, STACK, TinyRun, example
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.engine import host_tier
 from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.tiers import host_tier
 from tests.dist.test_host_tier import EXPERTS, TIMEOUT_SECS, Life, join
 from tests.support.processes import run_ranks
 from tests.support.tensor_reads import tensor_bytes_read

@@ -15,18 +15,18 @@ from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.session import CheckpointSession
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.modeling.moe.discover import build_catalog
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.policies import MoC
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.options import Settings
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
+from moe_ckpt.tiers import host_tier
 from tests.dist.test_training_state_fsdp2 import Model, sharded
 from tests.support.processes import PATIENCE_SECS, start_ranks
 from tests.unit.engine_parts import told

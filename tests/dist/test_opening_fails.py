@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_ckpt.engine import host_memory
 from moe_ckpt.errors import PeerLostError, StoreError
 from moe_ckpt.memory.directory import holder_of, rank_directories
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.policies import Dense
+from moe_ckpt.tiers import host_memory
 from tests.dist.test_host_tier import Life, join
 from tests.support import start_ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.comm.communicator import make_communicator
-from moe_ckpt.replicas import wire
+from moe_ckpt.peers import wire
 from tests.dist.test_replication import LARGE, PATIENCE_SECS, _failure, texts, warnings_of
 from tests.support.networks import Network, network_or_skip
 from tests.support.processes import run_ranks

@@ -26,7 +26,7 @@ from moe_ckpt.memory.arena import COPIES
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.memory.survey import survey
-from moe_ckpt.replicas.messages import SealedSlot
+from moe_ckpt.peers.messages import SealedSlot
 from tests.support.processes import run_ranks, start_ranks
 from tests.support.replicas import RUN, Rank, bytes_of, resources
 

@@ -18,17 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.core.sharding import GRAIN_BYTES, water_level
-from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.policies import MoC
-from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.options import Settings
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.assignment import Sharder, expert_owners, weigh
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock

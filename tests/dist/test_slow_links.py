@@ -17,14 +17,14 @@ from benchmarks.memory_tiers_rank import Shard
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.events import StepRecord
-from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.memory.survey import survey
 from moe_ckpt.policies import Dense
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.events import StepRecord
+from moe_ckpt.run.options import Settings
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
 from tests.support.networks import Network, network_or_skip

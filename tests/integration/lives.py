@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import open_storage
 from tests.integration import crash_run
 from tests.integration.crash_run import Run

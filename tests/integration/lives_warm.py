@@ -2,4 +2,4 @@
 
 from tests.support.imports import import_for_good
 
-import_for_good("tests.integration.crash_run", "moe_ckpt.engine.session")
+import_for_good("tests.integration.crash_run", "moe_ckpt.session.session")

@@ -13,8 +13,8 @@ from moe_ckpt.memory.directory import RankDirectory
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.memory.slot import HEADER_SUFFIX, Slot
-from moe_ckpt.replicas.store import ReplicaStore
-from moe_ckpt.replicas.wire import Wire
+from moe_ckpt.peers.store import ReplicaStore
+from moe_ckpt.peers.wire import Wire
 from moe_ckpt.testing import kill_process
 
 

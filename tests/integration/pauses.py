@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from moe_ckpt.engine.agreement import StepAgreement
 from moe_ckpt.format.slot import decode_slot
-from moe_ckpt.replicas.replication import Replicator
+from moe_ckpt.peers.replication import Replicator
+from moe_ckpt.run.agreement import StepAgreement
 from tests.support.waiting import retry_until
 
 _SENT_SECS = 0.2

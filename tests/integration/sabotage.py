@@ -25,10 +25,6 @@ from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks import host
 from moe_ckpt.callbacks.windows.freezing import ClipNorms, SparingRecompute
 from moe_ckpt.driver import replaying
-from moe_ckpt.engine import live
-from moe_ckpt.engine.sealing import MemorySealer
-from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.snapshot import Snapshot
 from moe_ckpt.gradients import densifying, returning
 from moe_ckpt.gradients import replay as gradient_replay
 from moe_ckpt.gradients.recording import StepRecorder
@@ -36,11 +32,15 @@ from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.modeling.state import module_state, param_groups
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.recovery import gradient_log
-from moe_ckpt.recovery.gradient_log import StoredLog
-from moe_ckpt.recovery.index import TensorIndex
+from moe_ckpt.reading.index import TensorIndex
+from moe_ckpt.reading.memory import gradient_log
+from moe_ckpt.reading.memory.gradient_log import StoredLog
 from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.run import live
+from moe_ckpt.session.session import CheckpointSession
+from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.testing import kill_process
+from moe_ckpt.tiers.sealing import MemorySealer
 from tests.support import counted_return
 from tests.support.standstill import never_returns
 from tests.support.tiny_moe import Router, TinyMoE

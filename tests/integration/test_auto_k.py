@@ -8,10 +8,10 @@ import lightning.pytorch as pl
 
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.core.operators import OperatorKind
-from moe_ckpt.engine.meter import Meter
 from moe_ckpt.policies import MoC
 from moe_ckpt.policies.base import Measured
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.reading.reader import open_step
+from moe_ckpt.run.meter import Meter
 from tests.support import run_ranks
 from tests.support.tiny_moe import TinyMoE, loader
 

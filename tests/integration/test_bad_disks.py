@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.driver import run as driver_run
-from moe_ckpt.engine import host_tier
 from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import host_tier
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,

@@ -311,7 +311,7 @@ def test_lightning_is_not_installed():
     code = (
         "import sys; sys.modules['lightning'] = None\n"
         "from moe_ckpt.errors import MissingPackageError\n"
-        "import moe_ckpt.policies, moe_ckpt.recovery.reader\n"
+        "import moe_ckpt.policies, moe_ckpt.reading.reader\n"
         "try:\n    import moe_ckpt.callbacks\n"
         "except MissingPackageError as error:\n    print(error)\n"
     )

@@ -16,7 +16,7 @@ import pytest
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.policies import MoEtion
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run
 from tests.integration.lives import (

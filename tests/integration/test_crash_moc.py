@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run
 from tests.integration.lives import (

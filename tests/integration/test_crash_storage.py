@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt import release_host_memory
-from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.driver import run as driver_run
-from moe_ckpt.engine import session_resources
-from moe_ckpt.engine.session_resources import open_store
 from moe_ckpt.errors import SaveFailedError, StoreError
 from moe_ckpt.format.manifest import MANIFEST_NAME, PART_NAME, STORE_NAME, parse_step_dir
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.session import session_resources
+from moe_ckpt.session.session_resources import open_store
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.integration.crash_run import Run, StopHere, build, final_state, loaders

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.gradients import densifying, returning
 from moe_ckpt.gradients.layout import Device
-from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.ledger.retention import RetentionPolicy
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import open_storage
 from moe_ckpt.storage.lock import StoreLock
 from tests.integration.crash_run import Run, build, loaders

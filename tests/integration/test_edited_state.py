@@ -13,7 +13,7 @@ import pytest
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.errors import DamagedError, MoECheckpointError, StoreError
 from moe_ckpt.format.sealed import digest, seal, unseal
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.integration.crash_run import Run, StopHere, build, loaders

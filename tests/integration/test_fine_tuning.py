@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
-from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, NoCheckpointError, UnsupportedError
 from moe_ckpt.interop.export import export
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from tests.support.tiny_moe import TinyMoE, loader
 

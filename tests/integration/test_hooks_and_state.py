@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, MoC
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.reading.reader import open_step
 from moe_ckpt.slices import copier
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 

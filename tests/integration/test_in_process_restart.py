@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ckpt.engine import host_tier
+from moe_ckpt.tiers import host_tier
 from tests.integration.crash_run import Run, StopHere, build, loaders
 from tests.integration.lives import (
     assert_store_sound,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.ledger.retention import RetentionPolicy
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.recovery.memory_checkpoints import MOST_STARTS
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.memory.memory_checkpoints import MOST_STARTS
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run
 from tests.integration.lives import (

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.engine.options import Settings
 from moe_ckpt.memory.arena import ARENA, COPIES
 from moe_ckpt.memory.directory import RankDirectory, boot_id, make_rank_directory
+from moe_ckpt.run.options import Settings
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,

@@ -19,13 +19,13 @@ from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.driver.run import Driver
-from moe_ckpt.engine.events import StepEnded
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.metrics import CheckpointMetrics, facts_of
 from moe_ckpt.modeling.moe.passes import TrainingPasses
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.policies import Guarded, MoC, MoEvement
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.reading.reader import open_step
+from moe_ckpt.run.events import StepEnded
 from tests.support import run_ranks
 from tests.support.clocks import Clock
 from tests.support.tiny_moe import TinyMoE, loader

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from moe_ckpt.testing import Kill, KillSchedule
 from tests.integration.crash_run import Run

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.integration.crash_run import Run
 from tests.integration.lives import (

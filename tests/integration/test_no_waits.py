@@ -17,17 +17,17 @@ from moe_ckpt.callbacks import MoECheckpoint, lightning_state
 from moe_ckpt.callbacks import fit as fit_module
 from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine import snapshot
-from moe_ckpt.engine.agreement import Deferred
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.gradients import capture
 from moe_ckpt.gradients.recording import StepRecorder
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.modeling.moe import routing
 from moe_ckpt.policies import Dense, GradientLog, MoC, MoEvement
-from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint
+from moe_ckpt.run.agreement import Deferred
+from moe_ckpt.session.session import CheckpointSession
+from moe_ckpt.slices import snapshot
 from moe_ckpt.slices.copier import Copy
 from moe_ckpt.slices.copying import target
 from moe_ckpt.storage import LocalStorage
@@ -254,7 +254,7 @@ def norms_read(windows: Windows) -> dict[str, Any]:
     ("owner", "name", "broken", "what", "led"),
     [
         (routing, "counts_on_host", take_as_before, "cpu", "modeling.moe.routing.take"),
-        (snapshot, "copy_here", copy_as_before, "copy_", "engine.snapshot.copy_at_once"),
+        (snapshot, "copy_here", copy_as_before, "copy_", "slices.snapshot.copy_at_once"),
         (Windows, "recorded", norms_read, "item", "callbacks.host.capture"),
         (lightning_state, "_scaler_state", lambda precision: precision.state_dict(), "item", "lightning_state"),
         (fit_module, "make_communicator", lambda *_, **__: SoloCommunicator(), "Event.synchronize", "after_update"),
@@ -294,7 +294,7 @@ COUNTS, JOIN = StepRecorder._counts, Copy.join
     [
         (StepRecorder, "_counts", read_at_once, "tolist", "gradients.recording.step"),
         (capture, "_round", rounded_by_value, "item", "gradients.capture._consume"),
-        (Copy, "join", joined_by_its_thread, "Event.synchronize", "engine.pipeline.join"),
+        (Copy, "join", joined_by_its_thread, "Event.synchronize", "commit.pipeline.join"),
     ],
     ids=["step counts", "rounding", "join"],
 )

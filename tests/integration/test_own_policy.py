@@ -15,7 +15,7 @@ import pytest
 from moe_ckpt import release_host_memory
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.policies import AnyOf, Dense, MoC, MoEvement, Needs, Policy, PolicyContext, needs_of
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.reading.reader import open_step
 from tests.support.tiny_moe import TinyMoE, loader
 from tests.unit.builders import context
 from tests.unit.engine_parts import MODEL

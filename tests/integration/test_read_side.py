@@ -16,7 +16,7 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.interop.export import export
 from moe_ckpt.policies import Dense, MoC
-from moe_ckpt.recovery.reader import StoreReader, newest_good
+from moe_ckpt.reading.reader import StoreReader, newest_good
 from moe_ckpt.storage import open_storage
 from tests.support.tiny_moe import TinyMoE, loader
 from tests.support.verifying import verify_store

@@ -18,7 +18,7 @@ from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.interop.export import export
 from moe_ckpt.interop.whole import whole
 from moe_ckpt.policies import Dense
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.reading.reader import open_step
 from tests.support.tiny_moe import TinyMoE, loader
 
 

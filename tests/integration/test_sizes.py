@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import Dense, MoC
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
 from tests.integration.lives import fast_directory
 from tests.support.tiny_moe import Router, StackedExperts

@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.session.session import CheckpointSession
 from tests.integration.test_resume_loops import Validated, assert_same, train
 from tests.support.tiny_moe import loader
 

@@ -241,8 +241,8 @@ RING, OVERLAP = "use_ring_exchange_p2p", "overlap_moe_expert_parallel_comm"
 def with_log(chunks: Any, name: str) -> None:
     """A log of two stages, and a setting of the model."""
     from moe_ckpt import Memory
-    from moe_ckpt.engine.options import make_options
     from moe_ckpt.localized.megatron import upstream_budget
+    from moe_ckpt.run.options import make_options
 
     options = make_options("megatron.attach", None, "store", {"memory": Memory(upstream_bytes=1000)}, ())
     assert upstream_budget(options, {0: 0, 1: 1}, chunks) == 1000

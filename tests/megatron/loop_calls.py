@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.engine.events import StepEnded
 from moe_ckpt.memory.options import Memory
+from moe_ckpt.run.events import StepEnded
 from tests.support import megatron_gpt
 from tests.support.clocks import Clock
 from tests.support.megatron_gpt import Setup

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from moe_ckpt.engine.meter import Meter
 from moe_ckpt.policies.base import Measured
+from moe_ckpt.run.meter import Meter
 from tests.megatron.moc_recount import Store, _by_bytes, check, partial, read_lives, run_cases
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_log import Case, lives

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moe_ckpt import RetentionPolicy
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.megatron.exactness import Case, finish, kill, require_exact
 from tests.support.deleting import delete_tree
@@ -39,7 +39,7 @@ def lived(rank: int, world_size: int, life: Life) -> dict[str, Any]:
 
 
 def without_gate() -> None:
-    from moe_ckpt.engine.options import Options
+    from moe_ckpt.run.options import Options
 
     needs: Any = Options.needs
     Options.needs = property(lambda options: replace(needs.fget(options), bubbles=False))  # type: ignore[misc]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.megatron.exactness import finish, kill, require_exact
 from tests.megatron.test_exact import BF16, GROUPED, SHARDED

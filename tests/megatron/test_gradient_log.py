@@ -13,7 +13,7 @@ import torch
 from moe_ckpt.errors import MoECheckpointError
 from moe_ckpt.gradients import replay, returning
 from moe_ckpt.gradients.returning import LogReplayer
-from moe_ckpt.recovery.gradient_log import StoredLog
+from moe_ckpt.reading.memory.gradient_log import StoredLog
 from tests.megatron.exactness import (
     LIFE_SECS,
     WARM,

@@ -61,7 +61,7 @@ def test_a_run_under_with(tmp_path: Path):
 def end_stale(rank: int, world_size: int, root: str) -> list[tuple[set[int], int, int]]:
     from moe_ckpt import megatron
     from moe_ckpt.policies import MoC
-    from moe_ckpt.recovery.reader import StoreReader
+    from moe_ckpt.reading.reader import StoreReader
     from moe_ckpt.storage import open_storage
     from tests.support import megatron_gpt
 

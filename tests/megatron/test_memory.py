@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.megatron.exactness import Case, finish, kill, require_exact, shards_read
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, dense

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.ledger.retention import RetentionPolicy
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.megatron.exactness import Case, Ended, differing, finish, kill, shards_read
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED, dense

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.engine.agreement import Deferred
 from moe_ckpt.gradients import capture
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.run.agreement import Deferred
 from moe_ckpt.slices import copier
 from moe_ckpt.storage import LocalStorage
 from tests.support import megatron_gpt, run_ranks
@@ -144,8 +144,8 @@ def test_no_iteration_waits_for_the_device(tmp_path, case):
     ("case", "what", "led"),
     [
         (Case(SMALL, DENSE, broken="counts"), "cpu", "megatron.routing.take"),
-        (Case(SMALL, LOG, broken="gradients"), "item", "engine.session.after_update"),
-        (Case(SMALL, LOG, broken="join"), "Event.synchronize", "engine.pipeline.join"),
+        (Case(SMALL, LOG, broken="gradients"), "item", "session.session.after_update"),
+        (Case(SMALL, LOG, broken="join"), "Event.synchronize", "commit.pipeline.join"),
     ],
     ids=["counts", "gradients", "join"],
 )

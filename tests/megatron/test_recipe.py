@@ -121,7 +121,7 @@ def test_settings_are_arguments_of_attach():
     from hydra import initialize_config_dir
 
     from moe_ckpt import megatron
-    from moe_ckpt.engine.options import OptionValues, make_options
+    from moe_ckpt.run.options import OptionValues, make_options
     from recipes.gpt_moe_megatron.train import checkpoint_settings
 
     def settings_of(*overrides):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import open_storage
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_move import Stop, journey

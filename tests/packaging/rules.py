@@ -16,9 +16,9 @@ PACKAGE = "moe_ckpt"
 SIMULATOR = "moe_ckpt_sim"
 """Imports ``PACKAGE``, which knows it only by the names of two commands."""
 LAYERS = (
-    *("core", "policies", "format", "storage", "memory", "comm", "slices", "replicas", "engine"),
-    *("recovery", "profiling", "modeling", "gradients", "data", "interop", "metrics", "driver"),
-    *("callbacks", "megatron"),
+    *("core", "ledger", "pace", "policies", "format", "storage", "memory", "comm", "slices", "peers", "run", "tiers"),
+    *("commit", "reading", "recovery", "session", "profiling", "modeling", "gradients", "data", "interop", "metrics"),
+    *("driver", "callbacks", "megatron"),
 )
 """Each may import itself and what stands before it."""
 GUESTS = ("boost", "bubbles", "localized", "inprocess")
@@ -33,7 +33,11 @@ SUMMIT = ("", "cli", "__main__")
 """May import everything but ``testing``; "" is the package's own ``__init__``."""
 EVERYWHERE = ("errors", "notices", "tables", "stopwatch", "threads", "ports")
 
-PURE = ("core", "policies", "boost.arithmetic", "bubbles.schedule", "localized.segments")
+PURE = (
+    *("core", "ledger", "pace", "policies", "memory.free_space", "peers.replica_placement", "recovery.recovery_plan"),
+    *("reading.reading_shares", "reading.memory.memory_shares", "reading.memory.node_fetch"),
+    *("boost.arithmetic", "bubbles.schedule", "localized.segments"),
+)
 # fmt: off
 IMPURE_MODULES = frozenset(
     {
@@ -222,7 +226,7 @@ def purity(module: Module) -> Iterator[str]:
 
 
 def no_policy_by_class(module: Module) -> Iterator[str]:
-    """Adapters, driver and engine know a policy by its needs, never by its class: another one is served as well."""
+    """Adapters, driver and session know a policy by its needs, never by its class: another one is served as well."""
     if module.part in KNOW_POLICIES:
         return
     for line, target in imports(module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ def test_the_package_was_read():
 def test_source_keeps(rule):
     problems = [problem for module in MODULES for problem in rule(module)]
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("package", [rules.PACKAGE, rules.SIMULATOR])
+def test_no_folder_has_more_than_fifteen_files(package):
+    counts = Counter(path.parent for path in (ROOT / "src" / package).rglob("*.py"))
+    assert {str(folder): n for folder, n in counts.items() if n > 15} == {}
 
 
 def test_no_class_name_stands_for_two_things():
@@ -81,14 +88,14 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
         (rules.google_docstrings, "x", 'class C:\n    """a: what."""\n    a: int', "tells of 'a' outside"),
         (rules.direction, "core.plan", "from moe_ckpt.policies import MoC", "'core' may not import 'policies'"),
         (rules.direction, "core.plan", "from moe_ckpt import policies", "'core' may not import 'policies'"),
-        (rules.direction, "core.plan", "import moe_ckpt.engine.worker", "'core' may not import 'engine'"),
-        (rules.direction, "core.plan", "from ..engine import worker", "'core' may not import 'engine'"),
-        (rules.direction, "engine.session", "from moe_ckpt.profiling import x", "'engine' may not import 'profiling'"),
+        (rules.direction, "core.plan", "import moe_ckpt.session.worker", "'core' may not import 'session'"),
+        (rules.direction, "core.plan", "from ..session import worker", "'core' may not import 'session'"),
+        (rules.direction, "session.x", "from moe_ckpt.profiling import x", "'session' may not import 'profiling'"),
         (rules.direction, "format.tree", "from moe_ckpt.storage.local import x", "may not import 'storage'"),
-        (rules.direction, "engine.worker", "def f():\n    from moe_ckpt.recovery import x", "engine.worker:2"),
-        (rules.direction, "engine.worker", "if TYPE_CHECKING:\n    from moe_ckpt.callbacks import x", "'callbacks'"),
-        (rules.direction, "engine.worker", "import importlib as i\ni.import_module('moe_ckpt.cli')", "'cli'"),
-        (rules.direction, "engine.worker", "from moe_ckpt import MoECheckpoint", "may not import 'moe_ckpt'"),
+        (rules.direction, "session.worker", "def f():\n    from moe_ckpt.driver import x", "session.worker:2"),
+        (rules.direction, "session.worker", "if TYPE_CHECKING:\n    from moe_ckpt.callbacks import x", "'callbacks'"),
+        (rules.direction, "session.worker", "import importlib as i\ni.import_module('moe_ckpt.cli')", "'cli'"),
+        (rules.direction, "session.worker", "from moe_ckpt import MoECheckpoint", "may not import 'moe_ckpt'"),
         (rules.direction, "cli.main", "from moe_ckpt.testing import FaultyStorage", "may not import 'testing'"),
         (rules.direction, "interop.dcp", "from moe_ckpt.callbacks import x", "may not import 'callbacks'"),
         (rules.direction, "callbacks.x", "from moe_ckpt.megatron import x", "may not import 'megatron'"),
@@ -97,7 +104,7 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
         (rules.direction, "megatron.x", "from moe_ckpt.testing import megatron_cpu", "may not import 'testing'"),
         (rules.direction, "testing.faults", "from moe_ckpt.conf import schema", "may not import 'conf'"),
         (rules.direction, "errors", "from moe_ckpt.core.plan import Tier", "'errors' may not import 'core'"),
-        (rules.direction, "ports", "from moe_ckpt.engine import x", "'ports' may not import 'engine'"),
+        (rules.direction, "ports", "from moe_ckpt.session import x", "'ports' may not import 'session'"),
         (rules.direction, "notices", "from moe_ckpt.ports import x", "'notices' may not import 'ports'"),
         (rules.direction, "helpers.misc", "", "belongs to no layer"),
         (rules.direction, "tables", "from moe_ckpt.errors import x", "'tables' may not import 'errors'"),
@@ -128,10 +135,10 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
         (rules.purity, "core.x", "import numpy as np\nnp.random.rand()", "uses numpy.random"),
         (rules.purity, "core.x", "from numpy.random import rand", "imports numpy.random.rand"),
         (rules.purity, "core.x", "open('f')", "calls open()"),
-        (rules.no_policy_by_class, "engine.x", "from moe_ckpt.policies.moetion import X", "by their needs only"),
+        (rules.no_policy_by_class, "session.x", "from moe_ckpt.policies.moetion import X", "by their needs only"),
         (rules.no_policy_by_class, "callbacks.x", "from moe_ckpt.policies import MoC", "by their needs only"),
         (rules.no_policy_by_class, "megatron.x", "from moe_ckpt import policies", "by their needs only"),
-        (rules.frameworks, "engine.x", "import lightning.pytorch as pl", "only callbacks and interop may"),
+        (rules.frameworks, "session.x", "import lightning.pytorch as pl", "only callbacks and interop may"),
         (rules.frameworks, "conf.x", "from lightning import Trainer", "only callbacks and interop may"),
         (rules.frameworks, "callbacks.x", "from hydra.utils import instantiate", "only conf may"),
         (rules.frameworks, "storage.x", "import omegaconf", "only conf may"),
@@ -141,28 +148,28 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
         (rules.lightning_names, "callbacks.x", "from lightning.pytorch.loops.loop import _Loop", "imports lightning"),
         (rules.lightning_names, "callbacks.x", "a = trainer.fit_loop._data_fetcher", "uses _data_fetcher"),
         (rules.lightning_names, "interop.x", "getattr(loop, '_results', None)", "uses _results"),
-        (rules.named_threads, "engine.x", "threading.Thread(target=run, name='run').start()", "calls Thread: use"),
+        (rules.named_threads, "session.x", "threading.Thread(target=run, name='run').start()", "calls Thread: use"),
         (rules.named_threads, "storage.x", "with ThreadPoolExecutor(4) as pool: ...", "calls ThreadPoolExecutor"),
         (rules.ports_without_torch, "ports", "import torch", "outside TYPE_CHECKING"),
         (rules.ports_without_torch, "ports", "from torch import Tensor", "outside TYPE_CHECKING"),
-        (rules.no_pickle, "engine.x", "import pickle", "imports pickle"),
-        (rules.no_pickle, "engine.x", "from cloudpickle import loads", "imports cloudpickle"),
+        (rules.no_pickle, "session.x", "import pickle", "imports pickle"),
+        (rules.no_pickle, "session.x", "from cloudpickle import loads", "imports cloudpickle"),
         (rules.no_pickle, "interop.x", "torch.load(f)", "without weights_only=True"),
         (rules.no_pickle, "interop.x", "torch.load(f, weights_only=False)", "without weights_only=True"),
         (rules.no_pickle, "interop.x", "np.load(f, allow_pickle=True)", "allow_pickle"),
-        (rules.no_pickle, "engine.x", "dist.all_gather_object(a, b)", "unpickles"),
-        (rules.no_assert, "engine.x", "def f(x):\n    assert x", "has an assert"),
-        (rules.annotated, "engine.x", "def f(a, *b, c: int, **d) -> None: ...", "no type for a, b, d"),
-        (rules.annotated, "engine.x", "class A:\n    def f(self): ...", "no result type"),
+        (rules.no_pickle, "session.x", "dist.all_gather_object(a, b)", "unpickles"),
+        (rules.no_assert, "session.x", "def f(x):\n    assert x", "has an assert"),
+        (rules.annotated, "session.x", "def f(a, *b, c: int, **d) -> None: ...", "no type for a, b, d"),
+        (rules.annotated, "session.x", "class A:\n    def f(self): ...", "no result type"),
         (rules.nouns_for_names, "x", "found = 1", "binds 'found'"),
         (rules.nouns_for_names, "x", "def f(self, kept): ...", "binds 'kept'"),
         (rules.nouns_for_names, "format.slot", "self.given = 1", "binds 'given'"),
         (rules.first_sentences, "x", 'def f():\n    """Of a rank."""', "begins with 'Of'"),
         (rules.few_positional, "x", "def f(self, a, b, c, d, e, f, g): ...", "f takes more than 6"),
         (rules.few_positional, "x", "Record(1, 2, 3, 4, 5, 6, 7)", "gives Record more than 6"),
-        (rules.broad_except, "engine.x", "try: ...\nexcept Exception: ...", "catches everything"),
-        (rules.broad_except, "engine.x", "try: ...\nexcept: ...", "catches everything"),
-        (rules.broad_except, "engine.x", "try: ...\nexcept (OSError, BaseException): ...", "catches everything"),
+        (rules.broad_except, "session.x", "try: ...\nexcept Exception: ...", "catches everything"),
+        (rules.broad_except, "session.x", "try: ...\nexcept: ...", "catches everything"),
+        (rules.broad_except, "session.x", "try: ...\nexcept (OSError, BaseException): ...", "catches everything"),
     ],
 )
 def test_rule_can_fail(rule, name, source, said):
@@ -174,12 +181,12 @@ def test_rule_can_fail(rule, name, source, said):
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (rules.direction, "engine.worker", "from moe_ckpt.storage import base\nfrom moe_ckpt import __version__"),
+        (rules.direction, "session.worker", "from moe_ckpt.storage import base\nfrom moe_ckpt import __version__"),
         (rules.direction, "core.plan", "from moe_ckpt.errors import ConfigError\nfrom moe_ckpt import ports"),
         (rules.direction, "testing.faults", "from moe_ckpt.storage import base\nfrom moe_ckpt.testing import x"),
         (rules.direction, "megatron.x", "from moe_ckpt.interop import dcp\nfrom moe_ckpt.megatron import x"),
         (rules.direction, "testing.x", "from moe_ckpt.megatron import x"),
-        (rules.no_policy_by_class, "engine.x", "from moe_ckpt.policies.base import Needs, needs_of"),
+        (rules.no_policy_by_class, "session.x", "from moe_ckpt.policies.base import Needs, needs_of"),
         (rules.guests_at_doors, "callbacks.fit", "def f():\n    from moe_ckpt.boost.lightning import x"),
         (rules.guests_at_doors, "boost.x", "from moe_ckpt.boost.lightning import x\nimport moe_ckpt"),
         (rules.no_policy_by_class, "cli.x", "from moe_ckpt.policies import MoC"),
@@ -195,8 +202,8 @@ def test_rule_can_fail(rule, name, source, said):
             "x",
             "class C:\n    def f(self, a, b, c, d, e, f, *, g=0): log.info('', 1, 2, 3, 4, 5, 6)",
         ),
-        (rules.broad_except, "engine.x", "try: ...\nexcept Exception:  # a thread's edge\n    ..."),
-        (rules.broad_except, "engine.x", "try: ...\nexcept BaseException:\n    release()\n    raise"),
+        (rules.broad_except, "session.x", "try: ...\nexcept Exception:  # a thread's edge\n    ..."),
+        (rules.broad_except, "session.x", "try: ...\nexcept BaseException:\n    release()\n    raise"),
     ],
 )
 def test_rule_lets_pass(rule, name, source):
@@ -204,5 +211,5 @@ def test_rule_lets_pass(rule, name, source):
 
 
 def test_relative_imports_are_resolved():
-    package = Module("engine", "from .worker import x\nfrom ..storage import base", is_package=True)
-    assert [target for _, target in rules.imports(package)] == ["moe_ckpt.engine.worker.x", "moe_ckpt.storage.base"]
+    package = Module("session", "from .worker import x\nfrom ..storage import base", is_package=True)
+    assert [target for _, target in rules.imports(package)] == ["moe_ckpt.session.worker.x", "moe_ckpt.storage.base"]

@@ -19,8 +19,8 @@ import pytest
 
 from moe_ckpt import RetentionPolicy, megatron
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.engine.options import OptionValues
 from moe_ckpt.policies import Needs, PolicyContext
+from moe_ckpt.run.options import OptionValues
 from tests.packaging import rules
 
 ROOT = Path(__file__).parents[2]

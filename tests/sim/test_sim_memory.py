@@ -7,8 +7,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from moe_ckpt.core.replica_placement import place_replicas
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.peers.replica_placement import place_replicas
 from moe_ckpt.policies import Dense, Gemini, MoC, MoEvement
 from moe_ckpt_sim.cluster.cluster import Parallel
 from moe_ckpt_sim.cluster.costs import Costs

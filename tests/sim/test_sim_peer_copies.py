@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from moe_ckpt.commit.room import Room
 from moe_ckpt.core.plan import save_full
-from moe_ckpt.core.replica_placement import ReplicaPlacement
-from moe_ckpt.engine.agreement import StepConsensus
-from moe_ckpt.engine.backlog import PeerCopies
-from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.room import Room
+from moe_ckpt.peers.messages import SealedSlot
+from moe_ckpt.peers.replica_placement import ReplicaPlacement
+from moe_ckpt.peers.replication import Replicator, Roster
+from moe_ckpt.peers.wire import Listener
 from moe_ckpt.policies import Dense, MoEvement
-from moe_ckpt.replicas.messages import SealedSlot
-from moe_ckpt.replicas.replication import Replicator, Roster
-from moe_ckpt.replicas.wire import Listener
+from moe_ckpt.run.agreement import StepConsensus
+from moe_ckpt.run.options import Settings
+from moe_ckpt.session.backlog import PeerCopies
 from moe_ckpt_sim.failures.failures import FailureEvent
 from moe_ckpt_sim.failures.traces import Trace
 from moe_ckpt_sim.run.run import simulate

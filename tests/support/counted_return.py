@@ -18,10 +18,10 @@ def count() -> None:
     from moe_ckpt.format.shard import GRADIENT
     from moe_ckpt.gradients.replay import OptimizerReplay
     from moe_ckpt.gradients.returning import LogReplayer
-    from moe_ckpt.recovery import gradient_log as logs
-    from moe_ckpt.recovery import reader
-    from moe_ckpt.recovery import restore as restoring
-    from moe_ckpt.recovery.memory_checkpoints import SURVIVORS_SUFFIX
+    from moe_ckpt.reading import reader
+    from moe_ckpt.reading import restore as restoring
+    from moe_ckpt.reading.memory import gradient_log as logs
+    from moe_ckpt.reading.memory.memory_checkpoints import SURVIVORS_SUFFIX
 
     found: Counter[str] = Counter()
 

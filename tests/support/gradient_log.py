@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from moe_ckpt.core.gradient_chain import LoggedStep, chain
 from moe_ckpt.format.shard import GRADIENT as KEY
 from moe_ckpt.gradients.replay import GRADIENT, WEIGHT, OptimizerKind, TensorBlock, detached
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.gradients.units import Pieces, Unit
+from moe_ckpt.ledger.gradient_chain import LoggedStep, chain
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.state.optimizer_class import class_name
 from moe_ckpt.ports import LoggedSteps

@@ -98,7 +98,7 @@ def _life(rank: int, place: str, case: Case, seed: int, kill: tuple[int, int] | 
 
 def attached(built: megatron_gpt.Built, case: Case, store: str) -> Any:
     from moe_ckpt import megatron
-    from moe_ckpt.core.retention import RetentionPolicy
+    from moe_ckpt.ledger.retention import RetentionPolicy
 
     name, arguments = case.policy
     return megatron.attach(

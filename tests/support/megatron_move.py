@@ -130,7 +130,7 @@ def describe(ckpt: Any, built: Built) -> dict[str, Any]:
 
 def _operators(catalog: Any, keys: Any) -> dict[str, str]:
     """Tensor key -> operator that it belongs to: here each tensor is one operator's."""
-    from moe_ckpt.recovery.index import split_key
+    from moe_ckpt.reading.index import split_key
 
     of = {span.parameter: operator.id for operator in catalog.operators for span in operator.spans}
     return {key: of[split_key(key).fqn] for key in keys}
@@ -196,8 +196,8 @@ class Reads:
         self.verified_nbytes = 0
 
     def __enter__(self) -> Reads:
-        from moe_ckpt.recovery import restore
-        from moe_ckpt.recovery.reader import StoreReader
+        from moe_ckpt.reading import restore
+        from moe_ckpt.reading.reader import StoreReader
 
         self._find_damage, self._read_many = restore.find_damage, StoreReader.read_many
 
@@ -218,8 +218,8 @@ class Reads:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        from moe_ckpt.recovery import restore
-        from moe_ckpt.recovery.reader import StoreReader
+        from moe_ckpt.reading import restore
+        from moe_ckpt.reading.reader import StoreReader
 
         restore.find_damage, StoreReader.read_many = self._find_damage, self._read_many  # type: ignore[method-assign]
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.step import Contents, Facts
-from moe_ckpt.engine.host_tier import checksum
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, in_a_row, with_checksums
 from moe_ckpt.format.slot import SlotHeader, SlotPart, encode_slot
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.peers.messages import SealedSlot
+from moe_ckpt.peers.opening import open_replication
 from moe_ckpt.ports import Communicator
-from moe_ckpt.replicas.messages import SealedSlot
-from moe_ckpt.replicas.opening import open_replication
+from moe_ckpt.tiers.host_tier import checksum
 
 RUN = "a-run"
 SLICES = 5

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import xxhash
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.fragment import Fragment
@@ -44,6 +43,7 @@ from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out
 from moe_ckpt.format.tree import encode_tree
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.verify import Damage, verify_steps
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.verify import Damage, verify_steps
 from moe_ckpt.storage import Storage
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.anchors import GradientGroups
-from moe_ckpt.core.memory_retention import MemoryStep
 from moe_ckpt.core.operators import (
     Catalog,
     MoELayer,
@@ -24,6 +23,7 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.step import Contents, Step, WindowPlace
 from moe_ckpt.core.tokens import NO_COUNTS
+from moe_ckpt.ledger.memory_retention import MemoryStep
 from moe_ckpt.policies import FaultRecord, MemoryFacts, ModelFacts, PolicyContext, RunFacts
 from moe_ckpt.slices.assignment import WriteAssignment
 from moe_ckpt.slices.cuts import BLOCK, SliceSource

@@ -21,17 +21,17 @@ import torch
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.events import Observer, StepRecord
-from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.policies import MoC, Policy
 from moe_ckpt.ports import Communicator, Reading, StateTensor, TensorSpec
-from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.events import Observer, StepRecord
+from moe_ckpt.run.options import Settings
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.base import Chunk, Storage
 from moe_ckpt.storage.lock import StoreLock

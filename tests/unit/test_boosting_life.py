@@ -11,8 +11,8 @@ import torch
 
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.run_ledger import RunLedger
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.run_ledger import RunLedger
 from tests.unit.builders import catalog
 
 LACKING = np.array([[6, 0, 0, 0], [0, 0, 3, 0]])

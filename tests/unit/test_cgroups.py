@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.engine.cgroups import free_bytes
+from moe_ckpt.tiers.cgroups import free_bytes
 
 UNLIMITED = str(0x7FFFFFFFFFFFF000)
 

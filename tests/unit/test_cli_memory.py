@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.engine import host_tier
 from moe_ckpt.memory.directory import RankDirectory, holder_of
 from moe_ckpt.memory.slot import STARTS_SUFFIX
+from moe_ckpt.tiers import host_tier
 from tests.support.spoiled import flip
 from tests.unit.test_engine_memory import files, life, slots, train_and_fail, where  # noqa: F401 - a fixture
 from tests.unit.test_engine_memory_only import make_nodes, replicated

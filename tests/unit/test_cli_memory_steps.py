@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.engine import host_tier
 from moe_ckpt.interop.export import export
 from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.tiers import host_tier
 from tests.support.spoiled import flip
 from tests.support.store_builder import values_at
 from tests.unit.test_engine_memory import files

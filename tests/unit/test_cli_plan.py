@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.engine.options import Settings
+from moe_ckpt.run.options import Settings
 from moe_ckpt_sim.commands.plan import COLUMNS, _scenario, memory_systems
 from moe_ckpt_sim.conf.scenarios import scenario_of
 from moe_ckpt_sim.conf.sweeps import combinations, composed

@@ -19,8 +19,8 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.window import OperatorBytes, Window, slot_bytes
 from moe_ckpt.format.manifest import LayerRecord
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.policies.window_report import WindowReport
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.policies.schedules.window_report import WindowReport
+from moe_ckpt.reading.reader import open_step
 from tests.support.store_builder import Block, StoreBuilder, TinyRun, example
 
 STEP = "step_00000003"

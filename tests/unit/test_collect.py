@@ -9,10 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ckpt.core import retention
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.documents import read_manifest
-from moe_ckpt.engine.keeping import StoreContents, clean_start, collect
+from moe_ckpt.commit.keeping import StoreContents, clean_start, collect
 from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
@@ -33,6 +30,9 @@ from moe_ckpt.format.manifest import (
     step_dir,
 )
 from moe_ckpt.format.sealed import seal, unseal
+from moe_ckpt.ledger import retention
+from moe_ckpt.ledger.retention import RetentionPolicy
+from moe_ckpt.run.documents import read_manifest
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.support import warm
@@ -375,7 +375,7 @@ def require_whole(storage):
 COLLECTOR = """
 import sys
 from moe_ckpt.core import retention
-from moe_ckpt.engine.keeping import collect
+from moe_ckpt.commit.keeping import collect
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import crash_at
 retention._spares = lambda ordered: []

@@ -17,10 +17,10 @@ from benchmarks.commit_rank import policy_of
 from benchmarks.commit_world import Acknowledging, ActedPeers, Others, State, key_of, recorded
 from benchmarks.report import RESULTS
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.writing import Acknowledgement
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.options import Settings
+from moe_ckpt.session.session import CheckpointSession
+from moe_ckpt.slices.writing import Acknowledgement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
 from tests.unit.engine_parts import told

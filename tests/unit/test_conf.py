@@ -22,10 +22,10 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.report import describe
 from moe_ckpt.conf import schema
 from moe_ckpt.conf.schema import SCHEMAS, StoreConfig
-from moe_ckpt.core.cadence import StorageCadence
-from moe_ckpt.engine.options import Options, OptionValues, Settings
 from moe_ckpt.memory.options import Memory
+from moe_ckpt.pace.cadence import StorageCadence
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, GradientLog, Guarded, MoC, MoEtion, MoEvement
+from moe_ckpt.run.options import Options, OptionValues, Settings
 from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,7 +187,7 @@ def test_the_guard_is_set_by_value(user_app, tmp_path):
 
 @pytest.mark.parametrize("name", ["recent", "milestones"])
 def test_retention_builds(user_app, name):
-    retention = importlib.import_module("moe_ckpt.core.retention")
+    retention = importlib.import_module("moe_ckpt.ledger.retention")
     cfg = user_app(f"moe_ckpt/retention={name}")
     assert isinstance(instantiate(cfg.moe_ckpt.retention), retention.RetentionPolicy)
     assert {f.name for f in fields(SCHEMAS["retention"])} - {"_target_"} == {

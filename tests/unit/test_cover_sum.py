@@ -7,8 +7,8 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ckpt.core.cover_sum import PRIME, cover_sum
-from moe_ckpt.core.coverage import Box
+from moe_ckpt.ledger.cover_sum import PRIME, cover_sum
+from moe_ckpt.ledger.coverage import Box
 
 
 def cells(box: Box) -> list[tuple[int, ...]]:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.errors import CoverageError
+from moe_ckpt.ledger.coverage import Box, prove_cover
 
 
 @st.composite

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.step import Fate
-from moe_ckpt.engine import session as sessions
-from moe_ckpt.engine.agreement import StepAgreement, StepConsensus, pack, unpack
-from moe_ckpt.engine.meter import Meter
 from moe_ckpt.policies import CheckFreq, Measured
 from moe_ckpt.policies.base import Sends
+from moe_ckpt.run.agreement import StepAgreement, StepConsensus, pack, unpack
+from moe_ckpt.run.meter import Meter
+from moe_ckpt.session import session as sessions
 from moe_ckpt.storage import LocalStorage
 from tests.support.constants import with_constants
 from tests.unit.engine_parts import GatedStorage, Life, ThreadRanks, manifests, run_threads, told

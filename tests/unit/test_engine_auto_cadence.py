@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.core import intervals
-from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.events import StepEnded
+from moe_ckpt.pace import intervals
 from moe_ckpt.policies import Dense
+from moe_ckpt.run.events import StepEnded
+from moe_ckpt.tiers import host_tier
 from tests.support.bad_disks import SlowDisk
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads
 from tests.unit.test_engine_host_tier import come_back

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moe_ckpt.engine import buffers
-from moe_ckpt.engine.buffers import BufferPool, arena_limit, default_budget_bytes
-from moe_ckpt.engine.cgroups import available_bytes
-from moe_ckpt.engine.host_tier import HostTier
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.tiers import buffers
+from moe_ckpt.tiers.buffers import BufferPool, arena_limit, default_budget_bytes
+from moe_ckpt.tiers.cgroups import available_bytes
+from moe_ckpt.tiers.host_tier import HostTier
 
 BUDGET = 10_000
 PAGE = 4096

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.engine.writing import checksums_of
+from moe_ckpt.slices.writing import checksums_of
 
 SIZES = st.sampled_from([0, 1, 8, 64, 511, 512, 513, 2000])
 

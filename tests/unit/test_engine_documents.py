@@ -11,15 +11,15 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.documents import read_header, read_manifest, read_parts, read_sealed
-from moe_ckpt.engine.keeping import clean_start
-from moe_ckpt.engine.session_resources import describe_differences, open_store
+from moe_ckpt.commit.keeping import clean_start
 from moe_ckpt.errors import DamagedError, StoreError
 from moe_ckpt.format.manifest import parse_step_dir, step_dir
 from moe_ckpt.format.sealed import seal
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import MoC
-from moe_ckpt.recovery.reader import StoreReader, newest_good
+from moe_ckpt.reading.reader import StoreReader, newest_good
+from moe_ckpt.run.documents import read_header, read_manifest, read_parts, read_sealed
+from moe_ckpt.session.session_resources import describe_differences, open_store
 from moe_ckpt.storage import LocalStorage, StoreLock
 from tests.support.store_builder import example
 from tests.support.verifying import verify_store

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ckpt.engine.events import (
+from moe_ckpt.policies import Dense
+from moe_ckpt.run.events import (
     Closed,
     Joined,
     Opened,
@@ -15,7 +16,6 @@ from moe_ckpt.engine.events import (
     TrainingBegins,
     TrainingEnded,
 )
-from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage, StoreLock
 from tests.unit.engine_parts import Life, failing, manifests
 

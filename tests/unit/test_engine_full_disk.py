@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.core.retention import RetentionPolicy
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage

@@ -13,17 +13,17 @@ import torch
 
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import expert_id
-from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.host_tier import as_values
 from moe_ckpt.errors import NoCheckpointError, SaveFailedError
 from moe_ckpt.memory.arena import Arena
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.together import DAMAGED, NotUsableError
 from moe_ckpt.recovery.executing import Recovery
-from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
-from moe_ckpt.recovery.together import DAMAGED, NotUsableError
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers.host_tier import as_values
 from tests.support.store_builder import values_at
 from tests.unit.engine_parts import (
     MODEL,

@@ -12,8 +12,6 @@ import torch
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
-from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.host_tier import as_values
 from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.memory.arena import Arena, Buffer
@@ -21,6 +19,8 @@ from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers.host_tier import as_values
 from tests.support.store_builder import values_at
 from tests.unit.engine_parts import PATIENCE_SECS, GatedStorage, Life, manifests, steps_of_experts, told
 

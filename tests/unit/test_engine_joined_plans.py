@@ -13,15 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.cover_sum import PRIME, cover_sum
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.step import Contents, WindowPlace
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine.writing import checksums_of
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry, encode_header, lay_out, seal_of, with_checksums
+from moe_ckpt.ledger.cover_sum import PRIME, cover_sum
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices import local_state
@@ -31,6 +30,7 @@ from moe_ckpt.slices.copier import carry_out
 from moe_ckpt.slices.copying import target
 from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource, sorted_rows
 from moe_ckpt.slices.local_state import LocalState, collect_replay_slices
+from moe_ckpt.slices.writing import checksums_of
 from tests.unit.builders import catalog, pieces_of
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]

@@ -12,9 +12,9 @@ import pytest
 
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.plan import SnapshotPlan, save_full
-from moe_ckpt.engine.events import SnapshotBegan
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.policies import Dense, MoC, Needs
+from moe_ckpt.run.events import SnapshotBegan
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import PATIENCE_SECS, Life, manifests, told
 

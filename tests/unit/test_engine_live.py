@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged, save_slot
 from moe_ckpt.core.window import OperatorBytes, Window
-from moe_ckpt.engine.live import LiveState
-from moe_ckpt.engine.options import Settings
-from moe_ckpt.engine.planning import Planner, gradient_factor
+from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.modeling.moe.discover import build_catalog
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.policies import Dense, Guarded, MoEtion, Policy, Wrapper
 from moe_ckpt.policies.base import Measured, Needs, PolicyContext, Sends
+from moe_ckpt.run.live import LiveState
+from moe_ckpt.run.options import Settings
+from moe_ckpt.run.planning import Planner, gradient_factor
 from moe_ckpt.slices.assignment import coupled_operators
 from tests.integration.kinds import BiasedExpertsMoE, FlatExpertsMoE
 from tests.support.tiny_moe import TinyMoE

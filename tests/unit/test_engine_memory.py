@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.engine import host_memory, host_tier
 from moe_ckpt.errors import (
     ConfigError,
     DamagedError,
@@ -32,6 +31,7 @@ from moe_ckpt.memory.files import MemoryFiles, remove_run, sweep
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import host_memory, host_tier
 from tests.support.deleting import delete_tree
 from tests.support.slots import create_slot
 from tests.support.spoiled import bytes_of, files_of_slots, spoil_experts, spoil_slot

@@ -9,9 +9,9 @@ import threading
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.engine import host_tier
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import host_tier
 from tests.support.spoiled import files_of_slots
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads
 from tests.unit.test_engine_host_tier import come_back

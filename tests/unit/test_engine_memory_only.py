@@ -17,19 +17,19 @@ import pytest
 from moe_ckpt import Memory
 from moe_ckpt.cli.main import main
 from moe_ckpt.comm.communicator import SoloCommunicator, largest
-from moe_ckpt.core.memory_retention import needed
+from moe_ckpt.commit.room import Room
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.step import WindowPlace
-from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.events import StepRecord
-from moe_ckpt.engine.room import Room
 from moe_ckpt.errors import RecoveryLoopError, SaveFailedError
 from moe_ckpt.format.manifest import age_of
 from moe_ckpt.format.slot import decode_slot, encode_slot
+from moe_ckpt.ledger.memory_retention import needed
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
+from moe_ckpt.run.events import StepRecord
 from moe_ckpt.storage import LocalStorage, Storage
+from moe_ckpt.tiers import host_tier
 from tests.support.bad_disks import SmallDisk
 from tests.support.deleting import delete_tree
 from tests.support.spoiled import blank, flip

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from moe_ckpt import Memory
+from moe_ckpt.commit.room import Room
 from moe_ckpt.core.step import Contents, Step
-from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.room import Room
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import host_tier
 from tests.support.waiting import retry_until
 from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, manifests, run_threads
 

@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.engine import persisting
-from moe_ckpt.engine.events import Opened
+from moe_ckpt.commit import persisting
 from moe_ckpt.errors import StoreError
 from moe_ckpt.memory.directory import holder_of, rank_directories, user_directory
 from moe_ckpt.policies import Dense
+from moe_ckpt.run.events import Opened
 from moe_ckpt.storage import LocalStorage, StoreLock
 from tests.unit.engine_parts import Life, ThreadRanks, manifests, run_threads
 
@@ -94,8 +94,8 @@ def test_memory_is_let_go_of_for_the_next_session_of_the_process(tmp_path, monke
     first.go(3, settle=True)
     first.session.close()
     with monkeypatch.context() as patch:
-        module = "session_resources" if what == "Committer" else "pipeline"
-        patch.setattr(f"moe_ckpt.engine.{module}.{what}", broken)
+        module = "session.session_resources" if what == "Committer" else "commit.pipeline"
+        patch.setattr(f"moe_ckpt.{module}.{what}", broken)
         with pytest.raises(Bug):
             Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings).session.open()
     assert not threads()
@@ -115,7 +115,7 @@ def test_what_comes_after_the_lock_may_fail_as_well(tmp_path, monkeypatch, what)
         elif what == "observer":
             settings = {"observers": [lambda event: broken() if isinstance(event, Opened) else None]}
         else:
-            patch.setattr("moe_ckpt.engine.host_memory.BufferPool", broken)
+            patch.setattr("moe_ckpt.tiers.host_memory.BufferPool", broken)
         life = Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings)
         with pytest.raises(Bug):
             life.session.open()

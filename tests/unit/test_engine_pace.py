@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ckpt.engine.backlog import _NOTABLE, _WAITS, _Pace
 from moe_ckpt.policies.base import Measured
+from moe_ckpt.session.backlog import _NOTABLE, _WAITS, _Pace
 
 
 def waits(pace: _Pace, number: int, every_secs: float, secs: float) -> None:

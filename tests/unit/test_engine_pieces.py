@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.shard import lay_out
+from moe_ckpt.ledger.coverage import Box, prove_cover
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import Sharder, expert_owners

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from moe_ckpt.core import free_space
+from moe_ckpt.memory import free_space
 from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.policies import Dense, MoC
 from tests.support.deleting import delete_tree

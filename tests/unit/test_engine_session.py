@@ -13,12 +13,12 @@ import torch
 
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.plan import save_full
-from moe_ckpt.engine import host_memory
 from moe_ckpt.errors import ConfigError, HostMemoryError, SaveFailedError, StoreInUseError
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.policies import Dense, Measured
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import host_memory
 from moe_ckpt_sim.run.sync import SyncDense
 from tests.unit.engine_parts import (
     ALL,

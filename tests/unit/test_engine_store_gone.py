@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.retention import RetentionPolicy
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import STORE_NAME
 from moe_ckpt.format.run_records import Identity
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import LocalStorage
 from tests.support.bad_disks import FastClock, SmallDisk
 from tests.support.deleting import delete_tree

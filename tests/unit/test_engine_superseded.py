@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from moe_ckpt.core import retention
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.keeping import clean_start, collect
+from moe_ckpt.commit.keeping import clean_start, collect
 from moe_ckpt.format.manifest import group_of
+from moe_ckpt.ledger import retention
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage

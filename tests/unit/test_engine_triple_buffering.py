@@ -10,16 +10,16 @@ import time
 import pytest
 import torch
 
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.buffers import BufferPool
-from moe_ckpt.engine.host_tier import as_values
 from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import parse_step_dir
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import MoC
-from moe_ckpt.recovery.reader import StoreReader, check_checkpoint, usable
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint, usable
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
+from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers.buffers import BufferPool
+from moe_ckpt.tiers.host_tier import as_values
 from tests.support.store_builder import values_at
 from tests.support.waiting import retry_until
 from tests.unit.engine_parts import (

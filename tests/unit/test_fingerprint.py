@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ckpt.engine.fingerprint import Fingerprint
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.session.fingerprint import Fingerprint
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.engine.documents import read_finished, write_finished
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format.run_records import FINISHED_NAME, Finished
 from moe_ckpt.format.sealed import seal, unseal
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.run.documents import read_finished, write_finished
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import TinyRun
 

@@ -13,7 +13,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import CoverageError, DamagedError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name, itemsize
 from moe_ckpt.format.schema import listing, mapping, named_records, named_rows, one_of, record, row, text, whole
@@ -32,6 +31,7 @@ from moe_ckpt.format.shard import (
     split_header,
     with_checksums,
 )
+from moe_ckpt.ledger.coverage import Box
 
 entries = st.builds(
     lambda key, dtype, dims, cpu: SliceEntry(

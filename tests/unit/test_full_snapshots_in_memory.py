@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from moe_ckpt.core.operators import expert_id
-from moe_ckpt.engine import host_memory, host_tier
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory import mapping
 from moe_ckpt.memory.arena import Arena
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import host_memory, host_tier
 from tests.support.tensor_reads import tensor_bytes_read
 from tests.unit.engine_parts import (
     ALL,

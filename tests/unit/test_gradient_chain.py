@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.gradient_chain import Chain, LoggedStep, chain
 from moe_ckpt.errors import GradientGapError
+from moe_ckpt.ledger.gradient_chain import Chain, LoggedStep, chain
 
 OPERATORS = ("gate/0", "expert/0/0", "expert/0/1")
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.gradients import edits
 from moe_ckpt.gradients.capture import GradientCapture
 from moe_ckpt.gradients.edits import EditWatch
 from moe_ckpt.gradients.recording import Ignored
 from moe_ckpt.gradients.units import whole_unit
+from moe_ckpt.ledger.coverage import Box
 
 
 class Training:

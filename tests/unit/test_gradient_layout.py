@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.gradients.layout import Device, UpdateLayout
 from moe_ckpt.gradients.units import Unit, UnitBlock, whole_unit
+from moe_ckpt.ledger.coverage import Box
 
 UNITS = (
     whole_unit("w", 0, 0, torch.ones(3, 4).T),

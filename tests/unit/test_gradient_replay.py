@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ckpt.core.gradient_chain import Chain
 from moe_ckpt.core.operators import Span
 from moe_ckpt.driver.replaying import same_plain
 from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError, UnsupportedError
@@ -19,6 +18,7 @@ from moe_ckpt.gradients.coupling import Coupling, coupling_of, register
 from moe_ckpt.gradients.replay import GRADIENT, WEIGHT, OptimizerReplay, TensorBlock, detached
 from moe_ckpt.gradients.returning import coupled_with, require_together
 from moe_ckpt.gradients.units import Pieces, whole_unit
+from moe_ckpt.ledger.gradient_chain import Chain
 from tests.support.gradient_log import (
     Copier,
     MemoryLog,

@@ -72,5 +72,5 @@ def test_a_run_is_traced():
     assert 0 < len(idle) < len(save) < len(resume)
     counts = [sum(map(len, run.values())) for run in (idle, save, resume)]
     assert counts == sorted(counts)
-    assert "Committer.commit" in save["engine/commit.py"]
-    assert "engine/commit.py" not in idle
+    assert "Committer.commit" in save["commit/commit.py"]
+    assert "commit/commit.py" not in idle

@@ -18,7 +18,7 @@ from moe_ckpt.interop.dcp import entries
 from moe_ckpt.interop.export import TARGETS, export
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.interop.whole import whole
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.reading.reader import open_step
 from tests.support.store_builder import STACK, TinyRun, example, megatron_state
 
 STEP = "step_00000003"

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from moe_ckpt.core import retention
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.keeping import PART, StoreKeeper
+from moe_ckpt.commit.keeping import PART, StoreKeeper
 from moe_ckpt.errors import FilesGoneError
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, Manifest, ModelRecord, group_path, step_dir
 from moe_ckpt.format.run_records import Identity
+from moe_ckpt.ledger import retention
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.storage import StoreLock
 from tests.support.bad_disks import FastClock
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_ckpt.core.ledger import NEVER, Ledger
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.ledger.ledger import NEVER, Ledger
 from moe_ckpt_sim.run.durable import Durable
 from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
 from tests.unit.builders import catalog, mixed

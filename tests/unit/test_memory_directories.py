@@ -24,9 +24,6 @@ from typing import Any
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.engine import buffers, host_tier
-from moe_ckpt.engine.buffers import BufferPool
-from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory import directory as directories
 from moe_ckpt.memory.arena import ARENA
@@ -45,6 +42,9 @@ from moe_ckpt.memory.directory import (
 from moe_ckpt.memory.files import MemoryFiles, newest_generation, remove_run, sweep
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.memory.survey import survey
+from moe_ckpt.tiers import buffers, host_tier
+from moe_ckpt.tiers.buffers import BufferPool
+from moe_ckpt.tiers.memory_tier import MemoryTier
 from tests.support.deleting import delete_tree
 from tests.unit.engine_parts import ThreadRanks, run_threads
 from tests.unit.test_engine_host_tier import assert_state, come_back

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.errors import MemoryGoneError
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.memory.files import MemoryFiles, newest_generation
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers.buffers import BufferPool
 from tests.support.deleting import delete_tree
 from tests.support.slots import create_slot
 from tests.support.spoiled import files_of_slots

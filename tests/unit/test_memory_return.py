@@ -11,16 +11,16 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.memory_shares import LeftBehind, Share, checkpoints_of, left_behind
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.driver.messages import Messages
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import StoreError
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
-from moe_ckpt.recovery import slot_storage
-from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.reading.memory import slot_storage
+from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.reading.memory.memory_shares import LeftBehind, Share, checkpoints_of, left_behind
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
 from tests.support.deleting import delete_tree
 from tests.support.tensor_reads import tensor_bytes_read

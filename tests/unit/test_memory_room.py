@@ -13,9 +13,6 @@ import torch
 
 from moe_ckpt import Memory
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.engine import cgroups, host_tier, limited_slots
-from moe_ckpt.engine.buffers import BufferPool
-from moe_ckpt.engine.limited_slots import LimitedSlots, requires_room
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory import preflight
 from moe_ckpt.memory.files import MemoryFiles
@@ -24,6 +21,9 @@ from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.expected import ExpectedShare
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import cgroups, host_tier, limited_slots
+from moe_ckpt.tiers.buffers import BufferPool
+from moe_ckpt.tiers.limited_slots import LimitedSlots, requires_room
 from tests.unit.engine_parts import Life, ThreadRanks, catalog, run_threads
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.replicas.wire import Wire
+from moe_ckpt.peers.wire import Wire
 from tests.unit.engine_parts import ThreadCommunicator
 from tests.unit.test_engine_memory_only import (
     make_nodes,

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.engine import host_memory
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory import files
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import host_memory
 from tests.support.deleting import delete_tree
 from tests.support.mapped import deleted_slots
 from tests.support.spoiled import blank

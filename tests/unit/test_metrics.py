@@ -15,11 +15,11 @@ from hypothesis.extra import numpy as hnp
 
 from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.core.tokens import AtRisk
-from moe_ckpt.engine.events import StepEnded, StepRecord, StepReplayed, TrainingEnded
-from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import ConfigError, MissingPackageError
 from moe_ckpt.metrics import CheckpointMetrics, facts_of
 from moe_ckpt.policies.base import Measured
+from moe_ckpt.run.events import StepEnded, StepRecord, StepReplayed, TrainingEnded
+from moe_ckpt.run.run_ledger import RunLedger
 from tests.support import run_ranks
 from tests.unit.builders import catalog
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.memory_retention import MemoryStep, with_newest_experts
+from moe_ckpt.ledger.memory_retention import MemoryStep, with_newest_experts
 from tests.unit.builders import memory_step
 
 EXPERTS = 6

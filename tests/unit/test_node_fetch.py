@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.node_fetch import Portion, SlotSpan, share_out
+from moe_ckpt.reading.memory.node_fetch import Portion, SlotSpan, share_out
 
 NODES = ["a", "a", "a", "b", "b"]
 

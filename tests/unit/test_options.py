@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.core.quantities import parse_bytes, parse_secs
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies import (
     AnyOf,
@@ -28,6 +27,7 @@ from moe_ckpt.policies import (
     Needs,
     Wrapper,
 )
+from moe_ckpt.run.options import Options, OptionValues, make_options
 
 
 def made(**values):

@@ -12,7 +12,6 @@ import sys
 import pytest
 
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import (
     ConfigError,
     DamagedError,
@@ -22,8 +21,9 @@ from moe_ckpt.errors import (
     StoreUnreadableError,
 )
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.recovery.reader import StoreReader, newest_good
+from moe_ckpt.reading.reader import StoreReader, newest_good
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.run.options import Options
 from moe_ckpt.storage import LocalStorage, RemoteStorage
 from moe_ckpt.storage.patience import PatientStorage
 from moe_ckpt.testing import FaultyStorage

@@ -19,12 +19,12 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
-from moe_ckpt.engine import host_tier
-from moe_ckpt.engine.run_ledger import InFlight, RunLedger, places
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies import Guarded, MoC, MoEtion
-from moe_ckpt.policies.selectors import SELECTORS
+from moe_ckpt.policies.experts.selectors import SELECTORS
+from moe_ckpt.run.run_ledger import InFlight, RunLedger, places
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers import host_tier
 from tests.unit.builders import memory, with_facts
 from tests.unit.engine_parts import Life
 from tests.unit.test_engine_host_tier import come_back
@@ -104,14 +104,14 @@ class Run:
     def _settle(self) -> None:
         while self.writing and self.writing[0][0] <= self.now:
             _, sequence, fails, saved = self.writing.pop(0)
-            # As ``engine.commit``: refused where an expert has no version, since the write that had it has failed.
+            # As ``commit.commit``: refused where an expert has no version, since the write that had it has failed.
             committed = not fails and (bool(self.store) or bool((saved.steps >= 0).all()))
             if committed:
                 self._commit(saved)
             self.ledger.resolved(sequence, committed=committed)
 
     def _commit(self, saved: Saved) -> None:
-        """As ``engine.commit``: what it does not hold comes from the checkpoint before it."""
+        """As ``commit.commit``: what it does not hold comes from the checkpoint before it."""
         lacks = saved.steps < 0
         book = TokenBook(*saved.applied.shape)
         if self.store:
@@ -172,7 +172,7 @@ class Run:
         return self.memory[max(0, first) :]
 
     def _return_to_memory(self, found: list[Saved], beneath: Saved | None) -> FaultRecord:
-        """As ``recovery.memory_checkpoints``: laid over what storage has."""
+        """As ``reading.memory.memory_checkpoints``: laid over what storage has."""
         top = found[-1]
         assert beneath is not None or any((each.steps >= 0).all() for each in found)
         shape = top.applied.shape

@@ -11,11 +11,8 @@ from typing import ClassVar
 import pytest
 
 from moe_ckpt import policies as package
-from moe_ckpt.core.ledger import Ledger
-from moe_ckpt.engine.live import LiveState
-from moe_ckpt.engine.options import Options, Settings
-from moe_ckpt.engine.planning import Planner
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.policies import (
     AnyOf,
     CheckFreq,
@@ -32,6 +29,9 @@ from moe_ckpt.policies import (
 )
 from moe_ckpt.policies import needs_of as needs
 from moe_ckpt.policies.base import DECAYED, GATE_WEIGHTS, TOKENS
+from moe_ckpt.run.live import LiveState
+from moe_ckpt.run.options import Options, Settings
+from moe_ckpt.run.planning import Planner
 from moe_ckpt_sim.planner.choosing import exact
 from moe_ckpt_sim.run.system import System
 from tests.support.constants import Unprobed

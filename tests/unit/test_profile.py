@@ -20,8 +20,6 @@ import pytest
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.window import OperatorBytes
-from moe_ckpt.engine.events import Loaded, StepRecord, StepReplayed
-from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, DamagedError, FormatVersionError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import LayerRecord
@@ -41,6 +39,8 @@ from moe_ckpt.ports import TensorSpec
 from moe_ckpt.profiling import recorder
 from moe_ckpt.profiling.facts import parallel, started_unix_secs, weighed
 from moe_ckpt.profiling.recorder import profilers
+from moe_ckpt.run.events import Loaded, StepRecord, StepReplayed
+from moe_ckpt.run.options import Options
 from moe_ckpt.slices.assignment import operator_bytes
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.local import remove_temporaries_of, replace_file

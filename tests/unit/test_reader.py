@@ -25,7 +25,7 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from moe_ckpt.format.sealed import seal, unseal
-from moe_ckpt.recovery.reader import StoreReader, check_checkpoint, newest_good, open_step
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint, newest_good, open_step
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import StoreBuilder, TinyRun, example
 from tests.support.verifying import verify_store

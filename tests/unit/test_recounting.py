@@ -11,20 +11,20 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core.memory_shares import Share
 from moe_ckpt.core.step import Facts
 from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import TokenBook
-from moe_ckpt.engine import surviving
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.format.manifest import Manifest, ModelRecord
 from moe_ckpt.localized.attempt import LocalPart
 from moe_ckpt.localized.rejoining import Rejoining, with_tokens
 from moe_ckpt.localized.segments import LocalRecovery, Segment, local_recoveries
 from moe_ckpt.policies import Dense
+from moe_ckpt.reading.memory.memory_shares import Share
+from moe_ckpt.reading.memory.slot_views import Described, SnapshotFacts
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.kept_state import KeptState
-from moe_ckpt.recovery.slot_views import Described, SnapshotFacts
+from moe_ckpt.session import surviving
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads, told
 

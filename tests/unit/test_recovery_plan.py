@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.recovery_plan import ABSENT, Inventory, first_choice, plan_recovery
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.recovery.executing import plan_text
+from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, first_choice, plan_recovery
 
 OPERATORS = ("expert/0/0", "expert/0/1", "gate/0", "non_expert/head")
 

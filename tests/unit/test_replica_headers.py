@@ -8,8 +8,8 @@ import pytest
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, in_a_row, with_checksums
 from moe_ckpt.format.slot import SlotHeader, SlotPart
-from moe_ckpt.replicas import headers as replica_headers
-from moe_ckpt.replicas.headers import Extents, HeaderReader
+from moe_ckpt.peers import headers as replica_headers
+from moe_ckpt.peers.headers import Extents, HeaderReader
 from moe_ckpt.slices.mirroring import digests_of
 from tests.support.replicas import slot_header
 

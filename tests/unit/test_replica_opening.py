@@ -14,7 +14,7 @@ from moe_ckpt import Memory
 from moe_ckpt.errors import ConfigError, StoreError
 from moe_ckpt.memory import directory
 from moe_ckpt.memory.directory import node_of
-from moe_ckpt.replicas.opening import open_replication
+from moe_ckpt.peers.opening import open_replication
 from tests.unit.engine_parts import ThreadRanks, run_threads
 
 TIMEOUT_SECS = 30.0
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_said_alike_on_every_rank(tmp_path, ranks, choose, sai
 
 
 def test_a_rank_that_cannot_listen_stops_all(tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_ckpt.replicas.wire.own_address", lambda: "192.0.2.1")  # of no network
+    monkeypatch.setattr("moe_ckpt.peers.wire.own_address", lambda: "192.0.2.1")  # of no network
     errors = begin(tmp_path, 2, lambda _: {"replicas": 1})
     assert {type(error) for error in errors} == {StoreError}
     assert str(errors[0]) == str(errors[1])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.peers.replica_placement import ReplicaPlacement, place_replicas
 
 Domains = list[tuple[str, ...]]
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.engine.host_tier import checksum
 from moe_ckpt.errors import MemoryFullError
-from moe_ckpt.replicas.headers import Extents
-from moe_ckpt.replicas.store import Incoming, ReplicaStore
+from moe_ckpt.peers.headers import Extents
+from moe_ckpt.peers.store import Incoming, ReplicaStore
 from moe_ckpt.slices.mirroring import Mirror, digests_of
+from moe_ckpt.tiers.host_tier import checksum
 from tests.support.replicas import slot_header
 
 SIZES = {"a": 5, "b": 40, "c": 8, "d": 100}

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from moe_ckpt.replicas import wire as replica_wire
-from moe_ckpt.replicas.wire import Cutter, Link, Listener, StaleHelloError, Wire, connect, own_address
+from moe_ckpt.peers import wire as replica_wire
+from moe_ckpt.peers.wire import Cutter, Link, Listener, StaleHelloError, Wire, connect, own_address
 
 SECRET = bytes(range(32))
 LINK = Link(generation=5, source=1, holder=0)

@@ -15,11 +15,11 @@ from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, MoECheckpo
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import TensorMeta
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.restore import require_fitting
+from moe_ckpt.reading.slices import find_damage
+from moe_ckpt.reading.together import STOPS, NotUsableError, raise_on_all_ranks
 from moe_ckpt.recovery.named import load_tensors
-from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.restore import require_fitting
-from moe_ckpt.recovery.slices import find_damage
-from moe_ckpt.recovery.together import STOPS, NotUsableError, raise_on_all_ranks
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import PARAMETERS, STACK, LiveState, TinyRun, example
 

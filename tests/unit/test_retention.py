@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ckpt.core import retention
-from moe_ckpt.core.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.ledger import retention
+from moe_ckpt.ledger.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
 
 NOW = 1_000_000.0
 

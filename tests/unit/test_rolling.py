@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.rolling import LoggedBytes, bytes_per_parameter, even_slots, fewest_slots, saved_factor, slot_bytes
+from moe_ckpt.policies.schedules.rolling import (
+    LoggedBytes,
+    bytes_per_parameter,
+    even_slots,
+    fewest_slots,
+    saved_factor,
+    slot_bytes,
+)
 
 
 def cuts(order, slots):

@@ -12,10 +12,10 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.step import Contents, Step, WindowPlace
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine.run_ledger import InFlight, RunLedger
-from moe_ckpt.engine.session import StepRecord
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.metrics import facts_of
+from moe_ckpt.run.run_ledger import InFlight, RunLedger
+from moe_ckpt.session.session import StepRecord
 from tests.unit.builders import catalog
 
 MODEL = catalog(1, 3)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core import shared_reading
-from moe_ckpt.core.shared_reading import Group, Paths, anything_shared, groups_of, readers_of, rounds_of
 from moe_ckpt.errors import DamagedError, StoreError
 from moe_ckpt.format.manifest import FileRecord
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.recovery.index import StoredSlice
-from moe_ckpt.recovery.shared_reading import divide
+from moe_ckpt.reading import reading_shares as shared_reading
+from moe_ckpt.reading.index import StoredSlice
+from moe_ckpt.reading.reading_shares import Group, Paths, anything_shared, groups_of, readers_of, rounds_of
+from moe_ckpt.reading.shared_reading import divide
 from tests.unit.engine_parts import ThreadRanks, run_threads
 
 

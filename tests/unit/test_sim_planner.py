@@ -163,7 +163,7 @@ def test_bytes_per_iteration_are_those_of_the_checkpoints():
 
 
 def test_memory_keeps_two_windows_of_its_own():
-    """As many buffers as ``engine.room`` has, once they are more than three complete snapshots."""
+    """As many buffers as ``commit.room`` has, once they are more than three complete snapshots."""
     found = []
     for window in (2, 10):
         given = scenario(System("windows", MoEvement(window=window), durable="node"), mtbf_secs=1e9)

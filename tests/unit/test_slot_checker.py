@@ -14,7 +14,7 @@ from moe_ckpt.format.slot import WindowPlace
 from moe_ckpt.memory.checking import SlotChecker, newest_of
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.recovery import slices as reading
+from moe_ckpt.reading import slices as reading
 from tests.support.replicas import bytes_of, header_of, slot_header
 from tests.support.slots import create_slot
 from tests.support.spoiled import slots_of, spoil_slot

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.snapshot import side_tensors
-from moe_ckpt.engine.state_keeping import StateKeeper
 from moe_ckpt.format.sealed import unseal
 from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.session.state_keeping import StateKeeper
+from moe_ckpt.slices.snapshot import side_tensors
 
 
 def of_step(number: int, seed: int) -> tuple[Any, Any]:

@@ -15,18 +15,18 @@ from moe_ckpt import newest_step
 from moe_ckpt.callbacks import named_steps
 from moe_ckpt.cli.main import main
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core import retention
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.keeping import collect
+from moe_ckpt.commit.keeping import collect
 from moe_ckpt.errors import DamagedError, NoCheckpointError, StepRemovedError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, step_dir
 from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.interop.export import export
 from moe_ckpt.interop.weights import load_weights
-from moe_ckpt.recovery import newest, reader
-from moe_ckpt.recovery.reader import StoreReader, newest_good, open_step
-from moe_ckpt.recovery.step_storage import MOST_LISTINGS
-from moe_ckpt.recovery.verify import verify_steps
+from moe_ckpt.ledger import retention
+from moe_ckpt.ledger.retention import RetentionPolicy
+from moe_ckpt.reading import newest, reader
+from moe_ckpt.reading.reader import StoreReader, newest_good, open_step
+from moe_ckpt.reading.step_storage import MOST_LISTINGS
+from moe_ckpt.reading.verify import verify_steps
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import LiveState, TinyRun, example
 from tests.support.verifying import verify_store

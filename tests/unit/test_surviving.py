@@ -11,12 +11,12 @@ import pytest
 
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.surviving import Moment, Surviving
-from moe_ckpt.engine.surviving import Patience, Survived
 from moe_ckpt.errors import PeerLostError
+from moe_ckpt.session.surviving import Patience, Survived
 
 
 class Recorder:
-    """Stands for ``engine.surviving.Survivor``: says when it seals, and seals until it is told to be done."""
+    """Stands for ``session.surviving.Survivor``: says when it seals, and seals until it is told to be done."""
 
     is_on = True
 

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt import Memory
-from moe_ckpt.core.memory_shares import (
+from moe_ckpt.core.survivors import STATE, TENSORS, is_lent, is_survivors, lends, shared_sequence, survivor_sequence
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.reading.memory.memory_shares import (
     LeftBehind,
     MemoryCheckpoint,
     Share,
@@ -22,9 +24,7 @@ from moe_ckpt.core.memory_shares import (
     snapshots_of,
     teller_of,
 )
-from moe_ckpt.core.survivors import STATE, TENSORS, is_lent, is_survivors, lends, shared_sequence, survivor_sequence
-from moe_ckpt.errors import ConfigError
-from moe_ckpt.recovery.standing import say_kept
+from moe_ckpt.reading.memory.standing import say_kept
 
 DUE = Share(0, "a", 0, "life", 3, 7, 40, 0, 2, None, "step_00000001_g3")
 """Of a partial checkpoint of step 40, as rank 0 of two sealed it."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.core.tree import TreeNode, hops, most_messages
-from moe_ckpt.engine import memory_tier
-from moe_ckpt.engine.agreement import StepConsensus, pack
+from moe_ckpt.run.agreement import StepConsensus, pack
+from moe_ckpt.tiers import memory_tier
 
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
 GENERATIONS = 2

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.engine import room
-from moe_ckpt.engine.events import StepRecord
+from moe_ckpt.commit import room
 from moe_ckpt.memory import mapping
 from moe_ckpt.memory.arena import Arena
 from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.run.events import StepRecord
 from moe_ckpt.storage import LocalStorage
 from tests.support.acted_gpu import ActedGPU
 from tests.unit.engine_parts import Life, ThreadRanks, manifests, run_threads

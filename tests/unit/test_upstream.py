@@ -28,7 +28,7 @@ from moe_ckpt.localized.log_format import SEND, Channel, LogHeader, Message, dec
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.segments import LocalRecovery
 from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
-from moe_ckpt.recovery.together import NotUsableError
+from moe_ckpt.reading.together import NotUsableError
 from tests.support.processes import run_ranks
 
 HEADER = LogHeader("run", "life", 3, 3, 1, 4, "")

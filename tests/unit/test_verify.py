@@ -10,7 +10,7 @@ import pytest
 
 from moe_ckpt.errors import StoreError
 from moe_ckpt.format.run_records import FINISHED_NAME, Finished
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import STACK, TinyRun, example
 from tests.support.verifying import verify_store

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_ckpt.core.versions import NEVER, Versions
-from moe_ckpt.engine.commit import View, WrittenPart
+from moe_ckpt.commit.commit import View, WrittenPart
 from moe_ckpt.format.manifest import PartRecord
+from moe_ckpt.ledger.versions import NEVER, Versions
 from tests.unit.builders import catalog
 
 MODEL = catalog(1, 3)

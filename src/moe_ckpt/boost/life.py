@@ -22,14 +22,14 @@ from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.driver.guests import CapacityBoost, Plain
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import MoECheckpointError, StoreError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.moe.routing import counts_on_host
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.run_ledger import RunLedger
 from moe_ckpt.stopwatch import Stopwatch
 
 log = logging.getLogger("moe_ckpt")

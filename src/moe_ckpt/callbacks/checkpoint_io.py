@@ -25,10 +25,10 @@ from moe_ckpt.interop.whole import WholeCheckpoint
 from moe_ckpt.modeling.state.optimizer_class import require_same_class
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.together import together
 from moe_ckpt.recovery.executing import rank_of_state
 from moe_ckpt.recovery.named import Opens, load_step, whole_tensors
-from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.together import together
 
 RESUME_KEY = "moe_ckpt"
 """Key of the loaded dict under which ``MoECheckpoint`` finds the store, the step directory and the RNG."""

@@ -30,9 +30,6 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
-from moe_ckpt.engine.documents import read_finished
-from moe_ckpt.engine.options import Options
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.gradients.recording import RunLog
 from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
@@ -40,8 +37,11 @@ from moe_ckpt.modeling.moe.routing import Mask, RoutingCounter, no_experts
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.state.trainable import FrozenExperts
 from moe_ckpt.policies.base import GATE_WEIGHTS
-from moe_ckpt.recovery.reader import open_step
+from moe_ckpt.reading.reader import open_step
 from moe_ckpt.recovery.resume import other_ranks
+from moe_ckpt.run.documents import read_finished
+from moe_ckpt.run.options import Options
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.stopwatch import Stopwatch, timed
 from moe_ckpt.storage import open_storage
 

@@ -12,10 +12,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.gradients.capture import GradientCapture, GradientConsumer
 from moe_ckpt.gradients.units import Unit, whole_unit
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_of
 from moe_ckpt.modeling.names import parameters_of
 from moe_ckpt.stopwatch import Stopwatch

@@ -33,14 +33,14 @@ from moe_ckpt.callbacks.data.loop_position import leave_broken_validation, updat
 from moe_ckpt.callbacks.fit import Fit
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import STATE_KEY, sharding_of, warn_of_partial_means
-from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.surviving import Moment, Surviving
-from moe_ckpt.engine.events import StepRecord
-from moe_ckpt.engine.options import OptionValues, make_options
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.lightning_dict import TOKENS_MARK
 from moe_ckpt.policies.base import Policy
+from moe_ckpt.recovery.recovery_plan import RecoveryPlan
+from moe_ckpt.run.events import StepRecord
+from moe_ckpt.run.options import OptionValues, make_options
 from moe_ckpt.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class MoECheckpoint(_Unranked):
     Args:
         policy: What is saved when; see ``moe_ckpt.policies``. None: ``CheckFreq()``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
-        **options: See ``moe_ckpt.engine.options.Options``, which checks them. ``resume`` matters only where
+        **options: See ``moe_ckpt.run.options.Options``, which checks them. ``resume`` matters only where
             ``fit(ckpt_path=...)`` is not given.
 
     Attributes:

@@ -18,11 +18,10 @@ from moe_ckpt.errors import ConfigError, NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, parse_step_dir
 from moe_ckpt.interop.lightning_dict import module_checkpoint
 from moe_ckpt.ports import Communicator
-from moe_ckpt.recovery.named import Opens
-from moe_ckpt.recovery.newest import dense_checkpoints, require_dense
-from moe_ckpt.recovery.reader import StoreReader, locate, open_step
-from moe_ckpt.recovery.step_storage import listed_again
-from moe_ckpt.recovery.together import (
+from moe_ckpt.reading.newest import dense_checkpoints, require_dense
+from moe_ckpt.reading.reader import StoreReader, locate, open_step
+from moe_ckpt.reading.step_storage import listed_again
+from moe_ckpt.reading.together import (
     DAMAGED,
     NotUsableError,
     by_rank_zero,
@@ -30,6 +29,7 @@ from moe_ckpt.recovery.together import (
     require_committed,
     together,
 )
+from moe_ckpt.recovery.named import Opens
 from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")

@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 from moe_ckpt.core.skew import normalized_hhi
-from moe_ckpt.engine.events import SessionEvent, StepEnded, StepRecord, StepReplayed
-from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.metrics import CheckpointMetrics
+from moe_ckpt.run.events import SessionEvent, StepEnded, StepRecord, StepReplayed
+from moe_ckpt.run.run_ledger import RunLedger
 
 log = logging.getLogger("moe_ckpt")
 

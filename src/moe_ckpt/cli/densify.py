@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.errors import ConfigError
     from moe_ckpt.format.manifest import STORE_NAME
     from moe_ckpt.gradients.densify import densify, steps_in_memory
-    from moe_ckpt.recovery.reader import StoreReader, locate, require_store
+    from moe_ckpt.reading.reader import StoreReader, locate, require_store
     from moe_ckpt.storage import LocalStorage
     from moe_ckpt.storage.local import access_of
 

@@ -11,9 +11,9 @@ from moe_ckpt.core.tokens import TokenBook, tokens_at_risk
 from moe_ckpt.errors import DamagedError, NoCheckpointError, StepRemovedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, age_of
-from moe_ckpt.recovery.memory_outside import MemoryOutside
-from moe_ckpt.recovery.reader import StoreReader, locate, require_store
-from moe_ckpt.recovery.step_storage import listed_again
+from moe_ckpt.reading.memory.memory_outside import MemoryOutside
+from moe_ckpt.reading.reader import StoreReader, locate, require_store
+from moe_ckpt.reading.step_storage import listed_again
 
 
 def describe(path: str | os.PathLike[str], memory: Sequence[str] = ()) -> dict[str, Any]:

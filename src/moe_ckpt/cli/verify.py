@@ -39,9 +39,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.cli.output import progress_bar
     from moe_ckpt.errors import NoCheckpointError, StepRemovedError
     from moe_ckpt.format.manifest import MANIFEST_NAME
-    from moe_ckpt.recovery.reader import StoreReader, locate, require_store
-    from moe_ckpt.recovery.step_storage import listed_again
-    from moe_ckpt.recovery.verify import Verified, verify_steps
+    from moe_ckpt.reading.reader import StoreReader, locate, require_store
+    from moe_ckpt.reading.step_storage import listed_again
+    from moe_ckpt.reading.verify import Verified, verify_steps
 
     storage, directory = locate(args.path)
     if args.directory:
@@ -85,8 +85,8 @@ def _run_on_memory(args: argparse.Namespace) -> int:
     """Verifies one checkpoint that memory has and storage does not; 0 if it is whole, 1 when something is damaged."""
     from moe_ckpt.errors import NoCheckpointError
     from moe_ckpt.format.manifest import age_of
-    from moe_ckpt.recovery.memory_outside import MemoryOutside, verify_opened
-    from moe_ckpt.recovery.reader import StoreReader, locate
+    from moe_ckpt.reading.memory.memory_outside import MemoryOutside, verify_opened
+    from moe_ckpt.reading.reader import StoreReader, locate
 
     for root in args.directory:
         require_memory("--directory", root)

@@ -15,7 +15,7 @@ from moe_ckpt.errors import ConfigError
 if TYPE_CHECKING:
     from moe_ckpt.policies.base import PolicyContext
     from moe_ckpt.policies.moevement import MoEvement
-    from moe_ckpt.policies.window_report import WindowReport
+    from moe_ckpt.policies.schedules.window_report import WindowReport
 
 EPILOG = """\
 examples:
@@ -90,7 +90,7 @@ def _bytes(text: str) -> int:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the window was shown, whether it fits or not."""
     from moe_ckpt.cli.window_model import context_of
-    from moe_ckpt.recovery.reader import with_step
+    from moe_ckpt.reading.reader import with_step
 
     policy = _policy(args)
     manifest, context = with_step(args.path, lambda reader, manifest: (manifest, context_of(reader, manifest, args)))
@@ -113,8 +113,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _policy(args: argparse.Namespace) -> MoEvement:
-    from moe_ckpt.engine.options import require_fraction
     from moe_ckpt.policies.moevement import MoEvement
+    from moe_ckpt.run.options import require_fraction
 
     if args.window is None and (args.iteration_secs is None or args.bandwidth is None):
         raise ConfigError(

@@ -17,7 +17,7 @@ from moe_ckpt.format.dtypes import itemsize
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.policies.base import Measured, MemoryFacts, ModelFacts, PolicyContext, RunFacts, TokenFacts
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1}
 _EXPERT = re.compile(r"expert/(\d+)/(\d+)", re.ASCII)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Optional, Union, get_args, get_type_hints  # OmegaConf knows Union, and not ``int | str``
 
 from moe_ckpt import policies
-from moe_ckpt.core.retention import RetentionPolicy
-from moe_ckpt.engine.options import Options, OptionValues
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
+from moe_ckpt.run.options import Options, OptionValues
 
 MISSING: Any = "???"
 """A value that the user must give (OmegaConf's marker)."""

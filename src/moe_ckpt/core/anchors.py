@@ -1,4 +1,4 @@
-"""Which snapshot of a gradient log each operator was last saved in full in: a part of ``core.ledger``. Pure.
+"""Which snapshot of a gradient log each operator was last saved in full in: a part of ``ledger.ledger``. Pure.
 
 An operator's anchor is that snapshot. From there on its gradients are logged, up to the newest snapshot.
 """

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from moe_ckpt.core.tokens import FaultRecord
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.run_ledger import RunLedger
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored
-from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.run_ledger import RunLedger
+from moe_ckpt.session.session import CheckpointSession
 
 Plain = Mapping[str, Any]
 """A rank's plain state."""

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from moe_ckpt.core.tokens import WINDOW_BEGAN, Counts, window_began
-from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.run.agreement import Deferred, StepTokens
 
 Plain = Mapping[str, Any]
 """A rank's plain state."""

@@ -22,21 +22,21 @@ from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.replaying import Replaying
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.context import RunContext
-from moe_ckpt.engine.documents import read_finished, write_finished
-from moe_ckpt.engine.events import Loaded, Observer, StepRecord, StepReplayed
-from moe_ckpt.engine.options import Options
-from moe_ckpt.engine.session import CheckpointSession
-from moe_ckpt.engine.snapshot import plain_of
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.gradients.densifying import Densifier
 from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, TransferGate, UpdateReplayer
 from moe_ckpt.profiling.recorder import profilers
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import Restored, versions_of
-from moe_ckpt.recovery.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.documents import read_finished, write_finished
+from moe_ckpt.run.events import Loaded, Observer, StepRecord, StepReplayed
+from moe_ckpt.run.options import Options
+from moe_ckpt.session.session import CheckpointSession
+from moe_ckpt.slices.snapshot import plain_of
 from moe_ckpt.stopwatch import Stopwatch
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
@@ -121,7 +121,7 @@ class Driver:
 
         ``gradients`` is for policies that log them.
 
-        ``machine`` has the fields of ``engine.options.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
+        ``machine`` has the fields of ``run.options.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
         storage = open_storage(self.options.dirpath, on_phase, access=self.options.access)
         run = RunContext(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from moe_ckpt.driver.guests import LocalizedRecovery
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.termination import Termination
-from moe_ckpt.engine.surviving import Survivor
+from moe_ckpt.session.surviving import Survivor
 
 log = logging.getLogger("moe_ckpt")
 

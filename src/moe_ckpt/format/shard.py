@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import CoverageError, DamagedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
@@ -39,6 +38,7 @@ from moe_ckpt.format.schema import (
     whole,
 )
 from moe_ckpt.format.sealed import parse_json
+from moe_ckpt.ledger.coverage import Box
 
 METADATA_KEY = "moe_ckpt"
 SEAL = "moe_ckpt.seal"

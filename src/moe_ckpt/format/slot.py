@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.anchors import GradientGroups
-from moe_ckpt.core.freshness import FRESH, STALE, UNKNOWN
 from moe_ckpt.core.step import Contents, Facts, WindowPlace
 from moe_ckpt.core.survivors import GRADIENTS, STATE, TENSORS
 from moe_ckpt.core.tokens import NO_COUNTS, fault_rows, faults_in
@@ -25,6 +24,7 @@ from moe_ckpt.format.manifest import MLT_OF_FAULTS, MOST_RANKS, OPERATOR_ID
 from moe_ckpt.format.schema import anything, both, listing, mapping, maybe, number, one_of, record, require, text, whole
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, SliceEntry, decode_header
+from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN
 
 KIND = "moe_ckpt.slot"
 _LENGTH_NBYTES = 8
@@ -190,7 +190,7 @@ class SlotHeader:
         rank: Whose share it is.
         world_size: Ranks of that life.
         nbytes: Of the slot.
-        freshness: What its checksums showed beside those of the rank's slot before (``core.freshness``).
+        freshness: What its checksums showed beside those of the rank's slot before (``ledger.freshness``).
         contents: What the snapshot holds, as far as readers need it.
         facts: Of its step.
         state: The rank's state file.

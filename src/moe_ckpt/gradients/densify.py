@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ckpt.engine.keeping import clean_start
-from moe_ckpt.engine.made_dense import commit_made
+from moe_ckpt.commit.keeping import clean_start
+from moe_ckpt.commit.made_dense import commit_made
 from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.format.manifest import Manifest, group_of
 from moe_ckpt.gradients.densifying import Densifier
 from moe_ckpt.gradients.layout import Device
-from moe_ckpt.recovery.memory_outside import MemoryOutside
-from moe_ckpt.recovery.opened_memory import OpenedMemory
-from moe_ckpt.recovery.reader import StoreReader, check_checkpoint
+from moe_ckpt.reading.memory.memory_outside import MemoryOutside
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 

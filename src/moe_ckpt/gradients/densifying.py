@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from moe_ckpt.engine.made_dense import WrittenShare, state_without, write_made_share
+from moe_ckpt.commit.made_dense import WrittenShare, state_without, write_made_share
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.gradients.layout import Device
 from moe_ckpt.gradients.log_content import LogContent
 from moe_ckpt.gradients.replayed_share import RankShare, Tell, bytes_of, unplaced
-from moe_ckpt.recovery.gradient_log import PLAIN
-from moe_ckpt.recovery.index import StoredSlice
-from moe_ckpt.recovery.opened_memory import OpenedMemory
-from moe_ckpt.recovery.slices import find_damage
+from moe_ckpt.reading.index import StoredSlice
+from moe_ckpt.reading.memory.gradient_log import PLAIN
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.slices import find_damage
 from moe_ckpt.storage.base import Storage
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import FixedStrings
 from moe_ckpt.gradients.units import Unit, UnitBlock
+from moe_ckpt.ledger.coverage import Box
 
 _UNIT = ("name", "optimizer", "group", "dtype", "shape", "stride", "stored")
 

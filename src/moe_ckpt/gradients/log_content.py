@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.gradients.layout import UpdateLayout
-from moe_ckpt.recovery.gradient_log import anchors_of, parameter_of, plain_of
-from moe_ckpt.recovery.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
-from moe_ckpt.recovery.opened_memory import OpenedMemory
+from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.reading.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
+from moe_ckpt.reading.memory.gradient_log import anchors_of, parameter_of, plain_of
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 
 _MODEL = "model/"
 

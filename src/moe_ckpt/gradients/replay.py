@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.gradients.capture import Update, copied_value
 from moe_ckpt.gradients.coupling import Coupling, class_named, coupling_of
 from moe_ckpt.gradients.units import Pieces, Tensors, Unit, UnitBlock
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS, fitted
 

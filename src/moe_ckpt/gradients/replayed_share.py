@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.shard import SliceEntry
@@ -18,9 +17,10 @@ from moe_ckpt.gradients.log_content import LogContent
 from moe_ckpt.gradients.replay import WEIGHT, OptimizerKind, OptimizerReplay, TensorBlock, detached
 from moe_ckpt.gradients.returning import LogReplayer
 from moe_ckpt.gradients.units import Unit, UnitBlock
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.ports import LoggedSteps
-from moe_ckpt.recovery.index import StateKey, StoredSlice, split_key
-from moe_ckpt.recovery.slices import block
+from moe_ckpt.reading.index import StateKey, StoredSlice, split_key
+from moe_ckpt.reading.slices import block
 
 Tell = Callable[[int, str], None]
 """(bytes read or made, what is being done) -> None."""

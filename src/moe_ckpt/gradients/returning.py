@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 from torch.optim import Optimizer
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError
 from moe_ckpt.format.shard import GRADIENT as KEY
 from moe_ckpt.gradients.capture import Update
 from moe_ckpt.gradients.layout import UpdateLayout
 from moe_ckpt.gradients.replay import GRADIENT, OptimizerReplay, TensorBlock
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS
 from moe_ckpt.ports import LoggedSteps, UpdateReplayer
 

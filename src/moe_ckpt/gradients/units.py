@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.ledger.coverage import Box
 
 
 @dataclass(frozen=True)

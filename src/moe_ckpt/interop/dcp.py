@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import DamagedError, MoECheckpointError, UserError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
-from moe_ckpt.recovery.index import StoredSlice
-from moe_ckpt.recovery.reader import open_step, with_step
-from moe_ckpt.recovery.slices import block
+from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.reading.index import StoredSlice
+from moe_ckpt.reading.reader import open_step, with_step
+from moe_ckpt.reading.slices import block
 
 Path = tuple[str | int, ...]
 

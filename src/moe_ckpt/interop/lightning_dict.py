@@ -13,7 +13,7 @@ import torch
 from moe_ckpt.errors import NoCheckpointError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader
 
 MODEL_MARK = "moe_ckpt: the model's own state_dict"
 """Stands where a hook had put the model's state_dict into the checkpoint; written by the Lightning adapter."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.errors import DamagedError, NoCheckpointError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.storage.base import Storage
 
 SUFFIX = ".safetensors"

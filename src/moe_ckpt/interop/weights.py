@@ -22,19 +22,19 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.safetensors_files import SUFFIX, FileTensor, model_files, read_block, read_tables
 from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
-from moe_ckpt.recovery.newest import newest_dense, require_dense
-from moe_ckpt.recovery.reader import StoreReader, locate
-from moe_ckpt.recovery.restore import box_of, needed_slices, verify_needed, weight_specs
-from moe_ckpt.recovery.shared_reading import SharedReading, divide, load_slices
-from moe_ckpt.recovery.sources import in_order
-from moe_ckpt.recovery.step_storage import listed_again
-from moe_ckpt.recovery.together import (
+from moe_ckpt.reading.newest import newest_dense, require_dense
+from moe_ckpt.reading.reader import StoreReader, locate
+from moe_ckpt.reading.restore import box_of, needed_slices, verify_needed, weight_specs
+from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
+from moe_ckpt.reading.step_storage import listed_again
+from moe_ckpt.reading.together import (
     NotUsableError,
     by_rank_zero,
     raise_on_all_ranks,
     require_committed,
     together,
 )
+from moe_ckpt.recovery.sources import in_order
 from moe_ckpt.storage import Storage, open_storage
 
 _MODEL = "model/"

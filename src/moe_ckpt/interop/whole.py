@@ -15,9 +15,9 @@ import torch
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.contents import made
 from moe_ckpt.format.manifest import Manifest, state_path
-from moe_ckpt.recovery.index import split_key
-from moe_ckpt.recovery.newest import require_dense
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.index import split_key
+from moe_ckpt.reading.newest import require_dense
+from moe_ckpt.reading.reader import StoreReader
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from moe_ckpt.localized.log_files import SealedLog
 from moe_ckpt.localized.log_format import Channel, Message
 from moe_ckpt.localized.segments import LocalRecovery, LogGap, log_gap
 from moe_ckpt.ports import Communicator
-from moe_ckpt.recovery.together import together
+from moe_ckpt.reading.together import together
 
 
 @dataclass(frozen=True)

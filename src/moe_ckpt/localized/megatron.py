@@ -12,10 +12,6 @@ from typing import Any
 from moe_ckpt.driver.guests import LocalizedRecovery
 from moe_ckpt.driver.replaying import Plain, StepSource
 from moe_ckpt.driver.run import Driver
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.memory_tier import MemoryTier
-from moe_ckpt.engine.options import Options
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.localized.answers import Answers
 from moe_ckpt.localized.attempt import LocalAttempt, LocalPart
@@ -27,9 +23,13 @@ from moe_ckpt.localized.log_format import LogHeader
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.rejoining import Rejoining
 from moe_ckpt.megatron.model.topology import layout
+from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored
-from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.options import Options
+from moe_ckpt.session.session import CheckpointSession
+from moe_ckpt.tiers.memory_tier import MemoryTier
 
 _REFUSED = {
     "use_ring_exchange_p2p": "sends by a function that torch.distributed does not have, so that nothing can be logged",

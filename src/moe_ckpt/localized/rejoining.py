@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.localized.attempt import LocalPart
 from moe_ckpt.recovery.executing import Restored
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.session.session import CheckpointSession
 
 
 class Rejoining:

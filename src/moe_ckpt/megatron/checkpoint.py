@@ -12,15 +12,10 @@ from torch import nn
 
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
-from moe_ckpt.core.recovery_plan import RecoveryPlan
 from moe_ckpt.driver.replaying import StepSource
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
-from moe_ckpt.engine.agreement import Deferred, StepTokens
-from moe_ckpt.engine.events import Observer, StepRecord
-from moe_ckpt.engine.options import Options, OptionValues, make_options
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.gradients import run_log
 from moe_ckpt.megatron.host import MegatronHost
@@ -31,6 +26,11 @@ from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
+from moe_ckpt.recovery.recovery_plan import RecoveryPlan
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.events import Observer, StepRecord
+from moe_ckpt.run.options import Options, OptionValues, make_options
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.stopwatch import timed
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def attach(
         policy: What is saved when; None: ``CheckFreq()``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
         stateful: Further objects to save, by name, such as a data loader: plain data and tensors only.
-        **options: See ``moe_ckpt.engine.options.Options``. ``resume="never"`` starts with the model as it is.
+        **options: See ``moe_ckpt.run.options.Options``. ``resume="never"`` starts with the model as it is.
 
     Raises:
         MissingPackageError: Megatron-Core is not installed.

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.driver.run import Driver
-from moe_ckpt.engine.options import Options
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.gradients.capture import GradientCapture, GradientConsumer
 from moe_ckpt.gradients.coupling import Coupling, register
 from moe_ckpt.gradients.recording import RunLog
 from moe_ckpt.gradients.units import Unit, UnitBlock
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.megatron.model.blocks import Placed, placed_blocks
 from moe_ckpt.megatron.model.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
 from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
+from moe_ckpt.run.options import Options
 from moe_ckpt.stopwatch import Stopwatch
 
 _ELEMENTWISE = ("FusedAdam", "FusedSGD")

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_ckpt.core.free_space import FreeSpace
 from moe_ckpt.errors import MemoryFullError
+from moe_ckpt.memory.free_space import FreeSpace
 from moe_ckpt.memory.identity import Identity, identity, identity_at
 from moe_ckpt.memory.mapping import LOCK_NBYTES, Pages
 from moe_ckpt.storage.local import PRIVATE, free_bytes

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_ckpt.core.skew import normalized_hhi
-from moe_ckpt.engine.events import SessionEvent, StepEnded, StepRecord, TrainingEnded
-from moe_ckpt.engine.run_ledger import RunLedger
 from moe_ckpt.errors import MissingPackageError
 from moe_ckpt.metrics.plotting import axes_or_new, draw_curves, draw_tables
+from moe_ckpt.run.events import SessionEvent, StepEnded, StepRecord, TrainingEnded
+from moe_ckpt.run.run_ledger import RunLedger
 
 try:
     from torchmetrics import Metric, MetricCollection

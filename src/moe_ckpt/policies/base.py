@@ -18,10 +18,10 @@ from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, Tier
-from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.pace.save_budget import bytes_in_time
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Measured:
         update_secs: The part of an iteration that is the optimizer's update, during which nothing may be copied.
         send_bytes_per_sec: From host memory to the memory of all peers, verified; the minimum over ranks.
         copy_interference_secs: What copying makes the last iterations longer, without waits, from iterations beside
-            checkpoints of different sizes (``core.interference``).
+            checkpoints of different sizes (``pace.interference``).
     """
 
     iteration_secs: float | None = None
@@ -225,7 +225,7 @@ class MemoryFacts:
         tiers: Those that the checkpoint of this step goes to. ``Tier.HOST`` is memory that outlives the process, if
             there is any, ``Tier.PEER`` that of the peers that get copies.
         sends: Which parts of a snapshot must be sent to peers.
-        anchored_at: ``[operators]``, in the catalog's order: step of the newest anchor (``core.gradient_chain``),
+        anchored_at: ``[operators]``, in the catalog's order: step of the newest anchor (``ledger.gradient_chain``),
             complete or under way, from which gradients (held or under way) bring the operator to the newest step; -1 if
             there is none. Empty if the policy does not need it.
     """

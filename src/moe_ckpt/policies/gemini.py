@@ -7,10 +7,10 @@ from math import ceil, isfinite
 from typing import Any, ClassVar
 
 from moe_ckpt.core.arguments import named_arguments
-from moe_ckpt.core.intervals import daly_secs, expected_mtbf_secs, young_secs
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.pace.intervals import daly_secs, expected_mtbf_secs, young_secs
 from moe_ckpt.policies.base import (
     Needs,
     PolicyContext,
@@ -36,7 +36,7 @@ class Gemini:
             the measured cost of a checkpoint and the mean time between failures. The interval is at least the time that
             a checkpoint takes until it is complete.
         mtbf_secs: Mean time between failures, if known. None: estimated from the failures of this run
-            (``core.intervals.expected_mtbf_secs``; only the time of steps that were kept counts).
+            (``pace.intervals.expected_mtbf_secs``; only the time of steps that were kept counts).
 
     Raises:
         ConfigError: A value out of range.

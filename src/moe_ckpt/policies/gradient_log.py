@@ -1,7 +1,7 @@
 """``GradientLog``: each step saves some operators in full (anchors), and the gradients of all others.
 
-Between two anchors an operator's state follows from the anchor and the consumed gradients (``core.gradient_chain``), so
-a recovery needs optimizer steps only: it restores the newest step, and only the step under way is trained again.
+Between two anchors an operator's state follows from the anchor and the consumed gradients (``ledger.gradient_chain``),
+so a recovery needs optimizer steps only: it restores the newest step, and only the step under way is trained again.
 MoEtion's Algorithm 3 (arXiv 2412.15411 v1) sends gradients for the same reason, for experts whose replicas were sent in
 full at the step before.
 """
@@ -17,12 +17,12 @@ import numpy as np
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
-from moe_ckpt.core.rolling import Rounds, Slots, most_held_bytes_per_parameter
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import AS_CONSUMED, BF16, TOKENS, ModelFacts, Needs, PolicyContext, Sends
-from moe_ckpt.policies.log_report import LogReport
-from moe_ckpt.policies.selection import in_shape
+from moe_ckpt.policies.experts.selection import in_shape
+from moe_ckpt.policies.schedules.log_report import LogReport
+from moe_ckpt.policies.schedules.rolling import Rounds, Slots, most_held_bytes_per_parameter
 
 AUTO = "auto"
 

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_nothing
-from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.window import (
     Lane,
     OperatorBytes,
@@ -27,9 +26,10 @@ from moe_ckpt.core.window import (
     slot_plan,
 )
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.pace.save_budget import bytes_in_time
 from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
-from moe_ckpt.policies.popularity import ORDERS, Ordering, Shares, note_proven
-from moe_ckpt.policies.window_report import WindowReport
+from moe_ckpt.policies.schedules.popularity import ORDERS, Ordering, Shares, note_proven
+from moe_ckpt.policies.schedules.window_report import WindowReport
 
 PROFILE_STEPS = 10
 """A run measures for so many steps, with one window only beside them; and where rates are not known it waits for so

@@ -18,7 +18,12 @@ from typing import Any
 from moe_ckpt.core.operators import MoELayer
 from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.events import (
+from moe_ckpt.format.profile import Life
+from moe_ckpt.policies.base import Measured
+from moe_ckpt.ports import TensorSpec
+from moe_ckpt.profiling.facts import parallel, started_unix_secs
+from moe_ckpt.profiling.file import ProfileWriter
+from moe_ckpt.run.events import (
     Closed,
     Joined,
     Loaded,
@@ -34,11 +39,6 @@ from moe_ckpt.engine.events import (
     TrainingBegins,
     TrainingEnded,
 )
-from moe_ckpt.format.profile import Life
-from moe_ckpt.policies.base import Measured
-from moe_ckpt.ports import TensorSpec
-from moe_ckpt.profiling.facts import parallel, started_unix_secs
-from moe_ckpt.profiling.file import ProfileWriter
 from moe_ckpt.slices.assignment import ComputeTypes
 
 _MOST_SECS = 10.0

@@ -1,1 +1,1 @@
-"""Open a store, verify it, plan a recovery, restore."""
+"""Plans a recovery, and returns training to a checkpoint."""

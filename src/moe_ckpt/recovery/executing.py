@@ -9,25 +9,25 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.memory_shares import LeftBehind
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import human_bytes, name_ranks
-from moe_ckpt.core.recovery_plan import Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
-from moe_ckpt.recovery.gradient_log import NOTHING, StoredLog, SurvivorSlices, anchors_of, needed_gradients, since
+from moe_ckpt.reading.memory.gradient_log import NOTHING, StoredLog, SurvivorSlices, anchors_of, needed_gradients, since
+from moe_ckpt.reading.memory.memory_shares import LeftBehind
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import Span
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.restore import needed_slices, parameters_of, require_fitting
+from moe_ckpt.reading.together import NotUsableError, together, together_and_most
 from moe_ckpt.recovery.kept_beside import kept_here, plan_along_log
 from moe_ckpt.recovery.log_of_others import MakeDense, made_dense
-from moe_ckpt.recovery.opened_memory import OpenedMemory
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.recovery.recovery_plan import Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.replay import Replay
-from moe_ckpt.recovery.restore import needed_slices, parameters_of, require_fitting
-from moe_ckpt.recovery.slot_storage import Span
 from moe_ckpt.recovery.sources import StorageSource, WindowSource, opened_inventories
-from moe_ckpt.recovery.together import NotUsableError, together, together_and_most
 
 log = logging.getLogger("moe_ckpt")
 

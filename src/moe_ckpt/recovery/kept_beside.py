@@ -14,15 +14,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from moe_ckpt.core.coverage import Box, prove_cover
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.errors import CoverageError
+from moe_ckpt.ledger.coverage import Box, prove_cover
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState, UpdateReplayer
-from moe_ckpt.recovery.gradient_log import NOTHING, SurvivorSlices
-from moe_ckpt.recovery.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
-from moe_ckpt.recovery.opened_memory import OpenedMemory
-from moe_ckpt.recovery.restore import held_parameters, parameters_of
+from moe_ckpt.reading.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
+from moe_ckpt.reading.memory.gradient_log import NOTHING, SurvivorSlices
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.restore import held_parameters, parameters_of
+from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.sources import opened_inventories
 
 _MODEL = "model/"

@@ -1,18 +1,18 @@
-"""What ranks sealed of the newest step when training stopped (``engine.surviving``), laid over an older checkpoint."""
+"""What ranks sealed of the newest step when training stopped (``session.surviving``), laid over an older checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from moe_ckpt.core.freshness import STALE
-from moe_ckpt.core.memory_shares import MemoryCheckpoint, Share, checkpoints_of, is_agreed
 from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
 from moe_ckpt.format.manifest import Manifest, pruned
-from moe_ckpt.recovery.memory_checkpoints import SURVIVORS_SUFFIX, MemoryCheckpoints
-from moe_ckpt.recovery.opened_memory import OpenedMemory
-from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.slot_views import LaidSnapshots, SnapshotFacts
+from moe_ckpt.ledger.freshness import STALE
+from moe_ckpt.reading.memory.memory_checkpoints import SURVIVORS_SUFFIX, MemoryCheckpoints
+from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share, checkpoints_of, is_agreed
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_views import LaidSnapshots, SnapshotFacts
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.slices.compiling import HOST_ONLY
 
 

@@ -13,16 +13,16 @@ from typing import Protocol
 
 import torch
 
-from moe_ckpt.engine.made_dense import WrittenShare, commit_made
+from moe_ckpt.commit.made_dense import WrittenShare, commit_made
 from moe_ckpt.errors import CoverageError, NoCheckpointError, UnsupportedError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
-from moe_ckpt.recovery.gradient_log import LoggedSnapshot
-from moe_ckpt.recovery.index import StoredSlice
-from moe_ckpt.recovery.opened_memory import OpenedMemory
-from moe_ckpt.recovery.slot_storage import Span
-from moe_ckpt.recovery.together import by_rank_zero, together
+from moe_ckpt.reading.index import StoredSlice
+from moe_ckpt.reading.memory.gradient_log import LoggedSnapshot
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import Span
+from moe_ckpt.reading.together import by_rank_zero, together
 from moe_ckpt.storage.base import Storage
 
 log = logging.getLogger("moe_ckpt")

@@ -10,14 +10,14 @@ import torch
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
+from moe_ckpt.reading.index import split_key
+from moe_ckpt.reading.newest import require_dense
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.restore import require_fitting
+from moe_ckpt.reading.shared_reading import divide, load_slices
+from moe_ckpt.reading.together import together
 from moe_ckpt.recovery.executing import Admits, Restored, open_dense
-from moe_ckpt.recovery.index import split_key
-from moe_ckpt.recovery.newest import require_dense
-from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.restore import require_fitting
-from moe_ckpt.recovery.shared_reading import divide, load_slices
 from moe_ckpt.recovery.sources import StorageSource, in_order
-from moe_ckpt.recovery.together import together
 
 Opens = Callable[[], tuple[StoreReader, Manifest]]
 """Opens the checkpoint on this rank; no collective."""

@@ -16,9 +16,9 @@ from typing import Any
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.ports import StateTensor, TensorMeta, TrainingState
-from moe_ckpt.recovery.index import StoredSlice, TensorIndex, split_key
-from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.shared_reading import SharedReading, load_slices
+from moe_ckpt.reading.index import StoredSlice, TensorIndex, split_key
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.shared_reading import SharedReading, load_slices
 
 _MODEL = "model/"
 

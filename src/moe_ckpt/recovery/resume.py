@@ -16,22 +16,22 @@ from functools import partial
 import numpy as np
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.memory_shares import checkpoints_of
-from moe_ckpt.core.recovery_plan import first_choice
-from moe_ckpt.engine.host_tier import HostTier
-from moe_ckpt.engine.memory_tier import MemoryTier
 from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
+from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.reading.memory.memory_shares import checkpoints_of
+from moe_ckpt.reading.memory.standing import say_kept
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
 from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored
 from moe_ckpt.recovery.log_of_others import MakeDense
-from moe_ckpt.recovery.memory_checkpoints import MemoryCheckpoints
-from moe_ckpt.recovery.reader import StoreReader
-from moe_ckpt.recovery.standing import say_kept
-from moe_ckpt.recovery.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
+from moe_ckpt.recovery.recovery_plan import first_choice
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS
+from moe_ckpt.tiers.host_tier import HostTier
+from moe_ckpt.tiers.memory_tier import MemoryTier
 
 _DIVERGED = (
     "%s in memory is a step of a gradient log whose updates, repeated, came to another state than the run's: none of "

@@ -11,15 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.recovery_plan import ABSENT, Inventory
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
-from moe_ckpt.recovery.index import StoredSlice, TensorIndex, split_key
-from moe_ckpt.recovery.opened_memory import OpenedMemory
-from moe_ckpt.recovery.reader import StoreReader
+from moe_ckpt.reading.index import StoredSlice, TensorIndex, split_key
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.restore import needed_slices, parameters_of, prepare, verify_needed
+from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
+from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory
 from moe_ckpt.recovery.replay import Replay
-from moe_ckpt.recovery.restore import needed_slices, parameters_of, prepare, verify_needed
-from moe_ckpt.recovery.shared_reading import SharedReading, divide, load_slices
 
 
 class StorageSource:

@@ -20,13 +20,13 @@ from operator import attrgetter, is_
 
 import numpy as np
 
-from moe_ckpt.core.cover_sum import PRIME
-from moe_ckpt.core.coverage import Box
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.step import Contents, PeerPart
 from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, in_a_row, moved, require_distinct
+from moe_ckpt.ledger.cover_sum import PRIME
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import ComputeTypes, Sharder, WriteAssignment, places_of
 from moe_ckpt.slices.claims import Claims

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_ckpt.core.cover_sum import cover_sum
 from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.gathering import Column, Numbers, ranges
 from moe_ckpt.format.shard import REPLAY, SliceEntry
+from moe_ckpt.ledger.cover_sum import cover_sum
 
 _GATHERED_AS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """Types of which torch gathers small tensors in one loop; elements of others are gathered as bytes."""

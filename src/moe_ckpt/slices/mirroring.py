@@ -1,7 +1,7 @@
 """What a rank copies of other ranks' shares, because its own training state holds the same bytes.
 
 A rank that holds copies of a data-parallel peer's snapshots copies the peer's share, as far as it has the same state,
-out of its own tensors beside its own share. Those bytes need not be sent then: ``replicas.store`` puts them into
+out of its own tensors beside its own share. Those bytes need not be sent then: ``peers.store`` puts them into
 the copy, compares each slice with the checksum that the peer's had, and asks for what differs or is not there. So a
 copy is whole, whichever way its bytes came, and a recovery reads it like any other (MoEtion, arXiv 2412.15411 v1,
 Algorithm 2 and section 5.1).

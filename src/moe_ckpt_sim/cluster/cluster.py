@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moe_ckpt.core.placement import Placement, everywhere, expert_owner
-from moe_ckpt.core.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.peers.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.policies.base import ALL_SENT, Sends
 from moe_ckpt_sim.checks import above_zero, at_least, given, portion, whole
 from moe_ckpt_sim.workload.model import SimModel
@@ -36,7 +36,7 @@ class Cluster:
         repair_secs: Until a dead node is a spare again; None for never.
         spare_nodes: At the start; None: there is always one, as the papers have it.
         nodes_per_domain: Neighbours that share a rack or a switch and may fail together. Above 1, copies in memory lie
-            in other domains than their source (``core.replica_placement``).
+            in other domains than their source (``peers.replica_placement``).
     """
 
     name: str

@@ -64,7 +64,7 @@ def deliveries(share: Iterable[OperatorShare], peers: Sequence[int]) -> tuple[De
 
     Args:
         share: Of one rank.
-        peers: That hold its copies (``core.replica_placement``).
+        peers: That hold its copies (``peers.replica_placement``).
     """
     pieces = tuple(share)
     found = []

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, fsum
 
-from moe_ckpt.core.intervals import daly_secs, young_secs
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.pace.intervals import daly_secs, young_secs
 from moe_ckpt_sim.checks import above_zero, at_least, given, whole
 
 
@@ -66,13 +66,13 @@ def component_mtbf_hours(*, system_mtbf_hours: float, count: int) -> float:
 
 
 def young_interval_secs(*, checkpoint_secs: float, mtbf_secs: float) -> float:
-    """Training time between two checkpoints that costs least, to first order: ``core.intervals.young_secs``."""
+    """Training time between two checkpoints that costs least, to first order: ``pace.intervals.young_secs``."""
     above_zero("young_interval_secs", checkpoint_secs=checkpoint_secs, mtbf_secs=mtbf_secs)
     return young_secs(checkpoint_secs, mtbf_secs)
 
 
 def daly_interval_secs(*, checkpoint_secs: float, mtbf_secs: float) -> float:
-    """Likewise, of higher order: ``core.intervals.daly_secs``."""
+    """Likewise, of higher order: ``pace.intervals.daly_secs``."""
     above_zero("daly_interval_secs", checkpoint_secs=checkpoint_secs, mtbf_secs=mtbf_secs)
     return daly_secs(checkpoint_secs, mtbf_secs)
 

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.engine.buffers import BufferPool
 from moe_ckpt.errors import ConfigError, StoreError, StoreUnwritableError
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.slices.copier import Copier
@@ -33,6 +32,7 @@ from moe_ckpt.slices.cuts import Shelf, SliceSource
 from moe_ckpt.storage import LocalStorage, open_storage
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.local import free_bytes
+from moe_ckpt.tiers.buffers import BufferPool
 
 MIB = 1 << 20
 Progress = Callable[[str, int, int], None]

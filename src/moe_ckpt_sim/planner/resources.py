@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from moe_ckpt.core.cadence import StorageCadence, StorageFacts
-from moe_ckpt.core.rolling import held_bytes_per_parameter
+from moe_ckpt.pace.cadence import StorageCadence, StorageFacts
 from moe_ckpt.policies.moetion import MOST_GRADIENTS
+from moe_ckpt.policies.schedules.rolling import held_bytes_per_parameter
 from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.run.scenario import Outcome, Scenario
 
@@ -95,7 +95,7 @@ def host_bytes(costs: Costs, outcome: Outcome) -> float:
     system, ranks = costs.system, costs.layout.ranks_per_node
     served = costs.layout.served(system.replicas) if system.durable == "peers" else 0
     own: float = (system.max_in_flight + 1) * outcome.heaviest_bytes
-    if system.sparse and system.durable != "storage":  # two windows stay, as in ``engine.room``
+    if system.sparse and system.durable != "storage":  # two windows stay, as in ``commit.room``
         slots = system.max_in_flight + 1 + 2 * ((outcome.window or 1) - 1)
         own = max(own, slots * outcome.rank_bytes_per_step)
     if system.needs.gradients:

@@ -12,9 +12,9 @@ from math import inf
 import numpy as np
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.recovery_plan import first_choice
 from moe_ckpt.core.window import Window
 from moe_ckpt.localized.segments import Segment, segments
+from moe_ckpt.recovery.recovery_plan import first_choice
 from moe_ckpt_sim.cluster.clock import on_clock
 from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.cluster.surviving import Survivors

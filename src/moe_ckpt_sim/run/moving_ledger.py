@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.ledger import Ledger
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.core.tokens import Counts, FaultRecord
-from moe_ckpt.engine.run_ledger import InFlight, RunLedger
+from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.policies.base import TOKENS
+from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
+from moe_ckpt.run.run_ledger import InFlight, RunLedger
 from moe_ckpt_sim.run.durable import Durable
 
 

@@ -135,7 +135,7 @@ class Recoveries:
 
 
 class Copies:
-    """Where the copies of a layout's ranks lie, by the placement that a trainer uses (``core.replica_placement``)."""
+    """Where the copies of a layout's ranks lie, by the placement that a trainer uses (``peers.replica_placement``)."""
 
     def __init__(self, layout: ClusterLayout, replicas: int) -> None:
         """replicas: of each rank; 0: none but its own.

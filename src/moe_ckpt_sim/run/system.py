@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import parse_bytes
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.pace.cadence import StorageCadence
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
 from moe_ckpt_sim.checks import above_zero, flag, given, one_of, portion, whole
 
@@ -24,9 +24,9 @@ class System:
         policy: Decides what to save, at each step. The very object that a Trainer would be given.
         durable: Where a snapshot must be to count: on "storage", in the memory of its own "node", which outlives the
             process, or in that of ``replicas`` "peers" besides.
-        storage_every: Which of those in memory also go to storage, for when memory is lost (``core.cadence``); None:
+        storage_every: Which of those in memory also go to storage, for when memory is lost (``pace.cadence``); None:
             none, and training then starts from scratch.
-        when_busy, max_in_flight: As ``engine.options.Settings``.
+        when_busy, max_in_flight: As ``run.options.Settings``.
         rollback: Who goes back after a failure: all ranks, or only the stages that lost a rank ("localized": stages
             keep what they sent each other, upstream logging, MoEvement, section 3.4).
         freeze: Replay leaves out the weight gradients and updates of operators that are not anchored yet.

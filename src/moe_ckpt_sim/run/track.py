@@ -14,10 +14,9 @@ from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.step import Contents, PeerPart, Step, WindowPlace
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
-from moe_ckpt.engine.run_ledger import InFlight, places
+from moe_ckpt.run.run_ledger import InFlight, places
 from moe_ckpt_sim.run.anchors import PeersLog
-from moe_ckpt_sim.run.backup import Backup
-from moe_ckpt_sim.run.durable import Durable, UnderWay, When
+from moe_ckpt_sim.run.durable import Backup, Durable, UnderWay, When
 from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
 
 

@@ -23,7 +23,6 @@ from moe_ckpt.callbacks.windows.freezing import ClipNorms, SparingRecompute, may
 from moe_ckpt.callbacks.windows.weight_readers import weight_readers
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.driver.replaying import Replaying, StepSource, same_plain
-from moe_ckpt.engine.session import CheckpointSession
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
@@ -31,6 +30,7 @@ from moe_ckpt.modeling.names import has_compiled, is_compiled
 from moe_ckpt.modeling.sparing import ReentrantCheckpoints
 from moe_ckpt.modeling.state.trainable import without_gradient
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Stopwatch
 

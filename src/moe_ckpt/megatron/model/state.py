@@ -19,7 +19,7 @@ from moe_ckpt.megatron.model.world import Block, HeldTensor, Holding, World
 from moe_ckpt.megatron.optimizers import MASTER, STEP, StateSlot, make_state, slots, state_tensors
 from moe_ckpt.modeling.state.watching import Entries, TensorAddresses, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
-from moe_ckpt.recovery.index import split_key
+from moe_ckpt.reading.index import split_key
 
 
 class MegatronTrainingState:

@@ -34,7 +34,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
-from moe_ckpt.engine.options import Options, OptionValues, make_options
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
 from moe_ckpt.megatron.compat import look_up, megatron_core
@@ -55,7 +54,8 @@ from moe_ckpt.megatron.script.validation import USED_OF_TRAIN, LateValidation, c
 from moe_ckpt.megatron.trainer_state import Stateful
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
-from moe_ckpt.recovery.newest import newest_step
+from moe_ckpt.reading.newest import newest_step
+from moe_ckpt.run.options import Options, OptionValues, make_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.engine.agreement import Deferred, StepTokens
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.moe.discover import FoundLayer, RoutingSource
 from moe_ckpt.modeling.moe.passes import TrainingPasses
 from moe_ckpt.modeling.moe.registry import Assignments
+from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.stopwatch import Stopwatch
 
 _NOT_IN_BACKWARD = -1

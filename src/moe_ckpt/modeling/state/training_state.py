@@ -26,7 +26,7 @@ from moe_ckpt.modeling.state.unsliced_state import is_unsliced
 from moe_ckpt.modeling.state.walk import Walk
 from moe_ckpt.modeling.state.watching import TensorAddresses, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
-from moe_ckpt.recovery.index import split_key
+from moe_ckpt.reading.index import split_key
 
 _SHARDING_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer", "FullyShardedDataParallel"})
 

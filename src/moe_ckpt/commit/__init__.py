@@ -1,0 +1,1 @@
+"""From a copied snapshot to a committed checkpoint: threads, acknowledgements, manifest, retention."""

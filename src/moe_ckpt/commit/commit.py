@@ -1,0 +1,309 @@
+"""Rank 0: turn the ranks' acknowledgements into a part and a manifest, prove it complete, write it last.
+
+``ledger.versions`` computes which part has the newest version of every operator; ``View`` knows which files those are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from moe_ckpt.commit.keeping import PART, Abandoned, Names, Needed, StoreKeeper, needed_of
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import WindowPlace
+from moe_ckpt.core.tokens import Counts, TokenBook, window_began
+from moe_ckpt.errors import CoverageError, FilesGoneError, SaveFailedError
+from moe_ckpt.format.fragment import Fragment
+from moe_ckpt.format.manifest import (
+    KINDS,
+    MANIFEST_NAME,
+    PART_NAME,
+    Manifest,
+    ModelRecord,
+    PartRecord,
+    SlotRecord,
+    encode_part,
+)
+from moe_ckpt.ledger import freshness
+from moe_ckpt.ledger.ledger import Ledger
+from moe_ckpt.ledger.versions import Versions
+from moe_ckpt.run.run_ledger import places
+from moe_ckpt.slices.claims import SavedOperators
+from moe_ckpt.slices.snapshot import Snapshot
+from moe_ckpt.slices.writing import Acknowledgement, names_in, write_named
+from moe_ckpt.storage.base import Storage
+
+
+class CoverDiffersError(CoverageError):
+    """The ranks did not write what was planned; what is wrong is not known yet."""
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenPart:
+    """The part that one step wrote, with the files of all ranks.
+
+    Attributes:
+        record: As manifests name it.
+        names: Of the ranks' files.
+        operators: ``[n]`` places of those that it has in full.
+        not_finite: The first tensor with NaN or infinity; empty if there is none.
+        step: Its number.
+        window: Its place in a sparse window, if it is a step of one.
+        applied: As of ``Snapshot``. Ranks may agree on that later than the step is written. None for a part of an
+            earlier life.
+    """
+
+    record: PartRecord
+    names: Names
+    operators: Counts
+    not_finite: str = ""
+    step: int = -1
+    window: WindowPlace | None = None
+    applied: Future[Counts] | None = None
+
+    def is_of(self, window: WindowPlace | None) -> bool:
+        """Returns whether it is a step of this window."""
+        return self.window is not None and window is not None and self.window.start == window.start
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """The parts of one complete checkpoint.
+
+    Attributes:
+        versions: Each operator's newest, by the number of its part. Not changed any more.
+        numbered: Number -> part, from 1 on, of those that it wrote itself, or that have an operator's newest version;
+            the newest first.
+    """
+
+    versions: Versions
+    numbered: Mapping[int, WrittenPart] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Manifest, catalog: Catalog) -> View:
+        """Returns that of a committed checkpoint (see ``format.manifest.composed``)."""
+        names = needed_of(manifest)
+        numbers = {part.directory: number for number, part in enumerate(reversed(manifest.parts), start=1)}
+        versions = Versions(catalog)
+        first = (manifest.files[record.files[0]] for record in manifest.operators.values())
+        first_numbers = (numbers[file.path.partition("/")[0]] for file in first)
+        versions.replace(catalog.places_of(tuple(manifest.operators)), list(first_numbers))
+        parts = {
+            number: WrittenPart(part, names[part.directory], versions.places_of(number), manifest.not_finite)
+            for part in manifest.parts
+            if len(versions.places_of(number := numbers[part.directory]))
+        }
+        return cls(versions, parts)
+
+    def beneath(self, newer: Iterable[WrittenPart]) -> View:
+        """Returns what a checkpoint consists of that wrote ``newer``, the newest last, and takes the rest from here."""
+        versions, first = self.versions.copy(), max(self.numbered, default=0) + 1
+        written = dict(enumerate(newer, first))
+        for number, part in written.items():
+            versions.record(part.operators, number)
+        live = versions.live()
+        rest = {number: part for number, part in self.numbered.items() if number in live}
+        return View(versions, dict(reversed(written.items())) | rest)
+
+    def needed(self) -> Needed:
+        """Returns what it needs on storage: the shards with an operator's newest version, by their kinds."""
+        is_expert = self.versions.catalog.is_expert
+        live = dict(zip(KINDS, map(self.versions.live, (is_expert, ~is_expert)), strict=True))
+        needed_names: Needed = {}
+        for number, part in self.numbered.items():
+            kinds = (kind for kind in KINDS if number in live[kind])
+            needed_names[part.record.directory] = {kind: part.names.get(kind, frozenset()) for kind in kinds} | PART
+        return needed_names
+
+
+@dataclass
+class Committer:
+    """Commits steps, and knows what is committed so far. Lives on rank 0's persist thread.
+
+    Attributes:
+        parent: Directory of the checkpoint that this life of the run returned to; for a generation that was begun
+            inside this life, of the newest checkpoint before it. Retention follows it.
+        keeper: Proves that what a manifest needs is on storage, before it is written.
+    """
+
+    storage: Storage
+    catalog: Catalog
+    run_id: str
+    world_size: int
+    model: ModelRecord
+    keeper: StoreKeeper
+    parent: str | None = None
+    passed_over: tuple[str, ...] = ()
+    _view: View = field(init=False)
+    _tokens: TokenBook = field(init=False)
+    _window_parts: list[WrittenPart] = field(default_factory=list)
+    _given_up: dict[str, frozenset[str]] = field(default_factory=dict)
+    _newest: Manifest | None = None
+    _name_sets: dict[bytes, frozenset[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._forget()
+
+    @cached_property
+    def _nothing(self) -> View:
+        return View(Versions(self.catalog))
+
+    @cached_property
+    def _saved_operators(self) -> SavedOperators:
+        return SavedOperators(self.catalog)
+
+    def resume_from(self, ledger: Ledger, stored: Manifest | None) -> None:
+        """Start from the checkpoint that the run resumes from.
+
+        Args:
+            ledger: Of the run, whose tokens are those of the checkpoint.
+            stored: What the store has of the checkpoint, to whose files partial ones will refer; None if nothing.
+        """
+        self._tokens.saved = {Tier.STORAGE: ledger.tokens.saved[Tier.STORAGE].copy()}
+        if stored is not None:
+            self.parent, self._newest, self.passed_over = stored.directory, None, stored.passed_over
+            # What a window holds is of different steps: a partial checkpoint must not build on it.
+            self._view = self._nothing if stored.window else View.of(stored, self.catalog)
+
+    def commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Manifest | None:
+        """Write the manifest of ``snapshot``; when it returns, the checkpoint exists.
+
+        The steps of a sparse window are only remembered, and None is returned, until its last one: that writes one
+        manifest of all. A life that ends before has no use for them, and garbage collection removes their files.
+
+        Args:
+            snapshot: This rank's.
+            acknowledged: By all ranks.
+
+        Raises:
+            SaveFailedError: a rank failed, or an earlier step of the window did, or the snapshot is stale. Nothing is
+                committed.
+            CoverDiffersError: what the ranks wrote is not what was planned. Likewise.
+            CoverageError: an operator was never saved. Likewise.
+            FilesGoneError: files that older checkpoints wrote are gone, and the next one must hold everything.
+            OSError: the part or the manifest could not be written.
+        """
+        if acknowledged.causes:
+            raise SaveFailedError(snapshot.step, acknowledged.causes)
+        if acknowledged.is_stale:
+            raise SaveFailedError(snapshot.step, (freshness.CAUSE,))
+        window = snapshot.contents.window
+        where = f"checkpoint of step {snapshot.step}"
+        if acknowledged.ranks != self.world_size or acknowledged.cover:
+            raise CoverDiffersError(where, ("the ranks' shares do not cover it exactly",))
+        slot = snapshot.contents.slot
+        before = [part for part in self._window_parts if slot and part.is_of(window)]
+        if len(before) != slot:
+            raise SaveFailedError(snapshot.step, ("an earlier step of its window was not saved",))
+        self._give_up(part for part in self._window_parts if part not in before)
+        self._window_parts = before
+        parts = [*before, self._write_part(snapshot, acknowledged)]
+        if window is not None:
+            self._window_parts = parts
+            if not window.is_last:
+                return None
+        view = (self._nothing if window else self._view).beneath(parts)
+        missing = view.versions.lacks(self.catalog.sets.places(snapshot.plan.claims.operators))
+        if missing:
+            raise CoverageError(where, tuple(f"{op} has never been saved" for op in sorted(missing)))
+        tokens = self._tokens_at(snapshot)
+        if self._newest is not None and self._newest.generation != snapshot.identity.generation:
+            self.parent = self._newest.directory
+        manifest = self._manifest(snapshot, view, tokens, before)
+        try:
+            self.keeper.require_whole(
+                manifest, view.needed() | {part.record.directory: {**part.names, **PART} for part in parts}
+            )
+        except FilesGoneError:
+            self._forget()
+            raise
+        write_named(self.storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
+        self._window_parts = []
+        self._view = self._nothing if manifest.window else view
+        self._tokens, self._newest = tokens, manifest
+        return manifest
+
+    def _write_part(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> WrittenPart:
+        fragment, saved = self._saved_operators.of(snapshot.contents.full, snapshot.plan.claims)
+        record, raw = encode_part(
+            self.run_id,
+            snapshot.step,
+            snapshot.identity.generation,
+            self.world_size,
+            files=acknowledged.file_rows,
+            states=acknowledged.state_rows,
+            operators=fragment,
+        )
+        write_named(self.storage, record.path, [raw])
+        # Sets that are equal to the last step's are the same objects.
+        before, lines_of = self._name_sets, acknowledged.lines
+        self._name_sets = {lines: before.get(lines) or names_in(lines) for lines in lines_of.values()}
+        return WrittenPart(
+            record,
+            {group: self._name_sets[lines] for group, lines in lines_of.items()},
+            saved,
+            acknowledged.first_not_finite,
+            snapshot.step,
+            window=snapshot.contents.window,
+            applied=snapshot.applied,
+        )
+
+    def _forget(self) -> None:
+        """Nothing on storage may be built upon any more."""
+        self._view, self.parent, self._newest = self._nothing, None, None
+        self._tokens = Ledger(self.catalog).tokens
+
+    @property
+    def begun(self) -> Sequence[str]:
+        """Directories of the window under way, in the order of its steps."""
+        return [part.record.directory for part in self._window_parts]
+
+    def superseded(self) -> Abandoned:
+        """Returns, once, the files of windows that were given up."""
+        abandoned, self._given_up = self._given_up, {}
+        return abandoned
+
+    def abandon(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Abandoned:
+        """``commit`` has failed. Returns what can be deleted: the step's files, and those of its window's earlier
+        steps."""
+        self._give_up(self._window_parts)
+        self._window_parts = []
+        written = frozenset({PART_NAME}).union(*map(names_in, acknowledged.lines.values()))
+        return {**self.superseded(), snapshot.directory: written}
+
+    def _give_up(self, parts: Iterable[WrittenPart]) -> None:
+        self._given_up |= {part.record.directory: frozenset({PART_NAME}).union(*part.names.values()) for part in parts}
+
+    def _tokens_at(self, snapshot: Snapshot) -> TokenBook:
+        """Returns the tokens as of the checkpoint, once it is committed."""
+        book = TokenBook(self._tokens.layers, self._tokens.experts)
+        book.applied, book.faults = snapshot.applied.result(), list(snapshot.facts.faults)
+        book.saved = {Tier.STORAGE: self._tokens.saved[Tier.STORAGE].copy()}
+        operators = snapshot.contents.brings(Tier.STORAGE, self.catalog.everything)
+        book.mark_saved(Tier.STORAGE, places(self.catalog, operators), book.applied)
+        return book
+
+    def _manifest(self, snapshot: Snapshot, view: View, tokens: TokenBook, before: Sequence[WrittenPart]) -> Manifest:
+        facts, first = snapshot.facts, before[0].applied if before else None
+        return Manifest(
+            run_id=self.run_id,
+            step=snapshot.step,
+            generation=snapshot.identity.generation,
+            world_size=self.world_size,
+            index=facts.index,
+            created_unix_secs=time.time(),
+            model=self.model,
+            parent=self.parent,
+            policy=dict(facts.policy),
+            measured=dict(facts.measured),
+            tokens=tokens.to_dict(Fragment.of_counts) | window_began(None if first is None else first.result()),
+            window=tuple(SlotRecord(part.step, ()) for part in before),
+            passed_over=self.passed_over,
+            parts=tuple(part.record for part in view.numbered.values()),
+            # Of a checkpoint on which a user went on, nobody knows which part had it: each of its parts says so.
+            not_finite=next((part.not_finite for part in view.numbered.values() if part.not_finite), ""),
+        )

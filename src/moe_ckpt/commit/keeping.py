@@ -1,0 +1,501 @@
+"""Keeps a store in order, on rank 0: proves that what a checkpoint needs is there, and deletes what none needs.
+
+Rules of this file:
+
+1. A manifest is written only after every file that it names was seen in a listing, and ``store.json`` was read.
+2. Nothing is committed or collected in a store that is not, or no longer, this run's, or whose lock it has lost:
+   retention would judge another run's checkpoints. What this run has written there by itself is removed by name.
+3. Only files whose name and directory are of this format are ever deleted, and those that ``ledger.retention`` names.
+4. Commit records go first. A crash anywhere in between leaves files that no record names, and the next
+   collection finds them; it never leaves a checkpoint that misses files.
+5. What cannot be read is not judged: an error of the storage or a manifest of another format version stops the
+   collection before anything is deleted. A manifest that cannot be decoded may be read at the next start, or put back
+   from a backup: while there is one, a start deletes nothing, and no directory goes that it may need, its own or older.
+6. Files go, and stay, by groups: the shards of one kind, or the states, that all ranks wrote at one step. So nothing
+   here grows with the ranks but what a listing costs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import chain
+
+from moe_ckpt.core.step import Superseded
+from moe_ckpt.errors import DamagedError, FilesGoneError, FormatVersionError, MoECheckpointError, StoreError
+from moe_ckpt.format.manifest import (
+    GROUPS,
+    MANIFEST_NAME,
+    PART_NAME,
+    STORE_NAME,
+    Manifest,
+    Part,
+    PartRecord,
+    age_of,
+    group_of,
+    group_path,
+    parse_step_dir,
+)
+from moe_ckpt.format.run_records import Identity
+from moe_ckpt.ledger.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
+from moe_ckpt.run.documents import each_step, read_manifest, read_sealed
+from moe_ckpt.slices.writing import write_named
+from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.listings import Listings
+from moe_ckpt.storage.lock import StoreLock
+
+log = logging.getLogger("moe_ckpt")
+
+Names = Mapping[str, frozenset[str]]
+"""Group of files of one step (``format.manifest.group_of``) -> their names."""
+Needed = dict[str, dict[str, frozenset[str]]]
+"""Step directory -> the ``Names`` of what a checkpoint needs of it."""
+Abandoned = Mapping[str, frozenset[str]]
+"""Files of steps that can no longer be committed: step directory -> names of those that are written there."""
+PART = {PART_NAME: frozenset({PART_NAME})}
+NOTHING: Abandoned = {}
+
+
+@dataclass
+class StoreContents:
+    """The step directories of a store, as far as they are known. Every collection brings it up to date.
+
+    Attributes:
+        records: Directory -> its committed checkpoint.
+        names: Directory -> its files of this format, by group; oldest first.
+        current: Directories that need not be listed again, and some record needs something of.
+        strewn: Directories that were listed, in which there is something else besides.
+        damaged: Directories whose manifest exists but is not what was written.
+        is_foreign: A manifest is of another format version.
+    """
+
+    records: dict[str, CheckpointRecord] = field(default_factory=dict)
+    names: dict[str, Names] = field(default_factory=dict)
+    current: set[str] = field(default_factory=set)
+    strewn: set[str] = field(default_factory=set)
+    damaged: tuple[str, ...] = ()
+    is_foreign: bool = False
+
+    def read(self, storage: Storage, abandoned: Collection[str] = ()) -> None:
+        """List every step directory, and decode every manifest, that is not known.
+
+        Directories of steps after the newest that is known are not looked into unless they were ``abandoned``, or have
+        a manifest that is not known: what is being written must not be touched.
+        """
+        self.strewn, self.damaged, self.is_foreign = set(), (), False
+        newest = max((record.order for record in self.records.values()), default=None)
+
+        def look(directory: str) -> Names:
+            if directory in self.current:
+                return self.names[directory]
+            is_begun = newest is not None and age_of(directory) > newest and directory not in abandoned
+            if is_begun and not storage.exists(f"{directory}/{MANIFEST_NAME}"):
+                return {}
+            names = storage.list(directory)
+            groups = grouped(names)
+            if sum(map(len, groups.values())) < len(names):
+                self.strewn.add(directory)
+            return groups
+
+        self.names = each_step(storage, look)
+        self.current &= self.names.keys()
+        parts: dict[PartRecord, Part] = {}
+        records: dict[str, CheckpointRecord] = {}
+        for directory, names in self.names.items():
+            if MANIFEST_NAME in names:
+                try:
+                    records[directory] = self.records.get(directory) or _read_record(storage, directory, parts)
+                except (DamagedError, FormatVersionError) as error:
+                    self.damaged += (directory,)
+                    self.is_foreign |= isinstance(error, FormatVersionError)
+        self.records = records
+        needed = frozenset[str]().union(*(record.directories for record in records.values()))
+        self.current = {directory for directory in self.names if directory in needed} - self.strewn
+
+    def note(self, directory: str, present: frozenset[str], needed: Names, *, whole: bool) -> None:
+        """A directory was listed: it is looked at name by name only if that is not what is needed, or known already.
+
+        Args:
+            directory: Which.
+            present: The names of all its files.
+            needed: Those that a checkpoint needs.
+            whole: All that is needed is there.
+        """
+        noted = self.names[directory] if directory in self.current else {}
+        if whole and len(present) == sum(map(len, needed.values())):
+            noted = needed
+        elif len(present) != sum(map(len, noted.values())) or not all(map(present.issuperset, noted.values())):
+            noted = grouped(present)
+        self.names[directory] = noted
+        if noted and sum(map(len, noted.values())) == len(present):
+            self.current.add(directory)
+        else:
+            self.current.discard(directory)
+
+    def remove(
+        self, storage: Storage, gone: Collection[str], others: frozenset[str] = frozenset()
+    ) -> tuple[tuple[str, ...], dict[str, tuple[bool, Sequence[str]]]]:
+        """Delete the groups, commit records first and older checkpoints before newer ones.
+
+        Returns:
+            Paths that are deleted, and what ``CollectReport.delegated`` is.
+        """
+        by_directory: dict[str, set[str]] = {}
+        for path in gone:
+            directory, _, group = path.partition("/")
+            by_directory.setdefault(directory, set()).add(group)
+        going = {directory: by_directory[directory] for directory in self.names if directory in by_directory}
+        records = [f"{directory}/{MANIFEST_NAME}" for directory, groups in going.items() if MANIFEST_NAME in groups]
+        without_others = cache(lambda names: names - others)  # often the same names in all directories
+        rest = [
+            f"{directory}/{name}"
+            for directory, groups in going.items()
+            for name in sorted(chain(*(without_others(self.names[directory][g]) for g in groups if g != MANIFEST_NAME)))
+        ]
+        self.current.difference_update(going)  # looked at again, unless all went well
+        for path in (*records, *rest):
+            storage.delete(path)
+        delegated: dict[str, tuple[bool, Sequence[str]]] = {}
+        for directory, groups in going.items():
+            names = self.names[directory]
+            stay = {group: names[group] for group in names if group not in groups}
+            self.names[directory] = stay
+            if stay and directory not in self.strewn:
+                self.current.add(directory)
+            theirs = [group for group in GROUPS if group in groups and not others.isdisjoint(names[group])]
+            if theirs:
+                delegated[directory] = (not stay, theirs)
+        return (*records, *rest), delegated
+
+    def tidy(self, storage: Storage, untouchable: Collection[str]) -> None:
+        """Remove temporaries, and then each directory in which nothing of this format is left."""
+        for directory, names in self.names.items():
+            if directory in untouchable:
+                continue
+            if directory in self.strewn:
+                storage.clean_temporaries(directory)
+            if not names:
+                storage.delete_dir(directory)  # which leaves it alone if it holds other files
+                self.current.discard(directory)
+
+    def groups(self) -> list[str]:
+        """Returns all groups of files, as ``directory/group``."""
+        return [f"{directory}/{group}" for directory, names in self.names.items() for group in names]
+
+
+@dataclass(frozen=True)
+class CollectReport:
+    """The outcome of a collection. All but the last two are step directories, oldest first.
+
+    Attributes:
+        damaged: Their manifest exists but is not what was written; left untouched, with all that is older. When one is
+            of another format version, nothing at all was deleted.
+        deleted: File paths.
+        delegated: To the other ranks, of whose files nothing was deleted: step directory -> (True if nothing else is in
+            it, groups that go).
+    """
+
+    retained: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+    deleted: tuple[str, ...] = ()
+    delegated: Superseded = field(default_factory=dict)
+
+
+def collect(
+    storage: Storage,
+    retention: RetentionPolicy,
+    now_unix_secs: float,
+    *,
+    abandoned: Collection[str] = (),
+    contents: StoreContents | None = None,
+    others: frozenset[str] = frozenset(),
+) -> CollectReport:
+    """Delete the checkpoints that ``retention`` drops, and every file that no remaining checkpoint names.
+
+    Called by rank 0 on its persist thread, after a commit and after a save that failed.
+
+    Args:
+        abandoned: Directories of saves that failed and that no rank writes to any more. Other directories newer than
+            the newest commit are left alone, for a faster rank may have begun the next step.
+        others: Names of files that are not deleted here, because the ranks that wrote them will be told to (see
+            ``delegated``).
+
+    Raises:
+        OSError: while reading: nothing was deleted. While deleting: what was deleted was rightly so.
+    """
+    contents = StoreContents() if contents is None else contents
+    contents.read(storage, abandoned)
+    if contents.is_foreign:
+        return CollectReport(damaged=contents.damaged)
+    records = contents.records
+    newest_damaged = max(map(age_of, contents.damaged), default=(-1, -1))
+    newest = max((record.order for record in records.values()), default=(-1, -1))
+    unjudged = {directory for directory in contents.names if age_of(directory) <= newest_damaged}
+    begun = {directory for directory in contents.names if age_of(directory) > newest}
+    untouchable = unjudged | (begun - set(abandoned))
+    stay = retained(tuple(records.values()), retention, now_unix_secs)
+    remaining = [record for directory, record in records.items() if directory in stay]
+    dropped = tuple(directory for directory in records if directory not in stay | unjudged)
+    gone = groups_to_delete(contents.groups(), remaining, untouchable)
+    deleted, delegated = contents.remove(storage, gone, others)
+    contents.tidy(storage, untouchable)
+    for directory in dropped:
+        del records[directory]
+    return CollectReport(tuple(record.directory for record in remaining), dropped, contents.damaged, deleted, delegated)
+
+
+def clean_start(storage: Storage, contents: StoreContents | None = None) -> CollectReport:
+    """Remove what dead writers left: the files of uncommitted steps (except files that a commit names) and temporaries.
+
+    Called by rank 0 at the start of a run, with the store's lock held and before any rank writes.
+
+    Raises:
+        OSError: while reading: nothing was deleted.
+    """
+    contents = StoreContents() if contents is None else contents
+    contents.read(storage)
+    committed = tuple(contents.records)
+    if contents.damaged:
+        return CollectReport(committed, (), contents.damaged)
+    gone = groups_to_delete(contents.groups(), contents.records.values(), set(committed))
+    deleted, _ = contents.remove(storage, gone)
+    for directory in ("", *committed):
+        storage.clean_temporaries(directory)
+    contents.tidy(storage, committed)
+    return CollectReport(committed, (), (), deleted)
+
+
+def grouped(names: Collection[str]) -> dict[str, frozenset[str]]:
+    """The files of this format among ``names`` in a step directory, by group."""
+    by_group: dict[str, set[str]] = {}
+    for name in names:
+        group = group_of(name)
+        if group is not None:
+            by_group.setdefault(group, set()).add(name)
+    return {group: frozenset(members) for group, members in by_group.items()}
+
+
+def needed_of(manifest: Manifest) -> Needed:
+    """Returns what a committed checkpoint needs on storage, its own record aside."""
+    by_directory: dict[str, dict[str, set[str]]] = {}
+    for path in manifest.paths:
+        directory, _, name = path.partition("/")
+        by_directory.setdefault(directory, {}).setdefault(group_of(name) or "", set()).add(name)
+    return {
+        directory: {group: frozenset(names) for group, names in groups.items()}
+        for directory, groups in by_directory.items()
+    }
+
+
+def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:
+    """The facts of a checkpoint that retention decides by.
+
+    Args:
+        needed: On storage, by the checkpoint.
+    """
+    parent = parse_step_dir(manifest.parent or "")
+    groups = [f"{directory}/{group}" for directory, names in needed.items() for group in names]
+    return CheckpointRecord(
+        directory=manifest.directory,
+        generation=manifest.generation,
+        step=manifest.step,
+        created_unix_secs=manifest.created_unix_secs,
+        groups=frozenset([*groups, f"{manifest.directory}/{MANIFEST_NAME}"]),
+        parent=None if parent is None else (parent[1], parent[0]),
+        passed_over=manifest.passed_over,
+        dense=not manifest.window,
+        finite=not manifest.not_finite,
+    )
+
+
+def _read_record(storage: Storage, directory: str, parts: dict[PartRecord, Part]) -> CheckpointRecord:
+    manifest = read_manifest(storage, directory, parts)
+    return record_of(manifest, needed_of(manifest))
+
+
+class StoreKeeper:
+    """Keeps the store in order, on rank 0: ``clean_start`` before training, everything else on its persist thread.
+
+    Args:
+        identity: What ``store.json`` says, and will say again if it is lost.
+        lock: The one that this run holds on the store.
+        ranks: Of this run. Each except rank 0 deletes its own files (see ``collect``).
+    """
+
+    def __init__(
+        self, storage: Storage, identity: Identity, retention: RetentionPolicy, lock: StoreLock, ranks: int
+    ) -> None:
+        self._storage = storage
+        self._identity = identity
+        self._store_file = identity.encode()
+        self._retention = retention
+        self._lock = lock
+        self._ranks = ranks
+        self._contents = StoreContents()
+        self._listings = Listings(storage)
+        self._proven: dict[str, tuple[frozenset[str], Names]] = {}
+        self._abandoned: set[str] = set()
+
+    @cached_property
+    def _others(self) -> frozenset[str]:
+        """Names of the files that other ranks write at any step."""
+        paths = (group_path("", rank, group) for group in GROUPS for rank in range(1, self._ranks))
+        return frozenset(path.rpartition("/")[2] for path in paths)
+
+    def clean_start(self) -> None:
+        """Remove files that dead writers left. A failure is not fatal: names are never used again."""
+        try:
+            clean_start(self._storage, self._contents)
+        except (OSError, MoECheckpointError) as error:
+            log.warning("files that dead writers left in %s could not be removed: %s", self._storage.root, error)
+
+    def dense_step(self, manifest: Manifest) -> int:
+        """Returns the step of the newest dense checkpoint up to ``manifest``; 0 if none is known."""
+        bound = manifest.generation, manifest.step
+        steps = [record.step for record in self._contents.records.values() if record.dense and record.order <= bound]
+        return max(steps if manifest.window else [*steps, manifest.step], default=0)
+
+    def require_whole(self, manifest: Manifest, needed: Needed) -> None:
+        """Prove, just before ``manifest`` is written, that what it needs is there, and that the store is ours.
+
+        Costs one listing of the root, one of each directory that the manifest needs something of and that may have
+        changed (``Listings``; the collection after the commit then need not make any), and the reading of
+        ``store.json``, which is written again if it is gone.
+
+        Raises:
+            FilesGoneError: Somebody deleted or replaced files; names them.
+            StoreError: Another run's store stands in this one's place.
+            StoreInUseError: The lock was lost, and another run has, or had, the store.
+            OSError: The storage does not answer.
+        """
+        names, contents = set(self._storage.list()), self._contents
+        self._require_own(names)
+        self._lock.confirm()
+        gone: list[str] = []
+        listed = self._listings.names([directory for directory in sorted(needed) if directory in names])
+        proven, self._proven = self._proven, {}
+        for directory, groups in needed.items():
+            present = listed.get(directory, frozenset())
+            before, had = proven.get(directory, (None, {}))
+            if before is not present or not groups.items() <= had.items():
+                missing = [name for group in groups.values() if not group <= present for name in group - present]
+                gone += [f"{directory}/{name}" for name in missing]
+                contents.note(directory, present, groups, whole=not missing)
+            self._proven[directory] = present, groups
+        for directory in contents.records.keys() - needed.keys():
+            if directory not in names or not self._storage.exists(f"{directory}/{MANIFEST_NAME}"):
+                contents.current.discard(directory)  # somebody removed it
+        if gone:
+            self._proven = {}
+            raise FilesGoneError(self._storage.root, manifest.step, tuple(sorted(gone)))
+        newest = manifest.directory
+        if newest in contents.current:
+            contents.names[newest] = {**contents.names[newest], MANIFEST_NAME: frozenset({MANIFEST_NAME})}
+        contents.records[newest] = record_of(manifest, needed)
+        self._listings.expect_change(newest)
+
+    def look_ahead(self, begun: Sequence[str]) -> None:
+        """List what the steps of a window have written so far, except the newest: its last step then has less to list.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        if len(begun) > 1:
+            self._listings.names(begun[:-1], begun[-1])
+
+    def looks_gone(self, directory: str) -> bool:
+        """Returns whether the commit record of the newest checkpoint, which memory follows, was deleted."""
+        path = f"{directory}/{MANIFEST_NAME}"
+        try:
+            self._storage.size(path)
+        except FileNotFoundError:
+            message = "%s/%s is gone: something deleted it during training. The next checkpoint saves everything anew"
+            log.warning(message, self._storage.root, path)
+            return True
+        except (OSError, MoECheckpointError) as error:
+            log.info("%s/%s cannot be looked for: %s", self._storage.root, path, error)
+        return False
+
+    def collect(self, superseded: Abandoned = NOTHING, *, failed: bool = False) -> Superseded:
+        """Drops, after a commit, what retention no longer needs, and what windows that were given up have left.
+
+        Args:
+            failed: No rank will be told what to delete, so the files of all go here.
+
+        Returns:
+            Files of its own that every other rank must delete.
+
+        Raises:
+            OSError: It is tried again after the next commit.
+        """
+        self._abandoned.update(superseded)
+        report = collect(
+            self._storage,
+            self._retention,
+            time.time(),
+            abandoned=self._abandoned,
+            contents=self._contents,
+            others=frozenset() if failed else self._others,
+        )
+        self._abandoned.clear()
+        for directory in report.delegated:  # other ranks may fail to delete it, which no stamp tells
+            self._proven.pop(directory, None)
+        return report.delegated
+
+    def clear_away(self, abandoned: Abandoned) -> None:
+        """After a failed step, when no rank writes any more: delete its files at once, because the next step needs the
+        room. In a store that is not ours: only what our ranks are known to have written, unless it is committed.
+
+        Raises:
+            OSError: It is tried again after the next step.
+        """
+        self._contents.current.difference_update(abandoned)
+        if self._is_own():
+            self.collect(abandoned, failed=True)
+            return
+        self._abandoned.clear()
+        for directory, names in sorted(abandoned.items()):
+            if MANIFEST_NAME not in self._storage.list(directory):
+                for name in sorted(names):
+                    self._storage.delete(f"{directory}/{name}")
+                self._storage.delete_dir(directory)
+
+    def _is_own(self) -> bool:
+        try:
+            return not self._lock.is_lost and self._owner() == self._identity.run_id
+        except (FileNotFoundError, DamagedError, FormatVersionError):
+            return False
+
+    def _owner(self) -> str:
+        """The run that ``store.json`` names: this one, if it is byte for byte what this run would write there."""
+        if self._storage.read(STORE_NAME, 0, len(self._store_file) + 1) == self._store_file:
+            return self._identity.run_id
+        return Identity.decode(read_sealed(self._storage, STORE_NAME), f"{self._storage.root}/{STORE_NAME}").run_id
+
+    def _require_own(self, names: Collection[str]) -> None:
+        root = self._storage.root
+        trouble = f"{STORE_NAME} is gone from {root}: something deleted or replaced the store during training"
+        if STORE_NAME in names:
+            try:
+                owner = self._owner()
+            except DamagedError as damage:
+                trouble = str(damage)
+            except FileNotFoundError:
+                pass
+            else:
+                if owner != self._identity.run_id:
+                    raise StoreError(
+                        f"the store {root} was this run's ({self._identity.run_id}), but holds another run "
+                        f"({owner}) now: something replaced it during training. Nothing is committed there, "
+                        "and shards of this run are removed again. Put this run's store back, or start the run again "
+                        "with another dirpath."
+                    )
+                return
+        self._lock.retake()
+        log.warning("%s; it is written again", trouble)
+        self._storage.delete(STORE_NAME)
+        write_named(self._storage, STORE_NAME, [self._store_file])

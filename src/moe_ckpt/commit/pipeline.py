@@ -1,0 +1,336 @@
+"""The snapshot pipeline of one rank: live tensors -> host buffer -> shards -> commit.
+
+Where buffers outlive the process they are sealed in between, and not every snapshot goes on to storage.
+
+Three buffers go round: one is copied into or waits, one is written from, and the newest committed one is
+kept for recovery. None of them is written to before it has been given back, so that a snapshot for
+which none is free is skipped or waited for, as configured; only the recovery buffer is given up before
+training has to do either.
+
+Knows nothing of policies or tokens. ``begin`` and ``join`` are called on the training thread; everything
+else happens on the copy thread, the persist thread, and the one that makes buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from moe_ckpt.commit.commit import Committer
+from moe_ckpt.commit.persisting import Stages
+from moe_ckpt.commit.preallocation import Preallocator
+from moe_ckpt.commit.resolving import SnapshotResolver
+from moe_ckpt.commit.room import Room
+from moe_ckpt.core.step import Contents, Facts, Step
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.policies.base import Sends, needs_of
+from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.slices.assignment import ComputeTypes
+from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
+from moe_ckpt.slices.copier import Copier, Copy
+from moe_ckpt.slices.mirroring import MirroredShares
+from moe_ckpt.slices.snapshot import Encode, Snapshot, buffer_sizes, copy_at_once, placed
+from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers.host_memory import HostMemory
+from moe_ckpt.tiers.limited_slots import requires_room
+from moe_ckpt.tiers.memory_tier import MemoryTier
+from moe_ckpt.tiers.work_thread import WorkThread
+
+log = logging.getLogger("moe_ckpt")
+
+_IDLE_SECS = 5.0
+"""Longest wait for threads that have nothing to do."""
+
+
+class Pipeline:
+    """Owns the buffers and the threads; ``close`` lets go of the memory. Not safe for use from several threads.
+
+    Attributes:
+        tier: What memory keeps.
+        stages: What snapshots pass through.
+        room: Host memory for the next snapshot.
+        next_number: That of the next snapshot.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        run_id: str,
+        memory: HostMemory,
+        committer: Committer | None,
+    ) -> None:
+        rank, settings = run.comm.rank, run.settings
+        self._run_id, self._life, self.next_number = run_id, memory.life, 0
+        self.tier = memory.tier
+        self._pool = memory.pool
+        self._catalog = run.catalog
+        self._compiler = PlanCompiler(run.catalog, run.placement, "adaptive", rank, run.comm.world_size)
+        if self.memory is not None and self.memory.replicator is not None:
+            replicator = self.memory.replicator
+            replicator.store.expects_mirrors = True
+            sources = replicator.roster.placement.sources_of[rank]
+            self._compiler.mirrors = MirroredShares(run.catalog, run.placement, sources)
+        self._settings = settings
+        self._gate = run.gate
+        self._copier = Copier(run.on_phase, run.gate)
+        stages: Stages | None = None
+        require = None if self.memory is None else requires_room(self.memory.files.path, settings.local_ranks)
+        needs, is_wanted = needs_of(run.policy), self.memory is not None or settings.pinned
+        always_whole = not (needs.partial or needs.windows or needs.gradients)
+        count, self._always_whole = len(run.catalog.operators), always_whole
+        try:
+            resolver = SnapshotResolver(run, run_id, committer, self.tier)
+            self.stages = stages = Stages(run, self.memory, resolver)
+            maker, at_hand = WorkThread(), (self._pool, self.tier, self.stages, settings)
+            self.room = Room(*at_hand, rank, count, require=require, always_whole=always_whole, maker=maker)
+            self._preallocator = Preallocator(run, self.room, maker, is_wanted=is_wanted, always_whole=always_whole)
+        except BaseException:  # no thread to be had, for instance
+            if stages is not None:
+                stages.close(_IDLE_SECS, lambda: None)
+            self._copier.close()
+            raise
+        self._copy: Copy | None = None
+        self._consumed: tuple[CompiledPart, ...] = ()
+
+    @property
+    def memory(self) -> MemoryTier | None:
+        """The tier, if what it keeps outlives the process."""
+        return self.tier if isinstance(self.tier, MemoryTier) else None
+
+    def identify(self, step: int, generation: int) -> Step:
+        """Returns the identity of the next snapshot."""
+        return Step(self._run_id, self._life, generation, step, self.next_number)
+
+    @property
+    def storage_busy(self) -> bool:
+        """True if storage is so far behind that it should be left alone, while memory takes the next snapshot."""
+        return self.stages.persister.in_flight >= self._settings.max_in_flight
+
+    @property
+    def sends(self) -> Sends:
+        """See ``MirroredShares.sends``."""
+        return self._compiler.mirrors.sends
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The most that one snapshot of this rank may have, where as many as may be under way are of that size."""
+        return self._pool.budget_bytes // self._settings.max_in_flight
+
+    def training_begins(self, *, whole: bool) -> None:
+        """See ``Preallocator``.
+
+        Raises:
+            HostMemoryError: The state that there is now does not fit the budget, so that no checkpoint ever would.
+        """
+        if whole or self._always_whole:
+            self.room.require(self._preallocator.least_nbytes)
+        self._preallocator.training_begins(whole=whole)
+
+    def begin(
+        self,
+        identity: Step,
+        contents: Contents,
+        facts: Facts,
+        *,
+        applied: Future[Counts],
+        tensors: Sequence[StateTensor],
+        specs: Sequence[TensorSpec],
+        compute_types: ComputeTypes,
+        plain: Encode,
+        patience_secs: float,
+        gradients: StepGradients | None = None,
+        last: bool = False,
+        waits: bool = True,
+        agree: Callable[[bool], bool] | None = None,
+        starts: bool = False,
+    ) -> Snapshot | None:
+        """Start a snapshot; returns at once unless the pipeline is full. None if the ranks leave it out.
+
+        The plain state is copied here and now. Parameters and optimizer state must not change before ``join`` returns.
+
+        Args:
+            identity: Of the snapshot.
+            contents: Likewise.
+            facts: Of its step.
+            applied: See ``Snapshot``.
+            tensors: This rank's.
+            specs: Those of all ranks.
+            compute_types: See ``PlanCompiler.compile``.
+            plain: Gives the plain state.
+            patience_secs: Longest wait for host memory that earlier snapshots use. A snapshot that gets none fails on
+                every rank, because peers may have begun it already: see ``Snapshot.refused``.
+            gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
+            last: Of the run: see ``BufferTier.drop``.
+            waits: See ``Room.find``.
+            agree: Takes whether this rank has memory for the snapshot, and says, equally on every rank, whether it
+                begins. None: it begins in any case.
+            starts: See ``Room.find``.
+
+        Raises:
+            HostMemoryError: At the start: the snapshot can never fit the budget.
+            UnencodableStateError: Of the first snapshot: the plain state holds what only pickle could write.
+        """
+        self.join()  # an earlier one of this step: on a GPU its writing waits for the join
+        refused: str | None = None
+        try:
+            encoded, side = plain(**_log_entry(contents, gradients))
+        except Exception as error:  # of user code, or of state that cannot be encoded
+            if not self.next_number:
+                raise
+            encoded, side, refused = None, [], f"{type(error).__name__}: {error}"
+        consumed = gradients.tensors if gradients is not None and contents.gradients else ()
+        entries = [entry for entry, _ in side]
+        plan = self._compiler.compile(contents, tensors, specs, entries, consumed, compute_types)
+        sizes, began = buffer_sizes(plan), time.monotonic()
+        buffers, waited = None, False
+        if refused is None:
+            patience = {"last": last, "waits": waits, "starts": starts}
+            buffers, waited = self.room.find(identity, contents, sizes, patience_secs, **patience)
+        if agree is not None and not agree(refused is not None or not self.room.trouble):
+            for buffer in buffers or ():
+                self._pool.give_back(buffer)
+            self._note_use(contents, sizes)
+            return None
+        if buffers is None:
+            refused = (
+                refused
+                or self.room.trouble
+                or _no_room(
+                    contents, plan.total_nbytes, self._pool.budget_bytes, patience_secs, time.monotonic() - began
+                )
+            )
+            plan, buffers = replace(plan, parts=(), pieces=(), mirrored=()), [self._pool.lend_nothing()]
+        elif gradients is not None and contents.gradients and gradients.changed:
+            refused = _overwritten(gradients.changed)
+        parts = list(placed(plan, buffers))
+        self._consumed = tuple(part for part, _ in parts if part.is_consumed)
+        on_device = copy_at_once(parts, side)
+        self.step_begins()
+        self._copy = self._copier.start([(part.copies, memory) for part, memory in parts], on_device=on_device)
+        snapshot = Snapshot(
+            identity=identity,
+            contents=contents,
+            facts=facts,
+            applied=applied,
+            plan=plan,
+            buffers=buffers,
+            copy=self._copy,
+            state=encoded,
+            began_at=time.perf_counter(),
+            waited=waited,
+            refused=refused,
+        )
+        self.next_number += not identity.is_survivors
+        self.stages.submit(snapshot)
+        self._note_use(contents, sizes)
+        return snapshot
+
+    def _note_use(self, contents: Contents, sizes: Sequence[int]) -> None:
+        if self.room.note_use(contents, sizes):
+            self._preallocator.top_up()
+
+    def step_begins(self) -> None:
+        """The next iteration begins, in which a gate may hold copies and sends back."""
+        if self._gate is not None:
+            self._gate.step_begins()
+
+    def _let_go(self) -> None:
+        """Training waits: nothing is held back until the next iteration begins."""
+        if self._gate is not None:
+            self._gate.release()
+
+    def join(self) -> None:
+        """Return when the snapshot under way no longer reads live tensors. A copy that breaks fails that snapshot."""
+        if self._gate is not None:
+            self._gate.update_begins()
+        if self._copy is None:
+            return
+        copy, self._copy = self._copy, None
+        consumed, self._consumed = self._consumed, ()
+        with contextlib.suppress(Exception):  # the persist thread gets the same error, and every rank its cause
+            copy.join()
+        for part in consumed:
+            part.release()
+        if copy.changed:
+            self._compiler.add_unstable(copy.changed)
+            log.warning(
+                "%d tensors (%s, ...) changed outside optimizer steps while they were being copied; from now on "
+                "training waits until they are copied, which takes time",
+                len(copy.changed),
+                min(copy.changed),
+            )
+
+    def release(self) -> None:
+        """Return when the snapshot under way no longer reads gradients, which it then keeps no more."""
+        if self._consumed:
+            self.join()
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Wait until no snapshot is under way; False if that took longer than ``timeout_secs``.
+
+        Raises:
+            RuntimeError: a peer is gone.
+        """
+        self._let_go()
+        return self.stages.wait_for_all(timeout_secs)
+
+    def wait_for_room(self, timeout_secs: float) -> bool:
+        """Wait until there is room for another snapshot; False if that took longer than ``timeout_secs``.
+
+        Raises:
+            RuntimeError: a peer is gone.
+        """
+        self._let_go()
+        return self.room.wait(timeout_secs)
+
+    def close(self, timeout_secs: float, *, keep: bool, afterwards: Callable[[], None]) -> bool:
+        """Stop the threads once what is queued is done.
+
+        Args:
+            timeout_secs: Longest wait for that.
+            keep: Training failed, so leave the recovery buffer in memory for whoever starts it again here.
+            afterwards: See ``SnapshotThread.close``.
+
+        Returns:
+            False if writing was still going on.
+        """
+        self._let_go()
+        try:
+            self.join()
+        finally:
+            self._preallocator.close()
+            try:
+                ended = self.stages.close(timeout_secs, afterwards)
+            finally:
+                self._copier.close()
+                host_tier.leave(self.tier, keep=keep)
+        return ended
+
+
+def _log_entry(contents: Contents, gradients: StepGradients | None) -> dict[str, Any]:
+    """What the plain state says of the gradients that are logged."""
+    return {} if gradients is None else {"gradient_log": {**gradients.plain, "since": contents.since}}
+
+
+def _overwritten(names: Sequence[str]) -> str:
+    return (
+        f"gradients or weights of {len(names)} parameters ({min(names)}, ...) were changed by something other than the "
+        "optimizer, so the update cannot be logged"
+    )
+
+
+def _no_room(contents: Contents, nbytes: int, budget_bytes: int, patience_secs: float, waited_secs: float) -> str:
+    """Why a snapshot got no buffer."""
+    if contents.since is None and waited_secs >= patience_secs:
+        return f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
+    more = ", or anchor more operators in each step" if contents.since is not None else ""
+    return (
+        f"a budget of {budget_bytes:,} bytes has no room for {nbytes:,} more beside the checkpoints that memory must "
+        f"keep; raise host_memory_bytes{more}"
+    )

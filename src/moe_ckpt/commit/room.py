@@ -1,0 +1,350 @@
+"""Finds host memory for the next snapshot, and waits or makes room for it where it must."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTimeError
+from functools import partial
+
+from moe_ckpt.commit.persisting import Stages
+from moe_ckpt.core.step import Contents, Step
+from moe_ckpt.errors import HostMemoryError
+from moe_ckpt.memory.arena import Buffer
+from moe_ckpt.pace.cadence import are_behind
+from moe_ckpt.run.options import Settings
+from moe_ckpt.tiers.buffers import BufferPool
+from moe_ckpt.tiers.tiers import BufferTier
+from moe_ckpt.tiers.work_thread import WorkThread
+
+log = logging.getLogger("moe_ckpt")
+
+_MAKING_SECS = 0.001
+_QUICK_NBYTES, _QUICK_SECS = 64 << 20, 1.0
+"""Memory for a snapshot of at most so many bytes is made in milliseconds, which training waits for: on a busy machine
+up to so many seconds. What is larger takes 0.4 s for each GB where CUDA page-locks it, and is not waited for."""
+_SLACK, _PLAIN_NBYTES = 64, 64 << 10
+"""What a snapshot may have beyond the tensors that are there before it: a 64th, and plain state, up to half as much."""
+
+
+class Room:
+    """The buffers of one rank, as the training thread asks for them.
+
+    Args:
+        pool: Of the buffers.
+        tier: What is kept in them.
+        stages: What is on its way in them.
+        settings: The user's.
+        rank: For messages.
+        operators: Of the model: how many.
+        require: Called before memory is made for what survivors of a failure seal; see ``BufferPool.acquire``.
+        always_whole: Each snapshot of the policy holds everything.
+        maker: Makes and frees memory, which the training thread never does. None: there is no training thread.
+
+    Attributes:
+        is_topping_up: Buffers are being made ahead of time.
+        trouble: Why ``find`` found nothing; empty if the budget is used up.
+    """
+
+    def __init__(
+        self,
+        pool: BufferPool,
+        tier: BufferTier,
+        stages: Stages,
+        settings: Settings,
+        rank: int,
+        operators: int,
+        *,
+        require: Callable[[int], None] | None = None,
+        always_whole: bool = False,
+        maker: WorkThread | None = None,
+    ) -> None:
+        self._pool, self._tier, self._stages, self._settings = pool, tier, stages, settings
+        self._always_whole = always_whole
+        self._maker = maker or WorkThread()
+        self._asked: Future[list[Buffer] | None] | None = None
+        self._rank, self._operators, self._require = rank, operators, require
+        self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
+        self._window_size = 1
+        self._snapshots = self._next_nbytes = self._usual_nbytes = self._two_nbytes = 0
+        self._gave_up = self.is_topping_up = self._said = False
+        self.trouble = ""
+
+    @property
+    def is_short(self) -> bool:
+        """True if another snapshot, as large as the last one or as any partial one, would wait for one under way or for
+        memory that is made."""
+        if self._stages.in_flight >= self._settings.max_in_flight or self.is_unmade:
+            return True
+        return not self._pool.fits(max(self._last_nbytes, self._partial_nbytes), self._tier.droppable_bytes)
+
+    @property
+    def is_unmade(self) -> bool:
+        """True if memory for another snapshot is still to be made, and that takes long. A window would come to its end
+        without a gap only if there is as much as it needs."""
+        if self._next_nbytes <= _QUICK_NBYTES or not self._takes_long:
+            return False
+        return (self.is_topping_up and self._window_size > 1) or not self._pool.has_ready(self._next_nbytes)
+
+    @property
+    def _takes_long(self) -> bool:
+        """Of private memory the copying thread makes the pages."""
+        return self._tier.outlives_process or self._settings.pinned
+
+    def ask(self) -> None:
+        """Have memory made, if that is what the next snapshot lacks."""
+        if self.is_unmade and (self._asked is None or self._asked.done()):
+            self._asked = self._maker.submit(partial(self._pool.acquire, [self._next_nbytes]))
+            self._asked.add_done_callback(self._give_back)
+
+    def _give_back(self, made: Future[list[Buffer] | None]) -> None:
+        """Nobody has waited for these: they are there for the next snapshot. On any thread."""
+        if made.exception() is not None:
+            log.info("no memory is made for snapshots: %s", made.exception())
+            return
+        for buffer in made.result() or ():
+            with contextlib.suppress(ValueError):  # the pool has retired
+                self._pool.give_back(buffer)
+
+    @property
+    def is_used_up(self) -> bool:
+        """True if another snapshot as large as any so far would find no buffer, though none were under way."""
+        return not self._pool.fits(self._most_nbytes, self._tier.droppable_bytes)
+
+    @property
+    def is_tight(self) -> bool:
+        """True if there is no room for two checkpoints as the newest one."""
+        return self._two_nbytes > self._pool.budget_bytes
+
+    @property
+    def copies_behind(self) -> bool:
+        """True if peers still have so many copies to take that those of another checkpoint would only wait."""
+        replicator = self._tier.replicator
+        most = self._settings.max_in_flight
+        return replicator is not None and are_behind(replicator.in_flight, most, self._window_size)
+
+    def find(
+        self,
+        identity: Step,
+        contents: Contents,
+        sizes: Sequence[int],
+        patience_secs: float,
+        *,
+        last: bool = False,
+        waits: bool = True,
+        starts: bool = False,
+    ) -> tuple[list[Buffer] | None, bool]:
+        """Returns (buffers, or None if not free in time; True if snapshots under way had to be waited for).
+
+        It waits where it must even if others are configured to be skipped: peers may have begun already.
+
+        Args:
+            identity: Of the snapshot.
+            contents: Likewise.
+            sizes: As of ``BufferPool.take``.
+            patience_secs: Longest wait.
+            last: See ``BufferTier.drop``.
+            waits: Also for memory that is made, however long that takes.
+            starts: The run does: no room is an error still, and no reason to leave checkpoints out.
+
+        Raises:
+            HostMemoryError: See ``starts``: there can never be room.
+            RuntimeError: Likewise: the machine has no memory.
+            OSError: There is none for what survivors seal.
+        """
+        nbytes, self.trouble = sum(sizes), ""
+        if nbytes > self._pool.budget_bytes:
+            error = self._too_small(identity.step, nbytes, whole=len(contents.full) == self._operators)
+            if starts:
+                raise error
+            self._say(identity.step, str(error))
+            return None, False
+        window = contents.window
+        if not identity.is_survivors and (window is not None or self._window_size == 1):
+            self._window_size = 1 if window is None else window.size
+            before = nbytes if window is not None else max(nbytes, self._most_nbytes)
+            self._two_nbytes = self._window_size * (before + nbytes)
+        until = time.monotonic() + patience_secs
+        most = self._settings.max_in_flight - 1
+        waited = False
+        while True:
+            waited = waited or self._stages.in_flight > most
+            if not self._stages.wait(most, max(0.0, until - time.monotonic())):
+                return None, waited
+            buffers = self._acquire(identity, sizes, until, waits=waits, starts=starts)
+            while buffers is None and not self.trouble:
+                if not self._give_up_recovery(nbytes, chain=not contents.gradients, last=last):
+                    break
+                buffers = self._acquire(identity, sizes, until, waits=waits, starts=starts)
+            if buffers is not None or self.trouble:
+                return buffers, waited
+            if self._tier.outlives_process and not self._stages.in_flight:
+                logged = contents.since is not None and not self._pool.is_making  # a full snapshot takes its place
+                if logged or not self._comes_back(until):
+                    return None, waited
+            most = max(0, min(most, self._stages.in_flight) - 1)
+
+    def _acquire(
+        self,
+        identity: Step,
+        sizes: Sequence[int],
+        until: float,
+        *,
+        waits: bool,
+        starts: bool,
+    ) -> list[Buffer] | None:
+        """Buffers of the pool; None if something must be given up first, or for ``trouble``."""
+        nbytes = sum(sizes)
+        buffers = self._pool.take(sizes)
+        if buffers is not None or not self._pool.fits(nbytes):
+            return buffers
+        require = self._require if identity.is_survivors else None
+        made = self._maker.submit(partial(self._pool.acquire, sizes, require))
+        secs = max(0.0, until - time.monotonic())
+        if not waits and self._takes_long:
+            secs = min(secs, _QUICK_SECS if nbytes <= _QUICK_NBYTES else 0.0)
+        try:
+            return made.result(secs)
+        except NotInTimeError:
+            made.add_done_callback(self._give_back)
+            self.trouble = f"memory for it, {nbytes:,} bytes, is still being made"
+        except RuntimeError as error:  # the budget has room, but the machine no memory: what is only kept must go first
+            if not self._tier.droppable_bytes:
+                if starts:
+                    raise
+                self._say(identity.step, f"{type(error).__name__}: {error}")
+        return None
+
+    def _say(self, step: int, trouble: str) -> None:
+        """Warns, once, of what will hardly be otherwise at the next step."""
+        self.trouble = trouble
+        if not self._said:
+            log.warning("step %d: no checkpoint, and training continues: %s", step, trouble)
+        self._said = True
+
+    def _comes_back(self, until: float) -> bool:
+        """Wait for a buffer that storage is reading, or that is being made; False if none will come in time."""
+        if self._pool.is_making and time.monotonic() < until:
+            time.sleep(_MAKING_SECS)
+            return True
+        return self._stages.wait_for_storage(max(0.0, until - time.monotonic()))
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Wait until it is no longer ``is_short``; False if that took longer than ``timeout_secs``, or memory is made,
+        which nobody waits for."""
+        until = time.monotonic() + timeout_secs
+        while self.is_short and self._stages.in_flight and not self.is_unmade:
+            fewer = min(self._stages.in_flight, self._settings.max_in_flight) - 1
+            if not self._stages.wait(max(0, fewer), max(0.0, until - time.monotonic())):
+                return False
+        return not self.is_unmade
+
+    def note_use(self, contents: Contents, sizes: Sequence[int]) -> bool:
+        """A snapshot began with these buffers. Returns True if more should be made ahead of time (``top_up``)."""
+        nbytes, total = sizes[0], sum(sizes)
+        partial = len(contents.full) < self._operators and contents.window is None
+        self._last_nbytes, self._most_nbytes = total, max(self._most_nbytes, total)
+        self._partial_nbytes = max(self._partial_nbytes, total if partial else 0)
+        # The first one is full, whatever the policy; one that is full again shows that they all are. Private memory
+        # keeps one of them as long as nothing else needs the room: a third is not made ahead of time for that.
+        again = self._tier.outlives_process and not self._partial_nbytes
+        again = again and (self._snapshots > 0 or self._always_whole)
+        self._snapshots += 1
+        if partial or again or self._always_whole or self._window_size > 1:
+            self._next_nbytes = max(nbytes, self._next_nbytes if partial else 0)
+        more = again and self._snapshots == 2  # what has found little room before
+        if partial or again:
+            more |= nbytes > self._usual_nbytes
+            self._usual_nbytes = max(nbytes, self._usual_nbytes)
+        return more or (partial and self._tier.retained_count > 0)
+
+    def make_ready(self, share: Callable[[], int] | None) -> bool:
+        """Make memory for one of the first snapshots of this life; False if there is enough.
+
+        On another thread, which does not have to hurry.
+
+        Args:
+            share: Bytes of the first snapshot, roughly; None where nobody knows.
+        """
+        try:
+            return self._make_foreseen(share) or self._pool.warm_up()
+        except (OSError, RuntimeError) as error:
+            log.info("no memory is made before the first snapshot: %s", error)
+            return False
+
+    def _make_foreseen(self, share: Callable[[], int] | None) -> bool:
+        count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
+        if share is None or self._snapshots or not share():
+            return False  # a rank that saves nothing needs no room, either
+        slack = share() // _SLACK + min(_PLAIN_NBYTES, share() // 2)
+        return self._pool.make_ahead(share() + slack, count, early=True)
+
+    def top_up(self) -> bool:
+        """Make memory for one of the next snapshots; False if there is enough. On another thread."""
+        self.is_topping_up = self._make_one_more()
+        return self.is_topping_up
+
+    def _make_one_more(self) -> bool:
+        try:
+            early = self._tier.outlives_process and self._snapshots == 1  # from the second one on it is due
+            return self._pool.make_ahead(self._usual_nbytes, self._buffers + self._tier.retained_count, early=early)
+        except OSError as error:  # a snapshot makes it, at the expense of something, or says why it cannot
+            log.info("no memory is made before it is needed: %s", error)
+        except RuntimeError as error:
+            log.warning("no further host memory could be made in advance, snapshots will retry: %s", error)
+        return False
+
+    @property
+    def _buffers(self) -> int:
+        """Buffers in the steady state: those in flight, and the recovery buffer, or, of a sparse window, two windows'.
+
+        Only memory that outlives the process keeps windows.
+        """
+        windows = 2 * (self._window_size - 1) if self._tier.outlives_process else 0
+        return self._settings.max_in_flight + 1 + windows
+
+    def require(self, least_nbytes: Callable[[], int]) -> None:
+        """Raises ``HostMemoryError`` if a complete checkpoint has more bytes than there is room for.
+
+        Args:
+            least_nbytes: Of one, at least.
+        """
+        if (nbytes := least_nbytes()) > self._pool.budget_bytes:
+            raise self._too_small(None, nbytes, whole=True)
+
+    def _too_small(self, step: int | None, nbytes: int, *, whole: bool) -> HostMemoryError:
+        """Returns the error for a snapshot that can never fit: names it, the budget, and the setting to change."""
+        which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+        what = f"{which}, which holds {'everything' if whole else 'a part of the model'},"
+        free = "That is half of what was free at the start, divided among the ranks of this host. "
+        advice = (
+            f"{'' if self._settings.host_memory_bytes is not None else free}Set host_memory_bytes to {nbytes} "
+            f"or more; {self._buffers * nbytes} is enough to avoid waiting."
+        )
+        if whole:
+            advice += " Every policy first saves everything, so no other one needs less; more ranks share it."
+        else:
+            advice += " A policy that saves fewer experts at once also needs less."
+        return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._rank)
+
+    def _give_up_recovery(self, nbytes: int, *, chain: bool, last: bool) -> bool:
+        """Give up what only a failure would need; True if there was something. chain, last: see ``BufferTier.drop``."""
+        costs_tokens = self._tier.has_more
+        dropped = self._tier.drop(chain=chain, last=last)
+        if dropped and costs_tokens and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
+            self._gave_up = True
+            log.warning(
+                "the budget of host memory on rank %d, %s bytes%s, holds no %d snapshots of %s bytes: the newest "
+                "committed one is not kept in memory while others are under way, so a failure may cost more tokens. "
+                "Set host_memory_bytes to %d or more",
+                self._rank,
+                f"{self._pool.budget_bytes:,}",
+                "" if self._settings.host_memory_bytes is not None else " (half of what was free at the start)",
+                self._buffers,
+                f"{nbytes:,}",
+                self._buffers * nbytes,
+            )
+        return dropped

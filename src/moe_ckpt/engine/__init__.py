@@ -1,1 +1,0 @@
-"""Copy, checksum, write, acknowledge, commit, collect garbage."""

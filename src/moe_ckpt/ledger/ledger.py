@@ -1,0 +1,236 @@
+"""Which version of every operator exists in which tier: the only place where that is booked.
+
+Missing, stale, unsaved, lost, oldest, where a log of gradients begins: all of it is computed here, in
+``ledger.versions`` and in ``core.anchors``, for trainer and simulator, from what was recorded when a checkpoint was
+committed. Pure: arrays over the operators of one model, no I/O. ``recovery.recovery_plan`` decides by the versions that
+sources tell after a failure; this ledger is what a run knows while it lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_ckpt.core.anchors import Anchors
+from moe_ckpt.core.operators import Catalog, grid_of
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.tokens import AtRisk, Counts, FaultRecord, TokenBook
+from moe_ckpt.ledger.versions import NEVER, Versions
+
+
+class Ledger:
+    """Newest version of every operator on storage, what its experts have seen in each tier, and what is owed.
+
+    Attributes:
+        catalog: Of the model.
+        tokens: What was routed, and what of it the newest copy of each expert has seen, by tier.
+        at_risk: What a return to the newest committed checkpoint would lose.
+        anchors: Of a gradient log: from which snapshot on the gradients of each operator are logged.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.tokens = TokenBook(*grid_of(catalog.layers))
+        self.at_risk = AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())
+        self.anchors = Anchors(catalog)
+        self._stored = Versions(catalog)
+        self._in_memory: dict[Tier, Versions] = {}
+        self._built_upon = np.zeros(len(catalog.operators), dtype=bool)
+        self._mandatory: dict[str, int] = {}
+
+    # --- what is recorded ---
+
+    def record(
+        self,
+        step: int,
+        operators: tuple[str, ...],
+        seen: Counts,
+        *,
+        in_host: tuple[str, ...] | None = (),
+        whole: bool = True,
+    ) -> None:
+        """Books a committed checkpoint: storage holds ``operators`` as of ``step``, and memory ``in_host`` besides.
+
+        Args:
+            step: Of the checkpoint; of a sparse window its last one.
+            operators: What it holds.
+            seen: ``[L, E]`` tokens that experts had processed by ``step``.
+            in_host: What stays in host memory beside what was written from there; None where memory is booked by
+                ``hold``.
+            whole: A partial checkpoint may build on it. Not so on a sparse window, whose operators are of several
+                steps, nor on anything that was saved before one.
+
+        Raises:
+            ValueError: A newer version is recorded; within a run versions only move forward.
+        """
+        places = self.catalog.places_of(operators)
+        self._stored.record(places, step)
+        self._build_upon(places, whole=whole)
+        experts = self._experts(places)
+        self.tokens.mark_saved(Tier.STORAGE, experts, seen)
+        if in_host is not None:
+            # The buffer that was written from is kept until the next one is: it holds what storage got, and more.
+            in_memory = np.concatenate([places, self.catalog.places_of(in_host)]) if in_host else places
+            held = self._in_memory[Tier.HOST] = self._stored.copy()
+            held.add(in_memory, step)
+            self.tokens.mark_in_host(self._experts(in_memory) if in_host else experts, seen)
+        self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
+
+    def hold(self, operators: tuple[str, ...], step: int, seen: Counts, tier: Tier = Tier.HOST) -> None:
+        """Memory that outlives the process has ``operators`` as of ``step``, and all that it had of others before.
+
+        Where it has no room for what is older, fewer experts come back than is booked here; what a recovery finds is
+        booked by ``TokenBook.recover``.
+
+        Args:
+            operators: Which.
+            step: Of the state.
+            seen: ``[L, E]`` tokens that experts had processed by then.
+            tier: This rank's memory, or that of peers.
+        """
+        places = self.catalog.places_of(operators)
+        if tier not in self._in_memory:
+            self._in_memory[tier] = Versions(self.catalog)
+        self._in_memory[tier].add(places, step)
+        self.tokens.mark_saved(tier, self._experts(places), seen)
+
+    def restore(self, steps: Mapping[str, int], seen: Counts, *, whole: bool) -> None:
+        """The run went on from a checkpoint of this store. To be called after ``tokens.recover``.
+
+        Args:
+            steps: Operator -> step of the version that the checkpoint names; of a sparse window its last step.
+            seen: ``[L, E]`` tokens routed by the step of that checkpoint, which memory may have been ahead of.
+            whole: See ``record``.
+        """
+        places = self.catalog.places_of(tuple(steps))
+        self._stored.replace(places, list(steps.values()))
+        self._build_upon(places, whole=whole)
+        # Of experts that memory had newer than storage. What was routed since would be routed again.
+        self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
+
+    def _build_upon(self, places: npt.NDArray[np.int64], *, whole: bool) -> None:
+        if whole:
+            self._built_upon[places] = True
+        else:
+            self._built_upon[:] = False
+
+    def forget(self) -> None:
+        """Forgets the versions on storage, as far as they may be built upon: as if nothing had ever been saved."""
+        self._stored = Versions(self.catalog)
+        self._in_memory.clear()
+        self._built_upon[:] = False
+        self.tokens.forget_saved()
+        self.at_risk = AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())
+
+    def owe(self, operators: Iterable[str], change: int) -> None:
+        """These operators have other tensors than before, by the ``change``-th change: old versions do not fit."""
+        self._mandatory.update(dict.fromkeys(operators, change))
+
+    def pay(self, saved: Mapping[str, int]) -> None:
+        """A checkpoint with these operators is committed; those changed again since are owed still."""
+        for operator, change in saved.items():
+            if self._mandatory.get(operator) == change:
+                del self._mandatory[operator]
+
+    # --- what is asked ---
+
+    @property
+    def mandatory(self) -> Mapping[str, int]:
+        """Operators to be saved whatever the policy says, each with the change that it is owed to (see ``owe``)."""
+        return dict(self._mandatory)
+
+    @property
+    def lacking(self) -> npt.NDArray[np.bool_]:
+        """Per operator: no checkpoint holds it for a partial one to build on, of all that were saved since a window."""
+        return ~self._built_upon
+
+    def missing(self) -> Sequence[str]:
+        """Ids of the operators that are ``lacking``."""
+        return tuple(compress(self.catalog.everything, self.lacking.tolist()))
+
+    def steps(self, tier: Tier) -> Counts:
+        """``[operators]`` step of the newest version of each operator in ``tier``; ``NEVER`` where there is none."""
+        versions = self._stored if tier is Tier.STORAGE else self._in_memory.get(tier) or Versions(self.catalog)
+        return versions.numbers[:-1].copy()
+
+    def expert_steps(self, tier: Tier = Tier.STORAGE) -> Counts:
+        """``[L, E]`` step of each expert's newest committed copy, or of a newer one in memory of the life at hand, if
+        ``tier`` says so; ``NEVER`` where there is none yet."""
+        steps = self._stored.numbers
+        if tier in self._in_memory:
+            steps = np.maximum(steps, self._in_memory[tier].numbers)
+        of_experts: Counts = steps[self.catalog.expert_places]
+        return of_experts
+
+    def expert_ages(self, step: int) -> Counts:
+        """``[L, E]`` steps since each expert's newest committed copy; -1 where there is none yet."""
+        copies = self.expert_steps()
+        return np.where(copies == NEVER, -1, step - copies)
+
+    def oldest_expert_steps(self, step: int) -> int:
+        """Steps since the state of the expert whose newest committed copy is the oldest; 0 before the first."""
+        return int(self.expert_ages(step).max(initial=0))
+
+    @property
+    def at_risk_plt(self) -> float:
+        """PLT if the run failed now and came back to the newest committed step."""
+        routed = self.tokens.routed_tokens
+        return (self.tokens.lost_tokens + self.at_risk.tokens) / routed if routed else 0.0
+
+    # --- for the simulator ---
+
+    def as_of(self, applied: Counts, memory: Ledger | None = None, tiers: Iterable[Tier] = ()) -> Ledger:
+        """A copy of it when ``applied`` ``[L, E]`` tokens had been routed: what a failure returns to.
+
+        Without anchors: the life after it begins its log anew.
+
+        Args:
+            applied: See above.
+            memory: A copy made before, whose versions in ``tiers`` are taken: those may have later ones by now.
+            tiers: Which.
+        """
+        copied = Ledger(self.catalog)
+        copied.tokens.applied = applied.copy()
+        copied.tokens.faults = list(self.tokens.faults)
+        copied.at_risk = self.at_risk
+        copied._stored, copied._built_upon = self._stored.copy(), self._built_upon.copy()
+        copied._mandatory = dict(self._mandatory)
+        before = {} if memory is None else {tier: memory for tier in tiers if tier in memory.tokens.saved}
+        sources = dict.fromkeys(self.tokens.saved, self) | before
+        copied.tokens.saved = {tier: of.tokens.saved[tier].copy() for tier, of in sources.items()}
+        copied._in_memory = {tier: of._in_memory[tier].copy() for tier, of in sources.items() if tier in of._in_memory}
+        return copied
+
+    def recover(self, step: int, seen: Counts) -> FaultRecord:
+        """Book a return to this very state of ``step``, after which memory holds nothing more.
+
+        Args:
+            step: Of the state.
+            seen: ``[L, E]`` tokens seen by the experts that came from memory; 0 where they came from storage.
+        """
+        self._in_memory.clear()
+        return self.tokens.recover(step, seen)
+
+    def move(self, steps: int, counts: Counts, *, stored: bool = True) -> None:
+        """Everything as it would be ``steps`` later, in a run that routes ``counts`` ``[L, E]`` at each.
+
+        Args:
+            stored: Storage has got, meanwhile, what it got before; else it has what it had.
+        """
+        routed = counts * steps
+        self.tokens.applied = self.tokens.applied + routed
+        self.at_risk = AtRisk(self.at_risk.lacking, self.at_risk.routed + routed)
+        resting = () if stored else (Tier.STORAGE,)
+        self.tokens.saved = {
+            tier: saved if tier in resting else saved + routed for tier, saved in self.tokens.saved.items()
+        }
+        for versions in (*((self._stored,) if stored else ()), *self._in_memory.values()):
+            versions.move(steps)
+        self.anchors.move(steps)
+
+    def _experts(self, places: Counts) -> Counts:
+        """``[n, 2]``: ``(layer, expert)`` of the experts at these places of the catalog."""
+        return self.catalog.layer_and_expert[places[self.catalog.is_expert[places]]]

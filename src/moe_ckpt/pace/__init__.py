@@ -1,0 +1,1 @@
+"""How often to checkpoint, and how much at once, from measured times. Pure."""

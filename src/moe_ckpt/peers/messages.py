@@ -1,0 +1,297 @@
+"""Messages of one connection: a copy is offered, accepted or refused, sent, verified, and acknowledged or not.
+
+An offer is a fixed record and the slot's header; the bytes follow only when the holder has reserved room for them. So
+nothing is allocated before its length was checked, and a refusal costs no bytes. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from moe_ckpt.errors import DamagedError, MemoryFullError
+from moe_ckpt.format.shard import MAX_HEADER_BYTES
+from moe_ckpt.format.slot import SlotHeader
+from moe_ckpt.peers.headers import HeaderReader
+from moe_ckpt.peers.store import Incoming, ReplicaStore, decoded
+from moe_ckpt.peers.wire import CHUNK_NBYTES, Link, Wire
+from moe_ckpt.ports import GatedTransfer
+
+log = logging.getLogger("moe_ckpt")
+
+_MAGIC = b"mockcopy"
+_OFFER = struct.Struct("<8sQQQQQ")
+_ANSWER = struct.Struct("<QIQQ")
+_RUN = struct.Struct("<QQ")
+_MOST_RUNS = 1 << 20
+_MOST_SLOTS = 1 << 10
+"""Of one snapshot."""
+_GATHERED_NBYTES = 1 << 16
+"""Runs smaller than this are sent together."""
+_MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
+_MOST_DATA_NBYTES = 1 << 44
+"""More than any host's memory; room is reserved anyhow before a byte is taken."""
+
+
+HeldBack = Callable[[int], GatedTransfer | None]
+
+
+class Status(enum.IntEnum):
+    """The answer of a holder about a copy."""
+
+    SEND = 1
+    """Room is reserved, and these bytes are wanted: ``needed`` runs of them follow, ``free`` bytes in all."""
+    HELD = 2
+    """All slices arrived as they were, and the slot is sealed."""
+    FULL = 3
+    DAMAGED = 4
+    FAILED = 5
+
+
+@dataclass(frozen=True, eq=False)
+class SealedSlot:
+    """A sealed slot, which must not change until its copies are acknowledged.
+
+    Attributes:
+        step: Of the state that it holds.
+        memory: ``[nbytes]`` uint8 on the host: the slot's bytes from the first to the end of the last slice.
+        header: Of the slot, as it was sealed.
+    """
+
+    step: int
+    memory: torch.Tensor
+    header: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A holder's answer.
+
+    Attributes:
+        needed, free: Bytes, if its memory is full; see ``Status.SEND``.
+    """
+
+    status: Status
+    needed: int = 0
+    free: int = 0
+
+
+class Sent(NamedTuple):
+    """One copy that was sent.
+
+    Attributes:
+        nbytes: Of it that were sent.
+        secs: From the first of them until the holder had verified all, less what they were held back.
+    """
+
+    answer: Answer
+    nbytes: int = 0
+    secs: float = 0.0
+
+
+def send_copy(
+    wire: Wire,
+    sequence: int,
+    share: SealedSlot,
+    held_back: HeldBack = lambda nbytes: None,
+    more: int = 0,
+) -> Sent:
+    """Sends one copy: the source's side.
+
+    Args:
+        wire: The connection.
+        sequence: Of the snapshot.
+        share: The slot.
+        held_back: Says by what so many bytes are, if they are.
+        more: Slots of the same snapshot that are still to come.
+
+    Raises:
+        OSError: The holder is gone, hangs, or answers something else.
+    """
+    nbytes = share.memory.numel()
+    wire.send(_OFFER.pack(_MAGIC, sequence, more, share.step, len(share.header), nbytes))
+    wire.send(share.header)
+    answer = _answer(wire, sequence)
+    if answer.status is not Status.SEND:
+        return Sent(answer)
+    if answer.needed > _MOST_RUNS:
+        raise ConnectionAbortedError(f"{answer.needed:,} runs of copy {sequence} are wanted")
+    runs = list(_RUN.iter_unpack(wire.receive(_RUN.size * answer.needed)))
+    if any(not begin <= end <= nbytes for begin, end in runs):
+        raise ConnectionAbortedError(f"bytes are wanted of copy {sequence} that it does not have")
+    wanted_nbytes = sum(end - begin for begin, end in runs)
+    transfer = held_back(wanted_nbytes)
+    began = time.perf_counter()
+    _send_runs(wire if transfer is None else _Held(wire, transfer), share.memory.numpy().data, runs)
+    answer = _answer(wire, sequence)
+    held_secs = 0.0 if transfer is None else transfer.held_secs
+    return Sent(answer, wanted_nbytes, time.perf_counter() - began - held_secs)
+
+
+class _Held(NamedTuple):
+    """A wire on which bytes go when they may."""
+
+    wire: Wire
+    transfer: GatedTransfer
+
+    def send(self, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        for at in range(0, len(view), self.transfer.chunk_nbytes):
+            chunk = view[at : at + self.transfer.chunk_nbytes]
+            self.transfer.admit(len(chunk))
+            self.wire.send(chunk)
+
+
+def _send_runs(wire: Wire | _Held, memory: memoryview, runs: list[tuple[int, int]]) -> None:
+    small = bytearray()
+    for begin, end in runs:
+        if end - begin < _GATHERED_NBYTES:
+            small += memory[begin:end]
+        if small and (end - begin >= _GATHERED_NBYTES or len(small) >= _GATHERED_NBYTES):
+            wire.send(bytes(small))
+            small.clear()
+        if end - begin >= _GATHERED_NBYTES:
+            wire.send(memory[begin:end])
+    if small:
+        wire.send(bytes(small))
+
+
+def _answer(wire: Wire, sequence: int) -> Answer:
+    of, status, needed, free = _ANSWER.unpack(wire.receive(_ANSWER.size))
+    if of != sequence or status not in Status.__members__.values():
+        raise ConnectionAbortedError(f"the answer {status} to {of} is for {sequence}")
+    return Answer(Status(status), needed, free)
+
+
+def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore, patience_secs: float) -> None:
+    """Receives copies until the source ends the connection: the holder's side.
+
+    Args:
+        wire: The connection.
+        link: Whose copies come.
+        run_id: Of the store.
+        store: Takes them.
+        patience_secs: Longest wait for this rank's own snapshot of the same step, before all bytes are requested.
+
+    Raises:
+        OSError: The source is gone, hung in the middle of a copy, or sent something else.
+    """
+    newest, receiver = (-1, 0), _Receiver(wire, link, run_id, store, HeaderReader(), patience_secs)
+    offer = bytearray(_OFFER.size)
+    while wire.receive_into(memoryview(offer), idle=True):
+        magic, sequence, more, step, header_nbytes, nbytes = _OFFER.unpack(offer)
+        is_next = (sequence, -more) > newest and more < _MOST_SLOTS
+        if magic != _MAGIC or not is_next or header_nbytes > _MOST_HEADER_NBYTES or nbytes > _MOST_DATA_NBYTES:
+            raise ConnectionAbortedError(
+                f"copy {sequence} (header {header_nbytes:,} bytes, {nbytes:,} in all, {more} slots after it) was "
+                f"offered after copy {newest[0]}, which {-newest[1]} slots were to follow"
+            )
+        newest = sequence, -more
+        _say(wire, sequence, _receive(receiver, _Offer(sequence, more, step, header_nbytes, nbytes)))
+
+
+def _say(wire: Wire, sequence: int, answer: Answer) -> None:
+    wire.send(_ANSWER.pack(sequence, answer.status, answer.needed, answer.free))
+
+
+class _Offer(NamedTuple):
+    """Of one copy. more: slots of the same snapshot after it. header_nbytes, nbytes: that follow."""
+
+    sequence: int
+    more: int
+    step: int
+    header_nbytes: int
+    nbytes: int
+
+
+class _Receiver(NamedTuple):
+    """What one connection's copies go through. See ``receive_copies``."""
+
+    wire: Wire
+    link: Link
+    run_id: str
+    store: ReplicaStore
+    reader: HeaderReader
+    patience_secs: float
+
+
+def _receive(receiver: _Receiver, offer: _Offer) -> Answer:
+    """One copy. Returns what the source is to hear of it."""
+    wire, link, run_id, store, reader, patience_secs = receiver
+    sequence, step = offer.sequence, offer.step
+    raw = wire.receive(offer.header_nbytes)
+    try:
+        header = decoded(raw, run_id, link.generation, link.source, step)
+        extents = reader.extents(header, f"the copy of rank {link.source}")
+        incoming = store.reserve(header, raw, extents, offer.nbytes)
+    except DamagedError as error:
+        log.warning("a copy was refused: %s", str(error))
+        return Answer(Status.DAMAGED)
+    except MemoryFullError as error:
+        return Answer(Status.FULL, error.needed_bytes, error.free_bytes)
+    except OSError as error:
+        log.warning("no copy of rank %d can lie here: %s", link.source, str(error))
+        return Answer(Status.FAILED)
+    try:
+        mirror = store.mirror_of(link.source, sequence, patience_secs, again=offer.more > 0)
+        differ = 0
+        while mirror is not None:
+            differ += incoming.fill(mirror)
+            mirror = mirror.following
+        del mirror
+        if differ:
+            log.warning(
+                "%d slices of step %d differ between rank %d and rank %d, which should hold the same; those of rank %d "
+                "are sent to its copy",
+                *(differ, step, link.source, link.holder, link.source),
+            )
+        _say(
+            wire,
+            sequence,
+            Answer(Status.SEND, len(incoming.requested), sum(end - at for at, end in incoming.requested)),
+        )
+        wire.send(b"".join(_RUN.pack(*run) for run in incoming.requested))
+        damaged = _take(wire, incoming)
+    except OSError:
+        store.discard(incoming)
+        raise
+    if damaged is not None:
+        store.discard(incoming)
+        log.warning(
+            "the copy of rank %d's step %d was refused: checksum mismatch in slice %s",
+            *(link.source, step, _name_at(header, damaged)),
+        )
+        return Answer(Status.DAMAGED)
+    try:
+        store.keep(link.source, sequence, incoming)
+    except OSError as error:
+        store.discard(incoming)
+        log.warning("the copy of rank %d's step %d cannot be kept: %s", link.source, step, str(error))
+        return Answer(Status.FAILED)
+    return Answer(Status.HELD)
+
+
+def _name_at(header: SlotHeader, begin: int) -> str:
+    """Of the slice that begins there."""
+    entries = ((part.begin + entry.begin, entry) for part in header.parts for entry in header.slices(part, "a copy"))
+    return next((f"{entry.name} of {entry.operator}" for at, entry in entries if at == begin and entry.nbytes), "?")
+
+
+def _take(wire: Wire, incoming: Incoming) -> int | None:
+    """Receive what is wanted of a copy. Returns where the first damaged slice begins; None if there is none."""
+    damaged: int | None = None
+    for first, end in incoming.requested:
+        for begin in range(first, end, CHUNK_NBYTES):
+            chunk = incoming.memory[begin : min(begin + CHUNK_NBYTES, end)]
+            if not wire.receive_into(chunk):
+                raise ConnectionResetError("the connection ended in the middle of a copy")
+            if damaged is None:
+                damaged = incoming.verify(begin + len(chunk))
+    return damaged

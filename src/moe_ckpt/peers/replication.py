@@ -1,0 +1,398 @@
+"""Copies of sealed memory slots on peers: sent, verified and acknowledged while training continues.
+
+A rank has one connection to each rank that holds its copies, and one from each whose copies it holds, each with a
+thread that sleeps in the kernel while bytes move. So a peer that is slow, paused or gone holds up only the copies
+that are meant for it; when the timeout has passed, it is given up for the rest of this life of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from statistics import median
+
+from moe_ckpt.errors import PeerLostError
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.peers.messages import Answer, SealedSlot, Status, receive_copies, send_copy
+from moe_ckpt.peers.replica_placement import ReplicaPlacement
+from moe_ckpt.peers.store import ReplicaStore
+from moe_ckpt.peers.wire import Cutter, Link, Listener, StaleHelloError, Wire, connect
+from moe_ckpt.ports import GatedTransfer, TransferGate
+from moe_ckpt.threads import ThreadName, named_thread
+
+log = logging.getLogger("moe_ckpt")
+"""Gets errors as text: a record that is kept would keep the error, its frames, and the mapped bytes that they know."""
+
+_RECENT_COPIES = 5
+_TELLING_NBYTES = 1 << 16
+"""Fewer say how long a message takes, and not how many bytes go over."""
+_TICK_SECS = 1e-6
+_PATIENCE = 0.25
+"""Portion of the time in which a source waits for an answer that a holder's own snapshot of the step may take, and of
+that in which a holder waits for bytes that sends may be held back."""
+_CUT_SECS = 5.0
+"""Longest wait for a thread whose connection was cut."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The ranks that take part in one life of a run; equal on every rank, except ``rank``.
+
+    Attributes:
+        rank: This process's.
+        run_id: Of the store.
+        generation: This life.
+        placement: Who holds whose copies.
+        addresses: Of each rank's ``Listener``.
+        secret: Drawn for this life.
+    """
+
+    rank: int
+    run_id: str
+    generation: int
+    placement: ReplicaPlacement
+    addresses: tuple[tuple[str, int], ...]
+    secret: bytes
+
+
+class _Copies:
+    """The copies of one rank's slots of a snapshot, until all peers have answered or are given up."""
+
+    def __init__(self, sequence: int, shares: tuple[SealedSlot, ...], peers: int) -> None:
+        self.sequence = sequence
+        self.shares = shares
+        self.future: Future[int] = Future()
+        self._open = peers
+        self._accepted = 0
+        self._lost: PeerLostError | None = None
+        self._lock = threading.Lock()
+
+    def answered(self, *, accepted: bool, lost: PeerLostError | None = None) -> None:
+        """One peer's answer; ``lost``: there will be none."""
+        with self._lock:
+            self._open -= 1
+            self._accepted += accepted
+            self._lost = self._lost or lost
+            if self._open:
+                return
+        if self._lost is not None and not self._accepted:
+            self.future.set_exception(self._lost)
+        else:
+            self.future.set_result(self._accepted)
+
+
+class _Sender:
+    """Sends this rank's copies to one peer, one after the other, on a separate thread."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        peer: int,
+        timeout_secs: float,
+        cutter: Cutter,
+        lag: Callable[[], int],
+        gate: TransferGate | None,
+    ) -> None:
+        self.peer = peer
+        self.lost: PeerLostError | None = None
+        self.sent_bytes = self.saved_bytes = 0
+        self.rates: deque[float] = deque(maxlen=_RECENT_COPIES)
+        self._roster = roster
+        self._timeout_secs = timeout_secs
+        self._cutter = cutter
+        self._lag = lag
+        self._gate = gate
+        self._said: set[Status] = set()
+        self._queue: queue.SimpleQueue[_Copies | None] = queue.SimpleQueue()
+        self.thread = named_thread(ThreadName.REPLICATE, self._run, suffix=f"-to-{peer}")
+        self.thread.start()
+
+    def put(self, copies: _Copies | None) -> None:
+        """None: no more copies follow."""
+        self._queue.put(copies)
+
+    def _run(self) -> None:
+        roster, wire = self._roster, None
+        link = Link(roster.generation, roster.rank, self.peer)
+        address = roster.addresses[self.peer]
+        try:
+            wire = connect(address, roster.secret, link, self._timeout_secs, lambda: self._cutter.is_over)
+            self._cutter.add(wire)
+        except OSError as error:
+            self._give_up(error)
+        while (copies := self._queue.get()) is not None:
+            if wire is not None and self.lost is None:
+                self._send(wire, copies)
+            else:
+                copies.answered(accepted=False, lost=self.lost)
+            del copies  # a slot that is removed takes room for as long as somebody knows its bytes
+        if wire is not None:
+            wire.close()
+
+    def _send(self, wire: Wire, copies: _Copies) -> None:
+        sent, took, held = 0, 0.0, True
+        for more, share in zip(range(len(copies.shares) - 1, -1, -1), copies.shares, strict=True):
+            try:
+                answer, nbytes, secs = send_copy(wire, copies.sequence, share, self._held_back, more)
+            except OSError as error:
+                wire.cut()
+                self._give_up(error, share.step)
+                copies.answered(accepted=False, lost=self.lost)
+                return
+            held = answer.status is Status.HELD
+            if not held:
+                self._say_refused(answer, share.step)
+                break
+            self.sent_bytes += nbytes + len(share.header)
+            self.saved_bytes += share.memory.numel() - nbytes
+            sent, took = sent + nbytes, took + secs
+        if held and sent >= _TELLING_NBYTES:
+            self.rates.append(sent / max(took, _TICK_SECS))
+        copies.answered(accepted=held)
+
+    def _held_back(self, nbytes: int) -> GatedTransfer | None:
+        if self._gate is None:
+            return None
+        rate = median(tuple(self.rates)) if self.rates else None
+        return self._gate.send(nbytes, rate, _PATIENCE * self._timeout_secs)
+
+    def _give_up(self, error: OSError, step: int | None = None) -> None:
+        what = "to connect" if step is None else f"to take the copy of step {step}"
+        self.lost = PeerLostError(
+            self._roster.rank, f"rank {self.peer} {what}", self._timeout_secs, f"{type(error).__name__}: {error}"
+        )
+        if not self._cutter.is_over:
+            log.warning(
+                "rank %d gets no more copies of rank %d until the run is restarted: %s (%d steps behind)",
+                *(self.peer, self._roster.rank, str(error), self._lag()),
+            )
+
+    def _say_refused(self, answer: Answer, step: int) -> None:
+        """Once for each reason."""
+        if answer.status in self._said:
+            return
+        self._said.add(answer.status)
+        if answer.status is Status.FULL:
+            log.warning(
+                "rank %d has no room for the copy of step %d of rank %d: %s bytes are needed in its memory directory, "
+                "%s are free there, or left by the memory limit of its job. It gets no copy until there is room",
+                *(self.peer, step, self._roster.rank, f"{answer.needed:,}", f"{answer.free:,}"),
+            )
+        else:
+            log.warning("rank %d did not accept the copy of step %d; see its log", self.peer, step)
+
+
+class Replicator:
+    """One rank's part in the copies of one life of a run. Made by ``peers.opening``.
+
+    ``submit`` is called on the persist thread, ``release`` and ``release_except`` on any, ``close`` last.
+
+    Args:
+        roster: Who takes part.
+        listener: Of this rank, whose address is in the roster.
+        make: Makes a slot in this rank's memory directory.
+        timeout_secs: Longest time in which a peer takes or gives no byte.
+        gate: Holds sends back; None: they go at once.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        listener: Listener,
+        make: Callable[[int], Slot],
+        timeout_secs: float,
+        gate: TransferGate | None = None,
+    ) -> None:
+        self.roster = roster
+        self._timeout_secs = timeout_secs
+        self._cutter = Cutter()
+        self._newest_step: int | None = None
+        self._copied_step: int | None = None
+        self._open = 0
+        self._lock = threading.Lock()
+        sources = roster.placement.sources_of[roster.rank]
+        self.store = ReplicaStore(make)
+        self._receivers: list[threading.Thread] = []
+        self._accepting = named_thread(ThreadName.REPLICATE, self._accept, listener, sources)
+        self._accepting.start()
+        self._senders = [
+            _Sender(roster, peer, timeout_secs, self._cutter, lambda: self.lag_steps, gate)
+            for peer in roster.placement.peers_of[roster.rank]
+        ]
+
+    # --- as a source ---
+
+    def submit(self, sequence: int, *shares: SealedSlot | None) -> Future[int]:
+        """Send a snapshot's sealed slots to this rank's peers.
+
+        Args:
+            sequence: Of the snapshot; greater than all before, equal on every rank.
+            shares: What to send, one after the other; None if this rank has nothing, which ends at once.
+
+        Returns:
+            How many peers hold verified, sealed copies of all. Its exception is ``PeerLostError`` where none does, and
+            one is given up. Until it is done, the slots must not change.
+        """
+        slots = tuple(share for share in shares if share is not None)
+        if not slots or not self._senders:
+            nothing: Future[int] = Future()
+            nothing.set_result(0)
+            return nothing
+        copies, step = _Copies(sequence, slots, len(self._senders)), slots[-1].step
+        with self._lock:
+            self._newest_step = step
+            self._copied_step = step - 1 if self._copied_step is None else self._copied_step
+            self._open += 1
+        copies.future.add_done_callback(lambda done: self._note(done, step))
+        for sender in self._senders:
+            sender.put(copies)
+        return copies.future
+
+    def left_out(self, step: int) -> None:
+        """A snapshot of ``step`` is not sent, because peers have not taken those before it."""
+        with self._lock:
+            self._newest_step = step
+
+    def all_hold(self, done: Future[int]) -> bool:
+        """Returns whether all peers that are not given up hold the copies of ``submit``."""
+        return done.exception() is None and done.result() >= max(1, len(self._senders) - len(self.lost))
+
+    def _note(self, done: Future[int], step: int) -> None:
+        complete = self.all_hold(done)
+        with self._lock:
+            self._open -= 1
+            if complete:
+                self._copied_step = max(step, self._copied_step or 0)
+
+    @property
+    def in_flight(self) -> int:
+        """Snapshots that were submitted, and that some peer has not answered for."""
+        return self._open
+
+    @property
+    def lag_steps(self) -> int:
+        """Steps between the newest snapshot and the newest that all peers hold that are not given up."""
+        with self._lock:
+            return (self._newest_step or 0) - (self._copied_step or 0)
+
+    @property
+    def lost(self) -> Mapping[int, PeerLostError]:
+        """Peers that were given up, each with the reason."""
+        return {sender.peer: sender.lost for sender in self._senders if sender.lost is not None}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent in copies that peers hold or held."""
+        return sum(sender.sent_bytes for sender in self._senders)
+
+    @property
+    def send_bytes_per_sec(self) -> float | None:
+        """Returns the rate of the slowest peer lately, all others beside it; None until it took enough."""
+        rates = [median(tuple(sender.rates)) for sender in self._senders if sender.rates]
+        return min(rates, default=None)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Returns the bytes of those copies that were not sent because the peers had it (``slices.mirroring``)."""
+        return sum(sender.saved_bytes for sender in self._senders)
+
+    # --- as a holder ---
+
+    def release(self, sequence: int) -> None:
+        """Copies older than those of ``sequence`` are no longer needed."""
+        self.store.release(sequence)
+
+    def release_except(
+        self, sequences: Collection[int], spare: Collection[int] = (), over: Collection[tuple[int, int]] = ()
+    ) -> None:
+        """Only copies of these sequences are still needed; ``spare`` ones only as long as there is room.
+
+        Args:
+            sequences: Of snapshots.
+            spare: Likewise.
+            over: (sequence, place) of slots of gradients that are not needed though the sequence is.
+        """
+        self.store.release_except(sequences, spare, over)
+
+    @property
+    def held(self) -> Mapping[tuple[int, int], Slot]:
+        """Returns (source, sequence) -> slot of the copies that lie here, verified and sealed."""
+        return self.store.held()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that copies of others take on this rank."""
+        return self.store.nbytes
+
+    def _accept(self, listener: Listener, sources: Collection[int]) -> None:
+        """Until all sources are connected: then no connection is accepted any more."""
+        roster = self.roster
+        awaited = {source: Link(roster.generation, source, roster.rank) for source in sources}
+        try:
+            while awaited:
+                try:
+                    connection = listener.accept(
+                        roster.secret, roster.generation, awaited, lambda: self._cutter.is_over
+                    )
+                except StaleHelloError as error:
+                    log.warning("copies of %s were refused", str(error))
+                except OSError as error:
+                    log.info("a connection for copies was refused: %s", str(error))
+                else:
+                    if connection is None:
+                        return
+                    wire, link = connection
+                    del awaited[link.source]
+                    self._receive_from(self._cutter.add(wire), link)
+        finally:
+            listener.close()
+
+    def _receive_from(self, wire: Wire, link: Link) -> None:
+        thread = named_thread(ThreadName.REPLICATE, self._receive, wire, link, suffix=f"-from-{link.source}")
+        with self._lock:
+            self._receivers.append(thread)
+        thread.start()
+
+    def _receive(self, wire: Wire, link: Link) -> None:
+        try:
+            receive_copies(wire, link, self.roster.run_id, self.store, _PATIENCE * self._timeout_secs)
+        except OSError as error:
+            if not self._cutter.is_over:
+                log.warning("rank %d accepts no more copies of rank %d: %s", link.holder, link.source, str(error))
+        finally:
+            wire.cut()
+            wire.close()
+
+    # --- the end ---
+
+    def close(self, timeout_secs: float = 0.0) -> bool:
+        """End all threads. Copies that lie here stay, and no file is touched afterwards.
+
+        Args:
+            timeout_secs: Longest wait for what was submitted, and for what sources still send: they end when they have
+                closed, too. 0: at once, as after a failure.
+
+        Returns:
+            False if a thread could not be ended; it is a daemon, and can do no harm.
+        """
+        for sender in self._senders:
+            sender.put(None)
+        if timeout_secs > 0:
+            self._join(timeout_secs)
+        self._cutter.cut_all()
+        self.store.close()
+        return self._join(_CUT_SECS)
+
+    def _join(self, timeout_secs: float) -> bool:
+        deadline = time.monotonic() + timeout_secs
+        with self._lock:
+            threads = [self._accepting, *(sender.thread for sender in self._senders), *self._receivers]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,1 @@
+"""Which experts of each layer a partial checkpoint saves."""

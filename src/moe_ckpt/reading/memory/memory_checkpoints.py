@@ -1,0 +1,532 @@
+"""Checkpoints that lie in the memory of this job's nodes, as checkpoints beside those of the store.
+
+After a restart every rank tells what slots it has. The newest snapshot of which every writer's share is somewhere is a
+checkpoint, whether storage has it or not; of one that storage has, memory may have any part. Manifest and index are
+made of the slots' headers, and ``reading.memory.slot_storage`` gives the bytes, so that it is opened, proved, verified
+and restored as any other. A slot in which damage is found is set aside, and the next source is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from moe_ckpt.core.operators import EXPERT
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Facts
+from moe_ckpt.core.survivors import is_survivors
+from moe_ckpt.core.tokens import TokenBook, window_began
+from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
+from moe_ckpt.format.manifest import (
+    Manifest,
+    ModelRecord,
+    OperatorRecord,
+    SlotRecord,
+    age_of,
+    pruned,
+    step_dir,
+)
+from moe_ckpt.ledger.coverage import Box, prove_cover
+from moe_ckpt.memory.checking import newest_of
+from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.index import blocks_of
+from moe_ckpt.reading.memory.gradient_log import LoggedSnapshot
+from moe_ckpt.reading.memory.memory_shares import (
+    LeftBehind,
+    MemoryCheckpoint,
+    Share,
+    base_of,
+    beneath_of,
+    checkpoints_of,
+    fullest,
+    left_behind,
+    nearest,
+    sealed_beside,
+    snapshots_of,
+    teller_of,
+    without,
+    without_log,
+)
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory, RankMemory
+from moe_ckpt.reading.memory.slot_storage import SlotFile, SlotPaths, SlotStorage, packed_paths
+from moe_ckpt.reading.memory.slot_views import (
+    ExchangedHeaders,
+    LaidSnapshots,
+    Layer,
+    SlotFiles,
+    SnapshotFacts,
+    facts_of_slots,
+    packed_header,
+    packed_with_headers,
+    share_of,
+    unpacked_headers,
+    unpacked_with_headers,
+)
+from moe_ckpt.reading.memory.standing import Standing, checkpoint_in, say_unusable
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.together import RankZeroAnswer
+
+log = logging.getLogger("moe_ckpt")
+
+_EXPERTS = "expert"
+"""Kind of the shards of experts."""
+SURVIVORS_SUFFIX = "_survivors"
+"""Ending of the directory of what survivors sealed of a step of which there is another snapshot."""
+MOST_STARTS = 3
+"""From one checkpoint in memory without a step that ended: what is wrong is with it, or with what computes from it."""
+
+
+class MemoryCheckpoints:
+    """The checkpoints that the slots of earlier lives hold together. Made and used by all ranks, on the training
+    thread.
+
+    Args:
+        comm: The ranks.
+        tier: This rank's slots.
+        reader: Of the store; what it has read already is not read again.
+
+    Attributes:
+        standing: What storage has.
+        used: Path of a file of the checkpoint opened last -> the slot that it comes from.
+        paths: Where each slot lies.
+
+    Raises:
+        MoECheckpointError, OSError: Rank 0 cannot list the store.
+        PeerLostError: A peer is gone.
+    """
+
+    def __init__(self, comm: Communicator, tier: RankMemory, reader: StoreReader) -> None:
+        self._comm, self._tier, self._reader = comm, tier, reader
+        self.used: Mapping[str, Share] = {}
+        self._given_up, self._bad_bases, self._bad_base = set[str](), set[str](), ""
+        self._noted: set[int] = set()
+        self._of_other_layout: set[Share] = set()
+        self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
+        self._slots = tier.left_slots.slots
+        answer = RankZeroAnswer.of(reader.directories if comm.rank == 0 else None)
+        here = [answer.payload, tier.node, packed_paths(self._slots), facts_of_slots(self._slots)]
+        self._exchanged = ExchangedHeaders()
+        ranks = []
+        payload = b"".join(packed_with_headers(here, _newest_headers(self._slots, comm.rank)))
+        for holder, raw in enumerate(comm.everyone(payload)):
+            facts, headers = unpacked_with_headers(raw)
+            ranks.append(facts)
+            self._exchanged.note(holder, headers)
+        self.standing = Standing(comm, answer.taken(ranks[0][0], f"list the store {reader.storage.root}"))
+        self.shares: list[Share] = []
+        self.paths = SlotPaths()
+        for holder, (_, node, paths, slots) in enumerate(ranks):
+            self.paths.note(holder, paths)
+            self.shares += [share_of(holder, node, fields) for fields in slots]
+        if not tier.outlives_process:  # a commit on storage makes it a checkpoint
+            stored = set(self.standing.stored)
+            self.shares = [share for share in self.shares if step_dir(share.step, share.generation) in stored]
+        self.standing.say_gone(checkpoints_of(self.shares))
+
+    def offered(self) -> list[str]:
+        """Directories of what memory has whole, or has a part of beside storage, newest first."""
+        checkpoints = checkpoints_of(self.shares)
+        whole = {
+            step_dir(checkpoint.step, checkpoint.generation) for checkpoint in checkpoints if checkpoint.is_complete
+        }
+        # What ``moe-ckpt densify`` made of a log stands on storage by itself.
+        logs = {step_dir(checkpoint.step, checkpoint.generation) for checkpoint in checkpoints if checkpoint.is_log}
+        whole -= logs & set(self.standing.stored)
+        parts = {
+            step_dir(checkpoint.step, checkpoint.generation)
+            for checkpoint in checkpoints
+            if not (checkpoint.is_window or checkpoint.is_log)
+        }
+        return sorted((whole | parts.intersection(self.standing.stored)) - self._given_up, key=age_of, reverse=True)
+
+    def ask(self, directory: str) -> Callable[[], OpenedMemory]:
+        """Hear from all ranks what memory has of a checkpoint. A collective; reads no slice.
+
+        Returns:
+            Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot, nor read the checkpoint on
+            storage that it is laid over.
+
+        Raises:
+            RecoveryLoopError: Too many starts have gone on from it, and ended no step.
+        """
+        checkpoint = checkpoint_in(self.shares, directory)
+        self._note_start(directory, checkpoint)
+        return self.opener(checkpoint)
+
+    def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
+        """Asks as ``ask`` does, but does not count as a start from the checkpoint."""
+        stored = [(*age_of(name), name) for name in self.standing.stored]
+        names = [name for name in base_of(checkpoint, stored) if name not in self._bad_bases]
+        described = self.describe([checkpoint])
+        older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
+        survivors = None if older else sealed_beside(checkpoint, snapshots_of(self.shares))
+        others = [*older, survivors] if survivors is not None else older
+        described += self.describe(others) if others else []
+        return lambda: self._opened(checkpoint, older, survivors, described, self._beneath(names[:1]))
+
+    def set_aside(self, directory: str, problem: Exception | None, *, diverged: bool = False) -> None:
+        """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
+
+        A collective. Where that changes nothing, the checkpoint is not offered again. If what it is laid over on
+        storage is damaged, it is laid over an older one. What another number of ranks wrote stays until this run has a
+        checkpoint of its own: the number may be a mistake.
+
+        Args:
+            directory: Of the checkpoint.
+            problem: This rank's own, if any.
+            diverged: Updates of a gradient log came to another state on some rank: none of the log's are made again.
+        """
+        if isinstance(problem, OtherLayoutError):
+            self._of_other_layout |= set(self.used.values())
+        path = problem.path if isinstance(problem, DamagedError) else ""
+        share = self.used.get(path)
+        mine = [] if share is None else [share.holder, share.number]
+        answer = json.dumps([mine, self._bad_base, "" if problem is None else str(problem)]).encode()
+        answers = [json.loads(raw) for raw in self._comm.everyone(answer)]
+        if self._comm.rank == 0:
+            say_unusable(directory, [reason for _, _, reason in answers])
+        self._bad_base = ""
+        bases = {name for _, name, _ in answers if name}
+        self._bad_bases |= bases
+        bad = {tuple(culprit) for culprit, _, _ in answers if culprit}
+        for holder, number in sorted(bad):
+            if holder == self._comm.rank:
+                slot = self._slots[number].slot
+                slot.quarantine()
+                log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
+        self.shares = without(self.shares, bad)
+        if diverged:
+            self.shares = without_log(self.shares, age_of(directory)[0])
+        if bad or bases or diverged:
+            return
+        count = len(self.shares)  # without what stands in for a rank's own share there may be another of the step
+        of_step = [share for share in self.shares if step_dir(share.step, share.generation) == directory]
+        self.shares = [share for share in self.shares if not share.only or share not in of_step]
+        if len(self.shares) == count:
+            self._given_up.add(directory)
+
+    def left_behind(self, taken: Manifest) -> LeftBehind | None:
+        """Returns what memory had after ``taken``, from which the run goes on; None if nothing. Alike on every rank."""
+        return left_behind(checkpoints_of(self.shares), taken.generation, taken.step)
+
+    def keep_only(self, step: int | None) -> None:
+        """The run continues: lets go of all slots but those of the checkpoint opened last, if it is of that ``step``.
+
+        Args:
+            step: None if memory gave nothing. Then what only another layout can use stays.
+        """
+        shares = self._of_other_layout if step is None else set(self.used.values()) - self._passing
+        numbers = {share.number for share in shares if share.holder == self._comm.rank}
+        slots = [self._slots[number] for number in sorted(numbers)]
+        self._slots = ()  # so that ``left_slots`` has the only references to what it deletes
+        self._tier.left_slots.keep(slots)
+        self._tier.complete_step = step
+
+    # --- opening ---
+
+    def note_lasting_start(self, shares: Iterable[Share]) -> None:
+        """This start goes on from what ranks kept of the newest step: counted until a step ends."""
+        for number in sorted({share.number for share in shares if share.holder == self._comm.rank}):
+            self._tier.left_slots.note_start(self._slots[number], lasting=True)
+
+    def _note_start(self, directory: str, checkpoint: MemoryCheckpoint) -> None:
+        """Count this start on every slot of the checkpoint, on every node, until a step ends."""
+        shares = checkpoint.shares
+        starts = max(share.starts for share in shares)
+        if starts >= MOST_STARTS:
+            slots = [f"{self.paths[share]} (rank {share.writer}'s, on rank {share.holder})" for share in shares]
+            raise RecoveryLoopError(directory, starts, slots, self._tier.run_id, self._tier.root)
+        for number in {share.number for share in shares if share.holder == self._comm.rank} - self._noted:
+            self._noted.add(number)
+            self._tier.left_slots.note_start(self._slots[number])
+
+    def _beneath(self, names: Sequence[str]) -> Manifest | None:
+        """The first of these checkpoints on storage; None if there is none. Raises as ``StoreReader.manifest``."""
+        try:
+            return self._reader.manifest(names[0]) if names else None
+        except (DamagedError, CoverageError, StepRemovedError):
+            self._bad_base = names[0]
+            raise
+
+    def gives_up_beneath(self) -> bool:
+        """Tells one process alone whether what was opened last is laid over a damaged checkpoint; the next is not."""
+        base, self._bad_base = self._bad_base, ""
+        self._bad_bases |= {base} if base else set()
+        return bool(base)
+
+    def describe(self, checkpoints: Sequence[MemoryCheckpoint], recounted: Collection[int] = ()) -> list[SnapshotFacts]:
+        """Returns what every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what
+        a manifest needs. A collective, unless all of it was told at first.
+
+        Args:
+            recounted: As of ``SnapshotFacts.settle``.
+        """
+        snapshots = [
+            (one, checkpoint.states, gradients)
+            for checkpoint in checkpoints
+            for one, gradients in checkpoint.with_gradients()
+        ]
+        if all(not states and self._exchanged.tells(snapshot, gradients) for snapshot, states, gradients in snapshots):
+            return [self._exchanged.facts_of(snapshot, gradients, recounted) for snapshot, _, gradients in snapshots]
+        facts_of_all = [SnapshotFacts() for _ in snapshots]
+        mine: list[bytes] = []
+        for position, (snapshot, states, gradients) in enumerate(snapshots):
+            teller_shares = snapshot[teller_of(snapshot)]
+            of_gradients = ((writer, shares) for (writer, _), shares in gradients.items() if shares)
+            for writer, shares in (*of_gradients, *snapshot.items(), *states.items()):
+                if fullest(shares).holder == self._comm.rank:
+                    header = self._slots[fullest(shares).number].header
+                    mine += packed_header(position, writer, header, tells=shares is teller_shares)
+        for raw in self._comm.everyone(b"".join(mine)):
+            for position, writer, alone, described, facts in unpacked_headers(raw):
+                facts_of_all[position].add(writer, described, facts, alone=alone)
+        for snapshot_facts in facts_of_all:
+            snapshot_facts.settle(recounted)
+        return facts_of_all
+
+    def _opened(
+        self,
+        checkpoint: MemoryCheckpoint,
+        older: Sequence[MemoryCheckpoint],
+        survivors: MemoryCheckpoint | None,
+        described: Sequence[SnapshotFacts],
+        beneath: Manifest | None,
+    ) -> OpenedMemory:
+        directory = step_dir(checkpoint.step, checkpoint.generation)
+        logged, chained, alive = tuple[LoggedSnapshot, ...](), frozenset[str](), list[SlotFiles]()
+        count = len(checkpoint.snapshots)
+        parts = self.parts(checkpoint, described[:count])
+        layers = [
+            Layer(
+                self.parts(earlier, [facts], SURVIVORS_SUFFIX if earlier.step == checkpoint.step else "")[0],
+                earlier,
+                facts,
+            )
+            for earlier, facts in zip(older, described[count : count + len(older)], strict=True)
+        ]
+        stored = None if beneath is None or checkpoint.is_window or beneath.directory != directory else beneath
+        if stored is not None and is_survivors(checkpoint.shares[-1].sequence) and not checkpoint.is_complete:
+            parts = self.parts(checkpoint, described[:count], SURVIVORS_SUFFIX)
+            view = self._laid(stored, [*layers, Layer(parts[0], checkpoint, described[0])])
+            manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
+        elif stored is not None and not is_survivors(checkpoint.shares[-1].sequence):
+            [part] = parts
+            self._require_same(part, stored)
+            view, unchanged = self._laid(stored, layers), part.known_to(stored)
+            whole = checkpoint.is_whole and len(unchanged) == len(part.files)
+            view.lay(
+                part, described[0], host_only=part.host_only if whole else self.covered(part, part.host_only, stored)
+            )
+            view.slots |= unchanged
+            manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
+        else:  # a complete seal has everything, under the names that storage's files of the step have
+            alone = stored is not None or checkpoint.is_window or checkpoint.is_log
+            alone = alone and not described[count - 1].contents.gradients
+            view = self._laid(None if alone else beneath, layers)
+            manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
+        files = view.slots_of(manifest)
+        self._passing = frozenset(() if survivors is None else survivors.shares)
+        if checkpoint.is_log:
+            pairs = zip(manifest.slots, parts, strict=True)
+            logged = tuple(LoggedSnapshot(slot, part.gradients) for slot, part in pairs)
+            manifest = replace(manifest, window=())
+            alive += [] if survivors is None else self.parts(survivors, described[-1:], SURVIVORS_SUFFIX)
+            files |= {path: file for part in (*parts, *alive) for path, file in part.files.items()}
+        if checkpoint.is_log or checkpoint.is_window:
+            newest = described[count - 1]
+            chained = view.brought_to(newest.contents, newest.require_facts(checkpoint.step))
+        self.used = {}
+        reader, slots = self.reading(manifest, files, [*parts, *alive, *(layer.part for layer in layers)])
+        survivor_slices = tuple(stored for part in alive for stored in part.in_full)
+        return OpenedMemory(
+            reader, slots, manifest, beneath, view.fresh, logged, chained=chained, survivor_slices=survivor_slices
+        )
+
+    def _require_same(self, part: SlotFiles, stored: Manifest) -> None:
+        """Raises ``DamagedError`` unless all slots are of the checkpoint that storage has by this name, which a life
+        that ended before its first commit may have used, too."""
+        other = next((state for state in part.states if state not in stored.states), None)
+        if other is not None:
+            self.used = {other.path: part.files[other.path].share}
+            reason = "it differs from storage: another life of the run has used the same name"
+            raise DamagedError(other.path, reason, step=stored.step, rank=other.rank)
+
+    def reading(
+        self, manifest: Manifest, files: Mapping[str, SlotFile], parts: Iterable[SlotFiles]
+    ) -> tuple[StoreReader, SlotStorage]:
+        """Returns the reader of a checkpoint of which ``files`` lie in slots. Those are in use from here on.
+
+        Args:
+            manifest: Of it.
+            files: By their paths.
+            parts: That they are of.
+        """
+        self.used = {**self.used, **{path: file.share for path, file in files.items()}}
+        checker = self._tier.left_slots.checker
+        checker.only({self._slots[share.number] for share in self.used.values() if share.holder == self._comm.rank})
+        mine = {file.share.number for file in files.values() if file.share.holder == self._comm.rank}
+        slots_by_number = {number: self._slots[number] for number in sorted(mine)}
+        slots = SlotStorage(
+            self._reader.storage, self._comm, self._tier.node, slots_by_number, self.paths, files, checker=checker
+        )
+        if not self._tier.outlives_process:
+            slots.places = ("this job's processes",)
+        reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself
+        headers = {rec: head for part in parts for rec, head in part.headers.items() if rec.path in files}
+        reader.add(manifest, headers, slots.is_sound)
+        return reader, slots
+
+    def _has_all(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> bool:
+        """Whether every expert is in the checkpoint itself, so that no older one need be looked into."""
+        contents = described[-1].contents
+        if described[-1].facts is None or not checkpoint.is_complete:
+            return False
+        if checkpoint.is_log and not contents.gradients:  # it has gradients of all others
+            return True
+        experts = sum(operator.startswith(EXPERT) for operator in contents.full)
+        return experts == sum(layer.experts for layer in self._tier.model.layers)
+
+    def parts(
+        self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts], ending: str = ""
+    ) -> list[SlotFiles]:
+        """The slots of each snapshot, as files.
+
+        Args:
+            ending: Of the names of their directories.
+        """
+        parts = []
+        for (snapshot, gradients), facts in zip(checkpoint.with_gradients(), described, strict=True):
+            step = next(iter(snapshot.values()))[0].step
+            facts.require_shape(step, _grid(self._tier.model))
+            part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step)
+            for writer, shares in sorted(snapshot.items()):
+                full = [share for share in shares if share.sent == fullest(shares).sent]
+                near, complete = (
+                    nearest(candidates, self._comm.rank, self._tier.node) for candidates in (shares, full)
+                )
+                here = self._slots[complete.number].header.parts if complete.holder == self._comm.rank else ()
+                part.add(
+                    writer, near, complete, facts.writers[writer], state=writer not in checkpoint.states, here=here
+                )
+            for (writer, slot), shares in gradients.items():
+                near = nearest(shares, self._comm.rank, self._tier.node)
+                here = self._slots[near.number].header.parts if near.holder == self._comm.rank else ()
+                part.add(writer, near, near, facts.gradients[writer, slot], state=False, here=here)
+            for writer, shares in checkpoint.states.items():
+                near = nearest(shares, self._comm.rank, self._tier.node)
+                part.add(writer, near, near, facts.states[writer])
+            parts.append(part)
+        return parts
+
+    def _laid(self, beneath: Manifest | None, layers: Sequence[Layer]) -> LaidSnapshots:
+        """What storage has, and on top of it the experts of earlier snapshots, the oldest first, that are whole."""
+        view = LaidSnapshots([], {}) if beneath is None else LaidSnapshots(list(beneath.files), dict(beneath.operators))
+        for part, checkpoint, facts in layers if beneath is not None else ():
+            newer = view.older_than(part.step)
+            host_only, sent = part.host_only & newer, (part.of_kind(_EXPERTS) - part.host_only) & newer
+            if not checkpoint.is_whole:
+                host_only = self.covered(part, host_only, beneath)
+            if not checkpoint.is_complete:
+                sent = self.covered(part, sent, beneath)
+            if host_only or sent:
+                view.lay(part, facts, stored=sent, host_only=host_only)
+        return view
+
+    def _manifest(
+        self,
+        checkpoint: MemoryCheckpoint,
+        snapshots: Sequence[SnapshotFacts],
+        parts: Sequence[SlotFiles],
+        view: LaidSnapshots,
+        beneath: Manifest | None,
+    ) -> Manifest:
+        """The manifest of a checkpoint that storage does not have. view: what it is laid over; becomes the whole."""
+        facts = snapshots[-1].require_facts(checkpoint.step)
+        for part, snapshot in zip(parts, snapshots, strict=True):
+            host_only = part.host_only if checkpoint.is_whole else self.covered(part, part.host_only, beneath)
+            view.lay(part, snapshot, stored=snapshot.contents.full, host_only=host_only)
+            view.slots |= part.files
+        *before, last = parts
+        first = snapshots[0].require_facts(checkpoint.step).applied if before else None
+        window = tuple(SlotRecord(part.step, tuple(part.states)) for part in before)
+        whole = self.whole(checkpoint, facts, view.operators, beneath)
+        whole = replace(whole, states=tuple(last.states), window=window, tokens={**whole.tokens, **window_began(first)})
+        manifest = pruned(whole, view.files, {part.directory for part in parts})
+        if beneath is not None and not {*manifest.files}.isdisjoint(beneath.files):
+            manifest = replace(manifest, not_finite=beneath.not_finite)
+        return manifest
+
+    def whole(
+        self,
+        checkpoint: MemoryCheckpoint,
+        facts: Facts,
+        operators: Mapping[str, OperatorRecord],
+        beneath: Manifest | None,
+    ) -> Manifest:
+        """The manifest of a checkpoint, which lacks its files and the ranks' states."""
+        book = TokenBook.from_dict({} if beneath is None else beneath.tokens, *_grid(self._tier.model))
+        if facts.lost is not None and len(book.faults) < len(facts.faults):  # else it was written after all of them
+            book.saved[Tier.STORAGE] = book.saved[Tier.STORAGE] + facts.lost.reshape(book.applied.shape)
+        book.applied = facts.applied.reshape(book.applied.shape).copy()
+        book.faults = list(facts.faults)
+        book.saved = {Tier.STORAGE: book.saved[Tier.STORAGE]}
+        return Manifest(
+            run_id=self._tier.run_id,
+            step=checkpoint.step,
+            generation=checkpoint.generation,
+            world_size=checkpoint.writers,
+            index=facts.index,
+            created_unix_secs=time.time(),
+            model=self._tier.model,
+            operators=operators,
+            parent=None if beneath is None else beneath.directory,
+            policy=facts.policy,
+            measured=facts.measured,
+            tokens=book.to_dict(),
+        )
+
+    def covered(
+        self,
+        part: SlotFiles,
+        operators: frozenset[str],
+        beneath: Manifest | None,
+        reader: StoreReader | None = None,
+    ) -> frozenset[str]:
+        """Returns those of ``operators`` that some slots hold whole, though others are gone, by what storage has of
+        them.
+
+        Args:
+            reader: Of ``beneath``, if that is in memory.
+        """
+        if not operators or beneath is None:
+            return frozenset()
+        blocks = blocks_of((reader or self._reader).index(beneath), operators)
+        boxes_of: dict[str, list[tuple[str, Box]]] = {}
+        for entry in part.slices_of(operators):
+            boxes_of.setdefault(entry.operator, []).append((entry.key, entry.box))
+        return frozenset(op for op, boxes in boxes_of.items() if _covers(op, blocks[op], boxes))
+
+
+def _grid(model: ModelRecord) -> tuple[int, int]:
+    """(layers, experts of the largest)."""
+    return len(model.layers), max((layer.experts for layer in model.layers), default=0)
+
+
+def _newest_headers(slots: Sequence[FoundSlot], rank: int) -> list[bytes]:
+    """Those of what this rank sealed last. Most starts go on from it, and need not ask for them then."""
+    newest = newest_of(slots, rank, 1)
+    headers = [(number, slot.header) for number, slot in enumerate(slots) if any(slot is one for one in newest)]
+    return [piece for number, header in headers for piece in packed_header(number, rank, header, tells=rank == 0)]
+
+
+def _covers(operator: str, needed: Mapping[str, Sequence[Box]], stored: Sequence[tuple[str, Box]]) -> bool:
+    try:
+        prove_cover(operator, needed, stored)
+    except CoverageError as error:
+        log.info("not all of %s survived in memory, so the version on storage is used: %s", operator, str(error))
+        return False
+    return True

@@ -1,0 +1,343 @@
+"""What a run that ended left in memory, looked at from outside of any run: by one process that has all its directories.
+
+Directories of several nodes may have been brought to one machine; peers' copies stand for those of a node that is lost.
+Nothing that lies there is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from moe_ckpt.comm.communicator import SoloCommunicator
+from moe_ckpt.core.survivors import GRADIENTS
+from moe_ckpt.errors import (
+    DamagedError,
+    GradientGapError,
+    MoECheckpointError,
+    NoCheckpointError,
+    StepRemovedError,
+    StoreError,
+    UnsupportedError,
+)
+from moe_ckpt.format.manifest import Manifest, ModelRecord, step_dir
+from moe_ckpt.ledger.gradient_chain import LoggedStep, chain
+from moe_ckpt.memory.checking import SlotChecker
+from moe_ckpt.memory.directory import (
+    RankDirectory,
+    entries,
+    holder_of,
+    owner_of,
+    rank_directories,
+    said_holder,
+    user_directory,
+)
+from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, checkpoints_of, snapshots_of, without
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint
+from moe_ckpt.reading.slices import find_damage
+
+log = logging.getLogger("moe_ckpt")
+
+_SHOWN = 4
+
+
+class _SlotsOutside:
+    def __init__(self, slots: Sequence[FoundSlot]) -> None:
+        self.slots = tuple(slots)
+        self.checker = SlotChecker(())  # of none: everything is verified when it is read
+
+    def keep(self, used: Collection[FoundSlot]) -> None:
+        """Nobody goes on from here."""
+
+    def note_start(self, slot: FoundSlot, *, lasting: bool = False) -> None:
+        """Nobody does."""
+
+
+class _Memory:
+    """``opened_memory.RankMemory`` of everything that was found."""
+
+    node, root = "", ""
+    complete_step: int | None = None
+    outlives_process = True
+
+    def __init__(self, slots: Sequence[FoundSlot], run_id: str, model: ModelRecord) -> None:
+        self.left_slots, self.model, self.run_id = _SlotsOutside(slots), model, run_id
+
+
+class MemoryOutside:
+    """The checkpoints in memory directories of a run, for one process. Use as a context: the directories are locked.
+
+    Args:
+        reader: Of the run's store.
+        roots: As in ``Memory(directory=...)``, of all nodes.
+
+    Attributes:
+        damages: What ``opened`` found, for people.
+
+    Raises:
+        NoCheckpointError: Nothing of the store's run lies there; says what does. Or the store has no checkpoint yet.
+        StoreError: A process of the run is alive.
+        ConfigError: One of ``roots`` cannot be used.
+    """
+
+    def __init__(self, reader: StoreReader, roots: Sequence[str]) -> None:
+        self._reader = reader
+        self._exit = contextlib.ExitStack()
+        self._bad: set[tuple[int, int]] = set()
+        self.damages: list[str] = []
+        try:
+            self._open(roots)
+        except BaseException:
+            self._exit.close()
+            raise
+
+    def _open(self, roots: Sequence[str]) -> None:
+        reader, run_id = self._reader, self._reader.identity().run_id
+        model = _model_of(reader)
+        runs = [user_directory(root) / run_id for root in roots]
+        slots: list[FoundSlot] = []
+        for run in runs:
+            for _, _, path in rank_directories(run):
+                self._exit.callback(self._locked(path).release)
+                slots += _slots_of(path, reader.storage.root)
+        if not slots:
+            raise NoCheckpointError(_nothing(reader, roots))
+        self._headers = [slot.header for slot in slots]
+        self.memory = MemoryCheckpoints(SoloCommunicator(), _Memory(slots, run_id, model), reader)
+
+    @staticmethod
+    def _locked(path: Path) -> RankDirectory:
+        taken = RankDirectory.take(path)
+        if taken is None:
+            raise StoreError(
+                f"{path} is held by {said_holder(holder_of(path))}: its run is still running. End it first"
+            )
+        return taken
+
+    def __enter__(self) -> MemoryOutside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def steps(self) -> list[int]:
+        """Returns the steps that can be made and that storage does not have, newest first."""
+        return list(dict.fromkeys(checkpoint.step for checkpoint in self._complete() if not self._stored(checkpoint)))
+
+    def _stored(self, checkpoint: MemoryCheckpoint) -> bool:
+        return step_dir(checkpoint.step, checkpoint.generation) in self.memory.standing.stored
+
+    def _complete(self, *, windows: bool = False) -> list[MemoryCheckpoint]:
+        """Newest first. By default without sparse windows: what they are takes forward and backward passes."""
+        checkpoints = checkpoints_of(without(self.memory.shares, self._bad))
+        return [one for one in checkpoints if one.is_complete and (windows or not one.is_window)]
+
+    def manifests(self) -> Iterator[Manifest]:
+        """Yields the checkpoints that are whole in memory, and that storage does not have, newest first. Of a gradient
+        log, whose steps are all checkpoints, only the newest.
+
+        Raises:
+            MoECheckpointError: As ``MemoryCheckpoints.opener``.
+        """
+        checkpoints = [one for one in self._complete(windows=True) if not self._stored(one)]
+        newest_log = next((one for one in checkpoints if one.is_log), None)
+        for checkpoint in checkpoints:
+            if checkpoint is newest_log or not checkpoint.is_log:
+                yield self.memory.opener(checkpoint)().manifest
+
+    def opened(self, step: int | None, verify: Callable[[OpenedMemory], None]) -> OpenedMemory:
+        """Returns a checkpoint whose bytes were verified: of damaged slots other copies are taken, if there are any.
+
+        Args:
+            step: None for the newest.
+            verify: Reads what is needed. Raises ``DamagedError``.
+
+        Raises:
+            NoCheckpointError: It cannot be made; says which operators lack which steps, or which slots are damaged. Or
+                storage has it.
+            MoECheckpointError: As ``MemoryCheckpoints.opener``.
+        """
+        requested = step
+        while True:
+            checkpoint = next(
+                (candidate for candidate in self._complete() if requested in (None, candidate.step)), None
+            )
+            if checkpoint is None:
+                raise NoCheckpointError(self._unreached(requested))
+            if self._stored(checkpoint):
+                directory = step_dir(checkpoint.step, checkpoint.generation)
+                raise NoCheckpointError(f"{self._reader.storage.root}/{directory} is there already")
+            requested = checkpoint.step  # damage found in the newest is said, and is no reason to take an older one
+            try:
+                opened = self.memory.opener(checkpoint)()
+                opened.reader.prove(opened.manifest)
+                verify(opened)
+            except (DamagedError, StepRemovedError) as error:
+                if self.memory.gives_up_beneath():
+                    continue
+                share = self.memory.used.get(error.path)
+                if share is None:
+                    raise
+                self._bad.add((share.holder, share.number))
+                self.damages.append(f"{self.memory.paths[share]} is damaged ({error})")
+                log.warning("%s; it is left out", self.damages[-1])
+                continue
+            return opened
+
+    # --- why not ---
+
+    def _unreached(self, step: int | None) -> str:
+        steps = self.steps()
+        can = f"steps that can be made: {', '.join(map(str, steps[:12]))}" if steps else "no step can be made"
+        if step is None:
+            return f"no checkpoint in memory is complete; {can}{_because(self.damages)}"
+        return f"step {step} cannot be made: {self._lacking(step)}{_because(self.damages)}; {can}"
+
+    def _lacking(self, step: int) -> str:
+        """Which operators lack which steps."""
+        shares = without(self.memory.shares, self._bad)
+        snapshots = {snapshot.step: snapshot for snapshot in snapshots_of(shares)}
+        if step not in snapshots:
+            extent = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"
+            return f"no slot holds a part of it ({extent})"
+        logged = self._logged_steps(snapshots)
+        gaps: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for operator in sorted(frozenset().union(*(logged_step.updated for logged_step in logged.values()))):
+            try:
+                chain(logged, operator, step)
+            except GradientGapError as gap:
+                gaps[gap.missing, gap.problem].append(operator)
+        if not gaps:
+            return "it is a step of a sparse window, or the snapshots of its ranks do not fit together"
+        return "; ".join(_gap(*gap, names, snapshots) for gap, names in sorted(gaps.items()))
+
+    def _logged_steps(self, snapshots: Mapping[int, MemoryCheckpoint]) -> dict[int, LoggedStep]:
+        """The log, with nothing of the steps of which a rank's share is gone."""
+        anchored = {header.step: set(header.contents.full) for header in self._headers if not header.only}
+        everything = frozenset().union(*anchored.values())
+        steps: dict[int, LoggedStep] = {}
+        for at, snapshot in snapshots.items():
+            if not snapshot.is_complete:
+                steps[at] = LoggedStep(updated=everything)
+                continue
+            full = frozenset(anchored.get(at, ()))
+            gradients = everything - full
+            if any(header.step == at and header.contents.groups for header in self._headers):
+                gradients &= self._alone(at)
+            steps[at] = LoggedStep(everything, gradients, full)
+        for at in range(min(steps), max(steps)):
+            steps.setdefault(at, LoggedStep(updated=everything))
+        return steps
+
+    def _alone(self, step: int) -> frozenset[str]:
+        """Operators of whose gradients some slot is there that holds nothing else."""
+        slots = (slot for slot in self._headers if (slot.step, slot.only) == (step, GRADIENTS))
+        parts = (header.slices(part, f"memory slots of step {step}") for header in slots for part in header.parts)
+        return frozenset(entry.operator for slices in parts for entry in slices)
+
+
+@contextlib.contextmanager
+def memory_step(reader: StoreReader, roots: Sequence[str], step: int | None) -> Iterator[OpenedMemory]:
+    """Gives a checkpoint that lies in memory and not on storage, every byte of it verified. Memory is locked meanwhile.
+
+    Args:
+        reader: Of the run's store.
+        roots: As in ``Memory(directory=...)``, of all nodes.
+        step: Of the state; None for the newest.
+
+    Raises:
+        NoCheckpointError, StoreError, ConfigError: As ``MemoryOutside`` and ``MemoryOutside.opened``.
+        UnsupportedError: It is a step of a gradient log, which has to be made dense first.
+    """
+
+    def verify(opened: OpenedMemory) -> None:
+        if opened.logged:
+            raise UnsupportedError(
+                f"step {opened.manifest.step} in memory is a step of a gradient log: write it to the store first, with "
+                f"moe-ckpt densify {reader.storage.root} --step {opened.manifest.step}"
+            )
+        verify_opened(opened)
+
+    with MemoryOutside(reader, roots) as memory:
+        yield memory.opened(step, verify)
+
+
+def verify_opened(opened: OpenedMemory) -> None:
+    """Reads every byte of a checkpoint, the gradients of a log included. Raises as ``check_checkpoint``."""
+    check_checkpoint(opened.reader, opened.manifest)
+    slices = (stored for snapshot in opened.logged for stored in snapshot.gradients)
+    for _, damage in find_damage(opened.reader.storage, slices):
+        if damage is not None:
+            raise damage
+
+
+def _gap(missing: int, why: str, operators: Sequence[str], snapshots: Mapping[int, MemoryCheckpoint]) -> str:
+    shown = ", ".join(operators[:_SHOWN]) + (f" and {len(operators) - _SHOWN} more" if len(operators) > _SHOWN else "")
+    snapshot = snapshots.get(missing)
+    if snapshot is None:
+        return f"{shown} lack step {missing}, of which no slot holds a part"
+    if snapshot.is_complete and "gradient" in why:
+        return f"{shown} lack the gradient of step {missing}: no newer step needs it, or its slot is damaged"
+    if snapshot.is_complete:
+        return f"{shown} lack an anchor of step {missing} or before"
+    gone = [str(rank) for rank in range(snapshot.writers) if rank not in snapshot.snapshots[0]]
+    several = "shares of ranks" if len(gone) > 1 else "share of rank"
+    return (
+        f"{shown} lack step {missing}: the {several} {', '.join(gone)} are in none of the given directories. Give the "
+        "directories of all nodes, or of the peers that hold copies"
+    )
+
+
+def _because(damages: Sequence[str]) -> str:
+    return f", because of damage: {'; '.join(damages)}" if damages else ""
+
+
+def _slots_of(path: Path, store: str) -> Iterator[FoundSlot]:
+    owner = owner_of(path).store
+    if owner != store:
+        log.warning(
+            "%s was written for the store %s, and is used for %s, because it is of the same run",
+            path,
+            owner or "(unknown)",
+            store,
+        )
+    for header in sorted(path.glob("*.head")):
+        try:
+            yield FoundSlot(*Slot.open(header.with_suffix("")))
+        except (DamagedError, OSError) as error:
+            log.warning("the memory slot %s is left out: %s", header.with_suffix(""), error)
+
+
+def _model_of(reader: StoreReader) -> ModelRecord:
+    """Returns the model's record in the newest manifest that can be read."""
+    for directory in reader.directories():
+        try:
+            manifest: Manifest = reader.manifest(directory)
+            return manifest.model
+        except MoECheckpointError as error:
+            log.warning("%s is skipped: %s", directory, error)
+    raise NoCheckpointError(
+        f"{reader.storage.root} has no checkpoint that describes the model's layers. Start the run again, with the "
+        "same ranks and layout, to resume from memory"
+    )
+
+
+def _nothing(reader: StoreReader, roots: Sequence[str]) -> str:
+    runs_of_roots = []
+    for root in roots:
+        for run in entries(user_directory(root)):
+            stores = {owner_of(path).store for _, _, path in rank_directories(run)} - {""}
+            if stores:
+                runs_of_roots.append(f"{root} has run {run.name[:12]} of {', '.join(sorted(stores))}")
+    others = f": {'; '.join(runs_of_roots[:_SHOWN])}" if runs_of_roots else ""
+    return (
+        f"no slot in {', '.join(roots)} is of run {reader.identity().run_id[:12]} of {reader.storage.root}{others}. "
+        "Set --directory to the run's Memory(directory=...), and give the store of that run"
+    )

@@ -1,0 +1,301 @@
+"""Slots of memory read as the files of a store, so that whatever reads, proves and verifies a store does so with them.
+
+A slot's part is the shard that storage would have: its header, then its bytes. Bytes on other nodes are fetched before
+anything reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.memory.checking import SlotChecker
+from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.memory.memory_shares import Share
+from moe_ckpt.reading.memory.node_fetch import Portion, SlotSpan, share_out
+from moe_ckpt.reading.together import STOPS, NotUsableError
+from moe_ckpt.storage.base import Chunk, Storage
+
+STATE = -1
+"""Place of a rank's state file among the parts of its slot."""
+
+Span = tuple[str, int, int]
+"""(path, first byte, end) of what is to be read of a file, its header included."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlotFile:
+    """A part of a slot, as a file.
+
+    Attributes:
+        share: The slot.
+        part: Number of the part in the slot, or ``STATE``.
+        header: The file's first bytes, which every rank has.
+        begin: Byte of the slot at which the rest begins.
+        nbytes: Of the rest.
+    """
+
+    share: Share
+    part: int
+    header: bytes
+    begin: int
+    nbytes: int
+
+
+@dataclass
+class _Fetched:
+    """Bytes of a file that came from another node. begin: of the file's part that follows its header."""
+
+    begin: int
+    data: torch.Tensor
+
+
+_Places = Mapping[tuple[int, int, int], Sequence[_Fetched]]
+"""(holder, slot, part) -> where the bytes of it go that this rank wants, in order."""
+
+
+def _place_of(places: _Places, run: SlotSpan) -> torch.Tensor:
+    """Where bytes go that this rank wants."""
+    among = places[run[:3]]
+    target = among[bisect_right(among, run.begin, key=lambda fetched: fetched.begin) - 1]
+    return target.data[run.begin - target.begin : run.end - target.begin]
+
+
+_Exchange = defaultdict[int, list[torch.Tensor]]
+"""Rank -> tensors, for ``Communicator.swap``."""
+
+
+def packed_paths(slots: Sequence[FoundSlot]) -> list[Any]:
+    """Returns the paths of slots, for ``SlotPaths``; names of directories once."""
+    directories = list(dict.fromkeys(str(slot.slot.path.parent) for slot in slots))
+    at = {directory: number for number, directory in enumerate(directories)}
+    return [directories, [[at[str(slot.slot.path.parent)], slot.slot.path.name] for slot in slots]]
+
+
+class SlotPaths:
+    """The paths of the slots of all ranks."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[Any]] = {}
+
+    def note(self, holder: int, packed: list[Any]) -> None:
+        """Takes in what a rank's ``packed_paths`` gave."""
+        self._of[holder] = packed
+
+    def __getitem__(self, share: Share) -> str:
+        directories, names = self._of[share.holder]
+        directory, name = names[share.number]
+        return f"{directories[directory]}/{name}"
+
+
+@dataclass
+class SlotStorage:
+    """A store as ``storage`` has it, but for ``files``, which come from slots. For reading only.
+
+    Attributes:
+        storage: Of the store.
+        comm: The ranks.
+        node: This rank's.
+        slots: This rank's that ``files`` need, by their number. No others: whoever knows a slot holds its memory.
+        paths: Share -> where its slot lies; only those of this node are opened.
+        files: Path -> what is read instead of the store's file.
+        checker: Has verified some of this rank's slots, if any.
+        places: Where memory is, for people: what this rank reaches as files, and the rest; or all of it.
+    """
+
+    storage: Storage
+    comm: Communicator
+    node: str
+    slots: Mapping[int, FoundSlot]
+    paths: SlotPaths
+    files: Mapping[str, SlotFile]
+    checker: SlotChecker | None = None
+    places: tuple[str, ...] = ("this node", "other nodes")
+    _opened: dict[Share, FoundSlot] = field(default_factory=dict)
+    _fetched: dict[str, list[_Fetched]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.root = self.storage.root
+
+    def is_near(self, path: str) -> bool:
+        """Returns whether this node has the file in memory."""
+        return self.files[path].share.node == self.node
+
+    def is_sound(self, path: str) -> bool:
+        """Returns whether every slice of a file has been verified ahead of time."""
+        file = self.files.get(path)
+        if self.checker is None or file is None or file.share.holder != self.comm.rank or file.part == STATE:
+            return False
+        slot = self.slots[file.share.number]
+        return slot.header.parts[file.part].raw == file.header and self.checker.is_sound(slot)
+
+    def check_only(self, paths: Iterable[str]) -> None:
+        """Limits verifying ahead of time to this rank's slots of these files: it reads no other."""
+        files = [self.files[path] for path in paths]
+        if self.checker is not None:
+            mine = {file.share.number for file in files if file.share.holder == self.comm.rank}
+            self.checker.only({self.slots[number] for number in mine})
+
+    def needs_others(self, spans: Iterable[Span]) -> bool:
+        """Returns whether some span lies on other nodes only, so that all ranks must ``fetch``."""
+        return any(True for _ in self._far(spans))
+
+    def needs_storage(self, spans: Iterable[Span]) -> bool:
+        """Returns whether some span lies on storage only."""
+        return any(path not in self.files for path, _, _ in spans)
+
+    def fetch(self, spans: Iterable[Span]) -> int:
+        """Receive what lies on other nodes: once for each node, whose ranks then share it. A collective.
+
+        Args:
+            spans: What this rank is going to read.
+
+        Returns:
+            How many bytes this rank received from other nodes.
+
+        Raises:
+            NotUsableError: On every rank, if one has no memory for it.
+            PeerLostError: A peer is gone.
+        """
+        asked: list[tuple[SlotSpan, str, _Fetched]] = []
+        problem: Exception | None = None
+        try:
+            for path, begin, end in _joined(self._far(spans)):
+                share, part = self.files[path].share, self.files[path].part
+                fetched = _Fetched(begin, torch.empty(end - begin, dtype=torch.uint8))
+                asked.append((SlotSpan(share.holder, share.number, part, begin, end), path, fetched))
+        except Exception as error:  # raised once the other ranks, which wait for this one, know
+            problem = error
+        mine = None if problem else [run for run, _, _ in asked]
+        requests = [json.loads(raw) for raw in self.comm.everyone(json.dumps([self.node, mine]).encode())]
+        for rank, (_, runs) in enumerate(requests):
+            if runs is None:
+                raise NotUsableError(STOPS, rank, problem)
+        places: dict[tuple[int, int, int], list[_Fetched]] = {}
+        for run, path, fetched in asked:
+            self._fetched.setdefault(path, []).append(fetched)
+            places.setdefault(run[:3], []).append(fetched)
+        nodes = [node for node, _ in requests]
+        wanted_by = {rank: [SlotSpan(*run) for run in runs] for rank, (_, runs) in enumerate(requests)}
+        portions = share_out(nodes, wanted_by)
+        received = self._from_other_nodes(portions, places)
+        if any(portion.others for portion in portions):  # alike on every rank
+            self._on_this_node(portions, places)
+        return received
+
+    def _from_other_nodes(self, portions: Sequence[Portion], places: _Places) -> int:
+        """Receive what this rank fetches, and send what it holds. Returns the bytes received."""
+        outgoing, expected = _Exchange(list), _Exchange(list)
+        for portion in portions:
+            run = portion.span
+            if run.holder == self.comm.rank:
+                data = _part_of(self.slots[run.number], run.part)[run.begin : run.end]
+                outgoing[portion.fetcher].append(data)
+            if portion.fetcher == self.comm.rank:
+                expected[run.holder].append(_place_of(places, run))
+        self.comm.swap(outgoing, expected)
+        return sum(data.numel() for group in expected.values() for data in group)
+
+    def _on_this_node(self, portions: Sequence[Portion], places: _Places) -> None:
+        """Send the node's other ranks what this one fetched, and receive what they did."""
+        outgoing, expected = _Exchange(list), _Exchange(list)
+        for portion in portions:
+            if portion.fetcher == self.comm.rank:
+                for other in portion.others:
+                    outgoing[other].append(_place_of(places, portion.span))
+            elif self.comm.rank in portion.others:
+                expected[portion.fetcher].append(_place_of(places, portion.span))
+        self.comm.swap(outgoing, expected)
+
+    def _far(self, spans: Iterable[Span]) -> Iterable[Span]:
+        """What of ``spans`` lies on other nodes, counted from the end of each file's header."""
+        for path, begin, end in spans:
+            file = self.files.get(path)
+            if file is not None and file.nbytes and file.share.node != self.node:
+                skipped = len(file.header)
+                yield path, max(0, begin - skipped), max(0, end - skipped)
+
+    def _bytes_of(self, path: str, begin: int, end: int) -> memoryview:
+        """Bytes of a file, counted from the end of its header."""
+        file = self.files[path]
+        if file.share.node == self.node:
+            return _part_of(self._open(file.share), file.part)[begin:end].numpy().data
+        for run in self._fetched.get(path, ()):
+            if run.begin <= begin and end <= run.begin + run.data.numel():
+                return run.data[begin - run.begin : end - run.begin].numpy().data
+        raise FileNotFoundError(f"{path}: bytes {begin} to {end} were not fetched")
+
+    def _open(self, share: Share) -> FoundSlot:
+        if share not in self._opened and share.holder == self.comm.rank:
+            self._opened[share] = self.slots[share.number]
+        if share not in self._opened:
+            opened = FoundSlot(*Slot.open(Path(self.paths[share])))
+            header = opened.header
+            if (header.life, header.sequence, header.rank) != (share.life, share.sequence, share.writer):
+                raise DamagedError(self.paths[share], "now holds another snapshot", step=share.step)
+            self._opened[share] = opened
+        return self._opened[share]
+
+    # --- Storage ---
+
+    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
+        """See ``Storage``. Without a copy where the bytes lie in one piece."""
+        file = self.files.get(path)
+        if file is None:
+            return self.storage.read(path, offset, nbytes)
+        size, head = self.size(path), len(file.header)
+        end = size if nbytes is None else min(size, offset + nbytes)
+        if offset >= head:
+            return self._bytes_of(path, offset - head, max(offset, end) - head)
+        first = file.header[offset:end]
+        return first if end <= head else b"".join([first, self._bytes_of(path, 0, end - head)])
+
+    def size(self, path: str) -> int:
+        """See ``Storage``."""
+        file = self.files.get(path)
+        return self.storage.size(path) if file is None else len(file.header) + file.nbytes
+
+    def exists(self, path: str) -> bool:
+        """See ``Storage``."""
+        return path in self.files or self.storage.exists(path)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise OSError("memory slots are read-only")
+
+    probe = write = delete = delete_dir = clean_temporaries = _refuse
+
+    def list(self, path: str = "") -> list[str]:
+        """See ``Storage``; without what is in memory only."""
+        return self.storage.list(path)
+
+
+def _part_of(slot: FoundSlot, number: int) -> torch.Tensor:
+    """The bytes of one part of a slot, to its end."""
+    header = slot.header
+    if number == STATE:
+        return torch.frombuffer(bytearray(header.state), dtype=torch.uint8)
+    return slot.slot.memory[header.parts[number].begin :]
+
+
+def _joined(spans: Iterable[Span]) -> Iterable[Span]:
+    """The same bytes in as few spans as there are gaps."""
+    run: Span | None = None
+    for path, begin, end in sorted(set(spans)):
+        if run is not None and run[0] == path and begin <= run[2]:
+            run = (path, run[1], max(run[2], end))
+        else:
+            if run is not None:
+                yield run
+            run = (path, begin, end)
+    if run is not None:
+        yield run

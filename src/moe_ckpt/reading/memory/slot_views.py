@@ -1,0 +1,460 @@
+"""Slots of memory seen as a checkpoint: snapshots as the files of step directories, one laid over the other."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_ckpt.core.operators import EXPERT
+from moe_ckpt.core.step import Contents, Facts
+from moe_ckpt.core.survivors import GRADIENTS as GRADIENTS_ALONE
+from moe_ckpt.core.survivors import STATE
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.fragment import Fragment, encode_json
+from moe_ckpt.format.manifest import (
+    FileRecord,
+    Manifest,
+    OperatorRecord,
+    StateRecord,
+    kind_of,
+    shard_path,
+    state_path,
+)
+from moe_ckpt.format.sealed import digest
+from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
+from moe_ckpt.format.slot import SlotHeader, SlotPart, decoded, encoded
+from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.reading.index import StoredSlice
+from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, PieceHolders, Share, Snapshot, fullest, teller_of
+from moe_ckpt.reading.memory.slot_storage import STATE as STATE_FILE
+from moe_ckpt.reading.memory.slot_storage import SlotFile
+from moe_ckpt.slices.compiling import GRADIENTS, HOST_ONLY
+
+
+def place_of(operator: str) -> tuple[int, int]:
+    """Returns (layer, expert) of the id of an expert."""
+    layer, expert = operator.removeprefix(EXPERT).split("/")
+    return int(layer), int(expert)
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """The description of one writer's slot.
+
+    Attributes:
+        state: (bytes, digest) of its state file.
+        parts: (kind, first byte, header of its shard).
+        rank_tokens: ``Facts.counted``.
+        gradient_slot: Place of a slot of gradients; None of a share.
+    """
+
+    state: tuple[int, str]
+    parts: tuple[tuple[str, int, bytes], ...]
+    rank_tokens: Counts | None = None
+    gradient_slot: int | None = None
+
+
+UnpackedHeader = tuple[int, int, bool, Described, Mapping[str, Any] | None]
+"""(place, writer, whether it is plain state alone, slot, contents and facts as ``format.slot.encoded``)."""
+
+
+class SnapshotFacts:
+    """The facts of one snapshot.
+
+    Attributes:
+        writers: Writer -> its slot.
+        states: Likewise, of plain state that lies in a slot of its own.
+        gradients: (writer, place) -> slot of gradients.
+        contents: What one of ``writers`` tells of all.
+        facts: Likewise.
+    """
+
+    def __init__(self) -> None:
+        self.writers: dict[int, Described] = {}
+        self.states: dict[int, Described] = {}
+        self.gradients: dict[tuple[int, int], Described] = {}
+        self.contents = Contents(())
+        self.facts: Facts | None = None
+
+    def add(
+        self,
+        writer: int,
+        described: Described,
+        facts: Mapping[str, Any] | None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """Adds one writer's slot.
+
+        Args:
+            facts: Of the snapshot, if this slot tells them.
+            alone: It is plain state by itself.
+        """
+        if described.gradient_slot is not None:
+            self.gradients[writer, described.gradient_slot] = described
+            return
+        (self.states if alone else self.writers)[writer] = described
+        if facts is not None:
+            self.contents, self.facts = decoded(facts)
+
+    def require_facts(self, step: int) -> Facts:
+        """Returns ``facts``, which some rank has told."""
+        if self.facts is None:
+            raise DamagedError(f"memory slots of step {step}", "no rank has facts of the step", step=step)
+        return self.facts
+
+    def require_shape(self, step: int, shape: tuple[int, int]) -> None:
+        """Raises ``DamagedError`` unless tokens are those of experts of the model.
+
+        Args:
+            shape: ``[L, E]``.
+        """
+        facts = self.require_facts(step)
+        for counts in (facts.applied, facts.lost):
+            if counts is not None and counts.shape != shape and (counts.size or 0 not in shape):
+                reason = f"its token counts have the shape {counts.shape}, and the model's experts {shape}"
+                raise DamagedError(f"memory slots of step {step}", reason, step=step)
+
+    def settle(self, recounted: Collection[int] = ()) -> None:
+        """Settles the facts once all ranks have sent theirs: tokens of a step on which they had not agreed when one of
+        them died are summed now.
+
+        Args:
+            recounted: Writers whose tokens are counted again, so that what they sealed of them does not count.
+        """
+        if self.facts is None or self.facts.counted is None:
+            return
+        every = (*self.writers.items(), *self.states.items())
+        counts = (described.rank_tokens for writer, described in every if writer not in recounted)
+        counted = [tokens for tokens in counts if tokens is not None]
+        if any(tokens.shape != self.facts.applied.shape for tokens in counted):  # nobody knows what they are
+            self.facts = None
+            return
+        self.facts = replace(self.facts, applied=sum(counted, start=self.facts.applied), counted=None)
+
+
+def packed_header(position: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
+    """Packs a header for ``unpacked_headers``, which takes one after the other.
+
+    Args:
+        tells: What all writers have alike is in this one.
+    """
+    fields = [
+        position,
+        writer,
+        header.only == STATE,
+        [len(header.state), digest(header.state)],
+        [[part.kind, part.begin, len(part.raw)] for part in header.parts],
+        encoded(header.contents, header.facts) if tells else None,
+        None if header.facts.counted is None else Fragment.of_counts(header.facts.counted),
+        header.place if header.only == GRADIENTS_ALONE else None,
+    ]
+    meta = encode_json(fields)
+    return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
+
+
+def packed_with_headers(value: Any, headers: Iterable[bytes]) -> list[bytes]:
+    """Packs something in JSON, and what ``packed_header`` gave, for ``unpacked_with_headers``."""
+    first = json.dumps(value).encode()
+    return [struct.pack("<Q", len(first)), first, *headers]
+
+
+def unpacked_with_headers(raw: bytes) -> tuple[Any, Iterable[UnpackedHeader]]:
+    """Returns what ``packed_with_headers`` was given."""
+    [nbytes] = struct.unpack_from("<Q", raw)
+    return json.loads(raw[8 : 8 + nbytes]), unpacked_headers(raw[8 + nbytes :])
+
+
+def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
+    """Yields what each ``packed_header`` was given."""
+    at = 0
+    while at < len(raw):
+        [nbytes] = struct.unpack_from("<Q", raw, at)
+        at += 8 + nbytes
+        position, writer, alone, state, sizes, facts, tokens, gradient_slot = json.loads(raw[at - nbytes : at])
+        parts = []
+        for kind, begin, size in sizes:
+            parts.append((kind, begin, raw[at : at + size]))
+            at += size
+        counted = None if tokens is None else np.asarray(tokens, dtype=np.int64)
+        yield position, writer, alone, Described(tuple(state), tuple(parts), counted, gradient_slot), facts
+
+
+class ExchangedHeaders:
+    """Headers that ranks exchanged in advance, before it was known which are needed."""
+
+    def __init__(self) -> None:
+        self._headers: dict[tuple[int, int], tuple[Described, Mapping[str, Any] | None]] = {}
+
+    def note(self, holder: int, headers: Iterable[UnpackedHeader]) -> None:
+        """Takes in the headers that a rank sent of its own slots, by their numbers."""
+        self._headers |= {(holder, number): (described, facts) for number, _, _, described, facts in headers}
+
+    def tells(self, snapshot: Snapshot, gradients: PieceHolders) -> bool:
+        """Returns whether nothing else is needed of a snapshot, with slots of gradients beside it."""
+        headers = {writer: self._of(shares) for writer, shares in snapshot.items()}
+        teller = headers[teller_of(snapshot)]
+        if None in headers.values() or teller is None or teller[1] is None:
+            return False
+        return all(self._of(shares) is not None for shares in gradients.values() if shares)
+
+    def facts_of(self, snapshot: Snapshot, gradients: PieceHolders, recounted: Collection[int] = ()) -> SnapshotFacts:
+        """Returns the facts of a snapshot whose headers were all exchanged.
+
+        Args:
+            recounted: As of ``SnapshotFacts.settle``.
+        """
+        snapshot_facts, teller = SnapshotFacts(), teller_of(snapshot)
+        for writer, shares in snapshot.items():
+            header = self._of(shares)
+            if header is not None:
+                described, facts = header
+                snapshot_facts.add(writer, described, facts if writer == teller else None)
+        for (writer, _), shares in gradients.items():
+            header = self._of(shares) if shares else None
+            if header is not None:
+                snapshot_facts.add(writer, header[0], None)
+        snapshot_facts.settle(recounted)
+        return snapshot_facts
+
+    def _of(self, shares: Sequence[Share]) -> tuple[Described, Mapping[str, Any] | None] | None:
+        """What was told of a writer's slot by anybody who has all of it; copies have the source's own header."""
+        sent = fullest(shares).sent
+        places = ((share.holder, share.number) for share in shares if share.sent == sent)
+        return next((self._headers[key] for key in places if key in self._headers), None)
+
+
+class SlotFiles:
+    """The slots of one snapshot as the files of a directory."""
+
+    def __init__(self, directory: str, step: int) -> None:
+        self.directory, self.step = directory, step
+        self.files: dict[str, SlotFile] = {}
+        self.records: dict[str, list[FileRecord]] = {}
+        self.headers: dict[FileRecord, ShardHeader] = {}
+        self.states: list[StateRecord] = []
+
+    def add(
+        self,
+        writer: int,
+        share: Share,
+        full: Share,
+        described: Described,
+        *,
+        state: bool = True,
+        here: Sequence[SlotPart] = (),
+    ) -> None:
+        """Adds one writer's slot.
+
+        Args:
+            writer: Whose.
+            share: Where it is taken from.
+            full: The same of what was not sent to peers.
+            described: The slot.
+            state: With the plain state; False where that lies in another slot.
+            here: Parts of the slot, if this rank has it; their headers may be decoded already.
+
+        Raises:
+            DamagedError: A header is none.
+        """
+        if state:
+            path = state_path(self.directory, writer)
+            self.states.append(StateRecord(path, *described.state, writer))
+            self.files[path] = SlotFile(share, STATE_FILE, b"", 0, described.state[0])
+        for number, (kind, begin, raw) in enumerate(described.parts):
+            of_slot = "" if described.gradient_slot is None else f"_{described.gradient_slot}"
+            path = shard_path(self.directory, writer, f"{kind}{of_slot}")
+            is_here = number < len(here) and here[number].raw == raw
+            header = here[number].header(path) if is_here else decode_header(raw, path)
+            record = FileRecord(path, len(raw) + header.data_nbytes, len(raw), digest(raw), self.step, writer)
+            self.files[path] = SlotFile(full if kind == HOST_ONLY else share, number, raw, begin, header.data_nbytes)
+            self.records.setdefault(kind, []).append(record)
+            self.headers[record] = header
+
+    @property
+    def gradients(self) -> tuple[StoredSlice, ...]:
+        """The slices of consumed gradients in the slots."""
+        records = self.records.get(GRADIENTS, ())
+        return tuple(StoredSlice(entry, record) for record in records for entry in self.headers[record].slices)
+
+    @property
+    def in_full(self) -> tuple[StoredSlice, ...]:
+        """The slices of operators in the slots, but for consumed gradients."""
+        written = (record for kind, records in self.records.items() if kind != GRADIENTS for record in records)
+        return tuple(StoredSlice(e, record) for record in written for e in self.headers[record].slices if e.operator)
+
+    @property
+    def host_only(self) -> frozenset[str]:
+        """Operators of which the slots hold something that this snapshot does not bring to storage."""
+        return self.of_kind(HOST_ONLY)
+
+    def of_kind(self, kind: str) -> frozenset[str]:
+        """Operators of which parts of a kind hold something."""
+        headers = (self.headers[record] for record in self.records.get(kind, ()))
+        return frozenset(entry.operator for header in headers for entry in header.slices if entry.operator)
+
+    @property
+    def every_slice(self) -> Iterator[SliceEntry]:
+        """Yields the slices in the slots, but for consumed gradients."""
+        for kind, records in self.records.items():
+            for record in records if kind != GRADIENTS else ():
+                yield from self.headers[record].slices
+
+    def slices_of(self, operators: frozenset[str]) -> Iterator[SliceEntry]:
+        """Yields the slices of these operators in the slots."""
+        for header in self.headers.values():
+            yield from (entry for entry in header.slices if entry.operator in operators)
+
+    def known_to(self, stored: Manifest) -> dict[str, SlotFile]:
+        """The files that are byte for byte those of a checkpoint on storage, and those that never go there."""
+        unchanged = {record.path for record in self.headers.keys() & set(stored.files)}
+        unchanged |= {record.path for record in set(self.states).intersection(stored.states)}
+        unchanged |= {record.path for record in self.records.get(HOST_ONLY, ())}
+        return {path: file for path, file in self.files.items() if path in unchanged}
+
+
+class Layer(NamedTuple):
+    """An earlier snapshot, of which experts may be taken."""
+
+    part: SlotFiles
+    checkpoint: MemoryCheckpoint
+    facts: SnapshotFacts
+
+
+class LaidSnapshots:
+    """The newest version of every operator, as snapshots are laid over one another.
+
+    Attributes:
+        files: Of all of them.
+        operators: Their versions, by numbers of ``files``.
+        slots: Path -> slot, of those files that are slots.
+        fresh: See ``OpenedMemory``.
+    """
+
+    def __init__(self, files: list[FileRecord], operators: dict[str, OperatorRecord]) -> None:
+        self.files, self.operators = files, operators
+        self.slots: dict[str, SlotFile] = {}
+        self.fresh: dict[str, int] = {}
+
+    def older_than(self, step: int) -> frozenset[str]:
+        """Operators that the view has in a version before ``step``."""
+        return frozenset(op for op, record in self.operators.items() if record.step < step)
+
+    def lay(
+        self,
+        part: SlotFiles,
+        facts: SnapshotFacts,
+        *,
+        stored: Iterable[str] | None = None,
+        host_only: Iterable[str] = (),
+    ) -> None:
+        """Lays a part on top.
+
+        Args:
+            part: Of one snapshot.
+            facts: Of the same.
+            stored: Operators that the part has in full and that go to storage; None to leave them all out.
+            host_only: Operators that the part has in full and that stay in host memory.
+        """
+        numbers: dict[str, tuple[int, ...]] = {}
+        for kind, records in part.records.items():
+            if kind != GRADIENTS and (kind == HOST_ONLY or stored is not None):
+                numbers[kind] = tuple(range(len(self.files), len(self.files) + len(records)))
+                self.files += records
+                self.slots |= {record.path: part.files[record.path] for record in records}
+        laid = {op: OperatorRecord(part.step, numbers.get(kind_of(op), ())) for op in stored or ()}
+        laid |= {op: OperatorRecord(part.step, numbers[HOST_ONLY]) for op in host_only}
+        self.operators |= laid
+        applied = facts.require_facts(part.step).applied.tolist() if laid else []
+        for op in laid:
+            layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
+            self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
+
+    def brought_to(self, contents: Contents, facts: Facts) -> frozenset[str]:
+        """Returns the operators whose anchors are brought to one step, by gradients or by a replay, and so become as of
+        that one."""
+        gradients, applied = contents.gradients, facts.applied.tolist()
+        brought = frozenset(gradients or self.operators.keys() - set(contents.full))
+        for op in self.operators if not gradients else brought:
+            layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
+            self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
+        return brought
+
+    def slots_of(self, manifest: Manifest) -> dict[str, SlotFile]:
+        """Returns those of ``slots`` that a manifest names."""
+        named = {record.path for record in manifest.files} | {state.path for state in manifest.states}
+        named |= {state.path for slot in manifest.window for state in slot.states}
+        return {path: file for path, file in self.slots.items() if path in named}
+
+
+def facts_of_slots(slots: Sequence[FoundSlot]) -> list[list[Any]]:
+    """Returns what a rank sends the others of its slots, for ``share_of``: of slots of gradients, whose they are
+    beside.
+
+    Args:
+        slots: All that it has.
+    """
+    gradient_slots: dict[tuple[str, int, int], dict[int, int]] = {}
+    for number, slot in enumerate(slots):
+        if slot.header.only == GRADIENTS_ALONE:
+            gradient_slots.setdefault(_key(slot.header), {})[slot.header.place] = number
+    return [
+        [
+            *_fields_of(slot, number),
+            [gradient_slots.get(_key(slot.header), {}).get(at, -1) for at in slot.header.beside],
+        ]
+        for number, slot in enumerate(slots)
+        if slot.header.only != GRADIENTS_ALONE
+    ]
+
+
+def _key(header: SlotHeader) -> tuple[str, int, int]:
+    return header.life, header.sequence, header.rank
+
+
+def _fields_of(slot: FoundSlot, number: int) -> list[Any]:
+    """number: among the holder's."""
+    header = slot.header
+    window, groups = header.contents.window, header.contents.groups
+    position = None if window is None else [window.start, window.size, window.slot]
+    return [
+        number,
+        header.life,
+        header.generation,
+        header.sequence,
+        header.step,
+        header.rank,
+        header.world_size,
+        position,
+        header.facts.base,
+        slot.slot.starts,
+        header.freshness,
+        header.sent,
+        header.contents.since,
+        header.only,
+        header.facts.counted is not None and header.only != STATE,
+        () if groups is None else groups.groups,
+        header.beside,
+    ]
+
+
+def share_of(holder: int, node: str, fields: Sequence[Any]) -> Share:
+    """Returns the share that ``facts_of_slots`` described on another rank.
+
+    Args:
+        holder: That rank.
+        node: Its node.
+    """
+    number, life, generation, sequence, step, writer, writers, in_window, *rest, groups, gradient_slots, held = fields
+    window = None if in_window is None else (in_window[0], in_window[1], in_window[2])
+    of = number, life, generation, sequence, step, writer, writers, window, *rest
+    share = Share(holder, node, *of)
+    if not groups:
+        return share
+    return replace(share, groups=tuple(map(tuple, groups)), pieces=tuple(gradient_slots), held=tuple(held))

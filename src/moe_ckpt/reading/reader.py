@@ -1,0 +1,451 @@
+"""Reading a store: identity, committed steps, manifests, headers, tensors and state, all verified.
+
+A manifest is sealed and has the checksum of every part, a part those of shard headers and state files, a header those
+of slices. Nothing is used before its checksum matched, nothing is unpickled, and sizes are compared with the files'.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+
+from moe_ckpt.errors import (
+    CoverageError,
+    DamagedError,
+    NoCheckpointError,
+    NotFiniteError,
+    StepRemovedError,
+    StoreError,
+)
+from moe_ckpt.format.contents import STATE_FILE, state_contents
+from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.manifest import (
+    MANIFEST_NAME,
+    STORE_NAME,
+    FileRecord,
+    Manifest,
+    Part,
+    PartRecord,
+    StateRecord,
+    check_version,
+    composed,
+    parse_step_dir,
+    state_path,
+    step_of,
+)
+from moe_ckpt.format.run_records import Identity
+from moe_ckpt.format.schema import require, shown
+from moe_ckpt.format.sealed import digest, unseal
+from moe_ckpt.format.shard import ShardHeader
+from moe_ckpt.format.tree import decode_tree
+from moe_ckpt.reading import index as indexing
+from moe_ckpt.reading.index import StoredSlice, TensorIndex
+from moe_ckpt.reading.slices import BadSlice, block, find_damage, read_slices, reported
+from moe_ckpt.reading.step_storage import StepStorage, listed_again
+from moe_ckpt.run.documents import each_step, read_commit, read_header, read_part, read_parts, read_sealed
+from moe_ckpt.storage import Storage, open_storage
+from moe_ckpt.storage.base import Chunk
+from moe_ckpt.storage.patience import PATIENCE_SECS
+from moe_ckpt.threads import ThreadName, named_pool
+
+STORE_KIND = "moe_ckpt.store"
+STATE_KIND = "moe_ckpt.state"
+_READERS = 4
+_log = logging.getLogger("moe_ckpt")
+
+T = TypeVar("T")
+
+
+class StoreReader:
+    """Reads one store, and keeps what it has verified. Not thread-safe.
+
+    Methods raise ``DamagedError`` for bytes that are missing or not those that were written, ``StoreForbiddenError``,
+    and ``StoreUnreadableError`` if storage still fails after retries of ``patience_secs`` in all. Of a step that was
+    removed since it was listed they raise ``StepRemovedError``.
+
+    Attributes:
+        storage: Of the store; tells a step that was removed from one that is damaged.
+        identity_damage: What is wrong with ``store.json``, if ``identity`` did without it.
+        verified: Slices that lie in memory, and need not be verified twice.
+    """
+
+    def __init__(self, storage: Storage, patience_secs: float = PATIENCE_SECS) -> None:
+        self.storage = StepStorage(storage, patience_secs)
+        self.identity_damage: DamagedError | None = None
+        self.verified: set[StoredSlice] = set()
+        self._in_memory: Collection[str] = ()
+        self._is_sound: Callable[[str], bool] = lambda path: False
+        self._identity: Identity | None = None
+        self._manifests: dict[str, Manifest] = {}
+        self._parts: dict[PartRecord, Part] = {}
+        self._headers: dict[FileRecord, ShardHeader] = {}
+        self._index: tuple[Manifest, TensorIndex] | None = None
+        self._proven: TensorIndex | None = None
+
+    def identity(self) -> Identity:
+        """Returns the run of this store; if ``store.json`` is damaged or lost, from the manifests, with a warning.
+
+        Raises:
+            StoreError: There is neither a ``store.json`` of this package nor a readable manifest.
+            FormatVersionError: The store has a version that this package does not read.
+            DamagedError: ``store.json`` is damaged and the manifests do not agree.
+        """
+        if self._identity is None:
+            try:
+                self._identity = self._stored_identity()
+            except DamagedError as error:
+                self._identity = self._inferred_identity(error)
+        return self._identity
+
+    def _stored_identity(self) -> Identity:
+        with reported(STORE_NAME):
+            raw = read_sealed(self.storage, STORE_NAME)
+        kind = unseal(raw, STORE_NAME).get("kind")
+        if kind != STORE_KIND:
+            where = f"{self.storage.root}/{STORE_NAME}"
+            raise StoreError(f"{where} is of a {shown(kind)}, not of a store of moe_ckpt")
+        return Identity.decode(raw, STORE_NAME)
+
+    def _inferred_identity(self, damage: DamagedError) -> Identity:
+        manifests: dict[tuple[str, str], Manifest] = {}
+        for directory in self.directories():
+            try:
+                with reported(f"{directory}/{MANIFEST_NAME}"):
+                    manifest = read_commit(self.storage, directory)
+            except (DamagedError, StepRemovedError):
+                continue
+            manifests[manifest.run_id, manifest.model.fingerprint] = manifest
+        if not manifests:
+            if self.storage.exists(STORE_NAME):
+                raise damage
+            raise StoreError(f"{self.storage.root} is no moe_ckpt store: it has no {STORE_NAME}")
+        if len(manifests) > 1:
+            others = ", ".join(manifest.directory for manifest in manifests.values())
+            raise DamagedError(STORE_NAME, f"{damage.reason}, and these are of different runs: {others}")
+        _log.warning("%s/%s: %s; its content is read from the manifests", self.storage.root, STORE_NAME, damage.reason)
+        self.identity_damage = damage
+        [((run_id, fingerprint), oldest)] = manifests.items()
+        return Identity(run_id, fingerprint, oldest.created_unix_secs)
+
+    def directories(self) -> list[str]:
+        """Returns the committed step directories, newest first by (generation, step)."""
+        with reported(self.storage.root):
+            committed = each_step(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
+        names = [name for name in reversed(committed) if committed[name]]
+        self.storage.note_listed(names)
+        return names
+
+    def manifest(self, directory: str) -> Manifest:
+        """Returns the manifest of a step directory. Raises ``DamagedError`` if it is of another directory or run."""
+        if directory not in self._manifests:
+            path = f"{directory}/{MANIFEST_NAME}"
+            with reported(path, step_of(directory)):
+                manifest = read_commit(self.storage, directory)
+            identity = self.identity()
+            if manifest.run_id != identity.run_id:
+                raise DamagedError(
+                    path, f"belongs to run {manifest.run_id}, but the store to {identity.run_id}", step=manifest.step
+                )
+            if manifest.model.fingerprint != identity.fingerprint:
+                raise DamagedError(path, "is of another model than the store", step=manifest.step)
+            self.storage.note_opened(manifest)
+            self._manifests[directory] = composed(manifest, read_parts(manifest, self._parts, self._part))
+            self.storage.note_opened(self._manifests[directory])
+        return self._manifests[directory]
+
+    def add(
+        self, manifest: Manifest, headers: Mapping[FileRecord, ShardHeader], is_sound: Callable[[str], bool]
+    ) -> None:
+        """Adds a checkpoint that lies in memory.
+
+        Args:
+            manifest: Of it.
+            headers: Of those of its files that do.
+            is_sound: Whether every slice of the file at a path has been verified already.
+        """
+        self._manifests[manifest.directory] = manifest
+        self._headers |= headers
+        self._in_memory = {record.path for record in headers}
+        self._is_sound = functools.cache(is_sound)
+
+    def unverified(self, slices: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
+        """Yields the slices that are not verified yet; notes the others as verified."""
+        for stored in slices:
+            if self._is_sound(stored.path):
+                self.note_verified(stored)
+            else:
+                yield stored
+
+    def note_verified(self, stored: StoredSlice) -> None:
+        """Notes a slice as undamaged, if it lies in memory. Storage may return other bytes at the next read."""
+        if stored.path in self._in_memory:
+            self.verified.add(stored)
+
+    def _part(self, record: PartRecord) -> Chunk:
+        with reported(record.path, step_of(record.directory)):
+            return read_part(self.storage, record)
+
+    def headers(self, manifest: Manifest) -> dict[str, ShardHeader]:
+        """Returns path -> header, of every shard that the manifest names."""
+        todo = [record for record in manifest.files if record not in self._headers]
+        if todo:
+            with named_pool(ThreadName.HEADERS, min(_READERS, len(todo))) as pool:
+                for record, header in zip(todo, pool.map(self.header, todo), strict=True):
+                    self._headers[record] = header
+        headers = {record.path: self._headers[record] for record in manifest.files}
+        for record in manifest.files:
+            run_id = headers[record.path].run_id
+            if run_id != manifest.run_id:
+                raise DamagedError(record.path, f"belongs to run {run_id}", step=record.step, rank=record.rank)
+        return headers
+
+    def header(self, record: FileRecord) -> ShardHeader:
+        """Returns one shard's header."""
+        with reported(record.path, record.step, record.rank):
+            return read_header(self.storage, record)
+
+    def index(self, manifest: Manifest) -> TensorIndex:
+        """Returns the index of a checkpoint; the last one is kept."""
+        if self._index is None or self._index[0] is not manifest:
+            self._index = (manifest, indexing.build_index(manifest, self.headers(manifest)))
+        return self._index[1]
+
+    def prove(self, manifest: Manifest) -> None:
+        """Raises ``CoverageError`` unless the checkpoint has every element of every tensor exactly once."""
+        index = self.index(manifest)
+        if index is not self._proven:  # its proof takes as long as reading it
+            indexing.prove(manifest, index)
+            self._proven = index
+
+    def read_many(self, slices: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
+        """Yields many slices with their values, in file order."""
+        return read_slices(self.storage, slices, self.verified)
+
+    def tensor(self, manifest: Manifest, key: str) -> torch.Tensor:
+        """Returns a whole tensor, assembled from its slices. Prove the checkpoint first."""
+        index = self.index(manifest)
+        meta = index.meta(key)
+        whole = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype])
+        for stored, values in self.read_many(index.tensors[key]):
+            block(whole, (0,) * whole.dim(), stored.entry.box).copy_(values)
+        return whole
+
+    def state(self, manifest: Manifest, rank: int) -> dict[str, Any]:
+        """Returns one rank's plain training state (loops, schedulers, buffers, RNG).
+
+        Raises:
+            CoverageError: The checkpoint was written by fewer ranks.
+        """
+        record = next((r for r in manifest.states if r.rank == rank), None)
+        if record is None:
+            have = f"{len(manifest.states)} ranks wrote it, there is no state of rank {rank}"
+            raise CoverageError(f"checkpoint {manifest.directory}", (have,))
+        body = self._state_body(manifest, record)
+        prefix = f"side/{rank}/"
+        side = [stored for key, stored in self.index(manifest).side.items() if key.startswith(prefix)]
+        tensors = {stored.entry.key: values.clone() for stored, values in self.read_many(side)}
+        try:
+            state = decode_tree(body["state"], lambda name: tensors[prefix + name])
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"its content cannot be decoded ({error!r})"
+            raise DamagedError(record.path, reason, step=manifest.step, rank=rank) from error
+        require(state_contents, state, record.path, "it holds no state of a rank: ", step=manifest.step, rank=rank)
+        return dict(state)
+
+    def _state_body(self, manifest: Manifest, record: StateRecord) -> dict[str, Any]:
+        where = {"step": manifest.step, "rank": record.rank}
+        if record.path != state_path(manifest.directory, record.rank):
+            raise DamagedError(record.path, f"is not where {manifest.directory} keeps the state", **where)
+        with reported(record.path, **where):
+            raw = read_sealed(self.storage, record.path)
+            if len(raw) != record.nbytes:
+                raise DamagedError(record.path, f"has {len(raw):,} bytes, the manifest says {record.nbytes:,}")
+            if digest(raw) != record.digest:
+                raise DamagedError(record.path, "checksum mismatch (damaged, or another rank's file)")
+            body = unseal(raw, record.path)
+            check_version(body, record.path, STATE_KIND)
+            require(STATE_FILE, body, record.path, "no state file of this format: ")
+        facts = tuple(body[name] for name in ("run_id", "step", "generation", "rank"))
+        if facts != (manifest.run_id, manifest.step, manifest.generation, record.rank):
+            raise DamagedError(record.path, f"is the state of (run, step, generation, rank) {facts}", **where)
+        return body
+
+
+def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = True) -> None:
+    """Raises unless everything that a checkpoint needs is there and undamaged.
+
+    Args:
+        reader: Of the store.
+        manifest: The checkpoint.
+        slices: False to leave slices of model and optimizer to the restore that follows.
+
+    Raises:
+        DamagedError: Bytes are damaged; names the file, its step and rank, and the slice.
+        CoverageError: Parts are missing.
+    """
+    reader.prove(manifest)
+    for slot in manifest.slots:
+        if sorted(record.rank for record in slot.states) != list(range(manifest.world_size)):
+            raise CoverageError(f"checkpoint {manifest.directory}", (f"step {slot.step} lacks a rank's state",))
+        for record in slot.states:
+            reader.state(slot, record.rank)
+    if not slices:
+        return
+    live = sorted(reader.index(manifest).live, key=lambda s: s.path)
+    by_file = [list(group) for _, group in groupby(live, key=lambda s: s.path)]
+    with named_pool(ThreadName.VERIFY, _READERS) as pool:
+        for error in pool.map(lambda group: _first_damage(reader.storage, group), by_file):
+            if error is not None:
+                pool.shutdown(cancel_futures=True)
+                raise error
+
+
+def _first_damage(storage: Storage, slices: list[StoredSlice]) -> BadSlice | None:
+    return next((error for _, error in find_damage(storage, slices) if error is not None), None)
+
+
+def usable(
+    reader: StoreReader, problems: list[str], check: Callable[[Manifest], object] = lambda manifest: None
+) -> Iterator[Manifest]:
+    """Yields the checkpoints whose manifest is undamaged, and whose values are finite, newest first.
+
+    One that is removed while it is read is left out.
+
+    Args:
+        reader: Of the store.
+        problems: Gets a text for each checkpoint that is skipped; the log gets a warning.
+        check: Raises ``DamagedError`` or ``CoverageError`` for a checkpoint that is to be skipped.
+
+    Raises:
+        StepRemovedError: One was removed: at once if none was yielded before, for the store has newer ones now; else
+            in the end.
+    """
+    has_usable, removed = False, None
+    for directory in reader.directories():
+        try:
+            manifest = reader.manifest(directory)
+            if manifest.not_finite:
+                raise NotFiniteError(directory, manifest.not_finite)
+            check(manifest)
+        except StepRemovedError as error:
+            if not has_usable:
+                raise
+            removed = removed or error
+        except (DamagedError, CoverageError, NotFiniteError) as error:
+            _log.warning("checkpoint %s is skipped: %s", directory, error)
+            problems.append(f"{directory} ({error})")
+        else:
+            has_usable = True
+            yield manifest
+    if removed is not None:
+        raise removed
+
+
+def newest_good(reader: StoreReader, *, deep: bool = True) -> Manifest | None:
+    """Returns the newest checkpoint that verifies, or None when the store has none at all.
+
+    Args:
+        reader: Of the store.
+        deep: False leaves slices to the restore that follows.
+
+    Raises:
+        NoCheckpointError: There are checkpoints, but every one is damaged. (After None, the caller would start from
+            nothing, and retention would delete what a person might still save.)
+        StepRemovedError: Of ``MOST_LISTINGS`` listings, in each the newest step was removed while it was read.
+    """
+    problems: list[str] = []
+
+    def newest() -> Manifest | None:
+        problems.clear()
+        return next(usable(reader, problems, lambda candidate: check_checkpoint(reader, candidate, slices=deep)), None)
+
+    manifest = listed_again(newest)
+    if manifest is not None:
+        return manifest
+    if problems:
+        raise NoCheckpointError(
+            f"no checkpoint in {reader.storage.root} is usable: {'; '.join(problems[:8])}. To start over, move the "
+            "directory away or give another dirpath."
+        )
+    return None
+
+
+def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
+    """Returns the checkpoint at a path or URL: a step directory, a link to one, or a store (its newest good step).
+
+    Manifest, headers and state are verified here, slices when they are read.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint; says what is there.
+        DamagedError: The named step is damaged.
+        StepRemovedError: The named step was removed meanwhile, or of a store one after the other.
+    """
+    storage, directory = locate(path)
+    reader = StoreReader(storage)
+    if directory is not None:
+        committed = reader.directories()
+        if directory not in committed:
+            fate = "was not committed" if storage.exists(directory) else "does not exist"
+            have = f"committed there: {', '.join(committed[:6])}" if committed else "no step is committed there"
+            raise NoCheckpointError(f"checkpoint {path} {fate} (no {MANIFEST_NAME}); {have}")
+        named = reader.manifest(directory)
+        if named.not_finite:
+            _log.warning("%s; it is read because it was named", NotFiniteError(directory, named.not_finite))
+        return reader, named
+    require_store(reader, path)
+    manifest = newest_good(reader, deep=False)
+    if manifest is None:
+        raise NoCheckpointError(f"the store {path} has no committed step yet")
+    return reader, manifest
+
+
+def with_step(path: str | os.PathLike[str], use: Callable[[StoreReader, Manifest], T]) -> T:
+    """Returns what ``use`` makes of the checkpoint at a path or URL, as ``open_step`` takes it.
+
+    If retention removes the step of a store while it is used, the store's newest one is used in its place.
+
+    Raises:
+        StepRemovedError: The named step was removed meanwhile, or of a store one after the other.
+        MoECheckpointError: As ``open_step``, and what ``use`` raises.
+    """
+    if locate(path)[1] is not None:
+        return use(*open_step(path))
+    return listed_again(lambda: use(*open_step(path)))
+
+
+def locate(path: str | os.PathLike[str]) -> tuple[Storage, str | None]:
+    """Returns (the store's storage, name of the step directory or None) of a path.
+
+    Local links are followed, so that a link named "last" is a step; the path of a manifest is one, too.
+    """
+    text = os.fspath(path)
+    if "://" not in text:
+        text = os.path.realpath(os.path.expanduser(text))
+    text = text.rstrip("/").removesuffix(f"/{MANIFEST_NAME}")
+    parent, _, name = text.rpartition("/")
+    if parse_step_dir(name) is not None:
+        return open_storage(parent or "/"), name
+    return open_storage(text or "/"), None
+
+
+def require_store(reader: StoreReader, path: str | os.PathLike[str]) -> None:
+    """Raises ``NoCheckpointError``, which says what is there, unless the place looks like a store."""
+    if not reader.storage.exists(STORE_NAME) and not reader.directories():
+        raise NoCheckpointError(
+            f"{path} is neither a step directory nor a store of moe_ckpt: {_describe(reader.storage)}. "
+            "Give a directory such as <dirpath>/step_00000120."
+        )
+
+
+def _describe(storage: Storage) -> str:
+    """Returns what a directory holds, in a few words; names in it are the user's."""
+    count = len(storage.list())
+    if not count:
+        return "there is nothing, or it is a file"
+    return f"it has no {STORE_NAME} and no step among its {count} entr{'y' if count == 1 else 'ies'}"

@@ -1,0 +1,190 @@
+"""Writes a checkpoint into live training state, from any sharding to any sharding.
+
+In two passes over the slices that this rank needs. The first verifies, before training state is touched, while an older
+checkpoint can still be taken. The second reads and verifies again, and copies; keeping the bytes of the first pass
+would need host memory for another copy of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from moe_ckpt.errors import ConfigError, CoverageError
+from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
+from moe_ckpt.reading.index import StoredSlice, TensorIndex, overlapping, split_key
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.slices import block, find_damage
+
+if TYPE_CHECKING:
+    from moe_ckpt.reading.shared_reading import SharedReading
+
+StoredByKey = Mapping[str, Sequence[StoredSlice]]
+"""Tensor key -> its stored slices."""
+Targets = dict[StoredSlice, list[tuple[StateTensor, Box]]]
+"""Slice -> (live tensor, block of the whole that it takes of the slice)."""
+_MODEL = "model/"
+
+
+def require_fitting(
+    reader: StoreReader, manifest: Manifest, state: TrainingState, plain: Mapping[str, Any] | None
+) -> None:
+    """Raises unless the checkpoint is whole and ``state`` can take it; reads no slice.
+
+    Args:
+        reader: Of the store.
+        manifest: The checkpoint.
+        state: That is to take it.
+        plain: The plain state to be loaded; None if none is.
+
+    Raises:
+        CoverageError: The checkpoint is not whole, or its tensors are not those of the model.
+        ConfigError: A tensor has another dtype than the checkpoint's, or ``state.require_loadable`` refuses.
+    """
+    reader.prove(manifest)
+    index = reader.index(manifest)
+    weights = [key for key in index.tensors if key.startswith(_MODEL)]
+    check_match(manifest, index, weight_specs(state.specs()), weights)
+    if plain is not None:
+        state.require_loadable(plain)
+
+
+def prepare(manifest: Manifest, index: TensorIndex, state: TrainingState) -> None:
+    """Creates the optimizer state that the checkpoint has."""
+    state.prepare({key: index.meta(key) for key in index.tensors if not key.startswith(_MODEL)})
+    state.tensors()
+    check_match(manifest, index, state.specs(), index.tensors)
+
+
+def parameters_of(state: TrainingState) -> list[StateTensor]:
+    """Returns the parameters among ``state.tensors()``."""
+    return [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
+
+
+def weight_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Returns the specs of parameters."""
+    return [spec for spec in specs if spec.key.startswith(_MODEL)]
+
+
+def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpec], stored: Iterable[str]) -> None:
+    """Raises unless the live tensors of all ranks are exactly the stored ones, in shape and dtype."""
+    keys = {spec.key for spec in live}
+    problems = [f"{key} of the model is not in the checkpoint" for key in sorted(keys - set(index.tensors))]
+    problems += [f"{key} of the checkpoint is not in the model" for key in sorted(set(stored) - keys)]
+    for spec in live:
+        if spec.key not in index.tensors:
+            continue
+        meta = index.meta(spec.key)
+        if meta.global_shape != tuple(spec.global_shape):
+            problems.append(
+                f"{spec.key} has shape {list(spec.global_shape)} in the model, "
+                f"{list(meta.global_shape)} in the checkpoint"
+            )
+        elif spec.dtype != meta.dtype:
+            raise ConfigError(
+                f"{spec.key} is {TORCH_DTYPES[spec.dtype]} in the model, but {meta.dtype} in checkpoint "
+                f"{manifest.directory}: set the precision that the run was started with"
+            )
+    if problems:
+        raise CoverageError(f"restoring checkpoint {manifest.directory}", tuple(problems))
+
+
+class HeldParameter(NamedTuple):
+    """The blocks that this rank holds of a parameter.
+
+    Attributes:
+        shape: Of the whole parameter.
+        boxes: The blocks that this rank holds.
+        updated: Those of them that it updates (``StateTensor.updated_here``).
+    """
+
+    shape: tuple[int, ...]
+    boxes: list[Box]
+    updated: list[Box]
+
+
+def held_parameters(parameters: Sequence[StateTensor]) -> dict[str, HeldParameter]:
+    """Returns what this rank holds of each parameter, by name."""
+    by_name: dict[str, HeldParameter] = {}
+    for tensor in parameters:
+        held = by_name.setdefault(split_key(tensor.key).fqn, HeldParameter(tuple(tensor.global_shape), [], []))
+        held.boxes.append(box_of(tensor))
+        if tensor.updated_here:
+            held.updated.append(box_of(tensor))
+    return by_name
+
+
+def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
+    """Yields the slices that this rank will read, before its optimizer state exists.
+
+    State shaped like its parameter is needed where this rank updates the parameter (``StateTensor.updated_here``),
+    other state (step counts, row and column factors), which is small, always. Other ranks verify parameters that only
+    they have.
+    """
+    held = held_parameters(parameters)
+    for key, group in stored_of.items():
+        parameter = held.get(split_key(key).fqn)
+        if parameter is None:
+            continue
+        if parameter.shape == group[0].entry.global_shape:
+            boxes = parameter.boxes if key.startswith(_MODEL) else parameter.updated
+            yield from (stored for box in boxes for stored, _ in overlapping(group, box))
+        else:
+            yield from group
+
+
+def verify_needed(
+    reader: StoreReader,
+    stored_of: StoredByKey,
+    parameters: Sequence[StateTensor],
+    shared: SharedReading | None = None,
+) -> None:
+    """Raises ``DamagedError`` if a slice of ``stored_of`` that this rank will read is damaged.
+
+    Args:
+        parameters: The model's, as they are sharded now.
+        shared: Says which slices other ranks verify; None if this rank verifies all.
+    """
+    needed = needed_slices(stored_of, parameters)
+    if shared is not None:
+        needed = filter(shared.is_read_here, needed)
+    for stored, error in find_damage(reader.storage, reader.unverified(needed)):
+        if error is not None:
+            raise error
+        reader.note_verified(stored)
+
+
+def copy_slices(reader: StoreReader, stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> None:
+    """Writes this rank's part of the stored slices into the live tensors."""
+    targets = targets_of(stored_of, tensors)
+    for stored, values in reader.read_many(targets):
+        write_slice(stored, values, targets[stored])
+
+
+def targets_of(stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> Targets:
+    """Returns slice -> (live tensor, block of the whole that it takes of the slice), of those that this rank needs."""
+    targets: Targets = {}
+    for tensor in tensors:
+        for stored, common in overlapping(stored_of.get(tensor.key, ()), box_of(tensor)):
+            if prod(common.shape):
+                targets.setdefault(stored, []).append((tensor, common))
+    return targets
+
+
+@torch.no_grad()
+def write_slice(stored: StoredSlice, values: torch.Tensor, targets: Iterable[tuple[StateTensor, Box]]) -> None:
+    """Writes a slice, whose values are verified, into live tensors."""
+    for tensor, common in targets:
+        source = block(values, stored.entry.offsets, common)
+        block(tensor.local.detach(), tensor.offsets, common).copy_(source)
+
+
+def box_of(tensor: StateTensor) -> Box:
+    """Returns the block of the whole tensor that this rank holds."""
+    return Box(tuple(tensor.offsets), tuple(tensor.local.shape))

@@ -1,0 +1,390 @@
+"""Ranks that need the same slices of storage divide the reading, and hand over what they have read.
+
+Each slice is read, and verified, by one of the ranks that need it: first by itself, before training state is touched,
+and then once more, when its bytes also go to the others. These compare its checksum before they use it. What does not
+arrive as it was written they read from storage. Storage thus gives all ranks together what it would give to one.
+They go in rounds; while one is sent, compared and written, a thread reads this rank's part of the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import torch
+import xxhash
+
+from moe_ckpt.comm.communicator import largest
+from moe_ckpt.errors import StoreError
+from moe_ckpt.memory.directory import boot_id
+from moe_ckpt.ports import Communicator, StateTensor
+from moe_ckpt.reading.index import StoredSlice
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.reading_shares import Chunk, Flags, Paths, anything_shared, groups_of, readers_of, rounds_of
+from moe_ckpt.reading.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice
+from moe_ckpt.reading.slices import RUN_NBYTES
+from moe_ckpt.reading.together import NotUsableError, raise_on_all_ranks, together
+from moe_ckpt.threads import ThreadName, named_pool
+from moe_ckpt.tiers.host_tier import as_values, checksum
+
+log = logging.getLogger("moe_ckpt")
+
+_ALIGNED = 64
+"""Slices begin at multiples of it in what is handed over, so that every dtype can be viewed there."""
+_NOT_READ = torch.frombuffer(bytearray(b"not read"), dtype=torch.uint8)
+"""End of a chunk whose reader failed. Only this word says so: all else is judged by the checksums of the slices."""
+
+ROUNDS_AHEAD = 1
+"""So many rounds are read before their turn comes, each into memory of its own (``RUN_NBYTES``, or one slice)."""
+
+Tensors = Callable[[], Sequence[StateTensor]]
+
+
+def this_machine() -> str:
+    """Names the machine, on which bytes go from memory to memory."""
+    return boot_id() or socket.gethostname()
+
+
+def divide(
+    comm: Communicator,
+    slices: Sequence[StoredSlice],
+    needed: Callable[[], Collection[StoredSlice]],
+    *,
+    agrees: bool = True,
+) -> SharedReading | None:
+    """Agree on who reads what. A collective.
+
+    Args:
+        comm: The ranks.
+        slices: Of the checkpoint on storage, in the same order on every rank.
+        needed: Those that this rank will read, and maybe others. If it raises, all ranks read by themselves.
+        agrees: As of ``SharedReading``.
+
+    Returns:
+        None, on every rank, if no two ranks need the same slice, or it is not known what some need.
+
+    Raises:
+        PeerLostError: A peer is gone.
+    """
+    if comm.world_size == 1:
+        return None
+    try:
+        mine = frozenset(needed())
+        flags = np.fromiter(
+            (stored in mine and stored.nbytes > 0 for stored in slices), dtype=np.bool_, count=len(slices)
+        )
+        payload = _needs_payload(slices, flags)
+    except Exception as error:  # the read that needs it raises on all ranks
+        log.warning("rank %d cannot tell what it needs of storage: %s", comm.rank, error)
+        payload = b""
+    payloads = comm.everyone(payload)
+    if not all(payloads) or len({raw[:8] for raw in payloads}) > 1 or not slices:
+        return None
+    rows: dict[bytes, Flags] = {raw[24:]: _flags(raw[24:], len(slices)) for raw in payloads}
+    needs = [rows[raw[24:]] for raw in payloads]
+    if not anything_shared(needs):
+        return None
+    nodes = [raw[8:24].hex() for raw in payloads]
+    groups = []
+    for ranks, numbers in groups_of(comm.rank, needs):
+        chosen = [slices[number] for number in numbers]
+        readers = readers_of([stored.nbytes for stored in chosen], ranks, RUN_NBYTES)
+        groups.append(_Group(dict(zip(chosen, readers, strict=True)), Paths(ranks, nodes)))
+    return SharedReading(comm, groups, agrees=agrees)
+
+
+def _needs_payload(slices: Sequence[StoredSlice], flags: Flags) -> bytes:
+    """8 bytes that differ if ranks have other lists of slices, 16 of the machine, and what is needed."""
+    listed = xxhash.xxh3_64()
+    for stored in slices:
+        listed.update(f"{stored.path} {stored.offset} {stored.entry.checksum}\n".encode())
+    machine = xxhash.xxh3_128_digest(this_machine().encode())
+    return listed.digest() + machine + zlib.compress(np.packbits(flags).tobytes(), 1)
+
+
+def _flags(packed: bytes, count: int) -> Flags:
+    return np.unpackbits(np.frombuffer(zlib.decompress(packed), dtype=np.uint8), count=count).astype(np.bool_)
+
+
+def load_slices(
+    reader: StoreReader, stored_of: StoredByKey, tensors: Tensors, shared: SharedReading | None = None
+) -> None:
+    """Loads slices by ``SharedReading.load``, or by ``copy_slices`` without it."""
+    if shared is None:
+        copy_slices(reader, stored_of, tensors())
+    else:
+        shared.load(reader, stored_of, tensors)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """readers: Of each slice, in order. paths: How they get to the others."""
+
+    readers: Mapping[StoredSlice, int]
+    paths: Paths
+
+    def rounds(self, chosen: Collection[StoredSlice]) -> list[_Round]:
+        """What is handed over of the chosen slices, round by round."""
+        slices = [stored for stored in self.readers if stored in chosen]
+        sizes, readers = [tensor.nbytes for tensor in slices], [self.readers[tensor] for tensor in slices]
+        return [
+            _Round(self.paths, [(chunk, slices[chunk.first : chunk.end]) for chunk in chunks])
+            for chunks in rounds_of(sizes, readers, RUN_NBYTES)
+        ]
+
+
+class _Round(NamedTuple):
+    """What is handed over at once: chunks with their slices, and how they get to the others."""
+
+    paths: Paths
+    chunks: Sequence[tuple[Chunk, Sequence[StoredSlice]]]
+
+
+class SharedReading:
+    """Slices that this rank and others need, each with its reader.
+
+    Args:
+        comm: The ranks.
+        groups: That this rank is in, in the same order on all ranks.
+        agrees: All ranks load each time, so that they can tell each other of errors. False where some go back alone.
+    """
+
+    def __init__(self, comm: Communicator, groups: Sequence[_Group], *, agrees: bool = True) -> None:
+        self._comm, self._groups, self._agrees = comm, groups, agrees
+        self._reader_of = {stored: reader for group in groups for stored, reader in group.readers.items()}
+
+    def is_read_here(self, stored: StoredSlice) -> bool:
+        """Returns whether it is this rank that reads and verifies a slice that it needs."""
+        return self._reader_of.get(stored, self._comm.rank) == self._comm.rank
+
+    def agreed(self, directory: str, action: Callable[[], None]) -> None:
+        """Does what every rank does, which may load; if it fails on one, all raise. A collective.
+
+        If only some ranks load, each raises its own error, also where another could not read what it needs.
+
+        Args:
+            directory: Of the checkpoint, for messages.
+            action: What.
+        """
+        if not self._agrees:
+            action()
+            return
+        try:
+            together(self._comm, action)
+        except NotUsableError as error:
+            raise_on_all_ranks(self._comm, error, directory)
+
+    def load(self, reader: StoreReader, stored_of: StoredByKey, tensors: Tensors) -> None:
+        """Write this rank's part of the slices into the live tensors. A collective, which is completed in any case.
+
+        Args:
+            reader: Of the store.
+            stored_of: Of the slices that all ranks load now, those of every rank.
+            tensors: Gives the live tensors; may create optimizer state first.
+
+        Raises:
+            DamagedError: A slice is damaged; or the rank that was to read it, which raises why, could not.
+            StoreError: Another rank has no memory for what is handed over; that one raises why.
+            Exception: Whatever else failed on this rank.
+            PeerLostError: A peer is gone.
+        """
+        handing = _Handing(self._comm, reader)
+        handing.attempt(lambda: handing.targets.update(targets_of(stored_of, tensors())))
+        chosen = frozenset(stored for group in stored_of.values() for stored in group)
+        rounds = [reading_round for group in self._groups for reading_round in group.rounds(chosen)]
+        self._reserve(handing, rounds)
+        handing.hand_over(rounds)
+        if handing.problem is not None:
+            raise handing.problem
+        for stored, values in reader.read_many(handing.targets.keys() - handing.done):
+            write_slice(stored, values, handing.targets[stored])
+
+    def _reserve(self, handing: _Handing, rounds: Sequence[_Round]) -> None:
+        """Memory for the rounds, before any rank waits for the bytes of one that has none."""
+        problem: Exception | None = None
+        try:
+            handing.reserve(rounds)
+        except Exception as error:  # raised once the other ranks know
+            problem = error
+        failed = 0 if problem is None else self._comm.rank + 1
+        if self._agrees:
+            [failed] = largest(self._comm, [failed])
+        if problem is not None:
+            raise problem
+        if failed:
+            raise StoreError(f"rank {failed - 1} has no memory for what ranks read for one another; see its log")
+
+
+_Begun = tuple[Sequence["_Part"], Future[None] | None]
+"""The parts of a round that is read, and when this rank's are there; None if they are."""
+
+
+class _Handing:
+    """One load of this rank.
+
+    Attributes:
+        targets: Where each slice goes that this rank needs.
+        problem: The first thing that went wrong. What this rank begins to read after that is said to be unread.
+        done: Slices that were written, and need not be read by this rank.
+    """
+
+    def __init__(self, comm: Communicator, reader: StoreReader) -> None:
+        self.targets: Targets = {}
+        self.problem: Exception | None = None
+        self.done: set[StoredSlice] = set()
+        self._spare: deque[torch.Tensor] = deque()
+        self._comm, self._reader = comm, reader
+
+    def attempt(self, action: Callable[[], object]) -> bool:
+        """Whether an action succeeds. None is tried after one that failed: the other ranks still wait for this one."""
+        try:
+            if self.problem is None:
+                action()
+        except Exception as error:  # raised when nobody waits any more
+            self.problem = error
+        return self.problem is None
+
+    def reserve(self, rounds: Sequence[_Round]) -> None:
+        """Memory for as many rounds as are under way at once. Raises ``RuntimeError``: there is none."""
+        nbytes = max((sum(_Part.nbytes(slices) for _, slices in chunks) for _, chunks in rounds), default=0)
+        for _ in rounds[: ROUNDS_AHEAD + 1]:
+            self._spare.append(torch.empty(nbytes, dtype=torch.uint8))
+
+    def hand_over(self, rounds: Sequence[_Round]) -> None:
+        """Read this rank's part of every round, the next ones ahead of time, and get the others' parts."""
+        pool = named_pool(ThreadName.READ)  # its thread begins with the first round ahead
+        begun: deque[_Begun] = deque()
+        try:
+            for number, (paths, _) in enumerate(rounds):
+                for coming in rounds[number + len(begun) : number + ROUNDS_AHEAD + 1]:
+                    begun.append(self._begin(coming, pool if begun else None))
+                parts = self._finished(begun.popleft())
+                self._exchange(paths, parts)
+                for part in parts:
+                    self._take(part)
+                self._spare.append(parts[0].memory)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, coming: _Round, pool: ThreadPoolExecutor | None) -> _Begun:
+        """Read this rank's part of a round, into memory that a later one gets: new memory costs as much as reading.
+
+        Args:
+            coming: The round.
+            pool: Reads it in the background; None if it is due.
+        """
+        ends = [0, *accumulate(_Part.nbytes(slices) for _, slices in coming.chunks)]
+        memory = self._spare.popleft()
+        parts = [_Part(*chunk, memory, *span) for chunk, span in zip(coming.chunks, pairwise(ends), strict=True)]
+        mine = [part for part in parts if part.chunk.reader == self._comm.rank]
+        if pool is not None and mine:
+            try:
+                return parts, pool.submit(self._read, mine)
+            except RuntimeError:  # no thread to be had
+                log.debug("no thread to read the next round ahead of time")
+        self._read(mine)
+        return parts, None
+
+    def _read(self, parts: Sequence[_Part]) -> None:
+        """Reads the slices of these parts, or marks the parts as unread. Raises nothing. On either thread."""
+        failed = self.problem
+        for part in parts:
+            try:
+                for stored, values in self._reader.read_many(part.slices) if failed is None else ():
+                    part.bytes_of(stored).copy_(values.reshape(-1).view(torch.uint8))
+            except Exception as error:  # the other ranks still wait for this one
+                failed = part.problem = error
+            part.end.copy_(torch.zeros_like(_NOT_READ) if failed is None else _NOT_READ)
+
+    def _finished(self, begun: _Begun) -> Sequence[_Part]:
+        """The parts of a round whose turn has come, once this rank has read its own."""
+        parts, reading = begun
+        if reading is not None:
+            reading.result()
+        problems = (part.problem for part in parts if part.problem is not None)
+        self.problem = self.problem or next(problems, None)
+        return parts
+
+    def _exchange(self, paths: Paths, parts: Sequence[_Part]) -> None:
+        """Every part goes from its reader to the other ranks."""
+        me = self._comm.rank
+        for by_readers in (True,) if paths.is_one_node else (True, False):
+            outgoing: dict[int, list[torch.Tensor]] = {}
+            expected: dict[int, list[torch.Tensor]] = {}
+            for chunk, data in ((part.chunk, part.data) for part in parts):
+                if chunk.reader == me:
+                    targets = paths.from_reader(chunk) if by_readers else []
+                else:
+                    targets = [] if by_readers else paths.onward(chunk, me)
+                    source = paths.source(chunk, me)
+                    if (source == chunk.reader) == by_readers:
+                        expected.setdefault(source, []).append(data)
+                for target in targets:
+                    outgoing.setdefault(target, []).append(data)
+            self._comm.swap(outgoing, expected)
+
+    def _take(self, part: _Part) -> None:
+        """Write the slices that arrived undamaged. The rest is read from storage."""
+        if torch.equal(part.end, _NOT_READ):
+            self.attempt(partial(_raise, part.slices[0].damaged(f"rank {part.chunk.reader} could not read it")))
+            return
+        for stored in part.slices:
+            data = part.bytes_of(stored)
+            if part.chunk.reader != self._comm.rank and checksum(data) != stored.entry.checksum:
+                log.warning(
+                    "slice %s of %s did not arrive from rank %d as it was written; it is read from storage",
+                    *(stored.entry.name, stored.path, part.chunk.reader),
+                )
+                continue
+            self.attempt(partial(self._write, stored, data))
+            self.done.add(stored)
+
+    def _write(self, stored: StoredSlice, data: torch.Tensor) -> None:
+        write_slice(stored, as_values(stored.entry, data), self.targets.get(stored, ()))
+
+
+class _Part:
+    """The bytes of a chunk.
+
+    Args:
+        chunk: Which.
+        slices: Of it.
+        memory: Of its round.
+        begin, end: Of its ``nbytes(slices)`` bytes there.
+
+    Attributes:
+        problem: Why this rank could not read it.
+    """
+
+    def __init__(self, chunk: Chunk, slices: Sequence[StoredSlice], memory: torch.Tensor, begin: int, end: int) -> None:
+        self.chunk, self.slices, self.memory, self.data = chunk, slices, memory, memory[begin:end]
+        self.end = self.data[-len(_NOT_READ) :]
+        self.problem: Exception | None = None
+        self._begins = dict(zip(slices, accumulate(map(_padded, slices), initial=0), strict=False))
+
+    @staticmethod
+    def nbytes(slices: Sequence[StoredSlice]) -> int:
+        """Bytes of a chunk of these slices."""
+        return sum(map(_padded, slices)) + _ALIGNED
+
+    def bytes_of(self, stored: StoredSlice) -> torch.Tensor:
+        """Where a slice lies in it."""
+        begin = self._begins[stored]
+        return self.data[begin : begin + stored.nbytes]
+
+
+def _padded(stored: StoredSlice) -> int:
+    return -(-stored.nbytes // _ALIGNED) * _ALIGNED
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

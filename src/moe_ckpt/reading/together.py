@@ -1,0 +1,156 @@
+"""Actions that all ranks try: all succeed, or all learn the worst error of any rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+from moe_ckpt.comm.communicator import largest
+from moe_ckpt.errors import (
+    CoverageError,
+    DamagedError,
+    MoECheckpointError,
+    NotFiniteError,
+    OtherLayoutError,
+    PeerLostError,
+    ReplayDivergedError,
+    StepRemovedError,
+    StoreError,
+    StoreForbiddenError,
+)
+from moe_ckpt.format.manifest import MANIFEST_NAME
+from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.step_storage import StepStorage
+
+DAMAGED, DIVERGED, UNREAD, STOPS = 1, 2, 3, 4
+"""Kinds of errors, ascending: take the next older checkpoint; take nothing that the same gradient log leads to; let
+``on_read_error`` decide; take none."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class NotUsableError(Exception):
+    """A checkpoint cannot be used; raised on every rank, and caught inside this package.
+
+    Attributes:
+        kind: The worst kind on any rank.
+        rank: The first rank with that kind.
+        problem: This rank's own error, if any.
+    """
+
+    kind: int
+    rank: int
+    problem: Exception | None
+
+
+def by_rank_zero(comm: Communicator, action: Callable[[], T], doing: str) -> T:
+    """Returns the result of ``action`` on rank 0, plain data, on every rank. A collective.
+
+    For looks at a store, which may change meanwhile. If ``action`` raises ``MoECheckpointError`` or ``OSError``, rank 0
+    raises that, and the others ``StoreError`` with its message: "rank 0 cannot <doing>: ...".
+    """
+    answer = RankZeroAnswer.of(action if comm.rank == 0 else None)
+    return answer.taken(json.loads(comm.broadcast(json.dumps(answer.payload).encode())), doing)
+
+
+def require_committed(comm: Communicator, storage: StepStorage, directory: str) -> None:
+    """Raises ``StepRemovedError`` on every rank, if a step that they could not use was removed meanwhile. A collective.
+
+    Rank 0 looks: only one rank may have missed a file, and only some may have listed the step.
+    """
+    if not by_rank_zero(comm, lambda: storage.is_committed(directory), f"look for {directory} again"):
+        raise StepRemovedError(storage.root, (directory,), f"{directory}/{MANIFEST_NAME}") from None
+
+
+@dataclass(frozen=True)
+class RankZeroAnswer(Generic[T]):
+    """The result of rank 0, for all ranks, where it travels with something else. See ``by_rank_zero``.
+
+    Attributes:
+        payload: Of this rank: plain data; empty on all but rank 0.
+        problem: Rank 0's own.
+    """
+
+    payload: Mapping[str, Any]
+    problem: Exception | None = None
+
+    @classmethod
+    def of(cls, action: Callable[[], T] | None) -> RankZeroAnswer[T]:
+        """Looks, on rank 0; None on others."""
+        if action is None:
+            return cls({})
+        try:
+            return cls({"found": action()})
+        except (OSError, MoECheckpointError) as error:
+            return cls({"error": f"{type(error).__name__}: {error}"}, error)
+
+    def taken(self, answer: Mapping[str, Any], doing: str) -> T:
+        """Returns what rank 0 answered."""
+        if self.problem is not None:
+            raise self.problem
+        if "error" in answer:
+            raise StoreError(f"rank 0 cannot {doing}: {answer['error']}")
+        result: T = answer["found"]
+        return result
+
+
+def together(comm: Communicator, action: Callable[[], T]) -> T:
+    """Returns what ``action`` gives, if it succeeds on every rank. A collective.
+
+    ``action`` must be none, unless it is one that each rank completes before it raises.
+
+    Raises:
+        NotUsableError: On every rank, if it failed on any.
+        PeerLostError: A peer is gone.
+    """
+    return together_and_most(comm, lambda: (action(), 0))[0]
+
+
+def together_and_most(comm: Communicator, action: Callable[[], tuple[T, int]]) -> tuple[T, int]:
+    """Returns the first thing that ``action`` gives, as ``together``, and the largest second thing of any rank."""
+    result: T | None = None
+    asks = 0
+    problem: Exception | None = None
+    try:
+        result, asks = action()
+    except PeerLostError:  # others may still wait in the same action, so that nothing can be agreed on
+        raise
+    except Exception as error:  # raised again once the other ranks know
+        problem = error
+    kind = _kind(problem)
+    severity = kind * comm.world_size + (comm.world_size - 1 - comm.rank)  # MAX selects the worst, then the lowest rank
+    severity, asked = largest(comm, [severity, asks])
+    worst, order = divmod(severity, comm.world_size)
+    if worst:
+        raise NotUsableError(worst, comm.world_size - 1 - order, problem)
+    return result, asked  # type: ignore[return-value]  # no problem, so there is a result
+
+
+def _kind(problem: Exception | None) -> int:
+    if problem is None:
+        return 0
+    if isinstance(problem, StoreForbiddenError):
+        return STOPS  # an older checkpoint would only hide a mistake in the set-up
+    if isinstance(problem, OSError):
+        return UNREAD
+    if isinstance(problem, ReplayDivergedError) and problem.logged:
+        return DIVERGED
+    skipped = (DamagedError, CoverageError, NotFiniteError, OtherLayoutError, StepRemovedError)
+    return DAMAGED if isinstance(problem, skipped) else STOPS
+
+
+def raise_on_all_ranks(
+    comm: Communicator, failure: NotUsableError, directory: str, doing: str = "resume from checkpoint"
+) -> NoReturn:
+    """Raises on every rank: this rank's own error if it is of the worst kind, else the worst one's message.
+
+    Its traceback does not show ``failure``, which callers handle.
+    """
+    problem = failure.problem
+    reason = comm.share(str(problem).encode() if comm.rank == failure.rank else b"", failure.rank).decode()
+    if problem is not None and _kind(problem) == failure.kind:
+        raise problem from problem.__cause__
+    raise StoreError(f"rank {failure.rank} cannot {doing} {directory}: {reason}") from None

@@ -1,0 +1,350 @@
+"""The ledger of one run, equal on every rank: routed tokens, snapshots under way, and saved versions.
+
+Policies decide from nothing else. Fed by the session: ``routed`` each step, ``begun`` and ``resolved`` for
+each snapshot, ``resume_from`` after a restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import Any
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Contents, Step
+from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
+from moe_ckpt.core.window import Window
+from moe_ckpt.errors import DamagedError
+from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
+from moe_ckpt.ledger.ledger import Ledger
+from moe_ckpt.policies.base import Measured, MemoryFacts, ModelFacts, PolicyContext, RunFacts, TokenFacts
+from moe_ckpt.run.activity import RoutingActivity
+
+
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """A snapshot whose outcome the ranks have not agreed on yet.
+
+    Attributes:
+        identity: Names it.
+        contents: What it holds.
+        applied: The token book as of its step.
+        relaid: Operators that had to be saved in any case, each with the change of the layout that demanded it.
+    """
+
+    identity: Step
+    contents: Contents
+    applied: Counts
+    relaid: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return self.identity.step
+
+
+def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
+    """``[n, 2]``: ``(layer, expert)`` of the experts among ``operators``."""
+    if operators is catalog.everything:
+        return catalog.all_experts
+    at = catalog.places_of(tuple(operators))
+    return catalog.layer_and_expert[at[catalog.is_expert[at]]]
+
+
+@dataclass
+class _Lacks:
+    """What is missing.
+
+    Attributes:
+        in_memory: First step of the newest sparse window of which some rank's memory will not have a step.
+        on_storage: The same of storage.
+        everything: Nothing on storage may be built upon (``RunLedger.forget``).
+    """
+
+    in_memory: int | None = None
+    on_storage: int | None = None
+    everything: bool = False
+
+
+class RunLedger:
+    """The ledger of saved versions, routing activity, and the snapshots under way.
+
+    Args:
+        catalog: Of the model.
+        outlives_process: Memory keeps snapshots by itself, whatever becomes of them on storage.
+
+    Attributes:
+        ledger: What is safe where, and the tokens.
+        activity: What was routed lately.
+        index: Checkpoints begun in this run.
+        last_step: Step of the newest of them; None before the first.
+        committed_step: Of the newest committed checkpoint; None before the first.
+        newest: The snapshot for storage that began last, in this life.
+        pending: Snapshots under way to storage, by number.
+        sealing: Snapshots of which it is not known whether every rank has them in its memory, by number.
+        window: The sparse window under way; ``next_slot`` is the place in it that comes next.
+        deficit: ``[L, E]`` lost tokens that boosted experts must still make up; None without a boost in this process.
+    """
+
+    def __init__(self, catalog: Catalog, *, outlives_process: bool = False) -> None:
+        self.catalog = catalog
+        self.outlives_process = outlives_process
+        self.ledger = Ledger(catalog)
+        self.activity = RoutingActivity(self.ledger.tokens.applied.shape)
+        self.index = 0
+        self.last_step: int | None = None
+        self.committed_step: int | None = None
+        self.newest: InFlight | None = None
+        self.pending: dict[int, InFlight] = {}
+        self.sealing: dict[int, InFlight] = {}
+        self.window: Window | None = None
+        self.next_slot = 0
+        self.deficit: Counts | None = None
+        self._rescued: frozenset[str] = frozenset()
+        self._lacks = _Lacks()
+
+    @property
+    def tokens(self) -> TokenBook:
+        """Returns the tokens routed, saved and lost."""
+        return self.ledger.tokens
+
+    @property
+    def popularity(self) -> Counts:
+        """``[L, E]`` tokens routed in the newest step, summed over ranks."""
+        return self.activity.newest
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise ``DamagedError`` unless the checkpoint's MoE layers are those of the catalog.
+
+        Before anything of it is loaded: ``resume_from`` would find the token counts to be of another shape.
+        """
+        here = [(layer.name, layer.experts) for layer in self.catalog.layers]
+        stored = [(layer.name, layer.experts) for layer in manifest.model.layers]
+        if here != stored:
+            path = f"{manifest.directory}/{MANIFEST_NAME}"
+            raise DamagedError(path, f"its MoE layers are {stored}, the model's {here}", step=manifest.step)
+
+    def resume_from(
+        self,
+        manifest: Manifest,
+        *,
+        same_store: bool,
+        tokens_from_host: Counts | None,
+        beneath: Manifest | None = None,
+    ) -> FaultRecord:
+        """Resume from a restored checkpoint.
+
+        Args:
+            manifest: Of it.
+            same_store: The run's own store has something of it.
+            tokens_from_host: See ``TokenBook.recover``.
+            beneath: What the store has, if the checkpoint itself was in memory only.
+        """
+        tokens = TokenBook.from_dict(manifest.tokens, self.tokens.layers, self.tokens.experts)
+        self.ledger.tokens = tokens
+        self.index, self.last_step = manifest.index + 1, manifest.step
+        fault = tokens.recover(manifest.step, tokens_from_host)
+        if self.outlives_process and tokens_from_host is not None:
+            self._rescued = self._newer()
+        if same_store:
+            stored = beneath or manifest
+            self.committed_step = stored.step
+            book = TokenBook.from_dict(stored.tokens, tokens.layers, tokens.experts)
+            tokens.lost_since = tokens.saved[Tier.STORAGE] - book.saved[Tier.STORAGE]
+            versions = {op: record.step for op, record in stored.operators.items()}
+            if stored.window:
+                versions = dict.fromkeys(versions, stored.step)
+            self.ledger.restore(versions, book.applied, whole=not stored.window)
+        return fault
+
+    def _newer(self) -> frozenset[str]:
+        """Experts that came back newer than storage has them: it lacks tokens that the return has not lost."""
+        lacks = self.tokens.unsaved() > 0
+        return frozenset(op for op, at in self.catalog.expert_at.items() if lacks[at])
+
+    def continue_from(self, tokens: Mapping[str, Any], index: int) -> None:
+        """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
+        self.ledger.tokens = TokenBook.from_dict(tokens, self.tokens.layers, self.tokens.experts)
+        self.tokens.saved = {Tier.STORAGE: self.tokens.applied.copy()}
+        self.index = index
+
+    def routed(self, applied: Counts, soft: Counts | None = None, assigned: Counts | None = None) -> None:
+        """One step's tokens ``[L, E]``, summed over ranks, whose update really ran, and their gate weights.
+
+        Args:
+            assigned: What the router assigned, where that is not the same; popularity is computed from it.
+        """
+        self.tokens.apply(applied)
+        self.activity.add(applied if assigned is None else assigned, soft)
+
+    def exact(self, step: int) -> None:
+        """``tokens`` are now those of the end of ``step``; a snapshot of it that began earlier gets them."""
+        for under_way in (self.pending, self.sealing):
+            for number, snapshot in under_way.items():
+                if snapshot.step == step:
+                    updated = replace(snapshot, applied=self.tokens.applied.copy())
+                    self.newest = updated if self.newest is snapshot else self.newest
+                    under_way[number] = updated
+
+    def begun(self, snapshot: InFlight, window: Window | None = None) -> None:
+        """A snapshot began.
+
+        Args:
+            snapshot: Its entry.
+            window: The sparse window that it is a part of.
+        """
+        contents = snapshot.contents
+        if contents.to_storage:
+            self.pending[snapshot.identity.number] = self.newest = snapshot
+            self.index += 1
+        if self.outlives_process:
+            self.sealing[snapshot.identity.number] = snapshot
+        self.last_step = snapshot.step
+        self.window, self.next_slot = window, contents.slot + 1
+        if contents.slot == 0:
+            self.activity.begin_window()
+
+    def in_memory(self, number: int, *, complete: bool, copied: bool = False) -> None:
+        """Every rank has a snapshot in its memory; or, not ``complete``, one of them will never have it.
+
+        Args:
+            number: Of the snapshot.
+            complete: See above.
+            copied: So have the peers of every rank.
+        """
+        snapshot = self.sealing.pop(number)
+        contents = snapshot.contents
+        if complete:
+            if contents.is_checkpoint:
+                operators = contents.brings(Tier.HOST, self.catalog.everything)
+                self.ledger.hold(operators, snapshot.step, snapshot.applied)
+                if copied:
+                    sent = contents.brings(Tier.PEER, self.catalog.everything)
+                    self.ledger.hold(sent, snapshot.step, snapshot.applied, Tier.PEER)
+                self._rescued -= frozenset(operators)
+        elif contents.window is not None:
+            self._lacks.in_memory = contents.window.start
+            self._end_window_that_is_lost(on_storage=not contents.to_storage)
+
+    def resolved(self, number: int, *, committed: bool) -> InFlight:
+        """A snapshot ended; what it saved counts from now on, if it was committed."""
+        snapshot = self.pending.pop(number)
+        contents, everything = snapshot.contents, self.catalog.everything
+        if not committed and contents.window is not None:
+            self._lacks.on_storage = contents.window.start
+            self._end_window_that_is_lost(in_memory=not self.outlives_process)
+        if committed and contents.is_checkpoint:
+            in_host = None if self.outlives_process else contents.memory_only
+            stored, whole = contents.brings(Tier.STORAGE, everything), contents.window is None
+            self.ledger.record(snapshot.step, stored, snapshot.applied, in_host=in_host, whole=whole)
+            self.ledger.pay(snapshot.relaid)
+            self._lacks.everything = self._lacks.everything and not contents.is_complete(everything)
+            self.committed_step = snapshot.step
+        return snapshot
+
+    def forget(self) -> None:
+        """Versions on storage are gone: no partial checkpoint may build on them, as if nothing had been saved."""
+        self.ledger.forget()
+        self.committed_step = None
+        self.give_up_window()
+        self._lacks.everything = True
+
+    @property
+    def needs_everything(self) -> bool:
+        """True after ``forget``, until a checkpoint of everything is under way or committed."""
+        everything = self.catalog.everything
+        is_coming = any(snapshot.contents.is_complete(everything) for snapshot in self.pending.values())
+        return self._lacks.everything and not is_coming
+
+    def _end_window_that_is_lost(self, *, in_memory: bool = False, on_storage: bool = False) -> None:
+        """The window under way ends here if neither will have all of it. While memory may, a bad disk costs it nothing.
+
+        Args:
+            in_memory: Memory will not have it, whatever is known of it.
+            on_storage: Storage will not.
+        """
+        start = None if self.window is None else self.window.start
+        in_memory = in_memory or self._lacks.in_memory == start
+        if in_memory and (on_storage or self._lacks.on_storage == start):
+            self.give_up_window()
+
+    def give_up_window(self) -> None:
+        """No further slot of the window under way will be saved."""
+        self.window, self.next_slot = None, 0
+
+    def context(
+        self, step: int, placement: Placement, measured: Measured | None = None, popularity: str | None = None
+    ) -> PolicyContext:
+        """Returns what the ledger tells a policy at ``step``; the planner adds facts about tensors and memory.
+
+        Args:
+            step: Optimizer steps done.
+            placement: Ranks that hold the model.
+            measured: Times and rates.
+            popularity: ``Needs.popularity``.
+        """
+        under_way = [self.pending[number] for number in sorted(self.pending)]
+        unsafe = self.committed_step is None and not any(one.contents.is_checkpoint for one in under_way)
+        run = RunFacts(
+            step=step,
+            last_step=self.last_step,
+            index=self.index,
+            missing=self._missing(under_way),
+            nothing_safe=unsafe and self.last_step is not None,
+            window=self.window,
+            next_slot=self.next_slot,
+            faults=tuple(self.tokens.faults),
+        )
+        tiers = frozenset({Tier.STORAGE, Tier.HOST} if self.outlives_process else {Tier.STORAGE})
+        return PolicyContext(
+            ModelFacts(self.catalog, placement),
+            run,
+            measured or Measured(),
+            self._token_facts(under_way, popularity),
+            MemoryFacts(tiers=tiers),
+        )
+
+    @property
+    def rescued(self) -> frozenset[str]:
+        """Experts whose copies in slots of an earlier life are newer than storage's: the next snapshot must have them.
+
+        Whatever the policy says, because those slots are deleted when a snapshot of this life is complete.
+        """
+        if not self._rescued:
+            return self._rescued
+        everything = self.catalog.everything
+        begun = (snapshot.contents.brings(Tier.HOST, everything) for snapshot in self.sealing.values())
+        return self._rescued.difference(*begun)
+
+    def _token_facts(self, under_way: Sequence[InFlight], popularity: str | None) -> TokenFacts:
+        """Tokens of each tier, once the snapshots under way are complete there."""
+        going = {Tier.STORAGE: under_way}
+        if self.outlives_process:
+            going[Tier.HOST] = [self.sealing[number] for number in sorted(self.sealing)]
+            going[Tier.PEER] = [snapshot for snapshot in going[Tier.HOST] if snapshot.contents.to_peers]
+        everything, expected, chosen_at = self.catalog.everything, {}, {}
+        for tier, snapshots in going.items():
+            arriving = [(places(self.catalog, one.contents.brings(tier, everything)), one) for one in snapshots]
+            expected[tier] = self.tokens.expecting(((experts, one.applied) for experts, one in arriving), tier)
+            chosen_at[tier] = self.ledger.expert_steps(tier)
+            for experts, snapshot in arriving:
+                chosen_at[tier][tuple(experts.T)] = snapshot.step
+        routed, counted = self.tokens.applied.sum(axis=1), self.activity.popularity(popularity)
+        return TokenFacts(self.tokens.unsaved(), expected, chosen_at, routed, counted)
+
+    def _missing(self, under_way: Sequence[InFlight]) -> tuple[str, ...]:
+        """Operators that no checkpoint holds for a partial one to build on, committed or under way."""
+        absent = self.ledger.lacking
+        for contents in (snapshot.contents for snapshot in under_way):
+            if not contents.is_checkpoint:  # only the last slot of a window makes one, and that may never come
+                continue
+            if contents.window is not None:
+                absent[:] = True
+            else:
+                absent[self.catalog.places_of(contents.full)] = False
+        if not absent.any():
+            return ()
+        everything = self.catalog.everything
+        return everything if absent.all() else tuple(compress(everything, absent.tolist()))

@@ -1,0 +1,198 @@
+"""Updates a run's ledger with what the ranks agreed on, and with how snapshots ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from moe_ckpt.commit.pipeline import Pipeline
+from moe_ckpt.commit.resolving import FailureCount
+from moe_ckpt.core.anchors import Anchors
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.ports import Communicator
+from moe_ckpt.run.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
+from moe_ckpt.run.meter import Meter
+from moe_ckpt.run.options import Settings
+from moe_ckpt.run.run_ledger import InFlight, RunLedger
+from moe_ckpt.tiers.memory_tier import MemoryTier
+
+log = logging.getLogger("moe_ckpt")
+
+Booked = Callable[[InFlight, bool], None]
+"""Called with each snapshot that was booked as ended, and whether it was committed."""
+
+
+class Bookkeeper:
+    """Sends each step's numbers to the other ranks, receives theirs, and records them. For the training thread only.
+
+    Args:
+        catalog: Of the model.
+        comm: The ranks.
+        settings: The user's.
+        booked: See ``Booked``.
+        logs_for_peers: Gradients are logged for the sake of peers: what they miss breaks the log.
+
+    Attributes:
+        run_ledger: Equal on every rank, between two calls.
+        meter: What this rank measured.
+        failures: Checkpoints that failed.
+        agreement: Of the ranks on each step.
+        committed_directory: Of the newest checkpoint; None before the first.
+        sent_step: The step that was sent last.
+        applied: ``[L, E]`` tokens that experts have processed by its end, when the ranks have agreed on it.
+    """
+
+    def __init__(
+        self, catalog: Catalog, comm: Communicator, settings: Settings, booked: Booked, *, logs_for_peers: bool = False
+    ) -> None:
+        self.run_ledger = RunLedger(catalog, outlives_process=settings.memory is not None)
+        self.meter = Meter()
+        self.failures = FailureCount()
+        self.committed_directory: str | None = None
+        self.agreement = StepAgreement(comm)
+        self._booked = booked
+        self._logs_for_peers, self._leads = logs_for_peers, comm.rank == 0
+        self._consensus = StepConsensus()
+        self._newest_ended = -1
+        self._awaited: Future[Counts] | None = None
+        self.sent_step = -1
+        self.applied: Future[Counts] = Future()
+
+    @property
+    def anchors(self) -> Anchors:
+        """The anchors of the gradient log, if the policy keeps one."""
+        return self.run_ledger.ledger.anchors
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Returns measurements for a restarted run: what this rank measured, and the interference of copying as ranks
+        agreed on it, for that is not measured again."""
+        agreed = self._consensus.measured.copy_interference_secs
+        return self.meter.measurements | ({} if agreed is None else {"copy_interference_secs": agreed})
+
+    def tokens_at(self, *, step_is_agreed: bool) -> Future[Counts]:
+        """``[L, E]`` tokens that experts have processed by the end of the step at hand, for a snapshot that begins now.
+
+        Args:
+            step_is_agreed: ``receive`` was called for the step, or there is nothing to agree on.
+                Else the tokens are there when the ranks have agreed on them; ``receive`` need not be called for that.
+        """
+        tokens: Future[Counts] = Future()
+        if step_is_agreed:
+            tokens.set_result(self.run_ledger.tokens.applied.copy())
+        else:
+            self._awaited = tokens
+        return tokens
+
+    def send(self, step: int, tokens: Deferred[StepTokens], pipeline: Pipeline, *, edited: bool = False) -> None:
+        """Begin to agree on the end of ``step``. All ranks, once a step.
+
+        Args:
+            step: Which.
+            tokens: Of this rank.
+            pipeline: Has the snapshots.
+            edited: See ``StepConsensus``; of this rank.
+        """
+        before = self.run_ledger.tokens.applied.copy()
+        ended, memory = pipeline.stages.persister.fates(self._newest_ended), pipeline.memory
+        self.meter.record_transfers(ended)
+        if memory is not None and memory.replicator is not None:
+            self.meter.sends(memory.replicator.send_bytes_per_sec)
+        room, outlives, newest = pipeline.room, memory is not None, self.committed_directory
+        status = StepConsensus(
+            busy=room.is_short,
+            storage_busy=pipeline.storage_busy,
+            copies_behind=room.copies_behind,
+            used_up=outlives and room.is_used_up,
+            tight=outlives and room.is_tight,
+            edited=edited,
+            gone=outlives and self._leads and newest is not None and pipeline.stages.persister.is_gone(newest),
+            ended=tuple((fate.committed, fate.lost) for fate in ended),
+            persist_secs=max((fate.persist_secs for fate in ended), default=None),
+            secs=time.monotonic(),
+            sends=pipeline.sends,
+            measured=self.meter.measured(),
+            in_memory=() if memory is None else memory.reports(),
+        )
+        agreed, total, self._awaited = self.agreement.send(step, tokens, status), self._awaited or Future(), None
+
+        def deliver(reduced: Future[tuple[Counts, Counts]]) -> None:
+            """On the thread that agrees."""
+            error = reduced.exception()
+            if error is None:
+                total.set_result(before + tokens.result().split(reduced.result()[0]).applied)
+            else:
+                total.set_exception(error)
+
+        agreed.add_done_callback(deliver)
+        self.sent_step, self.applied = step, total
+
+    def give_up(self) -> None:
+        """Training failed: a snapshot whose step was never sent gets no tokens, and must not wait for them."""
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            cause = "training failed before the ranks agreed on its tokens"
+            awaited.set_exception(SaveFailedError(self.run_ledger.last_step or 0, (cause,)))
+
+    def receive(self, pipeline: Pipeline) -> StepConsensus:
+        """Book what the ranks agreed on last, unless that is done. Returns the newest consensus.
+
+        Raises:
+            PeerLostError: A peer is gone.
+        """
+        received = self.agreement.receive()
+        if received is not None:
+            step, tokens, consensus = received
+            self.run_ledger.routed(tokens.applied, tokens.soft, tokens.popularity)
+            self.run_ledger.exact(step)
+            if tokens.deficit is not None:
+                self.run_ledger.deficit = tokens.deficit
+            if pipeline.memory is not None:
+                self.settle(pipeline.memory, consensus.in_memory)
+            numbers = sorted(self.run_ledger.pending)  # which ended in this order on rank 0
+            for number, (committed, lost) in zip(numbers, consensus.ended, strict=False):
+                self._newest_ended = number
+                self.meter.resolved(consensus.persist_secs or 0.0)
+                snapshot = self.book(number, committed)
+                if lost:
+                    self._forget()
+                self.failures.note(snapshot.contents.window, committed=committed)
+            if consensus.gone and not any(committed for committed, _ in consensus.ended):
+                self._forget()
+            self._consensus = replace(consensus, ended=(), in_memory=(), gone=False)
+        return self._consensus
+
+    def settle(self, memory: MemoryTier, reduced: Sequence[int]) -> None:
+        """Book what the ranks agreed on of ``memory.reports()``; no other agreement on that may be under way."""
+        for settled in memory.settle(reduced):
+            self.run_ledger.in_memory(settled.sequence, complete=settled.complete, copied=settled.copied)
+            if not settled.complete or (self._logs_for_peers and not settled.copied):
+                self._broken(settled.sequence)
+
+    def _broken(self, sequence: int) -> None:
+        """Snapshot ``sequence`` lacks some rank's share, or, where that matters, its copy."""
+        self.anchors.broken(sequence)
+        if self._logs_for_peers and self._leads and self.anchors.log_operators:
+            log.info(
+                "a peer lacks the copy of a step, so later gradients are of no use there: %d operators are sent in "
+                "full again",
+                len(self.anchors.log_operators),
+            )
+
+    def _forget(self) -> None:
+        self.run_ledger.forget()
+        self.committed_directory = None
+
+    def book(self, number: int, committed: bool) -> InFlight:
+        """One snapshot ended."""
+        snapshot = self.run_ledger.resolved(number, committed=committed)
+        if committed and snapshot.contents.is_checkpoint:
+            self.committed_directory = step_dir(snapshot.step, snapshot.identity.generation)
+        self._booked(snapshot, committed)
+        return snapshot

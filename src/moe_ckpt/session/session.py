@@ -1,0 +1,408 @@
+"""One life of a training run, as checkpointing sees it: the part that every adapter drives.
+
+Per optimizer step, on every rank and on the training thread:
+
+    before_update()   just before the optimizer changes anything: joins the copy, receives what the ranks agreed on
+    after_update()    when the step's state is final: plans, starts the next copy, begins to agree on the step
+
+and once each: ``open`` before training, ``resume_from`` after a restore, ``finish`` or ``close`` at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from moe_ckpt.comm.communicator import largest
+from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.step import Fate
+from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.policies.base import Measured, PolicyContext, needs_of
+from moe_ckpt.run.agreement import Deferred, StepConsensus, StepTokens
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.events import (
+    Joined,
+    Resumed,
+    StepEnded,
+    StepRecord,
+    TrainingBegins,
+    TrainingEnded,
+)
+from moe_ckpt.session.edited_steps import EditedSteps
+from moe_ckpt.session.session_resources import SessionResources
+from moe_ckpt.session.snapshotting import Capture, Snapshotter
+from moe_ckpt.session.surviving import Survivor
+from moe_ckpt.slices.assignment import ComputeTypes
+from moe_ckpt.slices.snapshot import plain_of
+from moe_ckpt.stopwatch import Since, Stopwatch, timed
+from moe_ckpt.tiers.host_tier import HostTier
+from moe_ckpt.tiers.memory_tier import MemoryTier
+
+_IDLE_SECS = 10.0
+"""Longest wait for threads that have nothing to do."""
+
+
+class CheckpointSession:
+    """Drives policy, ledger and pipeline of one rank. For the training thread only.
+
+    Attributes:
+        catalog: Of the model.
+        comm: The ranks.
+        run_ledger: Equal on every rank, between two calls.
+        stopwatch: How long all this keeps the training thread; adapters count their hooks on it as well.
+        survivor: Seals the newest step when training stops at a failure.
+    """
+
+    def __init__(self, run: RunContext, stopwatch: Stopwatch | None = None) -> None:
+        run.policy.check(run.catalog)
+        self.catalog = run.catalog
+        self.comm = run.comm
+        self.stopwatch = stopwatch or Stopwatch()
+        self._run = run
+        self._resources = SessionResources(self._run)
+        self._snapshots = Snapshotter(self._run, self._resources)
+        self._planner = self._snapshots.planner
+        self._booking = self._snapshots.booking
+        self.run_ledger = self._booking.run_ledger
+        self.survivor = Survivor(self._run, self._resources, self._snapshots)
+        self._since_record, self._since_lap = Since(self.stopwatch), Since(self.stopwatch)
+        self._agree_secs = 0.0
+        self._edits = EditedSteps(run.gradients, type(run.policy).__name__)
+        self._newest_plan = SnapshotPlan(0)
+
+    # --- once, before training ---
+
+    def open(self) -> None:
+        """Take possession of the store and start the threads. All ranks, before ``resume_from``.
+
+        Raises:
+            StoreError, ConfigError, OSError: as ``open_store``. Whatever is raised, neither the lock is held nor a
+                thread runs then.
+        """
+        try:
+            pipeline = self._resources.open()
+            needs = needs_of(self._run.policy)
+            if needs.windows or needs.gradients:  # minimum over ranks
+                [least] = largest(self.comm, [-pipeline.snapshot_bytes])
+                self._planner.room = -least
+        except BaseException:
+            with contextlib.suppress(OSError):  # the lock of a store that does not answer; the first error tells more
+                self.close(_IDLE_SECS)
+            raise
+
+    def resume_from(
+        self,
+        manifest: Manifest,
+        *,
+        same_store: bool = True,
+        tokens_from_host: Counts | None = None,
+        beneath: Manifest | None = None,
+        rebuilds: bool = False,
+    ) -> FaultRecord:
+        """Resume from a restored checkpoint, and record the tokens that its experts lack.
+
+        Called on every rank, after the state was restored and before the first step. A checkpoint of
+        another store lends its history, but not its files: the next checkpoint is then dense.
+
+        Args:
+            manifest: Of the checkpoint.
+            same_store: It lies in the session's own store, or what is ``beneath`` it does.
+            tokens_from_host: ``[L, E]`` tokens seen by experts that came back from host memory instead of from storage.
+            beneath: The checkpoint on storage that it was laid over, if it was in memory only.
+            rebuilds: Files of the store are damaged that a partial checkpoint would build on: not ``same_store`` then,
+                and the next checkpoint has everything, whatever the policy.
+        """
+        committer = self._resources.committer
+        fault = self.run_ledger.resume_from(
+            manifest, same_store=same_store, tokens_from_host=tokens_from_host, beneath=beneath
+        )
+        if committer is not None:
+            committer.resume_from(self.run_ledger.ledger, (beneath or manifest) if same_store else None)
+        if manifest.world_size == self.comm.world_size:
+            self._booking.meter.resume(manifest.measured)
+        if same_store:
+            stored = beneath or manifest
+            self._snapshots.live.layout.update(self._run.state.specs())
+            self._snapshots.flush.resumed(stored.step)
+            self._booking.committed_directory = stored.directory
+            if needs_of(self._run.policy).windows:
+                dense_step = 0 if committer is None else committer.keeper.dense_step(stored)
+                [self._planner.dense_step] = largest(self.comm, [dense_step])
+        if rebuilds:
+            self.run_ledger.forget()
+        self._resources.pipeline.training_begins(whole=self.run_ledger.needs_everything)
+        self._run.tell(Resumed(manifest.step))
+        self._since_record.take()  # what a replay took is no stall of the next step
+        self._since_lap.take()
+        return fault
+
+    def continue_ledger(self, tokens: Mapping[str, Any], index: int) -> None:
+        """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
+        self.run_ledger.continue_from(tokens, index)
+        if self._resources.committer is not None:
+            self._resources.committer.resume_from(self.run_ledger.ledger, None)
+
+    def training_begins(self) -> None:
+        """The state is complete, and the loop is entered. No collective."""
+        self.tier.left_slots.training_begins()
+        ledger = self.run_ledger
+        is_new = ledger.newest is None and ledger.committed_step is None
+        self._resources.pipeline.training_begins(whole=is_new or ledger.needs_everything)
+        self._run.tell(TrainingBegins())
+        self._since_record.take()
+        self._since_lap.take()
+
+    def begin_run(self, capture: Capture, step: int = 0, *, wait: bool = True) -> None:
+        """Training begins after ``step``: save that state, if the policy wants it, and wait until it is committed.
+
+        Called instead of ``after_update`` by the adapter, before the first step of a run that resumes nothing.
+
+        Args:
+            capture: Gives the plain state.
+            step: Optimizer steps done.
+            wait: False where ranks arrive one after the other; ``drain`` before the first update waits for it then.
+        """
+        plan = self._planner.plan(self._context(step))
+        if plan:
+            plain = plain_of(capture, self.comm.rank)
+            self._snapshots.carry_out(plan, plain, StepConsensus(), step_is_agreed=True, before_training=True)
+            if wait:
+                self.drain(step)
+
+    def _context(self, step: int, measured: Measured | None = None) -> PolicyContext:
+        popularity = needs_of(self._run.policy).popularity
+        return self.run_ledger.context(step, self._snapshots.live.placement, measured, popularity)
+
+    def set_compute_types(self, types: ComputeTypes) -> None:
+        """Sets the types in which kernels read the parameters, equal on every rank; by default, their own types."""
+        self._snapshots.live.set_compute_types(types)
+
+    # --- what is known ---
+
+    @property
+    def generation(self) -> int:
+        """Life of the run; 0 before ``open``."""
+        return self._resources.generation
+
+    @property
+    def is_open(self) -> bool:
+        """True between ``open`` and ``finish`` or ``close``."""
+        return self._resources.is_open
+
+    @property
+    def tier(self) -> HostTier | MemoryTier:
+        """Returns the tier in memory: from an earlier session, until this one's first checkpoint."""
+        return self._resources.pipeline.tier
+
+    @property
+    def committed_directory(self) -> str | None:
+        """Directory of the newest committed checkpoint that this rank knows of."""
+        return self._booking.committed_directory
+
+    # --- every optimizer step ---
+
+    @timed
+    def before_update(self, *, receive: bool = True, of_gradients: bool = False) -> None:
+        """Join the copy under way. Must return before anything changes weights or optimizer state.
+
+        Args:
+            receive: What the ranks agreed on of the step before: here alone a step may wait for that. False where no
+                update comes next, but something else that changes weights.
+            of_gradients: Only if it reads gradients, which are about to be overwritten.
+
+        Raises:
+            RuntimeError: a peer is gone.
+        """
+        if of_gradients:
+            self._resources.pipeline.release()
+        else:
+            self._resources.pipeline.join()
+        if receive:
+            self._receive()
+            received = time.perf_counter()
+            if self._run.gradients is not None and self._run.settings.when_busy == "wait":
+                self._resources.pipeline.stages.wait_for_seal(self._run.settings.timeout_secs)
+            self.survivor.update_begins(received)
+            self._booking.meter.update_begins(received)
+            self._run.tell(Joined(received))
+
+    @timed
+    def _receive(self) -> StepConsensus:
+        """Books what the ranks agreed on; the wait for slower ranks is no stall."""
+        before = self._booking.agreement.waited_secs
+        consensus = self._booking.receive(self._resources.pipeline)
+        waited = self._booking.agreement.waited_secs - before
+        self._agree_secs += waited
+        self.stopwatch.leave_out(waited)
+        return consensus
+
+    @timed
+    def after_update(
+        self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool = True
+    ) -> StepRecord:
+        """The state after optimizer step ``step`` is final: plan, and start copying.
+
+        Args:
+            step: Optimizer steps done.
+            tokens: Of this rank; a device may still be counting them.
+            capture: Gives the plain state.
+            updated: False if the step's update was left out, because gradients overflowed.
+
+        Raises:
+            RuntimeError: a peer is gone.
+        """
+        final_at = time.perf_counter()
+        plain = plain_of(capture, self.comm.rank)
+        self.survivor.step_ends(step, plain, tokens)
+        self._snapshots.step_begins(updated=updated)
+        self.tier.left_slots.step_ended()
+        booking, pipeline = self._booking, self._resources.pipeline
+        pipeline.stages.raise_fatal()
+        pipeline.join()
+        loaded = bool(self.run_ledger.pending or self.run_ledger.sealing)
+        booking.meter.waited(self._since_lap.take(final_at))
+        booking.meter.lap(final_at, loaded=loaded)
+        edited = self._edits.end_with(step)
+        if not self.comm.agrees_late:
+            booking.send(step, tokens, pipeline, edited=edited)
+        consensus = self._receive()
+        ledger = self.run_ledger
+        if ledger.needs_everything:
+            plan = save_full(step, self.catalog.everything)
+        else:
+            context = self._snapshots.with_memory_facts(self._context(step, consensus.measured), consensus)
+            plan = self._planner.plan(context)
+            plan = self._snapshots.with_anchors(plan, edited=consensus.edited)
+        record = StepRecord(step)
+        if plan:
+            self._newest_plan = plan
+            record = self._snapshots.carry_out(plan, plain, consensus, step_is_agreed=not self.comm.agrees_late)
+        self.survivor.keep_plain(described=record.begun)
+        if self._run.gradients is not None:
+            self._run.gradients.forget()
+            if not record.begun:
+                self._snapshots.not_logged(updated=updated)
+        if self.comm.agrees_late:
+            booking.send(step, tokens, pipeline, edited=edited)
+        if plan.wait and record.begun:
+            self._receive()
+            self.wait(step)
+        pipeline.step_begins()
+        record = self.completed(replace(record, halt=plan.halt, agree_secs=self._agree_secs))
+        self._agree_secs = 0.0
+        record = replace(record, stall_secs=self._since_record.take())
+        specs = self._run.state.specs
+        self._run.tell(StepEnded(record, final_at, loaded, consensus.measured, self.run_ledger, specs))
+        return record
+
+    # --- once, at the end ---
+
+    def catch_up(self, record: StepRecord) -> StepRecord:
+        """Training ended: wait for what the ranks still agree on, and return the newest record with that.
+
+        Raises: as ``after_update``.
+        """
+        self._receive()
+        record = self.completed(record)
+        self._run.tell(TrainingEnded(record, self.run_ledger))
+        return record
+
+    def completed(self, record: StepRecord) -> StepRecord:
+        """The record with the ledger's numbers of now: after ``finish``, nothing in it is still to come."""
+        tokens, plan, snapshots = self.run_ledger.tokens, self._newest_plan, self._snapshots
+        memory, gate = self._resources.memory, self._run.gate
+        return replace(
+            record,
+            bubble_nbytes=0 if gate is None else gate.bubble_nbytes,
+            beside_nbytes=0 if gate is None else gate.beside_nbytes,
+            skips=snapshots.skips,
+            waits=snapshots.backlog.waits,
+            k=plan.k,
+            plt_budget_left=None if plan.plt_budget is None else plan.plt_budget - tokens.plt,
+            plt=tokens.plt,
+            at_risk_plt=self.run_ledger.ledger.at_risk_plt,
+            at_risk_mlt=self.run_ledger.ledger.at_risk.mlt,
+            mlt_newest=tokens.faults[-1].mlt if tokens.faults else None,
+            mlt_worst=tokens.worst_mlt,
+            lost_tokens=tokens.lost_tokens,
+            owed_tokens=None if self.run_ledger.deficit is None else int(self.run_ledger.deficit.sum()),
+            routed_tokens=tokens.routed_tokens,
+            committed_step=self.run_ledger.committed_step,
+            failed_checkpoints=self._booking.failures.total,
+            oldest_expert_steps=self.run_ledger.ledger.oldest_expert_steps(record.step),
+            memory_step=None if memory is None else memory.complete_step,
+            memory_nbytes=0 if memory is None else memory.nbytes,
+            replica_lag_steps=0 if memory is None or memory.replicator is None else memory.replicator.lag_steps,
+            replica_sent_nbytes=0 if memory is None or memory.replicator is None else memory.replicator.sent_bytes,
+            replica_saved_nbytes=0 if memory is None or memory.replicator is None else memory.replicator.saved_bytes,
+        )
+
+    def save_complete(self, step: int, capture: Capture) -> None:
+        """Begin a snapshot of everything, unless the newest one is just that: the last step's state is worth more than
+        what is due, and other callbacks may change the weights (averaging) before ``finish``."""
+        self._receive()
+        self._snapshots.save_complete(step, capture)
+
+    def drain(self, step: int) -> Sequence[Fate]:
+        """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
+
+        Args:
+            step: The newest one, for the message.
+
+        Raises:
+            SaveFailedError: Storage did not finish in time.
+        """
+        return self._snapshots.drain(step)
+
+    def wait(self, step: int) -> None:
+        """Waits as ``drain`` does, in training: says what storage did not finish in time, and raises nothing."""
+        self._snapshots.wait(step)
+
+    def finish(
+        self, step: int, capture: Capture, *, save_last: bool, note_end: Callable[[str], None] | None = None
+    ) -> None:
+        """Training ended well: leave a complete checkpoint of the last state, and wait for it.
+
+        Args:
+            step: Optimizer steps done.
+            capture: Gives the plain state.
+            save_last: False to leave what there is.
+            note_end: Called on rank 0 with the newest checkpoint's directory, before the store is released.
+
+        Raises:
+            SaveFailedError: The last checkpoint could not be committed, or not in time.
+        """
+        self.survivor.close(self._run.settings.timeout_secs)
+        self._receive()
+        if save_last:
+            self.save_complete(step, capture)
+        try:
+            ended = self._snapshots.drain(step, last=True)
+        except SaveFailedError:
+            self.close(0.0)
+            raise
+        # No step follows whose agreement could book these, and none is needed: every rank has seen all.
+        for fate in ended:
+            if fate.number in self.run_ledger.pending:
+                self._booking.book(fate.number, fate.committed)
+        failed = bool(ended) and not ended[-1].committed
+        if note_end is not None and not failed and self.comm.rank == 0 and self.committed_directory is not None:
+            note_end(self.committed_directory)
+        self._resources.close(None, keep=failed)
+        if failed:
+            raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
+
+    def close(self, timeout_secs: float | None = None) -> None:
+        """Finish what is under way if that is quick enough, and stop the threads. Safe to call twice.
+
+        Unless ``finish`` came before, training failed: the recovery buffer stays in this process's memory for
+        the next session on the same store (see ``tiers.host_tier``).
+        """
+        self.survivor.close(self._run.settings.timeout_secs if timeout_secs is None else timeout_secs)
+        self._booking.give_up()
+        self._resources.close(timeout_secs, keep=True)

@@ -1,0 +1,461 @@
+"""Begins the snapshots that plans name, and waits until they have ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, cast
+
+from moe_ckpt.comm.communicator import largest
+from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
+from moe_ckpt.core.step import Contents, Facts, Fate, PeerPart, WindowPlace
+from moe_ckpt.core.survivors import survivor_sequence
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.policies.base import PolicyContext, needs_of
+from moe_ckpt.run.agreement import StepConsensus
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.run.events import SnapshotBegan, SnapshotEnded, StepRecord
+from moe_ckpt.run.live import LiveState
+from moe_ckpt.run.planning import Planner, anchoring, gradient_factor
+from moe_ckpt.run.run_ledger import InFlight, places
+from moe_ckpt.session.backlog import Backlog, PeerCopies, StorageFlush
+from moe_ckpt.session.bookkeeping import Bookkeeper
+from moe_ckpt.session.session_resources import SessionResources
+from moe_ckpt.slices.snapshot import Encode, Snapshot, plain_of
+
+log = logging.getLogger("moe_ckpt")
+
+Capture = Callable[[], Mapping[str, Any]]
+"""Gives the plain training state of this moment; called only when a snapshot begins."""
+
+
+_TELLING_SECS = 0.005
+"""From one question for what ranks have in memory to the next."""
+
+
+class Snapshotter:
+    """Makes snapshots from plans, hands them to the pipeline and records them. For the training thread only.
+
+    Attributes:
+        booking: Updates the ledger.
+        live: The training state.
+        planner: Asks the policy.
+        backlog: Counts snapshots that were left out or waited for.
+        flush: Says which snapshots go to storage.
+        copies: Says which go to peers.
+        updates: That changed weights in this process.
+        newest: The snapshot that began last.
+    """
+
+    def __init__(self, run: RunContext, resources: SessionResources) -> None:
+        needs = needs_of(run.policy)
+        self._leaves_out = needs.gradients is not None and needs.partial
+        self.booking = Bookkeeper(run.catalog, run.comm, run.settings, self._ended, logs_for_peers=self._leaves_out)
+        self.live = LiveState(self.booking.run_ledger.ledger, run.state, run.placement, needs.stored_gradients)
+        self.planner = Planner(run.policy, self.live, run.comm.rank, run.settings)
+        self.backlog = Backlog(run.settings, run.comm)
+        self.flush = StorageFlush(run.settings, windows=needs.windows, rank=run.comm.rank)
+        self.copies = PeerCopies(run.settings, rank=run.comm.rank)
+        self.updates = 0
+        self.newest: Snapshot | None = None
+        self._run = run
+        self._resources = resources
+        self._end_secs = run.settings.timeout_secs
+        self._anchored_as: dict[str, int] = {}
+        self._begun: set[tuple[int, ...]] = set()
+
+    @property
+    def skips(self) -> int:
+        """Checkpoints that storage did not get because it was behind, whether memory has them or nothing has."""
+        return self.backlog.skips + self.flush.skips
+
+    def step_begins(self, *, updated: bool = True) -> None:
+        """The state of another step is final: tensors may differ from before, and the time to wait at the end is reset.
+
+        Args:
+            updated: Its update was made, not left out because gradients overflowed.
+        """
+        self.updates += updated
+        self.live.forget()
+        self._end_secs = self._run.settings.timeout_secs
+
+    def with_memory_facts(self, context: PolicyContext, consensus: StepConsensus) -> PolicyContext:
+        """The context with what the policy may know of memory: where this step's snapshot will go from there."""
+        memory, settings = context.memory, self._run.settings.memory
+        if self._run.gradients is not None:
+            memory = replace(memory, anchored_at=self.booking.anchors.steps)
+        if settings is not None:
+            tiers = {Tier.HOST}
+            if self.flush.expects(context.run.step, consensus, self.booking.run_ledger):
+                tiers.add(Tier.STORAGE)
+            pipeline = self._resources.pipeline
+            if settings.replicas and pipeline.memory is not None and pipeline.memory.replicator is not None:
+                tiers.add(Tier.PEER)
+            memory = replace(memory, tiers=frozenset(tiers), sends=consensus.sends)
+        return replace(context, memory=memory)
+
+    def with_anchors(self, plan: SnapshotPlan, *, edited: bool = False) -> SnapshotPlan:
+        """Returns the plan, with operators in full instead of gradients that no recovery could apply.
+
+        Gradients need an anchor, which is a full copy of the operator at an earlier step. If an operator lacks one, the
+        plan becomes one of everything; for a policy that leaves experts out, those operators alone are saved in full.
+
+        Args:
+            plan: Equal on every rank.
+            edited: The step does not follow from its gradients, or, where ranks agree late, the step before does not.
+        """
+        if edited and plan.gradients:
+            everything, planned = self._run.catalog.everything, {*plan.operators(), *plan.gradients}
+            return save_full(plan.step, everything) if planned.issuperset(everything) else anchoring(plan, planned)
+        if not plan.gradients or self._since(plan.operators(), plan.gradients) is not None:
+            return plan
+        if not self._leaves_out:
+            return save_full(plan.step, self._run.catalog.everything)
+        without = self.booking.anchors.without_anchor(plan.gradients)
+        return anchoring(plan, without)
+
+    def _since(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> int | None:
+        number = self._resources.pipeline.next_number
+        return self.booking.anchors.since(number, anchored, gradients if self._leaves_out else None)
+
+    def not_logged(self, *, updated: bool) -> None:
+        """No snapshot of this step began.
+
+        Args:
+            updated: Weights changed in it.
+        """
+        if updated:
+            self.booking.anchors.broken()
+
+    def carry_out(
+        self,
+        plan: SnapshotPlan,
+        plain: Encode,
+        consensus: StepConsensus,
+        *,
+        step_is_agreed: bool,
+        before_training: bool = False,
+    ) -> StepRecord:
+        """Begin what the plan names, unless storage is too far behind. Returns what became of it.
+
+        Args:
+            plan: Not empty; equal on every rank.
+            plain: Gives the plain state.
+            consensus: What the ranks agreed on.
+            step_is_agreed: See ``Bookkeeper.tokens_at``.
+            before_training: Nothing is computed yet, so that memory is waited for, and the ranks may not be here yet.
+        """
+        pipeline = self._resources.pipeline
+        if pipeline.memory is not None:
+            pipeline.memory.goes_on(None if plan.window is None else plan.window.start)
+        if not self.backlog.admits(plan, pipeline, busy=consensus.busy, measured=consensus.measured):
+            if plan.window is not None:  # the first slot too: one under way was to end, since its tensors changed
+                self.booking.run_ledger.give_up_window()
+            return StepRecord(plan.step, skipped=True)
+        if plan.halt is not None or (consensus.used_up and (plan.wait or self._run.settings.when_busy == "wait")):
+            self._settle_memory()
+        outlives = self._run.settings.memory is not None
+        tight = outlives and not plan.gradients and (consensus.tight or self.planner.is_tight(plan))
+        stored = self.flush.goes(plan, consensus, self.booking.run_ledger, tight=tight)
+        if tight and not stored and not plan.slot:  # it would take the place of the newest one that memory has
+            self.backlog.leave_out(plan, "earlier ones are still being written, and memory has no room for two")
+            return StepRecord(plan.step, skipped=True)
+        snapshot = self._begin(
+            plan,
+            plain,
+            last=plan.halt is not None,
+            step_is_agreed=step_is_agreed,
+            to_storage=stored,
+            to_peers=self.copies.go(plan, consensus),
+            before_training=before_training,
+        )
+        if snapshot is None:
+            return StepRecord(plan.step, skipped=True)
+        self.booking.meter.copies(snapshot.plan.total_nbytes)
+        return StepRecord(
+            plan.step,
+            begun=True,
+            waited=snapshot.waited,
+            nbytes=snapshot.nbytes,
+            experts_saved=len(places(self._run.catalog, snapshot.contents.full)),
+            frozen_nbytes=snapshot.frozen_nbytes,
+            window=0 if plan.window is None else plan.window.size,
+            slot=plan.slot,
+            to_storage=stored,
+            gradient_factor=gradient_factor(plan, self.live.sizes),
+        )
+
+    def save_complete(self, step: int, capture: Capture) -> None:
+        """Begin a snapshot of everything, unless the newest one is just that."""
+        newest, everything = self.booking.run_ledger.newest, self._run.catalog.everything
+        if newest is not None and newest.step == step:
+            if newest.contents.full == everything:
+                return
+            self._resources.generation += 1  # a partial checkpoint of this step has taken the name
+            if self._resources.memory is not None:
+                self._resources.memory.files.note_generation(self._resources.generation)
+        self._settle_memory()
+        plain = plain_of(capture, self._run.comm.rank)
+        self._begin(save_full(step, everything), plain, last=True, step_is_agreed=True)
+
+    def _settle_memory(self) -> None:
+        """Where some rank's budget is used up, the ranks tell each other what memory has before the step ends: older
+        snapshots make room then. A collective, while no step is being agreed on."""
+        pipeline, memory = self._resources.pipeline, self._resources.memory
+        until = time.monotonic() + self._end_secs
+        while memory is not None:
+            lacking = pipeline.room.is_used_up and not memory.is_settled
+            if lacking:
+                pipeline.stages.wait(0, max(0.0, until - time.monotonic()))
+            numbers = int(lacking), int(time.monotonic() >= until), *memory.reports()
+            lacks, late, *reduced = largest(self._run.comm, numbers)
+            self.booking.settle(memory, reduced)
+            if late or not lacks:
+                return
+            time.sleep(_TELLING_SECS)
+
+    def begin_survivor(
+        self,
+        plan: SnapshotPlan,
+        plain: Encode,
+        tokens: tuple[Counts, Counts | None],
+        of: int | None,
+        patience_secs: float,
+    ) -> Snapshot:
+        """Begin a snapshot for memory alone, which is not recorded in the ledger, because training stops.
+
+        Args:
+            plan: Of the newest step.
+            plain: Gives the plain state.
+            tokens: ``applied`` and ``counted`` of ``Facts``.
+            of: The other rank whose share is saved; None for that of this one.
+            patience_secs: See ``Pipeline.begin``.
+        """
+        tensors, specs = self.live.describe_for(plan)
+        pipeline, number = self._resources.pipeline, survivor_sequence(plan.step, of_another=of is not None)
+        applied: Future[Counts] = Future()
+        applied.set_result(tokens[0])
+        contents = self._contents(plan, self.live.layout.update(specs), to_storage=False, to_peers=False)
+        snapshot = pipeline.begin(
+            replace(pipeline.identify(plan.step, self._resources.generation), number=number),
+            replace(contents, on_behalf_of=of),
+            replace(self._facts(), counted=tokens[1]),
+            applied=applied,
+            tensors=tensors,
+            specs=specs,
+            compute_types=self.live.compute_types,
+            plain=plain,
+            patience_secs=patience_secs,
+        )
+        return cast(Snapshot, snapshot)  # nobody is asked about it, so that it begins
+
+    def drain(self, step: int, *, last: bool = False) -> Sequence[Fate]:
+        """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
+
+        Args:
+            step: The newest one, for the message.
+            last: The run ends, and what it waited for its last snapshot counts as well.
+
+        Raises:
+            SaveFailedError: Storage did not finish in time.
+        """
+        pipeline, timeout_secs = self._resources.pipeline, self._run.settings.timeout_secs
+        pipeline.join()
+        if not pipeline.wait(self._end_secs if last else timeout_secs):
+            raise self._not_in_time(step, timeout_secs)
+        return pipeline.stages.persister.fates(-1)
+
+    def wait(self, step: int) -> None:
+        """Waits as ``drain`` does, in training: says what storage did not finish in time, and raises nothing."""
+        try:
+            self.drain(step)
+        except SaveFailedError as error:
+            log.warning("%s. Training continues", error)
+
+    def _begin(
+        self,
+        plan: SnapshotPlan,
+        plain: Encode,
+        *,
+        last: bool,
+        step_is_agreed: bool,
+        to_storage: bool = True,
+        to_peers: bool = True,
+        before_training: bool = False,
+    ) -> Snapshot | None:
+        """Begin a snapshot. None if the ranks leave it out, since one of them has no memory for it.
+
+        Args:
+            plan: What to save.
+            plain: Gives the plain state.
+            last: Of the run, so that what it waits for is left to ``drain`` to complain about.
+            step_is_agreed: See ``Bookkeeper.tokens_at``.
+            to_storage: It goes there from memory.
+            to_peers: So it does to peers.
+            before_training: See ``carry_out``.
+        """
+        settings, live = self._run.settings, self.live
+        patience_secs = self._end_secs if last else settings.timeout_secs
+        tensors, specs = live.describe_for(plan)
+        relaid = live.layout.update(specs)
+        contents, facts = self._contents(plan, relaid, to_storage=to_storage, to_peers=to_peers), self._facts()
+        entry = InFlight(
+            self._resources.pipeline.identify(plan.step, self._resources.generation), contents, facts.applied, relaid
+        )
+        consumed = None if self._run.gradients is None else self._run.gradients.step(tensors)
+        layout_facts = live.layout.changes, specs, live.compute_types, live.is_held_by_each
+        live.forget()
+        began = time.perf_counter()
+        snapshot = self._resources.pipeline.begin(
+            entry.identity,
+            contents,
+            facts,
+            applied=self.booking.tokens_at(step_is_agreed=step_is_agreed),
+            tensors=tensors,
+            specs=specs,
+            compute_types=live.compute_types,
+            plain=plain,
+            patience_secs=patience_secs,
+            gradients=consumed,
+            last=last,
+            waits=last or before_training or plan.wait or settings.when_busy == "wait",
+            agree=None if last or before_training else self._agree_on(plan),
+            starts=not last and self.newest is None and self.updates <= 1,
+        )
+        if snapshot is None:
+            self._left_out(plan, contents)
+            return None
+        self.newest = snapshot
+        self._note_anchors(entry, plan.together)
+        if last:
+            self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
+        self.backlog.waits += snapshot.waited
+        self.booking.run_ledger.begun(entry, None if contents.window is None else plan.window)
+        if to_storage:
+            self.planner.begun(plan.step, is_complete=contents.is_complete(self._run.catalog.everything))
+        self._run.tell(SnapshotBegan(snapshot.nbytes, *layout_facts))
+        return snapshot
+
+    def _agree_on(self, plan: SnapshotPlan) -> Callable[[bool], bool] | None:
+        """Returns what makes the ranks agree whether each of them has memory for the snapshot. None: they need not.
+
+        They do once for plans of a shape: after that, each knows beforehand what it lacks (``Room.is_short``).
+        """
+        if self._run.comm.world_size == 1:
+            return bool
+        saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, plan.gradients
+        shape = 0 if plan.window is None else plan.window.size, plan.slot, *map(len, saved)
+        if shape in self._begun:
+            return None
+
+        def agree(has_memory: bool) -> bool:
+            [lacking] = largest(self._run.comm, [int(not has_memory)])
+            if not lacking:
+                self._begun.add(shape)
+            return not lacking
+
+        return agree
+
+    def _left_out(self, plan: SnapshotPlan, contents: Contents) -> None:
+        self.backlog.leave_out(plan, self._resources.pipeline.room.trouble)
+        if contents.to_storage:
+            self.flush.failed(plan.step, contents.window)
+        if plan.window is not None:
+            self.booking.run_ledger.give_up_window()
+
+    def _note_anchors(self, snapshot: InFlight, together: Sequence[tuple[str, ...]]) -> None:
+        """A snapshot of a gradient log began, or another one, which is an anchor if it has everything."""
+        if self._run.gradients is None:  # nobody asks for anchors
+            return
+        anchors, contents, number = self.booking.anchors, snapshot.contents, snapshot.identity.number
+        if self._leaves_out:
+            anchors.begun(number, snapshot.step, contents.full, contents.gradients)
+            self._anchored_as.update(snapshot.relaid)
+            if not contents.to_peers:  # peers miss it, so that no later gradient is of use to them
+                anchors.broken()
+        elif contents.since is None and not contents.is_complete(self._run.catalog.everything):
+            anchors.broken()
+        else:
+            anchors.begun(number, snapshot.step, contents.full, together=together)
+            self._anchored_as.update(snapshot.relaid)
+
+    def _contents(self, plan: SnapshotPlan, relaid: Mapping[str, int], *, to_storage: bool, to_peers: bool) -> Contents:
+        """Returns the contents of the next snapshot: the plan's, and what the ledger adds.
+
+        Args:
+            plan: Equal on every rank.
+            relaid: See ``InFlight``.
+            to_storage: It goes to storage.
+            to_peers: It goes to peers.
+        """
+        run_ledger, window = self.booking.run_ledger, None
+        if plan.window is not None and plan.window.size > 1:
+            window = WindowPlace(plan.window.start, plan.window.size, plan.slot)
+        operators, host_only = plan.operators(), plan.operators(Tier.HOST)
+        rescued = run_ledger.rescued
+        overdue = {op for op, since in relaid.items() if not plan.gradients or self._anchored_as.get(op) != since}
+        if self._leaves_out:  # what gradients alone lead to, and is left out now, would be lost with them
+            overdue |= {*self.booking.anchors.log_operators}.difference(plan.gradients)
+        if (overdue or rescued) and window is None:
+            due = overdue | rescued | set(operators)
+            operators = tuple(op for op in self._run.catalog.everything if op in due)
+        if host_only:
+            chosen = frozenset(operators)
+            host_only = tuple(op for op in host_only if op not in chosen)
+        gradients, since = plan.gradients, None
+        if gradients:
+            chosen = frozenset(operators)
+            gradients = tuple(op for op in gradients if op not in chosen)
+            since = self._since(operators, gradients) if gradients else None
+        whole = PeerPart.EVERYTHING if plan.sends_host_only else PeerPart.STORED
+        return Contents(
+            full=operators,
+            memory_only=host_only,
+            compute=plan.compute_only,
+            gradients=gradients,
+            groups=None if since is None or self._leaves_out else self.booking.anchors.grouped(gradients),
+            window=window,
+            since=since,
+            to_storage=to_storage,
+            to_peers=whole if to_peers else PeerPart.NOTHING,
+        )
+
+    def _facts(self) -> Facts:
+        tokens = self.booking.run_ledger.tokens
+        return Facts(
+            index=self.booking.run_ledger.index,
+            base=self.booking.committed_directory or "",
+            applied=tokens.applied.copy(),
+            faults=tuple(tokens.faults),
+            policy=self._run.policy.describe(),
+            measured=self.booking.measured,
+            lost=tokens.lost_since if tokens.lost_since.any() else None,
+            updates=self.updates,
+        )
+
+    def _ended(self, snapshot: InFlight, committed: bool) -> None:
+        """A snapshot was booked as ended."""
+        self._run.tell(SnapshotEnded(committed))
+        self.planner.ended(snapshot.step, committed=committed)
+        if not committed:
+            self.flush.failed(snapshot.step, snapshot.contents.window)
+
+    def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
+        """What to raise when earlier snapshots were not out of the way after so long."""
+        pipeline, newest = self._resources.pipeline, self.booking.run_ledger.committed_step
+        writing, root = pipeline.stages.persister.writing, self._run.storage.root
+        newest_text = (
+            "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
+        )
+        if writing is None and pipeline.memory is not None:
+            cause = f"earlier snapshots were still being copied, or sent to peers, after {secs:g} s (timeout_secs)"
+            hint = "check whether this machine has memory left, and whether peers are slow"
+            return SaveFailedError(step, (cause, f"{newest_text} on storage; {hint}, or raise timeout_secs"))
+        cause = f"the storage of {root} did not finish within {secs:g} s (timeout_secs)"
+        if writing is not None:
+            cause += f", it has been writing the checkpoint of step {writing[0]} for {writing[1]:.0f} s"
+        return SaveFailedError(step, (cause, f"{newest_text}; check whether that storage hangs, or raise timeout_secs"))

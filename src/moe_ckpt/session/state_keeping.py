@@ -1,0 +1,159 @@
+"""Seals each step's plain state in memory that outlives the process, as soon as the step has ended.
+
+Data-parallel ranks hold the same parameters and optimizer state, but each has random numbers and a position in the data
+of its own. So where one is killed while its snapshot is still being copied, its peers have all of the newest step but
+that: see ``core.survivors``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from moe_ckpt.core.step import Contents, Facts
+from moe_ckpt.core.survivors import STATE, survivor_sequence
+from moe_ckpt.core.tokens import NO_COUNTS
+from moe_ckpt.format.shard import Checksums, seal_of
+from moe_ckpt.format.slot import SlotHeader, SlotPart, encode_slot
+from moe_ckpt.ledger.freshness import UNKNOWN
+from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.slices.compiling import CompiledPart
+from moe_ckpt.slices.copying import target
+from moe_ckpt.slices.cuts import no_cuts
+from moe_ckpt.slices.snapshot import Plain
+from moe_ckpt.slices.writing import checksums_of, state_file
+from moe_ckpt.threads import ThreadName, named_thread
+
+log = logging.getLogger("moe_ckpt")
+
+
+class _Step(NamedTuple):
+    """books: ``Facts.index``. ready: Set on a device when all tensors are there; None where they are already."""
+
+    number: int
+    books: int
+    plain: Plain
+    ready: torch.cuda.Event | None
+    tokens: Deferred[StepTokens]
+
+
+class StateKeeper:
+    """Keeps the plain state of the two newest steps in slots: peers may be a step behind this rank.
+
+    Args:
+        files: Make slots.
+        world_size: Of the run.
+    """
+
+    def __init__(self, files: MemoryFiles, world_size: int) -> None:
+        self._files, self._world_size = files, world_size
+        self._sealed: list[tuple[int, Slot]] = []
+        self._part: CompiledPart | None = None
+        self._failing = False
+        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._thread = named_thread(ThreadName.STATE, self._run)
+        self._thread.start()
+
+    def keep(self, step: int, index: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:
+        """Returns at once. For the training thread.
+
+        Args:
+            index: As of ``Facts``.
+            plain: Of the step; no longer written to.
+            tokens: Of the step, as this rank counts them.
+        """
+        self._steps.put(_Step(step, index, plain, _ready(plain[1]), tokens))
+
+    def close(self, timeout_secs: float) -> None:
+        """Waits for what is under way. What is sealed stays. Twice does no harm.
+
+        Args:
+            timeout_secs: The longest that it may take: a device whose peers died gives nothing any more.
+        """
+        self._steps.put(None)
+        self._thread.join(timeout_secs)
+        if self._thread.is_alive():
+            log.warning("the plain state of the newest step is still not in memory; nobody waits for it any longer")
+
+    # --- on the thread ---
+
+    def _run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                self._keep(step)
+                self._failing = False
+            except Exception as error:  # whatever it is, training goes on, and a kill may cost a step more
+                if not self._failing:
+                    problem = f"{type(error).__name__}: {error}"
+                    log.warning("memory does not hold the plain state of step %d: %s", step.number, problem)
+                self._failing = True
+
+    def _keep(self, step: _Step) -> None:
+        if step.ready is not None:
+            step.ready.synchronize()
+        slot = self._seal(step)
+        for number, older in self._sealed:
+            if number != step.number - 1:
+                older.remove()
+        self._sealed = [(number, older) for number, older in self._sealed if number == step.number - 1]
+        self._sealed.append((step.number, slot))
+
+    def _seal(self, step: _Step) -> Slot:
+        encoded, side = step.plain
+        part = self._compiled(side)
+        slot = self._files.make(max(1, part.nbytes))
+        try:
+            for entry, (_, tensor) in zip(part.side_entries(), side, strict=True):
+                target(entry, slot.memory).copy_(tensor)
+            sums = checksums_of(part, slot.memory[: part.nbytes]) if part.nbytes else np.zeros(0, dtype=np.uint64)
+            slot.seal(encode_slot(self._header(step, part, sums, slot, encoded)))
+        except BaseException:
+            slot.remove()
+            raise
+        return slot
+
+    def _compiled(self, side: Sequence[tuple[Any, torch.Tensor]]) -> CompiledPart:
+        """The part that these tensors make: that of the step before, where they are alike."""
+        entries = tuple(entry for entry, _ in side)
+        if self._part is None or self._part.given_side != entries:
+            self._part = CompiledPart(STATE, no_cuts(), entries, ())
+        return self._part
+
+    def _header(self, step: _Step, part: CompiledPart, checksums: Checksums, slot: Slot, encoded: Any) -> SlotHeader:
+        files, number = self._files, step.number
+        parts: tuple[SlotPart, ...] = ()
+        if part.nbytes:
+            head = part.head(files.run_id, files.rank, number)
+            parts = (SlotPart(part.kind, 0, head + seal_of(number, files.generation, checksums)),)
+        return SlotHeader(
+            run_id=files.run_id,
+            life=files.life,
+            sequence=survivor_sequence(number),
+            step=number,
+            generation=files.generation,
+            rank=files.rank,
+            world_size=self._world_size,
+            nbytes=slot.memory.numel(),
+            freshness=UNKNOWN,
+            contents=Contents(()),
+            facts=Facts(step.books, "", NO_COUNTS, counted=step.tokens.result().applied),
+            state=state_file(encoded, number, files.generation, files.run_id, files.rank, self._world_size),
+            parts=parts,
+            only=STATE,
+        )
+
+
+def _ready(tensors: Sequence[tuple[Any, torch.Tensor]]) -> torch.cuda.Event | None:
+    """What tells that they are there; None where they are already."""
+    if not any(tensor.is_cuda for _, tensor in tensors):
+        return None
+    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ready.record()
+    return ready

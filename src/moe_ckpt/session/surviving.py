@@ -1,0 +1,302 @@
+"""Seals the newest step when training stops at a failure, so that only what failed goes back.
+
+Between two updates, parameters and optimizer state are those of the newest step. A rank that hears of a failure (its
+own exception, a peer's death, SIGTERM) copies all that it writes of a complete checkpoint into memory that outlives the
+process before it goes, whatever the policy saved of that step. If every rank does, the run resumes from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.survivors import lends
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.errors import MoECheckpointError, NotFiniteError
+from moe_ckpt.policies.base import needs_of
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.session.fingerprint import Fingerprint
+from moe_ckpt.session.session_resources import SessionResources
+from moe_ckpt.session.snapshotting import Snapshotter
+from moe_ckpt.session.state_keeping import StateKeeper
+from moe_ckpt.slices.snapshot import Encode, Snapshot
+from moe_ckpt.tiers.limited_slots import requires_room
+
+log = logging.getLogger("moe_ckpt")
+
+AGREEMENT_SECS, AGREEMENT_PORTION = 5.0, 0.25
+"""So long ranks that are still there have to agree on the tokens of the newest step, and such a part of the time that
+is left at most: sealing takes time as well."""
+_SEALING_PORTION = 0.05
+"""Of an iteration: the longest that an update waits for a snapshot that is being sealed."""
+_PLANNING_NBYTES = 20 << 10
+"""Of an operator of this rank's share that was never planned before, roughly."""
+_Counted = tuple[Counts, Counts | None]
+
+
+class Sealing(Protocol):
+    """The part of ``Stages`` that seals."""
+
+    @property
+    def in_flight(self) -> int:
+        """Snapshots that are not sealed yet."""
+
+    def wait(self, most: int, timeout_secs: float) -> bool:
+        """Waits until at most ``most`` snapshots are being sealed; False if the time ran out."""
+
+
+@dataclass(frozen=True)
+class Survived:
+    """The share that this rank keeps of the newest step.
+
+    Attributes:
+        step: Its number.
+        nbytes: Of tensors; 0 if a snapshot of everything was on its way anyhow.
+        secs: That it took.
+        problem: Why there is nothing; empty if there is.
+        is_open: There may yet be something: what has begun goes on until the process ends.
+    """
+
+    step: int
+    nbytes: int = 0
+    secs: float = 0.0
+    problem: str = ""
+    is_open: bool = False
+
+
+class Patience:
+    """The time that updates wait for snapshots that are still being sealed: at most 5 % of an iteration each.
+
+    Where sealing takes longer than an iteration, no wait is long enough: after one that timed out there is none until a
+    snapshot has been sealed in time without it.
+
+    Args:
+        now: ``perf_counter``.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._update_began = now
+        self._in_vain = False
+
+    def update_begins(self, now: float, sealing: Sealing) -> None:
+        """Wait, if that may be of use. On the training thread.
+
+        Args:
+            now: ``perf_counter``.
+            sealing: What is under way.
+        """
+        since, self._update_began = now - self._update_began, now
+        if not sealing.in_flight:
+            self._in_vain = False
+        elif not self._in_vain:
+            self._in_vain = not sealing.wait(0, _SEALING_PORTION * since)
+
+
+class Survivor:
+    """Knows the newest step, and seals it. On the training thread, or while that stands still.
+
+    Args:
+        run: The session's.
+        resources: Likewise.
+        snapshots: Likewise.
+
+    Attributes:
+        lends: Whether this rank has what others write of the newest step as they have it.
+    """
+
+    def __init__(self, run: RunContext, resources: SessionResources, snapshots: Snapshotter) -> None:
+        self._run, self._resources, self._snapshots = run, resources, snapshots
+        self._step: int | None = None
+        self._plain: Encode | None = None
+        self._tokens: Deferred[StepTokens] | None = None
+        self._states: StateKeeper | None = None
+        self._patience = Patience(time.perf_counter())
+        self._weights: Fingerprint | None = None
+        self.lends = True
+
+    @property
+    def is_on(self) -> bool:
+        """Returns whether the user wants it, and there is memory that outlives the process."""
+        memory = self._run.settings.memory
+        return memory is not None and memory.sealing_secs > 0
+
+    def step_ends(self, step: int, plain: Encode, tokens: Deferred[StepTokens]) -> None:
+        """The state of ``step`` is final.
+
+        Args:
+            plain: Gives the plain state as it is now, the first time it is called.
+            tokens: Of this rank.
+        """
+        if self.is_on:
+            self._step, self._plain, self._tokens = step, plain, tokens
+
+    def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:
+        """Ends a step as ``step_ends`` does, where training stops right after the update.
+
+        No snapshot is due, and no rank is asked.
+
+        Args:
+            updated: False if the update was left out because gradients overflowed.
+        """
+        self._snapshots.step_begins(updated=updated)
+        self.step_ends(step, plain, tokens)
+
+    def note_weights(self) -> None:
+        """Others may write to weights and optimizer state of the newest step from here on."""
+        self._weights = Fingerprint(self._run.state.tensors())
+
+    def has_noted_weights(self) -> bool:
+        """Returns whether weights are what they were at ``note_weights``."""
+        return self._weights is not None and self._weights.fits(self._run.state.tensors())
+
+    def keep_plain(self, *, described: bool) -> None:
+        """The next step begins: random numbers and buffers are about to change, and tensors of them are copied.
+
+        Args:
+            described: A snapshot of the step began, so that it is known which tensors there are.
+        """
+        if self._plain is None:
+            return
+        if not described:  # the plain state goes by it
+            self._snapshots.live.describe()
+        try:
+            encoded, side = self._plain()
+        except Exception as error:  # of user code, or of state that cannot be encoded
+            log.warning("the plain state of step %s is not kept: %r", self._step, error)
+            self._plain = None
+            return
+        copied = encoded, [(entry, tensor.clone()) for entry, tensor in side]
+        self._plain = lambda **_: copied
+        if self._step is None or self._tokens is None or not self._is_lent_whole:
+            return
+        if self._states is None and self._resources.memory is not None:
+            self._states = StateKeeper(self._resources.memory.files, self._run.comm.world_size)
+        if self._states is not None:
+            self._states.keep(self._step, self._snapshots.booking.run_ledger.index, copied, self._tokens)
+
+    def update_begins(self, now: float) -> None:
+        """From here on no rank can return to the newest step unless it is sealed: a rank that is killed in this update
+        would then cost two steps. So this waits a little for a seal that is not done yet.
+
+        Args:
+            now: ``perf_counter``.
+        """
+        if self.is_on:
+            self._patience.update_begins(now, self._resources.pipeline.stages)
+
+    @property
+    def _is_lent_whole(self) -> bool:
+        """Whether another rank holds all that this one writes, but its plain state."""
+        live = self._snapshots.live
+        return self._run.comm.world_size > 1 and live.is_held_by_each
+
+    def close(self, timeout_secs: float) -> None:
+        """Closes as ``StateKeeper.close`` does."""
+        if self._states is not None:
+            self._states.close(timeout_secs)
+
+    def seal(self, secs: float) -> Survived | None:
+        """Seals everything that this rank writes of the newest step. Nothing may change parameters meanwhile.
+
+        Args:
+            secs: The longest that it may take.
+
+        Returns:
+            What became of it; None if no step has ended yet.
+        """
+        began, step, plain = time.monotonic(), self._step, self._plain
+        if step is None or plain is None or self._resources.memory is None:
+            return None
+        self._step = None  # once
+        try:
+            nbytes = self._seal(step, plain, began + secs)
+        except (FutureTimeoutError, TimeoutError):
+            return Survived(step, problem=f"not sealed within {secs:g} s (Memory(survivor_secs))", is_open=True)
+        except (MoECheckpointError, OSError, RuntimeError) as error:
+            return Survived(step, problem=f"{type(error).__name__}: {error}")
+        return Survived(step, nbytes, time.monotonic() - began)
+
+    def _seal(self, step: int, plain: Encode, until: float) -> int:
+        """Returns bytes of tensors."""
+        rank, catalog, newest = self._run.comm.rank, self._run.catalog, self._snapshots.newest
+        tokens = self._counted(step, until)
+        whole = newest is not None and newest.step == step and newest.contents.is_whole(catalog.everything)
+        whole = whole and tokens[1] is None  # else it waits for tokens that no rank will tell any more
+        if not whole:
+            _require_room(self._run, self._resources)
+        snapshots = [] if newest is None or not whole else [newest]
+        begin = functools.partial(self._begin, tokens, until)
+        if not whole:
+            snapshots.append(begin(save_full(step, catalog.everything), plain, None))
+        peer, logs = _lent(self._run) if self.lends else None, needs_of(self._run.policy).gradients
+        if peer is not None and not whole:
+            # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
+            every = catalog.everything if self._is_lent_whole or logs else tuple(op.id for op in catalog.experts)
+            try:
+                snapshots.append(begin(save_full(step, every), lambda **_: ({}, []), peer))
+            except (MoECheckpointError, OSError) as error:  # its own goes on
+                log.warning("rank %d does not keep what rank %d writes of step %d: %s", rank, peer, step, error)
+        self._wait(snapshots[0], until)
+        return sum(snapshot.nbytes for snapshot in snapshots if snapshot is not newest)
+
+    def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int | None) -> Snapshot:
+        applied, own_counts = tokens
+        if own_counts is not None and of is not None:
+            own_counts = np.zeros_like(own_counts)  # the other rank's are beside its plain state
+        return self._snapshots.begin_survivor(plan, plain, (applied, own_counts), of, _left(until))
+
+    def _counted(self, step: int, until: float) -> _Counted:
+        """Tokens by the end of the step, if the ranks have agreed on it; else those before it, and this rank's own."""
+        booking = self._snapshots.booking
+        try:
+            if booking.sent_step == step:
+                return booking.applied.result(min(AGREEMENT_SECS, AGREEMENT_PORTION * _left(until))), None
+        except Exception as error:  # whatever ended the agreement: it is made at the return, of what each rank counted
+            log.info("the ranks had not agreed on the tokens of step %d when training stopped: %r", step, error)
+            # Else a snapshot of the step that waits for them is in the way of what is sealed now.
+            self._run.comm.abort(f"training stopped before the ranks agreed on the tokens of step {step}")
+        if self._tokens is None:
+            raise RuntimeError("nothing was counted")
+        return booking.run_ledger.tokens.applied.copy(), self._tokens.result().applied
+
+    def _wait(self, snapshot: Snapshot, until: float) -> None:
+        """Until it is sealed, and what was begun after it as well."""
+        pipeline, slot = self._resources.pipeline, snapshot.buffer.slot
+        pipeline.join()
+        in_time = pipeline.stages.wait(0, _left(until))
+        if slot is not None and slot.is_sealed:
+            return
+        if not in_time:
+            raise TimeoutError
+        first = "" if snapshot.share is None else snapshot.share.not_finite()
+        if first:
+            raise NotFiniteError("it", first)
+        raise RuntimeError(snapshot.refused or "its slot could not be sealed; see the warning above")
+
+
+def _require_room(run: RunContext, resources: SessionResources) -> None:
+    """Raises ``MemoryFullError`` if not even planning, of this rank's share and the other's, may find room."""
+    memory, shares = resources.memory, 2 * len(run.catalog.operators) // run.comm.world_size
+    if memory is not None:
+        requires_room(memory.files.path, run.settings.local_ranks)(shares * _PLANNING_NBYTES)
+
+
+def _lent(run: RunContext) -> int | None:
+    """Whose share this rank seals besides its own."""
+    placement, rank = run.placement, run.comm.rank
+    peer = lends(rank, placement.expert_peers or placement.peers)
+    if peer is None and needs_of(run.policy).gradients:  # nobody has its experts, but some have the rest
+        return lends(rank, placement.peers)
+    return peer
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - time.monotonic())

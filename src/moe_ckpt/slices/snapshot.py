@@ -1,0 +1,178 @@
+"""A snapshot in flight: what it holds, where its bytes are, and the small state that is copied at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_ckpt.core.step import Contents, Facts, Step
+from moe_ckpt.core.tokens import Counts
+from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.format.tree import encode_tree
+from moe_ckpt.memory.arena import Buffer
+from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart, CompiledPlan
+from moe_ckpt.slices.copier import Copy
+from moe_ckpt.slices.copying import copy_here
+from moe_ckpt.slices.mirroring import Mirror
+
+if TYPE_CHECKING:
+    from moe_ckpt.slices.writing import SealedShare
+
+
+Plain = tuple[Any, list[tuple[SliceEntry, torch.Tensor]]]
+"""A rank's plain state, encoded, and the tensors of it."""
+Encode = Callable[..., Plain]
+"""Returns the plain state as of its first call, with further entries that are given by name."""
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """One snapshot on this rank, from the copy to the outcome.
+
+    Attributes:
+        identity: Names it.
+        contents: What it holds.
+        facts: Of its step.
+        applied: The token book as of its step; to come, as long as the ranks are agreeing on that.
+        plan: What this rank copies and writes for it.
+        buffers: Host memory, as ``buffer_sizes`` lists it.
+        copy: The copy under way.
+        state: JSON-ready trainer state (side tensors are among the slices).
+        began_at: ``time.perf_counter`` of its beginning.
+        waited: Training waited for an earlier snapshot before this one could begin.
+        refused: Why this rank could not even copy it, so that it fails on every rank; None if it could.
+        share: Its bytes and state with checksums, once they are sealed in memory.
+    """
+
+    identity: Step
+    contents: Contents
+    facts: Facts
+    applied: Future[Counts]
+    plan: CompiledPlan
+    buffers: Sequence[Buffer]
+    copy: Copy
+    state: Any
+    began_at: float
+    waited: bool = False
+    refused: str | None = None
+    share: SealedShare | None = None
+
+    @property
+    def buffer(self) -> Buffer:
+        """Memory that ``plan.parts`` lie in."""
+        return self.buffers[0]
+
+    @property
+    def pieces(self) -> Sequence[Buffer]:
+        """The buffers of ``plan.pieces``, one each."""
+        return self.buffers[1 : 1 + len(self.plan.pieces)]
+
+    @property
+    def mirrored(self) -> Buffer | None:
+        """The buffer of ``plan.mirrored``; None if it has none."""
+        return self.buffers[-1] if self.plan.mirrored else None
+
+    @property
+    def step(self) -> int:
+        return self.identity.step
+
+    @property
+    def directory(self) -> str:
+        return step_dir(self.step, self.identity.generation)
+
+    @property
+    def nbytes(self) -> int:
+        """Tensor bytes that this rank writes, or of gradients logs."""
+        parts = (part for _, part in (*self.plan.parts, *self.plan.pieces))
+        return sum(part.nbytes for part in parts if part.is_written or part.kind == GRADIENTS)
+
+    @property
+    def frozen_nbytes(self) -> int:
+        """Returns the bytes, of ``nbytes``, of weights of operators that the window anchors later."""
+        return sum(part.frozen_nbytes for part in self.written)
+
+    @property
+    def written(self) -> tuple[CompiledPart, ...]:
+        """The parts that become shards."""
+        return tuple(part for _, part in self.plan.parts if part.is_written)
+
+    def mirrors(self) -> dict[int, Mirror]:
+        """Rank -> the part of that rank's share of the same snapshot that this rank's state also holds."""
+        mirrors: dict[int, Mirror] = {}
+        for part, memory in placed(self.plan, self.buffers):
+            if part.source is not None:
+                mirrors[part.source] = Mirror(part, memory, mirrors.get(part.source))
+        return mirrors
+
+    def bytes_of(self, part: CompiledPart) -> torch.Tensor:
+        """One part's bytes inside its buffer, as a uint8 tensor view."""
+        return next(memory for candidate, memory in placed(self.plan, self.buffers) if candidate is part)
+
+
+def buffer_sizes(plan: CompiledPlan) -> list[int]:
+    """Returns the bytes of a plan's buffers, for ``BufferPool``; that of its parts comes first."""
+    sizes = [plan.nbytes, *(part.nbytes for _, part in plan.pieces)]
+    return [*sizes, plan.mirrored_nbytes] if plan.mirrored else sizes
+
+
+def placed(plan: CompiledPlan, buffers: Sequence[Buffer]) -> Iterator[tuple[CompiledPart, torch.Tensor]]:
+    """Yields every part with its bytes (uint8, a view), of the buffers that ``buffer_sizes`` lists."""
+    first, *others = (buffer.memory for buffer in buffers)
+    for base, part in plan.parts:
+        yield part, first[base : base + part.nbytes]
+    for (_, part), memory in zip(plan.pieces, others, strict=False):
+        yield part, memory[: part.nbytes]
+    for base, part in plan.mirrored:
+        yield part, others[-1][base : base + part.nbytes]
+
+
+def plain_of(capture: Callable[[], Mapping[str, Any]], rank: int) -> Encode:
+    """Returns what encodes the plain state of this moment, once."""
+    captured = functools.cache(capture)
+    encoded = functools.cache(lambda: side_tensors(captured(), rank))
+    return lambda **more: side_tensors({**captured(), **more}, rank) if more else encoded()
+
+
+def side_tensors(state: Any, rank: int) -> Plain:
+    """Encode the plain state; its tensors become slices of their own, to be copied before training continues.
+
+    They may change during the next forward pass (buffers, RNG), so a background copy would be torn.
+
+    Args:
+        state: Plain state.
+        rank: This one.
+
+    Raises:
+        UnencodableStateError: names the path of a value that only pickle could hold.
+    """
+    encoded, tensors = encode_tree(state)
+    slices = []
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        dtype = dtype_name(tensor.dtype, name)
+        entry = SliceEntry(f"side/{rank}/{name}", "", dtype, (0,) * len(shape), shape, shape)
+        slices.append((entry, tensor.detach()))
+    return encoded, slices
+
+
+def copy_at_once(
+    parts: Sequence[tuple[CompiledPart, torch.Tensor]], side: list[tuple[SliceEntry, torch.Tensor]]
+) -> bool:
+    """Copy into a plan's buffers, on the training thread, what may change before the next optimizer step.
+
+    Returns:
+        As ``copy_here``.
+    """
+    sources = {entry.name: source for entry, source in side}
+    on_device = False
+    for part, inside in parts:
+        side_copies = [(entry, sources[entry.name]) for entry in part.side_entries()]
+        on_device |= part.copies.copy_at_once(inside) | copy_here(side_copies, inside)
+    return on_device

@@ -1,0 +1,326 @@
+"""One rank's share of a checkpoint: checksum the slices, write the shards and the state, acknowledge."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import starmap
+from struct import iter_unpack
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from moe_ckpt.errors import StoreUnwritableError, torn_snapshot
+from moe_ckpt.format import FORMAT_VERSION
+from moe_ckpt.format.finite import all_finite, first_not_finite, judged_in
+from moe_ckpt.format.gathering import Numbers
+from moe_ckpt.format.manifest import GROUPS, KINDS, FileRecord, StateRecord, file_row, shard_path, state_path, state_row
+from moe_ckpt.format.sealed import digest, seal
+from moe_ckpt.format.shard import Checksums, seal_of
+from moe_ckpt.ledger.cover_sum import PRIME
+from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.ledger.freshness import STALE, UNKNOWN, of_all
+from moe_ckpt.slices.compiling import CompiledPart
+from moe_ckpt.slices.snapshot import Snapshot
+from moe_ckpt.storage.base import Chunk, Storage
+
+_COVER_NBYTES = 16
+_SMALL_NBYTES, _MANY = 512, 32
+"""See ``_stretches``."""
+
+
+@dataclass(frozen=True)
+class Acknowledgement:
+    """The files that one rank made durable, or several: each field is that of one rank after the other, in their order.
+
+    So acknowledgements are put together by joining bytes, and rank 0 does nothing for each single rank. It commits only
+    on the content of these, never on a mere barrier. Their size does not grow with the model.
+
+    Attributes:
+        errors: Why ranks wrote nothing that counts: ``[rank, reason]`` as JSON, and a comma each.
+        covers: ``cover_difference`` of each rank's plan.
+        experts, others, states: Names of their files, one line each: by ``format.manifest.GROUPS``.
+        file_rows, state_rows: As they will be in the part document (``format.manifest``).
+        freshness: What their checksums show, a byte of each rank (``ledger.freshness``).
+        not_finite: Where ranks found NaN or infinity first: ``[rank, key]`` as JSON, and a comma each.
+    """
+
+    errors: bytes = b""
+    covers: bytes = bytes(_COVER_NBYTES)
+    experts: bytes = b""
+    others: bytes = b""
+    states: bytes = b""
+    file_rows: bytes = b""
+    state_rows: bytes = b""
+    freshness: bytes = bytes(1)
+    not_finite: bytes = b""
+
+    @classmethod
+    def failed(cls, rank: int, reason: str) -> Acknowledgement:
+        return cls(errors=json.dumps([rank, reason]).encode() + b",")
+
+    @property
+    def columns(self) -> list[bytes]:
+        """The fields as columns for ``Communicator.combine``."""
+        files = [self.experts, self.others, self.states, self.file_rows, self.state_rows]
+        return [self.errors, self.covers, *files, self.freshness, self.not_finite]
+
+    @property
+    def ranks(self) -> int:
+        """Returns the number of ranks it is of."""
+        return len(self.covers) // _COVER_NBYTES
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The causes, if any, for which a checkpoint must not be committed."""
+        return tuple(f"rank {rank}: {reason}" for rank, reason in json.loads(b"[%b]" % self.errors[:-1]))
+
+    @property
+    def first_not_finite(self) -> str:
+        """The first tensor with NaN or infinity, for people; empty if all values are finite."""
+        rows = json.loads(b"[%b]" % self.not_finite[:-1])
+        return f"{rows[0][1]} on rank {rows[0][0]}" if rows else ""
+
+    @property
+    def is_stale(self) -> bool:
+        """No rank has seen anything change that updates change."""
+        return of_all(self.freshness) == STALE
+
+    @property
+    def cover(self) -> int:
+        """0 if the ranks' shares tile the plan."""
+        words = np.frombuffer(self.covers, dtype="<u4").reshape(-1, 4).sum(axis=0, dtype=np.uint64).tolist()
+        return int(sum(word << 32 * at for at, word in enumerate(words)) % PRIME)
+
+    @property
+    def lines(self) -> dict[str, bytes]:
+        """Group -> names of the ranks' files, for ``names_in``."""
+        columns = zip(GROUPS, (self.experts, self.others, self.states), strict=True)
+        return {group: lines for group, lines in columns if lines}
+
+
+@dataclass(frozen=True, eq=False)
+class SealedPart:
+    """A part of a snapshot whose bytes have been read for the first time, and may not change any more.
+
+    Attributes:
+        begin: Its first byte in the snapshot's buffer.
+        part: Of the plan.
+        checksums: Of its slices.
+        header: Head and seal of its shard (``format.shard``).
+        not_finite: Key of the first slice with NaN or infinity; empty without any.
+    """
+
+    begin: int
+    part: CompiledPart
+    checksums: Checksums
+    header: tuple[bytes, ...]
+    not_finite: str = ""
+
+
+def acknowledge(
+    files: Sequence[FileRecord], state: StateRecord, cover: int, freshness: int = UNKNOWN, not_finite: str = ""
+) -> Acknowledgement:
+    """Returns the acknowledgement of a rank that wrote these files.
+
+    Args:
+        cover: ``cover_difference`` of its plan.
+        freshness: Of its share.
+        not_finite: As of ``SealedPart``, of what it wrote.
+    """
+    names = {kind: b"".join(_line(record.path) for record in files if record.kind == kind) for kind in KINDS}
+    return Acknowledgement(
+        covers=cover.to_bytes(_COVER_NBYTES, "little"),
+        experts=names["expert"],
+        others=names["non_expert"],
+        states=_line(state.path),
+        file_rows=b"".join(map(file_row, files)),
+        state_rows=state_row(state),
+        freshness=bytes([freshness]),
+        not_finite=json.dumps([state.rank, not_finite]).encode() + b"," if not_finite else b"",
+    )
+
+
+def names_in(lines: bytes) -> frozenset[str]:
+    """The names of files in ``Acknowledgement.lines``."""
+    return frozenset(lines.decode().split())
+
+
+def _line(path: str) -> bytes:
+    return path.rpartition("/")[2].encode() + b"\n"
+
+
+@dataclass(frozen=True, eq=False)
+class SealedShare:
+    """One rank's share of a snapshot, as it goes to storage.
+
+    Attributes:
+        parts: What it consists of.
+        state: The bytes of the state file.
+        freshness: What its checksums show beside those before (``ledger.freshness``).
+        pieces: Gradients in buffers of their own.
+    """
+
+    parts: tuple[SealedPart, ...]
+    state: bytes
+    freshness: int = UNKNOWN
+    pieces: tuple[SealedPart, ...] = ()
+
+    def not_finite(self, *, written: bool = False) -> str:
+        """Key of the first slice with NaN or infinity; empty without any.
+
+        Args:
+            written: Of what goes to storage only.
+        """
+        every = (sealed for sealed in (*self.parts, *self.pieces) if sealed.part.is_written or not written)
+        return next((sealed.not_finite for sealed in every if sealed.not_finite), "")
+
+
+def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> SealedShare:
+    """Wait for the copy, take the checksums of all slices, and look whether their values are finite.
+
+    Raises:
+        StoreError: Tensors changed while they were being copied.
+    """
+    snapshot.copy.wait_on_host()
+    if snapshot.copy.changed:
+        raise torn_snapshot(snapshot.step, snapshot.copy.changed)
+
+    judged = judged_in(snapshot.state)
+
+    def sealed(begin: int, part: CompiledPart) -> SealedPart:
+        memory = snapshot.bytes_of(part)
+        checksums = checksums_of(part, memory)
+        seal = seal_of(snapshot.step, snapshot.identity.generation, checksums)
+        header = part.head(run_id, rank, snapshot.step), seal
+        return SealedPart(begin, part, checksums, header, not_finite_in(part, memory, judged))
+
+    parts = tuple(sealed(begin, part) for begin, part in snapshot.plan.share_parts)
+    pieces = tuple(sealed(0, part) for _, part in snapshot.plan.pieces)
+    of = snapshot.step, snapshot.identity.generation
+    return SealedShare(parts, state_file(snapshot.state, *of, run_id, rank, world_size), pieces=pieces)
+
+
+def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, world_size: int) -> bytes:
+    """The file of a rank's plain state.
+
+    Args:
+        state: Encoded.
+    """
+    return seal(
+        {
+            "kind": "moe_ckpt.state",
+            "format_version": FORMAT_VERSION,
+            "run_id": run_id,
+            "step": step,
+            "generation": generation,
+            "rank": rank,
+            "world_size": world_size,
+            "state": state,
+        }
+    )
+
+
+def write_share(
+    storage: Storage, snapshot: Snapshot, share: SealedShare, rank: int
+) -> tuple[tuple[FileRecord, ...], StateRecord]:
+    """Write this rank's shards and state durably. Raises ``OSError`` when storage fails."""
+    files = tuple(_write_shard(storage, snapshot, sealed, rank) for sealed in share.parts if sealed.part.is_written)
+    path = state_path(snapshot.directory, rank)
+    write_named(storage, path, [share.state])
+    return files, StateRecord(path, len(share.state), digest(share.state), rank)
+
+
+def _write_shard(storage: Storage, snapshot: Snapshot, sealed: SealedPart, rank: int) -> FileRecord:
+    header, path = sealed.header, shard_path(snapshot.directory, rank, sealed.part.kind)
+    nbytes = write_named(storage, path, [*header, snapshot.bytes_of(sealed.part).numpy().data])
+    return FileRecord(path, nbytes, sum(map(len, header)), digest(*header), snapshot.step, rank)
+
+
+def checksums_of(part: CompiledPart, memory: torch.Tensor) -> Checksums:
+    """XXH3-64 of each of the part's slices, whose bytes lie in ``memory`` (uint8, host)."""
+    data, ends = memory.numpy().data, part.ends
+    digests = bytearray()
+    for first, stop, nbytes in _stretches(ends):
+        begin = int(ends[first - 1]) if first else 0
+        if nbytes:
+            pieces = iter_unpack(f"{nbytes}s", data[begin : int(ends[stop - 1])])
+            digests += b"".join(starmap(xxhash.xxh3_64_digest, pieces))
+        else:
+            bounds = ends[first:stop].tolist()
+            views = map(data.__getitem__, map(slice, [begin, *bounds], bounds))
+            digests += b"".join(map(xxhash.xxh3_64_digest, views))
+    return np.frombuffer(digests, dtype=">u8").astype(np.uint64)
+
+
+def not_finite_in(part: CompiledPart, memory: torch.Tensor, judged: Callable[[str], bool]) -> str:
+    """Key of the first of the part's slices with NaN or infinity; empty if there is none.
+
+    Args:
+        memory: As for ``checksums_of``.
+        judged: Says of a key whether the slice counts (``format.finite.judged_in``).
+    """
+    data, ends = memory.numpy().data, part.ends
+    for dtype, first, stop in part.stretches:
+        begin, end = (int(ends[at - 1]) if at else 0 for at in (first, stop))
+        if not all_finite(data[begin:end], dtype):
+            entries = map(part.slices.entries.__getitem__, part.slices.numbers[first:stop].tolist())
+            key = first_not_finite(list(entries), data, ends[first:stop].tolist(), judged)
+            if key:
+                return key
+    return ""
+
+
+def _stretches(ends: Numbers) -> Iterator[tuple[int, int, int]]:
+    """(first slice, the one behind the last, size of each) of stretches of many small slices of one size, and with 0
+    for the size what lies between. To take a small piece of memory as bytes is quicker than to take a view of it."""
+    sizes = np.diff(ends, prepend=0)
+    bounds = np.concatenate([[0], np.flatnonzero(sizes[1:] != sizes[:-1]) + 1, [len(sizes)]])
+    done = 0
+    for at in np.flatnonzero(np.diff(bounds) >= _MANY).tolist():
+        first, stop = bounds[at : at + 2].tolist()
+        if 0 < sizes[first] <= _SMALL_NBYTES:
+            if done < first:
+                yield done, first, 0
+            yield first, stop, int(sizes[first])
+            done = stop
+    if done < len(sizes):
+        yield done, len(sizes), 0
+
+
+def write_named(storage: Storage, path: str, chunks: Sequence[Chunk]) -> int:
+    """``Storage.write`` whose error names the file: that of a full disk or of a failed fsync does not.
+
+    Raises:
+        StoreUnwritableError: a subclass of ``OSError``.
+    """
+    try:
+        return storage.write(path, chunks)
+    except OSError as error:
+        room = _room(storage, chunks) if error.errno == errno.ENOSPC else ""
+        raise StoreUnwritableError(f"{path} cannot be written: {error}{room}") from error
+
+
+def _room(storage: Storage, chunks: Sequence[Chunk]) -> str:
+    """What a full disk lacks, where that can be asked: how large the file is, and what is free without it."""
+    needed = sum(memoryview(chunk).nbytes for chunk in chunks)
+    try:
+        free = shutil.disk_usage(storage.root).free
+    except OSError:  # an object store, or a disk that does not answer
+        return f" (it has {needed:,} bytes)"
+    return f" (it has {needed:,} bytes, and {free:,} are free)"
+
+
+def encode_boxes(boxes: Sequence[tuple[str, Box]]) -> bytes:
+    """Encodes boxes for ``decode_boxes`` on another rank, those of several ranks one after the other."""
+    return b"".join(json.dumps([key, box.offsets, box.shape]).encode() + b"," for key, box in boxes)
+
+
+def decode_boxes(raw: bytes) -> list[tuple[str, Box]]:
+    """Inverse of ``encode_boxes``."""
+    return [(key, Box(tuple(offsets), tuple(shape))) for key, offsets, shape in json.loads(b"[%b]" % raw[:-1])]

@@ -1,0 +1,315 @@
+"""Lends the host memory of one rank for snapshots, within a budget in bytes.
+
+A growing queue of snapshots would take the host down, so no more is lent than the budget. What is lent are rooms of an
+arena (``memory.arena``): in a file that outlives the process, or anonymous. Where the file system is full, anonymous
+memory beside it serves until there is room again, since storage must get its checkpoints all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from moe_ckpt.errors import HostMemoryError
+from moe_ckpt.memory.arena import Arena, Buffer
+from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.memory.free_space import ALIGNMENT, rounded
+from moe_ckpt.tiers.cgroups import available_bytes
+from moe_ckpt.tiers.cgroups import free_bytes as _cgroup_free_bytes
+
+log = logging.getLogger("moe_ckpt")
+
+_SHARE_OF_FREE_MEMORY = 0.5
+_WARMED_NBYTES = 256 << 20
+"""In one go: what is due comes between."""
+_GAPS = 3
+"""Rooms of different sizes leave gaps that hold none of them. Where those are in the way of a snapshot that the budget
+has room for, an arena may become larger than the budget by one part in so many."""
+_ROUNDING_NBYTES = 64 * ALIGNMENT
+"""What rooms of a small budget may take beyond it, because they are rounded up."""
+
+
+class BufferPool:
+    """Lends rooms of never more than ``budget_bytes`` in all. Safe to use from several threads.
+
+    ``take`` and ``give_back`` are for the training thread: arithmetic, a look whether the file is still there, and the
+    deletion of headers of what was there before. ``acquire`` and ``make_ahead`` make memory.
+
+    Args:
+        budget_bytes: Of all buffers together.
+        pinned: Page-locked, for copies from a GPU.
+        files: Has the arena in a file, which is open; None for anonymous memory alone.
+
+    Attributes:
+        give_up: Makes room on the file system at the expense of what only a failure would need; False if there is none
+            such.
+    """
+
+    def __init__(self, budget_bytes: int, *, pinned: bool = False, files: MemoryFiles | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self.give_up: Callable[[], bool] = lambda: False
+        self._pinned, self._files = pinned, files
+        self._private = Arena(arena_limit(budget_bytes), locks=pinned)
+        self._lent: dict[Buffer, bool] = {}
+        self._released: list[Buffer] = []
+        self._making = 0
+        self._retired = self._said_private = False
+        self._lock = threading.Lock()
+
+    @property
+    def _arenas(self) -> tuple[Arena, ...]:
+        return (self._private,) if self._files is None else (self._files.arena, self._private)
+
+    def take(self, sizes: Sequence[int]) -> list[Buffer] | None:
+        """Buffers of these sizes in bytes, of memory that is ready; None if there are not all of them.
+
+        For the training thread: no memory is made, touched, page-locked or freed.
+        """
+        sizes, files = [max(1, nbytes) for nbytes in sizes], self._files
+        if files is None:
+            return self._lend(self._private, sizes)
+        if files.arena.is_gone:
+            return None
+        buffers = self._lend(files.arena, sizes)
+        if buffers is None and self._private.ready and not files.fits(sum(sizes)):
+            return self._lend(self._private, sizes)
+        if buffers is None or not self._unseal(buffers):
+            return None
+        for buffer in buffers:
+            buffer.slot = files.slot(buffer)
+        return buffers
+
+    def _lend(self, arena: Arena, sizes: Sequence[int]) -> list[Buffer] | None:
+        with self._lock:
+            if self._lent_nbytes + sum(sizes) > self.budget_bytes:
+                return None
+            buffers = arena.take(sizes)
+            self._lent |= {buffer: not at for at, buffer in enumerate(buffers or ())}
+            return buffers
+
+    def _unseal(self, buffers: Sequence[Buffer]) -> bool:
+        """Have no later process take for a checkpoint what was released in these rooms; False, and they stay lent, if
+        that fails."""
+        with self._lock:
+            over = [old for old in self._released if any(old.overlaps(buffer) for buffer in buffers)]
+            self._released = [old for old in self._released if old not in over]
+        return self._unseal_all(over)
+
+    def unseal_released(self) -> bool:
+        """Give up what stays readable until its room is lent again; False if there is none. On any thread."""
+        with self._lock:
+            over, self._released = self._released, []
+        return bool(over) and self._unseal_all(over)
+
+    def _unseal_all(self, over: Sequence[Buffer]) -> bool:
+        try:
+            for old in over:
+                if old.slot is not None:
+                    old.slot.unseal()
+            return True
+        except OSError as error:  # the bytes stay what the headers say
+            log.warning("a memory slot cannot be used again: %s", error)
+            with self._lock:
+                self._released += over
+            return False
+
+    def acquire(self, sizes: Sequence[int], require: Callable[[int], None] | None = None) -> list[Buffer] | None:
+        """Takes buffers as ``take`` does, making memory if need be; None if the budget has no room for all of them. Not
+        for the training thread.
+
+        Args:
+            sizes: See ``take``.
+            require: Called before memory for so many bytes is made, which outlives the process or is of no use.
+
+        Raises:
+            HostMemoryError: They can never fit into the budget.
+            OSError: ``require`` raised it, or memory of that kind cannot be made.
+            RuntimeError: The machine has no memory.
+        """
+        nbytes = sum(sizes)
+        if nbytes > self.budget_bytes and not self._retired:
+            raise HostMemoryError(nbytes, self.budget_bytes)
+        sizes = [max(1, size) for size in sizes]
+        with self._being_made():
+            while self.fits(nbytes):
+                if (buffers := self.take(sizes)) is not None:
+                    return buffers
+                if self._files is None:
+                    return self._take_private(sizes)
+                try:
+                    if not self._grow(self._files, sizes, require=require):
+                        return None
+                    self._say_private("")
+                except (OSError, RuntimeError) as error:
+                    if require is not None:
+                        raise
+                    if not self.give_up():
+                        self._say_private(str(error))
+                        return self._take_private(sizes)
+        return None
+
+    def _say_private(self, trouble: str) -> None:
+        """Tell, once, that snapshots are in private memory, or are so no longer."""
+        if trouble and not self._said_private and not self._retired:
+            log.warning("a snapshot is kept in private memory, which does not outlive this process: %s", trouble)
+        elif self._said_private and not trouble:
+            log.info("there is room again for snapshots in memory that outlives this process")
+        self._said_private = bool(trouble)
+
+    def _take_private(self, sizes: Sequence[int]) -> list[Buffer] | None:
+        """As ``acquire``, of anonymous memory."""
+        end = self._private.end_for(sizes)
+        if end > self._private.limit:
+            return None
+        try:
+            self._private.grow(end, touches=self._pinned)
+        except OSError as error:
+            raise RuntimeError(f"the machine has no memory for {sum(sizes):,} bytes: {error}") from error
+        return self._lend(self._private, sizes)
+
+    def _grow(
+        self, files: MemoryFiles, sizes: Sequence[int], *, spare: int = 0, require: Callable[[int], None] | None = None
+    ) -> bool:
+        """Make memory in the file; False if neither the budget nor what earlier lives left has room for it."""
+        end = files.arena.end_for(sizes)
+        return end <= self._most(files.arena) and files.grow(end, spare=spare, require=require)
+
+    def _most(self, arena: Arena) -> int:
+        """Bytes that the arena may have: what earlier lives left counts beside the budget while it is needed."""
+        return arena_limit(self.budget_bytes) + arena.adopted_nbytes
+
+    def make_ahead(self, nbytes: int, count: int, *, early: bool = False) -> bool:
+        """Make memory for one more snapshot of so many bytes. Meant for a background thread.
+
+        Args:
+            nbytes: Of one.
+            count: Snapshots.
+            early: Only where as much again is free on the file system.
+
+        Returns:
+            False if that of ``count`` is there, lent out or not, or the budget is spent.
+
+        Raises:
+            OSError: It cannot be made.
+            RuntimeError: Likewise.
+        """
+        arena, files = self._arenas[0], self._files
+        with self._lock:
+            in_use, free = sum(self._lent.values()), self.budget_bytes - self._lent_nbytes
+        lacking = min(count - in_use, free // max(1, nbytes))
+        sizes = next(
+            (sizes for more in range(1, lacking + 1) if arena.end_for(sizes := [nbytes] * more) > arena.ready), None
+        )
+        if sizes is None or self._retired:
+            return False
+        with self._being_made():
+            if files is not None:
+                return self._grow(files, sizes, spare=nbytes if early else 0)
+            return arena.grow(arena.end_for(sizes))
+
+    def warm_up(self) -> bool:
+        """Touch, and page-lock, some of what an earlier life left; False if that is done. On a background thread."""
+        arena = self._arenas[0]
+        with self._being_made():
+            return arena.grow(min(arena.nbytes, self._most(arena), arena.ready + _WARMED_NBYTES))
+
+    def has_ready(self, nbytes: int) -> bool:
+        """True if ``take`` finds a buffer of so many bytes, as far as memory is ready."""
+        return any(arena.fits(nbytes) for arena in self._arenas)
+
+    @contextlib.contextmanager
+    def _being_made(self) -> Iterator[None]:
+        with self._lock:
+            self._making += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._making -= 1
+
+    @property
+    def is_making(self) -> bool:
+        """Memory is being made by another thread."""
+        return self._making > 0
+
+    def adopt(self, buffer: Buffer) -> None:
+        """Count a buffer as lent out by this pool although another one made it, even beyond the budget."""
+        with self._lock:
+            self._lent[buffer] = True
+
+    def lend_nothing(self) -> Buffer:
+        """Returns an empty buffer, which needs no room, for an empty snapshot."""
+        buffer = Buffer(0, torch.empty(0, dtype=torch.uint8))
+        with self._lock:
+            self._lent[buffer] = False
+        return buffer
+
+    def give_back(self, buffer: Buffer) -> None:
+        """The lender no longer reads or writes ``buffer``. What is sealed in it stays readable until it is lent again.
+
+        Raises:
+            ValueError: It is not lent out. Lending it on would give two snapshots the same memory.
+        """
+        with self._lock:
+            if self._retired:
+                return
+            if self._lent.pop(buffer, None) is None:
+                raise ValueError("a host buffer was returned twice, or to a pool that it does not belong to")
+            if buffer.slot is not None:
+                self._released.append(buffer)
+        if buffer.arena is not None:
+            buffer.arena.free(buffer)
+
+    def retire(self) -> None:
+        """Lends no more buffers. A lent buffer lives as long as its user."""
+        with self._lock:
+            self._retired, self.budget_bytes = True, 0
+            self._lent.clear()
+            self._released.clear()
+        self._private.retire()
+
+    def fits(self, nbytes: int, spare: int = 0) -> bool:
+        """True if the budget has room for so many bytes more, once ``spare`` bytes lent out are returned."""
+        return self.lent_bytes - spare + nbytes <= self.budget_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes lent out."""
+        with self._lock:
+            return self._lent_nbytes
+
+    @property
+    def _lent_nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._lent)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory held now, lent out or free."""
+        return sum(arena.ready for arena in self._arenas)
+
+
+def arena_limit(budget_bytes: int) -> int:
+    """Returns the most bytes of an arena for so many of buffers: rooms are rounded up, and leave gaps between them."""
+    return rounded(budget_bytes + budget_bytes // _GAPS) + _ROUNDING_NBYTES
+
+
+def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:
+    """Half of the memory that can be had now, within the cgroup's limit, shared by the ranks of this host.
+
+    Page cache makes room when memory is needed, so it counts as free: a data set that was read must not shrink it.
+
+    Args:
+        local_ranks: How many they are.
+        left_bytes: What snapshots of earlier lives take on this host, which their buffers replace.
+    """
+    free = available_bytes()
+    if free is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _cgroup_free_bytes(left_bytes=left_bytes)
+    usable = free + left_bytes if limit is None else min(free + left_bytes, limit)
+    return int(usable * _SHARE_OF_FREE_MEMORY) // max(1, local_ranks)

@@ -1,0 +1,292 @@
+"""Opens the host memory of a session: the pool that snapshots are copied into, and the tier that keeps them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from moe_ckpt.comm.communicator import largest
+from moe_ckpt.errors import LARGER_FILE_SYSTEM, ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
+from moe_ckpt.memory.checking import newest_of
+from moe_ckpt.memory.directory import HeldByCopyError, node_of
+from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
+from moe_ckpt.memory.options import Memory
+from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, say_file_system, say_room
+from moe_ckpt.peers.opening import CANNOT_OPEN, open_replication
+from moe_ckpt.peers.replication import Replicator
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.slices.expected import ExpectedShare
+from moe_ckpt.storage.local import free_bytes
+from moe_ckpt.tiers import cgroups, host_tier
+from moe_ckpt.tiers.buffers import BufferPool, arena_limit, default_budget_bytes
+from moe_ckpt.tiers.host_tier import HostTier
+from moe_ckpt.tiers.left_slots import LeftSlots
+from moe_ckpt.tiers.limited_slots import LimitedSlots
+from moe_ckpt.tiers.memory_tier import MemoryTier
+
+_NUMBER_BITS = 62
+"""Of what ranks agree on as a whole number."""
+
+_TRIES = 6
+"""Generations that a start tries at most, where copies of its store start at the same moment."""
+
+T = TypeVar("T")
+_Free = tuple[int, Mapping[str, int | None]]
+
+
+class HostMemory(NamedTuple):
+    """This rank's pool and tier, and the life of the run that they are of: newer than all that memory holds.
+
+    Attributes:
+        life: A token that no other life has, equal on every rank.
+    """
+
+    pool: BufferPool
+    tier: HostTier | MemoryTier
+    generation: int
+    life: str
+
+
+def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
+    """Returns this rank's pool and tier. A collective.
+
+    Args:
+        run: The session's.
+        run_id: Of the store.
+        generation: Life of the run, as storage knows it: a life may have left something in memory only.
+
+    Raises:
+        ConfigError: Memory is on at some ranks only, ranks have other settings, or its directory cannot be used.
+        StoreUnwritableError: Its directory cannot be written.
+        StoreError: That of another rank cannot be used.
+    """
+    settings, memory = run.settings, run.settings.memory
+    agreed = _agree(run, memory, run_id)
+    if memory is None:
+        left_here = host_tier.claimable_bytes(run.storage.root, run_id, run.comm.rank)
+        ranks = settings.local_ranks
+        budget = settings.host_memory_bytes or default_budget_bytes(ranks, left_here * ranks)  # each has left as much
+        pool = BufferPool(budget, pinned=settings.pinned)
+        return HostMemory(pool, host_tier.claim(run, run_id, pool), generation, agreed.life)
+    generation = max(generation, agreed.newest + 1)
+    files, slots = _take_over_on_all_ranks(run, memory, run_id, generation, agreed)
+    generation, replicator = files.generation, None
+    try:
+        # Each rank has taken over its own slots; now those that no rank has. ``open_replication`` shares the error.
+        taken, trouble = _attempt(memory, lambda: (node_of(memory.root), files.take_left(same_rank=False)))
+        node, others = taken or ("", [])
+        slots.add(others)
+        pool = BufferPool(agreed.budget, pinned=settings.pinned, files=files)
+        groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
+        limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
+        replicator = open_replication(
+            run.comm, memory, run_id, generation, *limits, groups=groups, gate=run.gate, problem=trouble
+        )
+        _say_room(run, memory, agreed, replicator)
+        tier = MemoryTier(run, node, pool, files, slots, replicator=replicator)
+        pool.give_up = tier.give_up
+    except BaseException:
+        if replicator is not None:
+            replicator.close()
+        _release((files, slots))
+        raise
+    host_tier.register(run.storage.root, run_id, tier)
+    return HostMemory(pool, tier, generation, files.life)
+
+
+def _inspect(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _Free]:
+    """Looks at the memory directory, before any rank takes over slots there, so that a node's ranks find the same.
+
+    Returns:
+        Newest life of which memory has something, -1 for none; budget of this rank's buffers in bytes; what is free.
+    """
+    if os.path.isdir(memory.root):  # else an error tells that, and it lies nowhere
+        say_file_system(memory.root)
+    newest = newest_generation(memory.root, run_id)
+    sweep(memory.root, run_id)
+    leftover_nbytes = left_bytes(memory.root, run_id, run.storage.root)
+    budget = run.settings.host_memory_bytes or default_budget_bytes(run.settings.local_ranks, leftover_nbytes)
+    available = cgroups.available_bytes()
+    machine = None if available is None else available + leftover_nbytes
+    limits = {CGROUP: cgroups.free_bytes(left_bytes=leftover_nbytes), MACHINE: machine}
+    return newest, budget, (free_bytes(memory.root) + leftover_nbytes, limits)
+
+
+def _say_room(run: RunContext, memory: Memory, agreed: _Agreed, replicator: Replicator | None) -> None:
+    """Warns before training if slots will find no room. One rank of the node knows of all whose copies lie there."""
+    settings, rank, (free, limits) = run.settings, run.comm.rank, agreed.free
+    if rank % settings.local_ranks:
+        return
+    held = () if replicator is None else replicator.roster.placement.sources_of[rank : rank + settings.local_ranks]
+    share = ExpectedShare(run.state.tensors(), run.state.specs())
+    of_node = settings.max_in_flight + 2, agreed.budget, sum(map(len, held)), settings.local_ranks, share.is_estimated
+    needed = RoomNeeded(share.most_nbytes, *of_node)
+    known_limits = (limit for limit in limits.values() if limit is not None)
+    if needed.nbytes > min(free, *known_limits):  # else there is no need to weigh what peers share
+        exact = share.nbytes(run.catalog, run.placement, run.comm.rank)
+        say_room(memory.root, replace(needed, share_bytes=exact), free, limits)
+
+
+class _Agreed(NamedTuple):
+    """What the ranks agree on first.
+
+    Attributes:
+        life: A token that names this life of the run, equal on every rank.
+        newest: Life of which any rank's memory has something; -1 for none.
+        budget: Of this rank's buffers, in bytes.
+        free: Bytes of the memory directory, and what ``CGROUP`` and ``MACHINE`` leave (None where nothing says), for
+            this life's slots: with what earlier lives left there.
+    """
+
+    life: str
+    newest: int
+    budget: int
+    free: _Free
+
+
+def _agree(run: RunContext, memory: Memory | None, run_id: str) -> _Agreed:
+    """Compares the ranks' settings, and looks at their memory directories. One agreement, of a few numbers.
+
+    Ranks compare digests of their settings, so the message does not grow with their number. They exchange the settings
+    themselves only if digests differ.
+
+    Raises:
+        ConfigError: Memory is on at some ranks only, or ranks have other settings.
+    """
+    rank, is_on, alike = run.comm.rank, memory is not None, _shared_settings(memory)
+    number, life = _digest_of(alike), secrets.randbits(_NUMBER_BITS) if rank == 0 else 0
+    inspected: tuple[int, int, _Free] | None = None
+    trouble: Exception | None = None
+    if memory is not None:
+        inspected, trouble = _attempt(memory, lambda: _inspect(run, memory, run_id))
+    newest, budget, free = inspected or (-1, 0, (0, {}))
+    failed = 0 if trouble is None else rank + 1
+    mine = [(rank + 1) * is_on, (rank + 1) * (not is_on), number, -number, life, failed, newest]
+    on, off, most, least, life, failed, newest = largest(run.comm, mine)
+    if on and off:
+        other = f"rank {off - 1} has it off" if is_on else f"rank {on - 1} has it on"
+        raise ConfigError(f"memory={memory!r} on rank {rank}, but {other}. Set it on all ranks, or on none")
+    if most != -least:
+        settings = [json.loads(raw) for raw in run.comm.everyone(json.dumps(alike).encode())]
+        raise ConfigError(_disagreement(rank, settings))
+    _raise_on_all_ranks(trouble, failed)
+    return _Agreed(f"{life:016x}", newest, budget, free)
+
+
+def _shared_settings(memory: Memory | None) -> list[str]:
+    """Settings that must be equal on all ranks, as text. ``open_replication`` compares those of copies on peers.
+
+    Each rank decides alone which snapshots go to storage, and what it keeps at a failure: with other settings, the
+    others would wait for it, or keep their part for nothing. Directories, failure domains and sizes may differ by node.
+    """
+    if memory is None:
+        return []
+    logs = memory.upstream_bytes is not None
+    return [
+        f"storage_every={memory.cadence.every!r}",
+        f"survivor_secs={memory.sealing_secs!r}",
+        f"upstream_bytes={'a size' if logs else None}",
+    ]
+
+
+def _digest_of(alike: Sequence[str]) -> int:
+    """A digest, as a number that ranks can agree on."""
+    raw = hashlib.blake2b(json.dumps(alike).encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little") >> (64 - _NUMBER_BITS)
+
+
+def _disagreement(rank: int, settings: Sequence[Sequence[str]]) -> str:
+    """Names the values of this rank, and of the first with others."""
+    mine = settings[rank]
+    other = next(position for position, theirs in enumerate(settings) if theirs != mine)
+    pairs = [(one, two) for one, two in zip(mine, settings[other], strict=True) if one != two]
+    values = [", ".join(texts) for texts in zip(*pairs, strict=True)]
+    return (
+        f"ranks disagree on Memory(...): {values[0]} on rank {rank}, {values[1]} on rank {other}. "
+        "Set the same on all ranks"
+    )
+
+
+def _take_over(
+    run: RunContext, memory: Memory, run_id: str, generation: int, agreed: _Agreed
+) -> tuple[MemoryFiles, LeftSlots]:
+    """Makes this life's directory, and takes over what this rank left; a thread verifies that from here on."""
+    files = MemoryFiles(memory.root, run_id, generation, agreed.life, run.comm.rank, run.storage.root)
+    try:
+        leftovers = files.take_left(same_rank=True)
+        files.open_arena(arena_limit(agreed.budget), locks=run.settings.pinned)
+        leftovers = files.adopt(leftovers)
+        return files, LeftSlots(leftovers, files.remove, newest_of(leftovers, run.comm.rank))
+    except BaseException:
+        files.close(keep=True)
+        raise
+
+
+def _take_over_on_all_ranks(
+    run: RunContext, memory: Memory, run_id: str, generation: int, agreed: _Agreed
+) -> tuple[MemoryFiles, LeftSlots]:
+    """``_take_over`` on every rank, for the same generation; if it fails on one rank, all raise. A collective.
+
+    A copy of the store has the same run id, and its run may start at this moment with the same generation. Then all
+    ranks start over with a newer one (``files.generation``).
+    """
+    tries = 0
+    while True:
+        tries += 1
+        taken, trouble = _attempt(memory, partial(_take_over, run, memory, run_id, generation, agreed))
+        ahead = trouble.ahead if isinstance(trouble, HeldByCopyError) and tries < _TRIES else 0
+        try:
+            failed, ahead = largest(run.comm, [0 if trouble is None or ahead else run.comm.rank + 1, ahead])
+            if not failed and not ahead and taken is not None:
+                return taken
+        except BaseException:
+            if taken is not None:
+                _release(taken)
+            raise
+        if taken is not None:
+            _release(taken)
+        if failed:
+            _raise_on_all_ranks(trouble, failed)
+        generation += ahead
+
+
+def _release(taken_over: tuple[MemoryFiles, LeftSlots]) -> None:
+    files, slots = taken_over
+    slots.checker.close()
+    files.close(keep=True)
+
+
+def _attempt(memory: Memory, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Returns (result of ``action``, None), or (None, its error)."""
+    try:
+        return action(), None
+    except MoECheckpointError as error:
+        return None, error
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        mend = f". {_clearing(memory.root)} {LARGER_FILE_SYSTEM}" if full else ""
+        return None, StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {error}{mend}")
+
+
+def _clearing(root: str) -> str:
+    where = f"--directory {shlex.quote(root)}"
+    return (
+        f"`moe-ckpt memory {where}` lists what your runs left there, and `moe-ckpt memory clear --run ID {where}` "
+        "frees what one of them would go on from at its next start."
+    )
+
+
+def _raise_on_all_ranks(trouble: Exception | None, failed: int) -> None:
+    """Raises on every rank if one has failed. failed: the highest such rank plus one; 0 for none."""
+    if trouble is not None:
+        raise trouble
+    if failed:
+        raise StoreError(CANNOT_OPEN.format(failed - 1))

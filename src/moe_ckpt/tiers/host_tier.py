@@ -1,0 +1,328 @@
+"""A rank's copy of the newest committed checkpoint in its own memory, which survives a failure of training.
+
+The buffer that a committed checkpoint was written from stays lent out, as the recovery buffer, until the next commit
+(MoC, section 3.2, "triple buffering" and "two-level PEC"). It holds what went to storage and, where the policy asked
+for it, further experts that storage has in older versions only. A fault that leaves the process alive (an exception; a
+dead peer, after which the survivors form a new process group) loses nothing of it: it is a slot without files, which
+``reading.memory.memory_checkpoints`` reads as any other. A process that dies takes its buffer with it; memory that
+outlives the process is kept by ``tiers.memory_tier`` instead.
+
+What storage has, too, is worth time only. So the recovery buffer is given up wherever a snapshot finds no other room.
+
+The buffers of all ranks are of one step: one becomes the recovery buffer when the commit is announced, which every rank
+hears. A checkpoint whose announcement got lost with a peer may be committed all the same; it is kept beside the last
+announced one, and storage decides which of them counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.manifest import ModelRecord, step_dir
+from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.format.slot import SlotHeader
+from moe_ckpt.memory.arena import Buffer
+from moe_ckpt.memory.directory import RankDirectory
+from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.slot import HEADER_SUFFIX, PrivateSlot
+from moe_ckpt.peers.replication import Replicator
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.slices.compiling import HOST_ONLY
+from moe_ckpt.slices.snapshot import Snapshot
+from moe_ckpt.slices.writing import SealedShare
+from moe_ckpt.storage import open_storage
+from moe_ckpt.tiers.buffers import BufferPool
+from moe_ckpt.tiers.left_slots import LeftSlots
+from moe_ckpt.tiers.slot_headers import SlotHeaders
+from moe_ckpt.tiers.tiers import BufferTier
+
+log = logging.getLogger("moe_ckpt")
+
+
+def checksum(data: torch.Tensor) -> int:
+    """XXH3-64 of a uint8 tensor in host memory, as in the seals of shards."""
+    return xxhash.xxh3_64_intdigest(data.contiguous().numpy().data)
+
+
+def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:
+    """The bytes of one slice as the tensor they are. A view, unless they lie where the dtype cannot."""
+    dtype = TORCH_DTYPES[entry.dtype]
+    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).view(entry.shape)
+
+
+class HostTier:
+    """Owns the recovery buffer of one rank. Made by ``claim``; outlives the session, unless that ended well.
+
+    ``offer`` and ``ended`` are called on the persist thread, ``drop`` on the training thread while that runs.
+
+    Args:
+        rank: This process's.
+        run_id: Of the store.
+        model: That is trained.
+        pool: That the buffers come from.
+        describe: Makes the header of a snapshot's share.
+        inherited: From an earlier life.
+
+    Attributes:
+        node: Names this process: no other one reaches its memory.
+        left_slots: What an earlier life kept, until this one has a checkpoint.
+        complete_step: Step of the checkpoint that this life resumed from, if it was here.
+    """
+
+    outlives_process = False
+    replicator: Replicator | None = None
+    retained_count = 0
+    paths: Sequence[Path] = ()
+
+    def __init__(
+        self,
+        rank: int,
+        run_id: str,
+        model: ModelRecord,
+        pool: BufferPool,
+        describe: Callable[[Snapshot, SealedShare], SlotHeader],
+        *,
+        inherited: Sequence[FoundSlot] = (),
+    ) -> None:
+        self.rank, self.model, self.run_id = rank, model, run_id
+        self.root, self.node = "", f"process {os.getpid()} {secrets.token_hex(8)}"
+        self.complete_step: int | None = None
+        self.left_slots = LeftSlots(inherited, self._free)
+        self._pool, self._describe = pool, describe
+        self._kept: FoundSlot | None = None
+        self._offered: FoundSlot | None = None
+        self._lock = threading.RLock()
+        for checkpoint in inherited:
+            pool.adopt(_room(checkpoint))
+
+    def retire(self, *, keep: bool) -> None:
+        """The session ended: of all its buffers only those kept here outlive it, if they are to be kept."""
+        with self._lock:
+            self._pool.retire()
+
+    def surrender(self) -> tuple[FoundSlot, ...]:
+        """Hand over all that is kept. A thread of the old session that is still at work cannot touch it any more."""
+        with self._lock:
+            every, self._kept, self._offered = self.holds(), None, None
+            self.left_slots.forget()
+            return every
+
+    def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
+        """This rank's share is written, and will be acknowledged next: it may become committed from here on."""
+        if snapshot.contents.window is None:  # one step of a window is no state
+            self.hold(self._describe(snapshot, share), snapshot.buffer)
+
+    def hold(self, header: SlotHeader, room: Buffer) -> None:
+        """Holds a checkpoint, which may become committed from here on."""
+        name = f"{step_dir(header.step, header.generation)} in memory of process {os.getpid()}"
+        with self._lock:
+            self._offered = FoundSlot(PrivateSlot(name, room), header)
+
+    def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
+        """The outcome of a snapshot was announced."""
+        self.resolve(snapshot.buffer, committed=committed)
+
+    def resolve(self, buffer: Buffer, *, committed: bool) -> None:
+        """The outcome was announced. ``buffer`` is that of the snapshot, offered or not.
+
+        Committed and offered, it becomes the recovery buffer and the former one is free. Committed, but not
+        offered (a step of a sparse window), memory holds nothing. Not committed, the former recovery buffer stays what
+        it is.
+        """
+        with self._lock:
+            offered, self._offered = self._offered, None
+            if committed:
+                self.drop()
+                self._kept = offered
+            if not committed or offered is None:
+                self._pool.give_back(buffer)
+
+    def drop(self, *, chain: bool = True, last: bool = False) -> bool:
+        """Give the recovery buffer up early, because there is no other; True if there was one.
+
+        Args:
+            chain: Not used here; see ``BufferTier.drop``.
+            last: Not used here.
+        """
+        with self._lock:
+            newest, self._kept = self._kept, None
+            if newest is not None:
+                self._free([newest])
+            return self.left_slots.remove() or newest is not None
+
+    def _free(self, checkpoints: list[FoundSlot]) -> None:
+        for checkpoint in checkpoints:
+            self._pool.give_back(_room(checkpoint))
+        checkpoints.clear()
+
+    @property
+    def has_more(self) -> bool:
+        """Something is kept that storage has in older versions only: without it a fault costs tokens."""
+        return any(part.kind == HOST_ONLY for checkpoint in self.holds() for part in checkpoint.header.parts)
+
+    def holds(self) -> tuple[FoundSlot, ...]:
+        """Returns all that is kept, the oldest first."""
+        with self._lock:
+            return (*self.left_slots.slots, *filter(None, (self._kept, self._offered)))
+
+    @property
+    def droppable_bytes(self) -> int:
+        """Host memory that ``drop`` would free."""
+        with self._lock:
+            return sum(_room(checkpoint).nbytes for checkpoint in self.holds() if checkpoint is not self._offered)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that survives a fault here."""
+        return sum(_room(checkpoint).nbytes for checkpoint in self.holds())
+
+
+def _room(checkpoint: FoundSlot) -> Buffer:
+    if not isinstance(checkpoint.slot, PrivateSlot):
+        raise TypeError(f"{checkpoint.slot.path} is a slot of memory that outlives the process")
+    return checkpoint.slot.room
+
+
+@dataclass(eq=False)
+class _Registered:
+    """A tier of this process. nbytes, paths: of the slots that it left, if its buffers are slots."""
+
+    root: str
+    run_id: str
+    tier: BufferTier
+    in_use: bool = True
+    passed_over: bool = False
+    nbytes: int = 0
+    paths: tuple[Path, ...] = ()
+
+
+_registry: list[_Registered] = []
+_registry_lock = threading.Lock()
+
+
+def claim(run: RunContext, run_id: str, pool: BufferPool) -> HostTier:
+    """The tier for a new session on a store: what an earlier one left here, or an empty one.
+
+    What is left of another run that once used the same directory can never be used again, and is freed. What is
+    left of other stores is skipped: see ``leave`` and ``claimable_bytes``.
+
+    Args:
+        run: The session's.
+        run_id: Of the store.
+        pool: For the session's buffers.
+    """
+    root = run.storage.root
+    with _registry_lock:
+        earlier = _claimable(root, run_id, run.comm.rank)
+        inherited: tuple[FoundSlot, ...] = ()
+        if earlier is not None:
+            _registry.remove(earlier)
+            inherited = earlier.tier.surrender() if isinstance(earlier.tier, HostTier) else ()
+        describe = SlotHeaders(run).of_share
+        tier = HostTier(run.comm.rank, run_id, run.model, pool, describe, inherited=inherited)
+        _registry.append(_Registered(root, run_id, tier))
+    return tier
+
+
+def claimable_bytes(root: str, run_id: str, rank: int) -> int:
+    """Returns the bytes that ``claim`` will take over, whose room the new session's buffers may have.
+
+    What runs on other stores left, and their storage has, too, is freed first: it is worth time to a run that may never
+    come back, and room to this one.
+    """
+    with _registry_lock:
+        _forget(lambda r: not r.in_use and r.root != root and not r.tier.has_more)
+        earlier = _claimable(root, run_id, rank)
+        return 0 if earlier is None else earlier.tier.nbytes
+
+
+def _claimable(root: str, run_id: str, rank: int) -> _Registered | None:
+    """What an earlier session left for this one; of several, where ranks are threads, that of this rank."""
+    candidates = [r for r in _left_by(root, run_id) if isinstance(r.tier, HostTier)]
+    return min(candidates, key=lambda r: r.tier.rank != rank, default=None)
+
+
+def register(root: str, run_id: str, tier: BufferTier) -> None:
+    """The same for a session whose snapshots lie in slots: what earlier ones left is found in their files."""
+    with _registry_lock:
+        for registered in [r for r in _left_by(root, run_id) if r.tier.rank == tier.rank]:
+            _registry.remove(registered)
+        _registry.append(_Registered(root, run_id, tier))
+
+
+def _left_by(root: str, run_id: str) -> list[_Registered]:
+    """What earlier sessions on the store left, when another one begins. The caller has locked the registry."""
+    _forget(lambda r: not r.in_use and r.root == root and r.run_id != run_id)
+    for other in _registry:
+        other.passed_over = other.passed_over or (not other.in_use and other.root != root)
+    return [r for r in _registry if not r.in_use and (r.root, r.run_id) == (root, run_id)]
+
+
+def _forget(is_over: Callable[[_Registered], bool]) -> list[_Registered]:
+    """Release what tiers left that no session will take over. The caller has locked the registry."""
+    freed = [registered for registered in _registry if is_over(registered)]
+    _registry[:] = [registered for registered in _registry if registered not in freed]
+    for path in [path for registered in freed for path in registered.paths]:
+        directory = RankDirectory.take(path)
+        if directory is not None:
+            directory.remove()
+    return freed
+
+
+def leave(tier: BufferTier, *, keep: bool) -> None:
+    """The session of ``tier`` ends.
+
+    Args:
+        keep: It failed, so that what is kept may be needed again.
+
+    A process that fails in one store after the other, as in a search over hyperparameters, keeps the memory of the
+    last one: what was left before this session began, by a run that was not started again, is freed.
+    """
+    nbytes, paths = tier.nbytes, tuple(tier.paths)
+    holds = nbytes > 0 or any(any(path.glob(f"*{HEADER_SUFFIX}")) for path in paths)  # of plain state alone, too
+    tier.retire(keep=keep)  # a rank that holds nothing must not remove what other ranks of the node hold
+    keep = keep and holds
+    with _registry_lock:
+        if keep:
+            _forget(lambda r: not r.in_use and r.passed_over)
+        for registered in [r for r in _registry if r.tier is tier]:
+            registered.in_use = False
+            registered.nbytes, registered.paths = nbytes, paths
+            if keep:
+                log.info(
+                    "%.1f MB of host memory are kept for a restart of training%s; moe_ckpt.release_host_memory() frees "
+                    "them",
+                    nbytes / 1e6,
+                    " on this node" if paths else " in this process",
+                )
+            else:
+                _registry.remove(registered)
+
+
+def release_host_memory(dirpath: str | os.PathLike[str] | None = None) -> int:
+    """Frees the snapshots that failed runs of this process left in memory for a restart.
+
+    For processes that live on without starting the run again, such as notebooks. Buffers of a running fit stay.
+
+    Args:
+        dirpath: Store of the run, as given to ``MoECheckpoint`` or ``megatron.attach``; None for all stores.
+
+    Returns:
+        How many bytes were freed.
+    """
+    root = None if dirpath is None else open_storage(dirpath).root
+    with _registry_lock:
+        freed = _forget(lambda r: not r.in_use and root in (None, r.root))
+        return sum(registered.nbytes for registered in freed)

@@ -1,0 +1,113 @@
+"""Seals snapshots in memory that outlives the process, before any of them goes to storage.
+
+A thread of its own, so that a storage that is stuck holds up no memory checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from moe_ckpt.core.step import PeerPart
+from moe_ckpt.errors import MemoryFullError, MemoryGoneError, NotFiniteError
+from moe_ckpt.format.slot import encode_slot
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.run.context import RunContext
+from moe_ckpt.slices.compiling import HOST_ONLY
+from moe_ckpt.slices.freshness import FreshnessWatch
+from moe_ckpt.slices.snapshot import Snapshot
+from moe_ckpt.slices.writing import SealedShare, seal_share
+from moe_ckpt.tiers.memory_tier import MemoryTier
+from moe_ckpt.tiers.slot_headers import SlotHeaders
+
+log = logging.getLogger("moe_ckpt")
+
+
+class MemorySealer:
+    """Makes the header of each snapshot's slot. For the thread that seals.
+
+    Args:
+        run: The session's.
+        tier: Keeps the slots.
+        to_storage: Takes each snapshot that also goes to storage, or that is made from one for storage, in order.
+    """
+
+    def __init__(self, run: RunContext, tier: MemoryTier, to_storage: Callable[[Snapshot], None]) -> None:
+        self._comm = run.comm
+        self._tier = tier
+        self._to_storage = to_storage
+        self._headers = SlotHeaders(run)
+        self._watch = FreshnessWatch()
+        self._said: set[str] = set()
+        self._is_spoiled = False
+
+    def resolve(self, snapshot: Snapshot) -> None:
+        """Seal this rank's share. After an error the other ranks are told, and the snapshot may still go to storage."""
+        trouble, header = snapshot.refused, list[bytes]()
+        try:
+            if trouble is None:
+                writer = snapshot.contents.writer(self._comm.rank)
+                share = seal_share(snapshot, self._tier.files.run_id, writer, self._comm.world_size)
+                freshness = self._watch.seen(snapshot, (*share.parts, *share.pieces))
+                snapshot.share = replace(share, freshness=freshness)
+                trouble = self._spoiled(snapshot, snapshot.share)
+                header = [] if trouble else self._seal_somehow(snapshot, snapshot.share)
+        except Exception as error:  # whatever it is, the other ranks must learn that this one has nothing
+            trouble = f"{type(error).__name__}: {error}"
+            log.warning("memory does not hold the checkpoint of step %d: %s", snapshot.step, trouble)
+            if isinstance(error, MemoryGoneError):
+                self._tier.forget_gone()
+            if snapshot.share is None:
+                snapshot.refused = trouble
+        if snapshot.refused is not None and snapshot.contents.since is not None and snapshot.refused not in self._said:
+            self._said.add(snapshot.refused)
+            log.warning("step %d of the gradient log is not kept: %s", snapshot.step, snapshot.refused)
+        self._tier.sealed(snapshot, header)
+        if snapshot.contents.to_storage:
+            self._to_storage(snapshot)
+
+    def _seal_somehow(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
+        """Seal, on a full file system at the expense of headers that are needed less."""
+        while True:
+            try:
+                self._tier.files.describe()
+                return self._seal(snapshot, share)
+            except MemoryFullError:
+                if not self._tier.give_up() and not self._tier.files.shrink():
+                    raise
+
+    def _spoiled(self, snapshot: Snapshot, share: SealedShare) -> str | None:
+        """Why the snapshot is not sealed, though storage may have it: the newest that memory holds stays a finite one.
+        Said once, where snapshots begin to hold NaN or infinity."""
+        first, before = share.not_finite(), self._is_spoiled
+        self._is_spoiled = bool(first)
+        if not first:
+            return None
+        problem = NotFiniteError(f"step {snapshot.step}", f"{first} on rank {self._comm.rank}")
+        if not before:
+            log.warning("memory keeps the newest finite step: %s", problem)
+        return f"{type(problem).__name__}: {problem}"
+
+    def _seal(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
+        """Headers of the slots, as peers get them, that of the snapshot's own after those of gradients beside it; none
+        if something lies in private memory, for want of room."""
+        own_slot, headers = snapshot.buffer.slot, list[bytes]()
+        piece_slots = [buffer.slot for buffer in snapshot.pieces if buffer.slot is not None]
+        if own_slot is None or len(piece_slots) < len(snapshot.pieces):
+            return headers
+        for (index, _), sealed, slot in zip(snapshot.plan.pieces, share.pieces, piece_slots, strict=True):
+            headers.append(encode_slot(self._headers.of_gradients(snapshot, share, index, sealed)))
+            slot.seal(headers[-1])
+        # The one that says which others belong to it comes last: it is never there without them.
+        return [*headers, self._seal_own(snapshot, share, own_slot)]
+
+    def _seal_own(self, snapshot: Snapshot, share: SealedShare, slot: Slot) -> bytes:
+        header, full = self._headers.of_share(snapshot, share), self._headers.operators(snapshot)
+        raw = encode_slot(header, full)
+        slot.seal(raw)
+        sent_parts = tuple(part for part in header.parts if part.kind != HOST_ONLY)
+        if snapshot.contents.to_peers is not PeerPart.STORED or len(sent_parts) == len(header.parts):
+            return raw
+        sent_nbytes = max(1, snapshot.plan.own_nbytes(host_only=False))
+        return encode_slot(replace(header, parts=sent_parts, nbytes=sent_nbytes, sent=True), full)

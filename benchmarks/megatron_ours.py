@@ -27,7 +27,7 @@ from moe_ckpt.policies.base import Policy
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.run.live import LiveState
+from moe_ckpt.run.planning import LiveState
 from moe_ckpt.run.run_ledger import RunLedger
 from moe_ckpt.session import session
 from moe_ckpt.session.bookkeeping import Bookkeeper

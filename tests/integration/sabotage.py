@@ -36,7 +36,7 @@ from moe_ckpt.reading.index import TensorIndex
 from moe_ckpt.reading.memory import gradient_log
 from moe_ckpt.reading.memory.gradient_log import StoredLog
 from moe_ckpt.recovery.replay import Replay
-from moe_ckpt.run import live
+from moe_ckpt.run import planning
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.testing import kill_process
@@ -387,8 +387,8 @@ def _stands_still() -> None:
 
 def _gates_apart() -> None:
     """The home of what is no expert's of a stack is not anchored with the experts."""
-    now = live.coupled_operators
-    live.coupled_operators = lambda catalog, specs: tuple(
+    now = planning.coupled_operators
+    planning.coupled_operators = lambda catalog, specs: tuple(
         frozenset(op for op in group if op.startswith("expert/")) for group in now(catalog, specs)
     )
 

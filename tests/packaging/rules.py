@@ -34,7 +34,7 @@ SUMMIT = ("", "cli", "__main__")
 EVERYWHERE = ("errors", "notices", "tables", "stopwatch", "threads", "ports")
 
 PURE = (
-    *("core", "ledger", "pace", "policies", "memory.free_space", "peers.replica_placement", "recovery.recovery_plan"),
+    *("core", "ledger", "pace", "policies", "peers.replica_placement", "recovery.recovery_plan"),
     *("reading.reading_shares", "reading.memory.memory_shares", "reading.memory.node_fetch"),
     *("boost.arithmetic", "bubbles.schedule", "localized.segments"),
 )

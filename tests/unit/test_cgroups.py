@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.tiers.cgroups import free_bytes
+from moe_ckpt.tiers.limits import cgroup_bytes
 
 UNLIMITED = str(0x7FFFFFFFFFFFF000)
 
@@ -35,7 +35,7 @@ def root(tmp_path: Path):
 
 
 def found(root: tuple[Path, Path], left_bytes: int = 0) -> int | None:
-    return free_bytes(str(root[0]), left_bytes, str(root[1]))
+    return cgroup_bytes(str(root[0]), left_bytes, str(root[1]))
 
 
 def test_without_limits(root):
@@ -78,7 +78,7 @@ def test_page_cache_in_use_makes_room_where_that_is_asked(root):
     with (root[0] / "system.slice/job_7/memory.stat").open("a") as stat:
         stat.write("active_file 100\n")
     assert found(root) == 600
-    assert free_bytes(str(root[0]), 0, str(root[1]), any_cache=True) == 700
+    assert cgroup_bytes(str(root[0]), 0, str(root[1]), any_cache=True) == 700
 
 
 def test_nonsense_is_no_limit(root):

@@ -14,10 +14,10 @@ from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.tiers import buffers
-from moe_ckpt.tiers.buffers import BufferPool, arena_limit, default_budget_bytes
-from moe_ckpt.tiers.cgroups import available_bytes
+from moe_ckpt.tiers import limits
+from moe_ckpt.tiers.buffers import BufferPool, arena_limit
 from moe_ckpt.tiers.host_tier import HostTier
+from moe_ckpt.tiers.limits import available_bytes, default_budget_bytes
 
 BUDGET = 10_000
 PAGE = 4096
@@ -296,19 +296,19 @@ def cgroup(tmp_path, limit, used):
     ],
 )
 def test_bytes_left_under_a_cgroup(tmp_path, limit, used, left):
-    assert buffers._cgroup_free_bytes(cgroup(tmp_path, limit, used)) == left
+    assert limits.cgroup_bytes(cgroup(tmp_path, limit, used)) == left
 
 
 def test_no_cgroup_means_no_limit(tmp_path):
-    assert buffers._cgroup_free_bytes(str(tmp_path / "none")) is None
+    assert limits.cgroup_bytes(str(tmp_path / "none")) is None
 
 
 @pytest.mark.parametrize(
     ("limit", "usable"), [(None, 1000 * PAGE), (400 * PAGE, 400 * PAGE), (9000 * PAGE, 1000 * PAGE)]
 )
 def test_the_default_is_half_of_what_is_free_shared_by_local_ranks(monkeypatch, limit, usable):
-    monkeypatch.setattr(buffers, "available_bytes", lambda: 1000 * PAGE)
-    monkeypatch.setattr(buffers, "_cgroup_free_bytes", lambda **_: limit)
+    monkeypatch.setattr(limits, "available_bytes", lambda: 1000 * PAGE)
+    monkeypatch.setattr(limits, "cgroup_bytes", lambda **_: limit)
     assert default_budget_bytes(1) == usable // 2
     assert default_budget_bytes(4) == usable // 8
     assert default_budget_bytes(0) == usable // 2
@@ -317,15 +317,15 @@ def test_the_default_is_half_of_what_is_free_shared_by_local_ranks(monkeypatch, 
 def test_page_cache_makes_room(monkeypatch, tmp_path):
     """A data set that was read fills all memory with page cache, which the kernel gives up when memory is needed."""
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 8000 kB\nCached: 7900 kB\n")
-    monkeypatch.setattr(buffers, "available_bytes", lambda: available_bytes(str(tmp_path / "meminfo")))
-    monkeypatch.setattr(buffers, "_cgroup_free_bytes", lambda **_: None)
+    monkeypatch.setattr(limits, "available_bytes", lambda: available_bytes(str(tmp_path / "meminfo")))
+    monkeypatch.setattr(limits, "cgroup_bytes", lambda **_: None)
     assert default_budget_bytes(1) == 4000 * 1024
 
 
 def test_where_the_kernel_does_not_say_what_is_available_free_pages_count(monkeypatch, tmp_path):
-    monkeypatch.setattr(buffers, "available_bytes", lambda: available_bytes(str(tmp_path / "none")))
-    monkeypatch.setattr(buffers.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": PAGE}.__getitem__)
-    monkeypatch.setattr(buffers, "_cgroup_free_bytes", lambda **_: None)
+    monkeypatch.setattr(limits, "available_bytes", lambda: available_bytes(str(tmp_path / "none")))
+    monkeypatch.setattr(limits.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": PAGE}.__getitem__)
+    monkeypatch.setattr(limits, "cgroup_bytes", lambda **_: None)
     assert default_budget_bytes(1) == 500 * PAGE
 
 

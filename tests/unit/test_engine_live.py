@@ -15,9 +15,8 @@ from moe_ckpt.modeling.moe.discover import build_catalog
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.policies import Dense, Guarded, MoEtion, Policy, Wrapper
 from moe_ckpt.policies.base import Measured, Needs, PolicyContext, Sends
-from moe_ckpt.run.live import LiveState
 from moe_ckpt.run.options import Settings
-from moe_ckpt.run.planning import Planner, gradient_factor
+from moe_ckpt.run.planning import LiveState, Planner, gradient_factor
 from moe_ckpt.slices.assignment import coupled_operators
 from tests.integration.kinds import BiasedExpertsMoE, FlatExpertsMoE
 from tests.support.tiny_moe import TinyMoE

@@ -23,15 +23,15 @@ from moe_ckpt.errors import (
     StoreError,
     StoreUnwritableError,
 )
-from moe_ckpt.memory import mapping, preflight
+from moe_ckpt.memory import mapping
 from moe_ckpt.memory import slot as slot_module
-from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.directory import RankDirectory, make_rank_directory, rank_directories, user_directory
 from moe_ckpt.memory.files import MemoryFiles, remove_run, sweep
+from moe_ckpt.memory.left_slots import SlotChecker
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_memory, host_tier
+from moe_ckpt.tiers import host_memory, host_tier, limits
 from tests.support.deleting import delete_tree
 from tests.support.slots import create_slot
 from tests.support.spoiled import bytes_of, files_of_slots, spoil_experts, spoil_slot
@@ -289,8 +289,8 @@ def test_nodes_may_have_budgets_of_their_own(where, tmp_path):
 
 
 def test_a_directory_that_one_rank_cannot_use_stops_all(where, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(preflight, "file_system", lambda path: "ext4")
-    monkeypatch.setattr(preflight, "_said", {str(where[1])})
+    monkeypatch.setattr(limits, "file_system", lambda path: "ext4")
+    monkeypatch.setattr(limits, "_said", {str(where[1])})
     store, memory = where
     raised = {}
 
@@ -370,10 +370,10 @@ def test_a_directory_that_is_no_tmpfs_is_warned_of_once(tmp_path, monkeypatch, c
         "/dev/a / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n"
         "/dev/b /data ext4 rw 0 0\n/dev/c /data/my\\040run xfs rw 0 0\n"
     )
-    monkeypatch.setattr(preflight, "_said", set())
-    monkeypatch.setattr(preflight, "file_system", partial(preflight.file_system, mounts=str(mounts)))
+    monkeypatch.setattr(limits, "_said", set())
+    monkeypatch.setattr(limits, "file_system", partial(limits.file_system, mounts=str(mounts)))
     for _ in range(2):
-        preflight.say_file_system(place)
+        limits.say_file_system(place)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == bool(kind)
     for line in said:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from moe_ckpt.memory import free_space
+from moe_ckpt.memory import arena
 from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.policies import Dense, MoC
 from tests.support.deleting import delete_tree
@@ -28,7 +28,7 @@ def made(monkeypatch) -> list[tuple[str, int]]:
         return grow(pages, end, **how)
 
     monkeypatch.setattr(Pages, "grow", recorded)
-    monkeypatch.setattr(free_space, "ALIGNMENT", 4096)
+    monkeypatch.setattr(arena, "ALIGNMENT", 4096)
     return found
 
 

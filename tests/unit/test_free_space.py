@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.memory.free_space import ALIGNMENT, FreeSpace, rounded
+from moe_ckpt.memory.arena import ALIGNMENT, FreeSpace, rounded
 
 
 def rooms_of(space: FreeSpace) -> int:

@@ -6,7 +6,7 @@ import weakref
 from types import SimpleNamespace
 
 from moe_ckpt.memory.files import FoundSlot
-from moe_ckpt.tiers.left_slots import LeftSlots
+from moe_ckpt.memory.left_slots import LeftSlots
 
 
 def test_who_deletes_slots_is_the_last_to_know_them():

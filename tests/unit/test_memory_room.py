@@ -14,22 +14,20 @@ import torch
 from moe_ckpt import Memory
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.errors import MemoryFullError
-from moe_ckpt.memory import preflight
 from moe_ckpt.memory.files import MemoryFiles
-from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, say_room
 from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.expected import ExpectedShare
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import cgroups, host_tier, limited_slots
+from moe_ckpt.tiers import host_tier, limits
 from moe_ckpt.tiers.buffers import BufferPool
-from moe_ckpt.tiers.limited_slots import LimitedSlots, requires_room
+from moe_ckpt.tiers.limits import CGROUP, MACHINE, LimitedSlots, RoomNeeded, requires_room, say_room
 from tests.unit.engine_parts import Life, ThreadRanks, catalog, run_threads
 
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(preflight, "_said", set())
+    monkeypatch.setattr(limits, "_said", set())
     host_tier.release_host_memory()
     yield
     host_tier.release_host_memory()
@@ -67,7 +65,7 @@ NEEDED = RoomNeeded(share_bytes=100, snapshots=3, budget_bytes=10**9, copies=2, 
 )
 def test_what_is_short_is_said_with_both_numbers_and_what_to_raise(caplog, monkeypatch, free, limit, kind, said):
     """Pages of a tmpfs count against a cgroup's limit, those of a disk do not."""
-    monkeypatch.setattr(preflight, "file_system", lambda path: kind)
+    monkeypatch.setattr(limits, "file_system", lambda path: kind)
     for _ in range(2):
         say_room("/memory", NEEDED, free, {CGROUP: limit, MACHINE: None})
     assert len(caplog.messages) == (said is not None), "once"
@@ -77,12 +75,12 @@ def test_what_is_short_is_said_with_both_numbers_and_what_to_raise(caplog, monke
         assert "3 snapshots of 100 bytes on each rank" in found
         assert "as many of each rank whose copies lie on this node (2)" in found
         caplog.clear()
-        preflight._said.clear()
+        limits._said.clear()
         assert re.search(said, found), found
 
 
 def test_a_tmpfs_as_large_as_the_memory_of_the_machine_promises_more_than_there_is(caplog, monkeypatch):
-    monkeypatch.setattr(preflight, "file_system", lambda path: "tmpfs")
+    monkeypatch.setattr(limits, "file_system", lambda path: "tmpfs")
     say_room("/memory", NEEDED, 5000, {CGROUP: 1500, MACHINE: 1199})
     [found] = caplog.messages
     assert "has 5,000 bytes free, but the memory of this machine leaves 1,199" in found
@@ -100,7 +98,7 @@ def start(place: Path, free: int, monkeypatch, ranks: int = 2) -> list[int]:
     """Opens the sessions of a node's ranks where the file system has so much free. Returns bytes of their snapshots."""
     (place / "memory").mkdir(parents=True)
     monkeypatch.setattr(os, "statvfs", lambda root: SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=1))
-    monkeypatch.setattr(cgroups, "free_bytes", lambda **_: None)
+    monkeypatch.setattr(limits, "cgroup_bytes", lambda **_: None)
     nbytes = [0] * ranks
 
     def begin(comm):
@@ -123,7 +121,7 @@ def test_a_node_whose_file_system_is_too_small_is_told_of_once_before_training(t
     [said] = [text for text in caplog.messages if "will need" in text]
     assert f"has {free:,} bytes free, and the slots of this node's ranks (2) will need about " in said
     caplog.clear()
-    preflight._said.clear()
+    limits._said.clear()
     start(tmp_path / "enough", int(4.2 * sum(snapshots)), monkeypatch)
     assert "will need" not in caplog.text
 
@@ -202,10 +200,10 @@ def test_peers_divide_what_they_hold_alike_and_keep_what_is_their_own():
 )
 @pytest.mark.parametrize("whose", ["cgroup", "machine"])
 def test_copies_take_what_memory_leaves_beside_budgets(tmp_path, caplog, monkeypatch, kind, limit, fits, whose):
-    monkeypatch.setattr(preflight, "file_system", lambda path: kind)
-    monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: limit if whose == "cgroup" else 10**9)
-    monkeypatch.setattr(cgroups, "available_bytes", lambda: limit if whose == "machine" else 10**9)
-    monkeypatch.setattr(limited_slots, "_once_more_bytes", lambda: 50)
+    monkeypatch.setattr(limits, "file_system", lambda path: kind)
+    monkeypatch.setattr(limits, "cgroup_bytes", lambda any_cache: limit if whose == "cgroup" else 10**9)
+    monkeypatch.setattr(limits, "available_bytes", lambda: limit if whose == "machine" else 10**9)
+    monkeypatch.setattr(limits, "_once_more_bytes", lambda: 50)
     files = MemoryFiles(str(tmp_path), "a" * 32, 0, "life", 0, "/a/store")
     pool = BufferPool(300)
     pool.acquire([100])
@@ -231,8 +229,8 @@ def test_copies_take_what_memory_leaves_beside_budgets(tmp_path, caplog, monkeyp
 def test_what_the_machine_has_left(tmp_path):
     told = tmp_path / "meminfo"
     told.write_text("MemTotal:       24684204 kB\nMemFree:          170000 kB\nMemAvailable:      26624 kB\n")
-    assert cgroups.available_bytes(str(told)) == 26624 * 1024
-    assert cgroups.available_bytes(str(tmp_path / "none")) is None
+    assert limits.available_bytes(str(told)) == 26624 * 1024
+    assert limits.available_bytes(str(tmp_path / "none")) is None
 
 
 @pytest.mark.parametrize(
@@ -241,10 +239,10 @@ def test_what_the_machine_has_left(tmp_path):
 )
 def test_what_survivors_seal_takes_what_a_memory_limit_leaves(tmp_path, monkeypatch, kind, limit, fits):
     """Two ranks make 1,024 bytes each, and the other one may take 50 as at its largest. Private memory is of no use."""
-    monkeypatch.setattr(preflight, "file_system", lambda path: kind)
-    monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: limit)
-    monkeypatch.setattr(cgroups, "available_bytes", lambda: 10**9)
-    monkeypatch.setattr(limited_slots, "_once_more_bytes", lambda: 50)
+    monkeypatch.setattr(limits, "file_system", lambda path: kind)
+    monkeypatch.setattr(limits, "cgroup_bytes", lambda any_cache: limit)
+    monkeypatch.setattr(limits, "available_bytes", lambda: 10**9)
+    monkeypatch.setattr(limits, "_once_more_bytes", lambda: 50)
     files = MemoryFiles(str(tmp_path), "a" * 32, 0, "life", 0, "/a/store")
     files.open_arena(4000)
     pool = BufferPool(4000, files=files)
@@ -253,7 +251,7 @@ def test_what_survivors_seal_takes_what_a_memory_limit_leaves(tmp_path, monkeypa
         if fits:
             [buffer] = pool.acquire([1000], require=require)
             pool.give_back(buffer)
-            monkeypatch.setattr(cgroups, "free_bytes", lambda any_cache: 0)
+            monkeypatch.setattr(limits, "cgroup_bytes", lambda any_cache: 0)
             assert pool.acquire([1000], require=require)[0].begin == buffer.begin, "which is there already"
             return
         with pytest.raises(MemoryFullError, match="memory limit of this job's cgroup leaves beside 1 other"):
@@ -280,4 +278,4 @@ def test_survivors_get_no_private_memory_where_their_file_system_is_full(tmp_pat
 def test_what_a_process_once_took_more_than_now_is_known():
     large = torch.ones(64 << 20, dtype=torch.uint8)
     del large
-    assert limited_slots._once_more_bytes() >= 32 << 20
+    assert limits._once_more_bytes() >= 32 << 20

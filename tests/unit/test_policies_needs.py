@@ -29,9 +29,8 @@ from moe_ckpt.policies import (
 )
 from moe_ckpt.policies import needs_of as needs
 from moe_ckpt.policies.base import DECAYED, GATE_WEIGHTS, TOKENS
-from moe_ckpt.run.live import LiveState
 from moe_ckpt.run.options import Options, Settings
-from moe_ckpt.run.planning import Planner
+from moe_ckpt.run.planning import LiveState, Planner
 from moe_ckpt_sim.planner.choosing import exact
 from moe_ckpt_sim.run.system import System
 from tests.support.constants import Unprobed

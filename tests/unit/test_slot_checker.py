@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.format.slot import WindowPlace
-from moe_ckpt.memory.checking import SlotChecker, newest_of
 from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.left_slots import SlotChecker, newest_of
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.reading import slices as reading
 from tests.support.replicas import bytes_of, header_of, slot_header

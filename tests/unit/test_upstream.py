@@ -27,7 +27,7 @@ from moe_ckpt.localized.log_files import sealed_logs
 from moe_ckpt.localized.log_format import SEND, Channel, LogHeader, Message, decode_log, encode_log
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.segments import LocalRecovery
-from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
+from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
 from moe_ckpt.reading.together import NotUsableError
 from tests.support.processes import run_ranks
 

@@ -22,10 +22,8 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ckpt.commit.commit import Committer
-from moe_ckpt.commit.persisting import Stages
-from moe_ckpt.commit.preallocation import Preallocator
-from moe_ckpt.commit.resolving import SnapshotResolver
-from moe_ckpt.commit.room import Room
+from moe_ckpt.commit.persisting import SnapshotResolver, Stages
+from moe_ckpt.commit.room import Preallocator, Room
 from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import Sends, needs_of
@@ -37,10 +35,10 @@ from moe_ckpt.slices.copier import Copier, Copy
 from moe_ckpt.slices.mirroring import MirroredShares
 from moe_ckpt.slices.snapshot import Encode, Snapshot, buffer_sizes, copy_at_once, placed
 from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers.buffers import WorkThread
 from moe_ckpt.tiers.host_memory import HostMemory
-from moe_ckpt.tiers.limited_slots import requires_room
+from moe_ckpt.tiers.limits import requires_room
 from moe_ckpt.tiers.memory_tier import MemoryTier
-from moe_ckpt.tiers.work_thread import WorkThread
 
 log = logging.getLogger("moe_ckpt")
 

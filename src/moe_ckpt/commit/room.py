@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +16,11 @@ from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.pace.cadence import are_behind
+from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.options import Settings
-from moe_ckpt.tiers.buffers import BufferPool
+from moe_ckpt.slices.expected import ExpectedShare
+from moe_ckpt.tiers.buffers import BufferPool, WorkThread
 from moe_ckpt.tiers.tiers import BufferTier
-from moe_ckpt.tiers.work_thread import WorkThread
 
 log = logging.getLogger("moe_ckpt")
 
@@ -348,3 +350,64 @@ class Room:
                 self._buffers * nbytes,
             )
         return dropped
+
+
+class Preallocator:
+    """Allocates the buffers of a rank's next snapshots as soon as their size is known. For the training thread.
+
+    Args:
+        run: The session's.
+        room: Of the buffers.
+        thread: That makes them.
+        is_wanted: Also for the first snapshots: memory that outlives the process takes long to allocate, and so does
+            memory that is page-locked.
+        always_whole: Each snapshot of the policy holds everything.
+    """
+
+    def __init__(self, run: RunContext, room: Room, thread: WorkThread, *, is_wanted: bool, always_whole: bool) -> None:
+        self._run, self._room, self._always_whole = run, room, always_whole
+        self._is_due = is_wanted
+        self._thread = thread
+
+    def training_begins(self, *, whole: bool) -> None:
+        """Allocates for the first snapshots. The state is complete, except for optimizer state that does not exist yet.
+
+        Does nothing the second time.
+
+        Args:
+            whole: The first snapshot will have everything, whatever the policy.
+        """
+        if not self._is_due:
+            return
+        self._is_due = False
+        share = self._share() if whole or self._always_whole else None
+        self._thread.start(lambda: self._room.make_ready(share))
+
+    def least_nbytes(self) -> int:
+        """Returns the least bytes of a complete snapshot: of what there is now, as far as no other rank shares it."""
+        run = self._run
+        tensors = [tensor for tensor in run.state.tensors() if not tensor.duplicate]
+        alone = run.comm.world_size == 1
+        return sum(tensor.local.nbytes for tensor in tensors if alone or not tensor.replicated)
+
+    def _share(self) -> Callable[[], int]:
+        """Returns a function that estimates the bytes of a snapshot of everything. It is slow, and may run anywhere."""
+        run = self._run
+        tensors, specs = run.state.tensors(), run.state.specs()
+
+        @functools.cache
+        def share() -> int:
+            expected = ExpectedShare(tensors, specs)
+            return expected.nbytes(run.catalog, run.placement, run.comm.rank)
+
+        return share
+
+    def top_up(self) -> None:
+        """A snapshot began after which more are needed."""
+        self._room.is_topping_up = True
+        if not self._thread.start(self._room.top_up):
+            self._room.is_topping_up = False
+
+    def close(self) -> None:
+        """Closes the thread as ``WorkThread.close`` does."""
+        self._thread.close()

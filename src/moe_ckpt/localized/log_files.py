@@ -17,7 +17,7 @@ from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.localized.log_format import Channel, LogHeader, Message, decode_log, encode_log
-from moe_ckpt.memory.logs import MESSAGES_SUFFIX, SEALED_SUFFIX, log_path
+from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, log_path
 from moe_ckpt.storage.local import PRIVATE, read_up_to
 
 log = logging.getLogger("moe_ckpt")

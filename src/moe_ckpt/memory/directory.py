@@ -15,14 +15,13 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory.arena import ARENA, COPIES, FULL
-from moe_ckpt.memory.identity import Identity, identity, identity_at
-from moe_ckpt.memory.logs import is_log
+from moe_ckpt.memory.mapping import Identity, identity, identity_at
 from moe_ckpt.memory.options import DEFAULT_ROOT
 from moe_ckpt.memory.slot import AT, HEADER_SUFFIX, STARTS_SUFFIX, data_of
 from moe_ckpt.storage.local import PRIVATE, make_directories
@@ -419,3 +418,23 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+MESSAGES_SUFFIX, SEALED_SUFFIX = ".messages", ".sealed"
+_NAME = re.compile(r"upstream_\d{8,}")
+
+
+def log_path(directory: Path, step: int) -> Path:
+    """Returns where the log of a step lies, without a suffix."""
+    return directory / f"upstream_{step:08d}"
+
+
+def is_log(name: str, siblings: Collection[str]) -> bool:
+    """Returns whether a file is of a sealed log.
+
+    Args:
+        siblings: Names of all files of its directory.
+    """
+    path = Path(name)
+    is_named = _NAME.fullmatch(path.stem) is not None and path.suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX)
+    return is_named and all(path.stem + suffix in siblings for suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX))

@@ -11,10 +11,27 @@ import ctypes
 import errno
 import mmap
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+Identity = tuple[int, int]
+"""Device and inode."""
+
+
+def identity(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino
+
+
+def identity_at(path: Path) -> Identity | None:
+    """Returns the identity of what has this name now; None if nothing has."""
+    try:
+        return identity(path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
 
 LOCK_NBYTES = 64 << 20
 """CUDA locks memory in pieces that end where an address is a multiple of this: a copy from a GPU must not cross such an

@@ -15,8 +15,7 @@ from moe_ckpt.errors import DamagedError, MemoryFullError, MemoryGoneError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.memory.arena import ARENA, COPIES, FULL, Arena, Buffer
-from moe_ckpt.memory.identity import Identity, identity, identity_at
-from moe_ckpt.memory.mapping import Pages
+from moe_ckpt.memory.mapping import Identity, Pages, identity, identity_at
 from moe_ckpt.storage.local import PRIVATE, read_up_to
 
 log = logging.getLogger("moe_ckpt")

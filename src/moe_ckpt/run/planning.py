@@ -1,18 +1,197 @@
-"""Asks the policy what to save, after giving it the facts about the tensors that exist now."""
+"""Asks the policy what to save, after giving it the facts about the tensors that exist now.
+
+Optimizer state comes into being when it is first needed: at the first step, or much later, when a frozen
+expert thaws. A partial checkpoint that combined rows saved with it and rows saved without would not be
+whole, so operators whose tensors are others than before are saved until a checkpoint holds them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
+import numpy as np
+
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_logged
 from moe_ckpt.core.window import OperatorBytes, lanes_of, share_bytes
+from moe_ckpt.format.gathering import Numbers, ranges
+from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.policies.base import Policy, PolicyContext, needs_of
-from moe_ckpt.run.live import LiveState
+from moe_ckpt.ports import Reading, StateTensor, TensorSpec, TrainingState
 from moe_ckpt.run.options import Settings
+from moe_ckpt.slices.assignment import ComputeTypes, coupled_operators, operator_bytes, places_of
 
 log = logging.getLogger("moe_ckpt")
+
+_MANY = 4
+"""If a plan has at least one in this many operators, looking at all tensors is quicker than looking for the plan's."""
+_NOTHING = Reading((), np.zeros(0, dtype=np.int64))
+
+
+class LiveState:
+    """Lists the tensors once per step, and weighs operators when their tensors change. For the training thread only.
+
+    Args:
+        ledger: Of the run.
+        state: Of this rank.
+        placement: Who holds what.
+        gradient_dtype: Type that wider gradients are saved in, as named in headers; None for their own.
+
+    Attributes:
+        layout: Which tensors exist for each parameter.
+        placement: Who holds what.
+        compute_types: What kernels read of the parameters; see ``set_compute_types``.
+        sizes: Bytes of every operator, as ``weigh`` found them.
+        coupled: Operators whose rows an optimizer mixes, as ``weigh`` found them.
+    """
+
+    def __init__(
+        self, ledger: Ledger, state: TrainingState, placement: Placement, gradient_dtype: str | None = None
+    ) -> None:
+        self.layout = Layout(ledger)
+        self.placement = placement
+        self.compute_types: ComputeTypes = {}
+        self.sizes: Mapping[str, OperatorBytes] = {}
+        self.coupled: tuple[frozenset[str], ...] = ()
+        self._catalog = ledger.catalog
+        self._here: _Here | None = None
+        self._state = state
+        self._gradient_dtype = gradient_dtype
+        self._described: tuple[Sequence[StateTensor], Sequence[TensorSpec]] | None = None
+        self._weighed_at = -1
+        self._alike_at, self._alike = -1, False
+
+    def describe(self) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
+        """Returns this rank's tensors and those of all ranks, listed once per step. Addresses: see ``describe_for``."""
+        if self._described is None:
+            tensors = self._state.tensors(of=_NOTHING)
+            self._described = tensors, self._state.specs()
+        return self._described
+
+    def describe_for(self, plan: SnapshotPlan) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
+        """Describes as ``describe`` does, with the current addresses of what the plan saves or the ledger requires."""
+        listed = self._described is not None
+        tensors = self._state.tensors(of=self._read_by(plan), listed=listed)
+        if self._here is None or self._here.tensors is not tensors:
+            self._here = _Here(self._catalog, tensors)
+        self._described = tensors, self._state.specs()
+        return self._described
+
+    def _read_by(self, plan: SnapshotPlan) -> Reading | None:
+        """This rank's tensors of which the plan's operators have a part; None for all."""
+        saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, self.layout.mandatory
+        if self._here is None or sum(map(len, saved)) * _MANY >= len(self._catalog.everything):
+            return None
+        chosen = np.concatenate([places_of(self._catalog, operators) for operators in saved if operators])
+        return self._here.of(chosen)
+
+    def forget(self) -> None:
+        """Drops the list of ``describe``: the tensors may change from now on."""
+        self._described = None
+
+    def set_compute_types(self, types: ComputeTypes) -> None:
+        """Sets the types in which kernels read the parameters, equal on every rank; by default, their own types."""
+        self.compute_types = dict(types)
+        self._weighed_at = -1
+
+    @property
+    def is_held_alike(self) -> bool:
+        """Returns whether each peer holds all of every tensor, and not a part of it (FSDP2, sharded optimizers)."""
+        if self._alike_at != self.layout.changes:
+            tensors, _ = self.describe()
+            self._alike_at, self._alike = self.layout.changes, all(tensor.replicated for tensor in tensors)
+        return self._alike
+
+    @property
+    def is_held_by_each(self) -> bool:
+        """Returns whether each rank holds all training state: under plain data parallelism, if nothing is sharded."""
+        return self.placement.experts_whole and self.is_held_alike
+
+    def weigh(self) -> int:
+        """Bring ``sizes`` up to date; returns how often the set of tensors has changed."""
+        _, specs = self.describe()
+        self.layout.update(specs)
+        if self._weighed_at != self.layout.changes:
+            self._weighed_at = self.layout.changes
+            if not self.is_held_alike:  # FSDP2: experts are divided over all ranks
+                self.placement = replace(self.placement, experts_whole=False)
+            self.sizes = operator_bytes(self._catalog, specs, self.compute_types, self._gradient_dtype)
+            self.coupled = coupled_operators(self._catalog, specs)
+        return self.layout.changes
+
+
+class _Here:
+    """Which of this rank's tensors each operator has a part of; none, of most experts that lie elsewhere.
+
+    Args:
+        catalog: Of the model.
+        tensors: This rank's.
+    """
+
+    def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
+        self.tensors = tensors
+        positions: dict[str, list[int]] = {}
+        for at, tensor in enumerate(tensors):
+            positions.setdefault(tensor.parameter, []).append(at)
+        sharing: list[list[int]] = [[] for _ in catalog.operators]
+        for parameter, indices in positions.items():
+            operators = {op.id for op, _ in catalog.spans_of[parameter]} | {catalog.home[parameter]}
+            for operator in operators:
+                sharing[catalog.index_of[operator]] += indices
+        self._counts = np.array(list(map(len, sharing)), dtype=np.int64)
+        self._firsts = np.cumsum(self._counts) - self._counts
+        self._tensors_of = np.fromiter(chain.from_iterable(sharing), np.int64, int(self._counts.sum()))
+
+    def of(self, operators: Numbers) -> Reading:
+        """The tensors of the operators at these places of the catalog."""
+        return Reading(self.tensors, self._tensors_of[ranges(self._firsts[operators], self._counts[operators])])
+
+
+class Layout:
+    """Notices new and removed tensors, and tells the ledger which operators must be saved for it.
+
+    Equal on every rank, since the tensors that exist are.
+
+    changes: how often their set was another one than before.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._known: dict[str, frozenset[str]] | None = None
+        self._seen: Sequence[TensorSpec] | None = None
+        self.changes = 0
+
+    @property
+    def mandatory(self) -> Mapping[str, int]:
+        """Returns operators to be saved in any case: see ``Ledger.mandatory``."""
+        return self._ledger.mandatory
+
+    def update(self, specs: Sequence[TensorSpec]) -> Mapping[str, int]:
+        """Note the tensors that exist now. Returns the operators to be saved in any case: see ``Ledger.mandatory``."""
+        if specs is not self._seen:
+            self._compare(specs)
+            self._seen = specs
+        return self.mandatory
+
+    def _compare(self, specs: Sequence[TensorSpec]) -> None:
+        keys: dict[str, set[str]] = {}
+        for tensor in specs:
+            keys.setdefault(tensor.parameter, set()).add(tensor.key)
+        current = {parameter: frozenset(key_set) for parameter, key_set in keys.items()}
+        if self._known is not None and current != self._known:
+            self.changes += 1
+            for parameter in current.keys() | self._known.keys():
+                if current.get(parameter) != self._known.get(parameter):
+                    self._ledger.owe(self._holders(parameter), self.changes)
+        self._known = current
+
+    def _holders(self, parameter: str) -> set[str]:
+        catalog = self._ledger.catalog
+        return {op.id for op, _ in catalog.spans_of[parameter]} | {catalog.home[parameter]}
 
 
 class Planner:

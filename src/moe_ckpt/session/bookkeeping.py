@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
+from moe_ckpt.commit.persisting import FailureCount
 from moe_ckpt.commit.pipeline import Pipeline
-from moe_ckpt.commit.resolving import FailureCount
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts

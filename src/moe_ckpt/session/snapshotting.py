@@ -19,8 +19,7 @@ from moe_ckpt.policies.base import PolicyContext, needs_of
 from moe_ckpt.run.agreement import StepConsensus
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.events import SnapshotBegan, SnapshotEnded, StepRecord
-from moe_ckpt.run.live import LiveState
-from moe_ckpt.run.planning import Planner, anchoring, gradient_factor
+from moe_ckpt.run.planning import LiveState, Planner, anchoring, gradient_factor
 from moe_ckpt.run.run_ledger import InFlight, places
 from moe_ckpt.session.backlog import Backlog, PeerCopies, StorageFlush
 from moe_ckpt.session.bookkeeping import Bookkeeper

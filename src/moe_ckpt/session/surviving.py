@@ -28,7 +28,7 @@ from moe_ckpt.session.session_resources import SessionResources
 from moe_ckpt.session.snapshotting import Snapshotter
 from moe_ckpt.session.state_keeping import StateKeeper
 from moe_ckpt.slices.snapshot import Encode, Snapshot
-from moe_ckpt.tiers.limited_slots import requires_room
+from moe_ckpt.tiers.limits import requires_room
 
 log = logging.getLogger("moe_ckpt")
 

@@ -15,21 +15,29 @@ from typing import NamedTuple, TypeVar
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import LARGER_FILE_SYSTEM, ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
-from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.directory import HeldByCopyError, node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
+from moe_ckpt.memory.left_slots import LeftSlots, newest_of
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.memory.preflight import CGROUP, MACHINE, RoomNeeded, say_file_system, say_room
 from moe_ckpt.peers.opening import CANNOT_OPEN, open_replication
 from moe_ckpt.peers.replication import Replicator
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.expected import ExpectedShare
 from moe_ckpt.storage.local import free_bytes
-from moe_ckpt.tiers import cgroups, host_tier
-from moe_ckpt.tiers.buffers import BufferPool, arena_limit, default_budget_bytes
+from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers.buffers import BufferPool, arena_limit
 from moe_ckpt.tiers.host_tier import HostTier
-from moe_ckpt.tiers.left_slots import LeftSlots
-from moe_ckpt.tiers.limited_slots import LimitedSlots
+from moe_ckpt.tiers.limits import (
+    CGROUP,
+    MACHINE,
+    LimitedSlots,
+    RoomNeeded,
+    available_bytes,
+    cgroup_bytes,
+    default_budget_bytes,
+    say_file_system,
+    say_room,
+)
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
 _NUMBER_BITS = 62
@@ -114,9 +122,9 @@ def _inspect(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _F
     sweep(memory.root, run_id)
     leftover_nbytes = left_bytes(memory.root, run_id, run.storage.root)
     budget = run.settings.host_memory_bytes or default_budget_bytes(run.settings.local_ranks, leftover_nbytes)
-    available = cgroups.available_bytes()
+    available = available_bytes()
     machine = None if available is None else available + leftover_nbytes
-    limits = {CGROUP: cgroups.free_bytes(left_bytes=leftover_nbytes), MACHINE: machine}
+    limits = {CGROUP: cgroup_bytes(left_bytes=leftover_nbytes), MACHINE: machine}
     return newest, budget, (free_bytes(memory.root) + leftover_nbytes, limits)
 
 

@@ -34,6 +34,7 @@ from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.directory import RankDirectory
 from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.left_slots import LeftSlots
 from moe_ckpt.memory.slot import HEADER_SUFFIX, PrivateSlot
 from moe_ckpt.peers.replication import Replicator
 from moe_ckpt.run.context import RunContext
@@ -42,8 +43,7 @@ from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.slices.writing import SealedShare
 from moe_ckpt.storage import open_storage
 from moe_ckpt.tiers.buffers import BufferPool
-from moe_ckpt.tiers.left_slots import LeftSlots
-from moe_ckpt.tiers.slot_headers import SlotHeaders
+from moe_ckpt.tiers.sealing import SlotHeaders
 from moe_ckpt.tiers.tiers import BufferTier
 
 log = logging.getLogger("moe_ckpt")

@@ -29,13 +29,13 @@ from moe_ckpt.ledger.memory_retention import (
 )
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.memory.left_slots import LeftSlots
 from moe_ckpt.peers.messages import SealedSlot
 from moe_ckpt.peers.replication import Replicator
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.slices.writing import SealedShare
 from moe_ckpt.tiers.buffers import BufferPool
-from moe_ckpt.tiers.left_slots import LeftSlots
 
 log = logging.getLogger("moe_ckpt")
 

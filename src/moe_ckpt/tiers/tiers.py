@@ -1,7 +1,7 @@
 """The port of the tiers in host memory: what keeps a rank's buffers once snapshots were copied into them.
 
 ``tiers.host_tier`` (of this process) and ``tiers.memory_tier`` (files that outlive it) implement it. Storage does
-not, for its unit is the commit of all ranks (``commit.resolving``), not a buffer of one. What each of the three has
+not, for its unit is the commit of all ranks (``commit.persisting``), not a buffer of one. What each of the three has
 after a failure is told by a ``recovery.sources.Source``.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from moe_ckpt.memory.left_slots import LeftSlots
 from moe_ckpt.peers.replication import Replicator
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.slices.writing import SealedShare
-from moe_ckpt.tiers.left_slots import LeftSlots
 
 
 class BufferTier(Protocol):

@@ -30,8 +30,8 @@ from moe_ckpt.format.manifest import (
     step_dir,
 )
 from moe_ckpt.ledger.coverage import Box, prove_cover
-from moe_ckpt.memory.checking import newest_of
 from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.left_slots import newest_of
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.index import blocks_of
 from moe_ckpt.reading.memory.gradient_log import LoggedSnapshot

@@ -25,7 +25,6 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.format.manifest import Manifest, ModelRecord, step_dir
 from moe_ckpt.ledger.gradient_chain import LoggedStep, chain
-from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.directory import (
     RankDirectory,
     entries,
@@ -36,6 +35,7 @@ from moe_ckpt.memory.directory import (
     user_directory,
 )
 from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.left_slots import SlotChecker
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, checkpoints_of, snapshots_of, without

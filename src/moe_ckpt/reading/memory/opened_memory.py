@@ -11,8 +11,8 @@ import numpy as np
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.format.manifest import Manifest, ModelRecord
-from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.left_slots import SlotChecker
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.gradient_log import LoggedSnapshot
 from moe_ckpt.reading.memory.slot_storage import SlotStorage
@@ -21,7 +21,7 @@ from moe_ckpt.reading.reader import StoreReader
 
 
 class LeftMemory(Protocol):
-    """Slots that earlier lives left (``tiers.left_slots``).
+    """Slots that earlier lives left (``memory.left_slots``).
 
     Attributes:
         checker: Has verified some of them.

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.memory.checking import SlotChecker
 from moe_ckpt.memory.files import FoundSlot
+from moe_ckpt.memory.left_slots import SlotChecker
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.memory.memory_shares import Share

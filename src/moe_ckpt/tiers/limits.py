@@ -1,0 +1,332 @@
+"""The room that memory leaves: the file system, the limit of a container or job, and the machine.
+
+Read when a run opens, for its budget and for a warning, and before each slot beyond what a rank usually takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ckpt.errors import LARGER_FILE_SYSTEM, MemoryFullError
+from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.memory.slot import Slot
+from moe_ckpt.notices import announce
+from moe_ckpt.tiers.buffers import BufferPool
+
+log = logging.getLogger("moe_ckpt")
+
+_LIMITS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+"""Of cgroup v2 and v1: names of the files with limit and usage, and what names in memory.stat begin with."""
+_SHARE_OF_FREE_MEMORY = 0.5
+_NO_LIMIT = 1 << 60
+"""Version 1 says a number that no machine has."""
+
+
+def cgroup_bytes(
+    root: str = "/sys/fs/cgroup", left_bytes: int = 0, membership: str = "/proc/self/cgroup", *, any_cache: bool = False
+) -> int | None:
+    """Bytes left under the lowest memory limit of this process's cgroups once ``left_bytes`` are freed; None without.
+
+    Of cgroup v2 and v1, and of every level: a scheduler's limit lies on the job's cgroup, above the process's own.
+
+    Args:
+        root: Where cgroups are mounted.
+        left_bytes: That will be freed.
+        membership: Names the process's cgroups.
+        any_cache: Page cache in use makes room, too, and not only what nobody has used lately.
+    """
+    names = ("inactive_file", "active_file") if any_cache else ("inactive_file",)
+    limits = [_left_below(cgroup, left_bytes, names) for cgroup in _cgroups(root, membership)]
+    return min((free for free in limits if free is not None), default=None)
+
+
+def available_bytes(meminfo: str = "/proc/meminfo") -> int | None:
+    """Bytes of the machine's memory that can still be taken without taking any from a process; None if unknown.
+
+    A tmpfs may be as large as the machine's memory, or larger, so its own room is no limit.
+    """
+    with contextlib.suppress(OSError, ValueError), open(meminfo) as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    return None
+
+
+def _cgroups(root: str, membership: str) -> list[Path]:
+    """Where the limits of this process may be. In a container its own cgroup is mounted as the root."""
+    places = [Path(root), Path(root, "memory")]
+    with contextlib.suppress(OSError, ValueError), open(membership) as lines:
+        for line in lines:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers in ("", "memory"):
+                inside = Path(path.lstrip("/"))
+                bases = (Path(root, controllers), Path(root, "unified")) if not controllers else (Path(root, "memory"),)
+                places += (base / folder for base in bases for folder in (inside, *inside.parents))
+    return list(dict.fromkeys(places))
+
+
+def _left_below(cgroup: Path, left_bytes: int, reclaimed: Sequence[str]) -> int | None:
+    """What one cgroup's limit leaves; None if it has none. reclaimed: page cache of memory.stat that makes room."""
+    for limit_name, used_name, prefix in _LIMITS:
+        try:
+            limit, used = ((cgroup / name).read_text().strip() for name in (limit_name, used_name))
+            if limit == "max" or int(limit) >= _NO_LIMIT:
+                return None
+            # What was left may count elsewhere: in the cgroup of the life that died.
+            free = int(limit) - max(0, int(used) - _reclaimed(cgroup, prefix, reclaimed) - left_bytes)
+        except (OSError, ValueError):
+            continue
+        return max(0, free)
+    return None
+
+
+def _reclaimed(cgroup: Path, prefix: str, names: Sequence[str]) -> int:
+    """Page cache counts as used, and is reclaimed when memory is needed."""
+    try:
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return sum(int(stat.get(prefix + name, 0)) for name in names)
+    except (OSError, ValueError):
+        return 0
+
+
+CGROUP, MACHINE = "the memory limit of this job's cgroup", "the memory of this machine"
+"""What can leave less room than a tmpfs has."""
+RAISE_LIMIT = "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem)"
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:
+    """Half of the memory that can be had now, within the cgroup's limit, shared by the ranks of this host.
+
+    Page cache makes room when memory is needed, so it counts as free: a data set that was read must not shrink it.
+
+    Args:
+        local_ranks: How many they are.
+        left_bytes: What snapshots of earlier lives take on this host, which their buffers replace.
+    """
+    free = available_bytes()
+    if free is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = cgroup_bytes(left_bytes=left_bytes)
+    usable = free + left_bytes if limit is None else min(free + left_bytes, limit)
+    return int(usable * _SHARE_OF_FREE_MEMORY) // max(1, local_ranks)
+
+
+@dataclass(frozen=True)
+class RoomNeeded:
+    """The room that the slots of a node's ranks need.
+
+    Attributes:
+        share_bytes: Of one rank's share of a complete checkpoint.
+        snapshots: That a rank holds at once.
+        budget_bytes: The most that a rank's own may take.
+        copies: Of how many ranks of other nodes the node's ranks hold copies, all of them together.
+        ranks: Of the node.
+        is_estimated: Optimizer state that is not there yet is in ``share_bytes``.
+    """
+
+    share_bytes: int
+    snapshots: int
+    budget_bytes: int
+    copies: int
+    ranks: int
+    is_estimated: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of the node."""
+        return min(self.snapshots * self.share_bytes, self.budget_bytes) * (self.ranks + self.copies)
+
+    def explained(self) -> str:
+        """Says what the number is made of."""
+        text = f"{self.snapshots} snapshots of {self.share_bytes:,} bytes on each rank"
+        if self.is_estimated:
+            text += ", which counts two moments per weight that the optimizer has yet to make"
+        if self.budget_bytes < self.snapshots * self.share_bytes:
+            text += f", within a budget of {self.budget_bytes:,}"
+        if self.copies:
+            text += f", and as many of each rank whose copies lie on this node ({self.copies})"
+        return text
+
+
+def say_room(root: str, needed: RoomNeeded, free: int, limits: Mapping[str, int | None]) -> None:
+    """Warn, once per process and directory, if slots would find no room.
+
+    Args:
+        root: The memory directory.
+        needed: By all slots of this node.
+        free: Bytes of its file system, with those that earlier lives of the run left and this one takes over.
+        limits: Likewise what ``CGROUP`` and ``MACHINE`` leave this process, where a tmpfs counts; None where nothing
+            limits it.
+    """
+    bounds = [(nbytes, name) for name, nbytes in limits.items() if nbytes is not None] if lies_in_memory(root) else []
+    short, name = min([(free, ""), *bounds])
+    if needed.nbytes <= short or (root, "room") in _said:
+        return
+    _said.add((root, "room"))
+    where, mend = f"has {free:,} bytes free", LARGER_FILE_SYSTEM
+    if name:
+        where, mend = f"{where}, but {name} leaves {short:,}", RAISE_LIMIT if name == CGROUP else "Use more nodes"
+    budget = short // (needed.ranks + needed.copies)
+    announce(
+        "Memory(directory=%r) %s, and the slots of this node's ranks (%d) will need about %s: %s. Snapshots that find "
+        "no room there lie in private memory, and do not survive their process. %s%s",
+        root,
+        where,
+        needed.ranks,
+        f"{needed.nbytes:,}",
+        needed.explained(),
+        mend,
+        f", or set host_memory_bytes to {budget}" if budget >= needed.share_bytes else "",
+        level=logging.WARNING,
+    )
+
+
+def file_system(path: str, mounts: str = "/proc/self/mounts") -> str:
+    """Type of the file system that ``path`` lies on; empty where the kernel does not say."""
+    real, best, kind = os.path.realpath(path), "", ""
+    try:
+        with open(mounts) as lines:
+            for line in lines:
+                _, mount_point, fs_type, *_ = line.split()
+                mount_point = mount_point.encode().decode("unicode_escape")  # a blank is written \040
+                inside = real == mount_point or real.startswith(f"{mount_point.rstrip('/')}/")
+                if inside and len(mount_point) >= len(best):
+                    best, kind = mount_point, fs_type
+    except (OSError, ValueError):
+        return ""
+    return kind
+
+
+def lies_in_memory(path: str) -> bool:
+    """Returns whether files below ``path`` take memory, which then counts in cgroups."""
+    return file_system(path) in _IN_MEMORY
+
+
+def say_file_system(root: str) -> None:
+    """Warn, once per process and directory, if slots would not lie in memory."""
+    kind = file_system(root)
+    if kind and kind not in _IN_MEMORY and root not in _said:
+        _said.add(root)
+        announce(
+            "Memory(directory=%r) lies on %s, not on a tmpfs: snapshots are copied at the speed of that file system. "
+            "They survive the process, but perhaps not a crash of the machine, because they are not synced",
+            root,
+            kind,
+            level=logging.WARNING,
+        )
+
+
+_said: set[str | tuple[str, str]] = set()
+
+
+_BESIDE_NBYTES = 16 << 20
+"""That sealing takes for headers and plain states, roughly."""
+_COPIES = 2
+"""Of one rank on its holder: the newest that is complete, and the one that comes in."""
+
+
+class LimitedSlots:
+    """Makes slots for copies of other ranks. A tmpfs takes the machine's memory, and counts in a cgroup; where either
+    has none left, processes end without an error.
+
+    So a copy is refused unless there is still left what the ranks of this node may take by their budgets, what
+    they had at their largest in a step and will have again, and two slots of that size for each of them: they make
+    theirs at the same time, and a holder keeps two copies of a rank.
+
+    Args:
+        files: Makes the slots.
+        pool: Of this rank. The others of the node have taken as much of as large a budget.
+        local_ranks: Of the node.
+    """
+
+    def __init__(self, files: MemoryFiles, pool: BufferPool, local_ranks: int) -> None:
+        self._files, self._pool, self._ranks = files, pool, local_ranks
+        self._counts = lies_in_memory(str(files.path))
+        self._said = False
+
+    def make(self, nbytes: int) -> Slot:
+        """A new slot, on any thread.
+
+        Raises:
+            MemoryFullError: There is no room for it, on the file system or under the limit.
+            OSError: It cannot be made.
+        """
+
+        def require(_: int) -> None:
+            """Checks the room for the whole copy, although the arena lacks less."""
+            free, limit = _least_free() if self._counts else (None, "")
+            if free is not None:
+                unused_budget = max(0, self._pool.budget_bytes - self._pool.held_bytes)
+                again = _once_more_bytes()
+                room = free - self._ranks * (unused_budget + again) - (_COPIES * self._ranks - 1) * nbytes
+                if room < nbytes:
+                    self._say(nbytes, limit, free, unused_budget, again)
+                    raise MemoryFullError(str(self._files.path), nbytes, max(0, room))
+
+        return self._files.make(nbytes, require)
+
+    def _say(self, nbytes: int, limit: str, free: int, unused_budget: int, again: int) -> None:
+        if self._said:
+            return
+        self._said = True
+        log.warning(
+            "no copy of another rank's snapshot (%s bytes) is kept here: %s leaves %s bytes, and each rank of this "
+            "node (%d) may still take %s bytes of its budget (%s) for its own snapshots, and %s bytes as at its "
+            "largest. %s, or replicas",
+            *(f"{nbytes:,}", limit, f"{free:,}", self._ranks, f"{unused_budget:,}", f"{self._pool.budget_bytes:,}"),
+            *(f"{again:,}", _mend(limit)),
+        )
+
+
+def _least_free() -> tuple[int | None, str]:
+    """(bytes left, what leaves no more than these); None where nothing says."""
+    limits = (cgroup_bytes(any_cache=True), CGROUP), (available_bytes(), MACHINE)
+    return min(((free, name) for free, name in limits if free is not None), default=(None, ""))
+
+
+def requires_room(path: Path, local_ranks: int) -> Callable[[int], None]:
+    """Returns what to call before a slot is made for what a rank seals when training stops at a failure.
+
+    All ranks of the node make theirs at the same time, one after the other, and those that do not know of the failure
+    yet may take as much as at their largest.
+
+    Args:
+        path: Where slots are made.
+        local_ranks: Of the node.
+    """
+    counts = lies_in_memory(str(path))
+
+    def require(nbytes: int) -> None:
+        """Raises ``MemoryFullError`` if the job's cgroup, or the machine, may have no room for so many bytes."""
+        free, limit = _least_free() if counts else (None, "")
+        if free is None:
+            return
+        room = free - (local_ranks - 1) * (nbytes + _once_more_bytes()) - _BESIDE_NBYTES
+        if room < nbytes:
+            hint = f"That is what {limit} leaves beside {local_ranks - 1} other ranks. {_mend(limit)}"
+            raise MemoryFullError(str(path), nbytes, max(0, room), hint)
+
+    return require
+
+
+def _mend(limit: str) -> str:
+    """What to do where ``limit`` leaves too little."""
+    return f"{RAISE_LIMIT}, or lower host_memory_bytes" if limit == CGROUP else "Lower host_memory_bytes"
+
+
+def _once_more_bytes() -> int:
+    """Bytes by which this process was larger at its peak: gradients will take them again. 0 if unknown."""
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name in ("VmHWM", "VmRSS"):
+                sizes[name] = int(value.split()[0]) * 1024
+    return max(0, sizes.get("VmHWM", 0) - sizes.get("VmRSS", 0))

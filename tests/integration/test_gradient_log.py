@@ -446,7 +446,7 @@ class Counted(pl.Callback):
         with tier._lock:
             entries = list(tier._entries.values())
             newest = newest_checkpoint(entry.step for entry in entries)
-            there = [e for e in entries if newest and e.step.complete and e.step.sequence <= newest[-1].sequence]
+            there = [e for e in entries if newest and e.step.complete and e.step.number <= newest[-1].number]
             self.found.append(sum(len(entry.pieces) for entry in there))
 
 

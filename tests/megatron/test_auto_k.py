@@ -38,7 +38,7 @@ def acted(rank: int, world_size: int, root: str, todo: tuple[tuple[Case, int], .
     """``lives`` of a rank that is the slow one at every fourth turn."""
 
     def told(meter: Meter) -> Measured:
-        turn = len(meter._all) // TURN_LAPS
+        turn = len(meter._recent["recent_iteration_secs"]) // TURN_LAPS
         rate = BUDGETS[turn % len(BUDGETS)] / EVERY * (1 if turn % world_size == rank else 100)
         return Measured(recent_iteration_secs=1.0, copy_bytes_per_sec=2.4 * rate, persist_bytes_per_sec=rate)
 

@@ -27,4 +27,4 @@ def operators_in(shard: Path) -> set[str]:
     """Of which a shard holds anything."""
     with shard.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {row[1] for row in json.loads(header["__metadata__"]["moe_ckpt"])["slices"].values()}
+    return {row[0] for row in json.loads(header["__metadata__"]["moe_ckpt"])["slices"].values()}

@@ -374,7 +374,7 @@ def require_whole(storage):
 
 COLLECTOR = """
 import sys
-from moe_ckpt.core import retention
+from moe_ckpt.ledger import retention
 from moe_ckpt.commit.keeping import collect
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import crash_at

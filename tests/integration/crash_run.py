@@ -48,11 +48,10 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from benchmarks.tokens_at_risk import InTurn
 from moe_ckpt import Memory
 from moe_ckpt.callbacks import MoECheckpoint, fit
-from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.format.manifest import MANIFEST_NAME
-from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.format.slot import GRADIENTS, decode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.pace import intervals
 from moe_ckpt.policies import Dense, GradientLog, MoC, MoEtion

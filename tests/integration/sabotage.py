@@ -366,7 +366,7 @@ def _seals_survivors_late() -> None:
     seal = MemorySealer._seal_own
 
     def late(sealer: MemorySealer, snapshot: Snapshot, *more: Any) -> bytes:
-        if snapshot.identity.is_survivors:
+        if snapshot.identity.parting:
             time.sleep(5.0)
         return seal(sealer, snapshot, *more)
 

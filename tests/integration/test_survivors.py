@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.memory.options import TORCHRUN_GRACE_SECS
 from tests.integration.crash_run import Run
@@ -464,7 +463,7 @@ def kept_step(run: Run) -> int | None:
     newest = max((header.generation for header in headers), default=0)
     found: dict[int, set[str]] = {}
     for header in headers:
-        if header.generation == newest and is_survivors(header.sequence):
+        if header.generation == newest and header.sealer is not None:
             found.setdefault(header.step, set()).add(f"{header.rank} {header.only}")
     both = [{f"{rank} tensors", f"{rank} state"} for rank in range(2)]
     return max((step for step, told in found.items() if any(each <= told for each in both)), default=None)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.core.survivors import STATE, TENSORS, is_survivors
-from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.format.slot import STATE, TENSORS, decode_slot
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
@@ -41,7 +40,7 @@ class Sealed(NamedTuple):
 def sealed(run: Run) -> Sealed:
     headers = [decode_slot(path.read_bytes(), str(path)) for path in Path(run.memory).rglob("*.head")]
     newest = max((header.generation for header in headers), default=0)
-    of = [header for header in headers if header.generation == newest and is_survivors(header.sequence)]
+    of = [header for header in headers if header.generation == newest and header.sealer is not None]
     told = {(header.step, header.rank, header.only) for header in of}
     steps = {step for step, rank, only in told if only == TENSORS and (step, 1 - rank, "") in told}
     whole = {step for step, rank, only in told if only == TENSORS and (step, rank, STATE) in told}

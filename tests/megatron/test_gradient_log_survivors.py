@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ckpt.core.survivors import is_lent, is_survivors
 from moe_ckpt.memory.slot import Slot
 from tests.megatron.exactness import finish, kill, require_exact
 from tests.megatron.test_gradient_log import CASES, COPIES
@@ -107,7 +106,7 @@ def test_what_survivors_sealed_of_a_newer_step_is_said(tmp_path):
 def test_a_damaged_seal_costs_its_rank_the_updates(tmp_path, capfd):
     case = survived("ep2-dp2-sharded")
     kill(case, tmp_path)
-    [path] = [path for path, header in sealed(tmp_path) if header.rank == 2 and not is_lent(header.sequence)]
+    [path] = [path for path, header in sealed(tmp_path) if header.rank == header.sealer == 2]
     spoil(path)
     ended = finish(case, tmp_path, counted_return.count)
     err = capfd.readouterr().err
@@ -122,11 +121,11 @@ def sealed(directory):
     """(path, header) of what survivors sealed."""
     found = (directory / "memory").rglob("*.head")
     headers = [(path, Slot.open(path)[1]) for path in found]
-    return [(path, header) for path, header in headers if is_survivors(header.sequence)]
+    return [(path, header) for path, header in headers if header.sealer is not None]
 
 
 def own_of(directory):
-    return [header for _, header in sealed(directory) if not is_lent(header.sequence)]
+    return [header for _, header in sealed(directory) if header.sealer == header.rank]
 
 
 def spoil(data) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.core.survivors import is_lent, is_survivors
 from moe_ckpt.memory.slot import Slot
 from tests.megatron.exactness import Case, Ended, finish, one_life, require_exact, split_lives
 from tests.megatron.test_exact import (
@@ -142,7 +141,7 @@ def is_on_both_nodes(directory: Path) -> bool:
     newest = max((header.generation for _, header in found), default=0)
     shares: dict[tuple[str, int], set[int]] = {}
     for path, header in found:
-        if header.generation == newest and not is_survivors(header.sequence):
+        if header.generation == newest and header.sealer is None:
             node = path.relative_to(directory / "memory").parts[0]
             shares.setdefault((node, header.sequence), set()).add(header.rank)
     return len({node for (node, _), ranks in shares.items() if ranks == set(RANKS)}) == 2
@@ -170,7 +169,7 @@ def kept_by(directory: Path) -> dict[int, int]:
     """Rank -> step that it sealed of the newest life, when it heard of the death of another one."""
     headers = [Slot.open(path)[1] for path in (directory / "memory").rglob("*.head")]
     newest = max((header.generation for header in headers), default=0)
-    own = [h for h in headers if is_survivors(h.sequence) and not (is_lent(h.sequence) or h.only)]
+    own = [h for h in headers if h.sealer == h.rank and not h.only]
     return {header.rank: header.step for header in own if header.generation == newest}
 
 

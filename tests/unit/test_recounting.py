@@ -12,7 +12,6 @@ import pytest
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.step import Facts
-from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.format.manifest import Manifest, ModelRecord
@@ -55,7 +54,7 @@ def test_what_ranks_that_go_back_had_counted_does_not_count():
 def test_a_step_on_which_ranks_had_not_agreed_counts_as_kept():
     """Of each rank the newest: the last is lost, and the third stopped an update before the others."""
     shares = [
-        Share(rank, "a", rank, "life", 1, survivor_sequence(step), step, rank, 4, None, "", unagreed=step == 8)
+        Share(rank, "a", rank, "life", 1, step, step, rank, 4, None, "", sealer=rank, unagreed=step == 8)
         for rank, step in ((0, 8), (1, 8), (2, 7))
     ]
     kept = KeptState(SimpleNamespace(shares=shares), 4)

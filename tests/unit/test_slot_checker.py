@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.format.slot import WindowPlace
+from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.left_slots import SlotChecker, newest_of
 from moe_ckpt.memory.slot import Slot
@@ -75,8 +75,8 @@ def slot_of(
 ) -> FoundSlot:
     """Of which only the header matters."""
     header = slot_header("run", step, 1, rank, 2, 8, ())
-    facts = replace(header.facts, window=None if window is None else WindowPlace(*window), since=since)
-    return FoundSlot(None, replace(header, life=life, facts=facts))  # type: ignore[arg-type]
+    contents = replace(header.contents, window=None if window is None else WindowPlace(*window), since=since)
+    return FoundSlot(None, replace(header, life=life, contents=contents))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt import Memory
-from moe_ckpt.core.survivors import STATE, TENSORS, is_lent, is_survivors, lends, shared_sequence, survivor_sequence
+from moe_ckpt.core.placement import lends
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.slot import STATE, TENSORS
 from moe_ckpt.reading.memory.memory_shares import (
     LeftBehind,
     MemoryCheckpoint,
@@ -35,24 +36,35 @@ def due(rank: int, **other: object) -> Share:
 
 
 def own(rank: int, step: int = 40) -> Share:
-    return due(rank, sequence=survivor_sequence(step), step=step)
+    return due(rank, sequence=step, step=step, sealer=rank)
 
 
 def lent(rank: int, by: int, step: int = 40) -> Share:
-    return replace(own(rank, step), holder=by, number=9, sequence=survivor_sequence(step, of_another=True))
+    return replace(own(rank, step), holder=by, number=9, sealer=by)
 
 
-@given(st.integers(0, 1 << 40), st.booleans(), st.integers(0, 1 << 40), st.booleans())
-def test_numbers_are_of_one_step_only_and_newer_than_all_that_were_due(step, is_own, other, is_others):
-    one, two = survivor_sequence(step, of_another=not is_own), survivor_sequence(other, of_another=not is_others)
-    assert (one == two) == ((step, is_own) == (other, is_others))
-    assert (shared_sequence(one) == shared_sequence(two)) == (step == other)
-    assert is_survivors(one)
-    assert one > 1 << 40
-    assert is_lent(one) == (not is_own)
-    assert not is_survivors(step)
-    assert not is_lent(step)
-    assert shared_sequence(step) == step
+numbers = st.integers(0, 1 << 40)
+
+
+@given(numbers, st.booleans(), numbers, st.booleans())
+def test_survivors_share_a_snapshot_by_its_step_only(step, is_own, other, is_others):
+    one = own(0, step) if is_own else lent(0, 1, step)
+    two = own(1, other) if is_others else lent(1, 0, other)
+    assert (one.snapshot == two.snapshot) == (step == other)
+    assert (one.snapshot < two.snapshot) == (step < other)
+    assert one.is_lent == (not is_own)
+
+
+@given(numbers, numbers, numbers)
+def test_what_survivors_seal_is_newer_than_all_that_was_due(step, sequence, of):
+    shares = [due(0, sequence=sequence, step=of), due(1, sequence=sequence, step=of), own(0, step), own(1, step)]
+    assert shares[0].snapshot < shares[2].snapshot
+    assert not shares[0].is_lent
+    found = checkpoints_of(shares)
+    assert len(found) == 2, "also where the step is another one's sequence"
+    assert [each.is_complete for each in found] == [True, True]
+    if step >= of:
+        assert [each.is_parting for each in found] == [True, False]
 
 
 @given(st.sets(st.integers(0, 500), min_size=1, max_size=40).map(sorted))
@@ -70,7 +82,7 @@ def test_what_all_ranks_sealed_is_the_newest_checkpoint():
     newest, older = checkpoints_of([due(0), due(1), own(0), own(1), lent(1, 0), lent(0, 1)])
     assert newest.is_complete
     assert newest.is_whole
-    assert not any(is_lent(share.sequence) for share in newest.shares), "each rank's own has its plain state"
+    assert not any(share.is_lent for share in newest.shares), "each rank's own has its plain state"
     assert older.shares == (due(0), due(1))
 
 

@@ -106,7 +106,7 @@ def _list(ranks: Sequence[RankFacts]) -> None:
 
 def _explain(ranks: Sequence[RankFacts]) -> None:
     from moe_ckpt.core.quantities import human_bytes
-    from moe_ckpt.core.survivors import GRADIENTS, STATE
+    from moe_ckpt.format.slot import GRADIENTS, STATE
     from moe_ckpt.memory.directory import said_holder
     from moe_ckpt.tables import wrapped
 

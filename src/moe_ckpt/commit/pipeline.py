@@ -224,7 +224,7 @@ class Pipeline:
             waited=waited,
             refused=refused,
         )
-        self.next_number += not identity.is_survivors
+        self.next_number += not identity.parting
         self.stages.submit(snapshot)
         self._note_use(contents, sizes)
         return snapshot

@@ -165,7 +165,7 @@ class Room:
             self._say(identity.step, str(error))
             return None, False
         window = contents.window
-        if not identity.is_survivors and (window is not None or self._window_size == 1):
+        if not identity.parting and (window is not None or self._window_size == 1):
             self._window_size = 1 if window is None else window.size
             before = nbytes if window is not None else max(nbytes, self._most_nbytes)
             self._two_nbytes = self._window_size * (before + nbytes)
@@ -203,7 +203,7 @@ class Room:
         buffers = self._pool.take(sizes)
         if buffers is not None or not self._pool.fits(nbytes):
             return buffers
-        require = self._require if identity.is_survivors else None
+        require = self._require if identity.parting else None
         made = self._maker.submit(partial(self._pool.acquire, sizes, require))
         secs = max(0.0, until - time.monotonic())
         if not waits and self._takes_long:

@@ -70,6 +70,20 @@ def expert_owner(expert: int, experts: int, ranks: int) -> int:
     return expert * ranks // experts
 
 
+def lends(rank: int, alike: Sequence[int]) -> int | None:
+    """Returns the rank whose experts ``rank`` seals besides its own when training stops; None if no other has the same.
+
+    Each rank's are sealed by one other, which does not know who is gone.
+
+    Args:
+        rank: The survivor.
+        alike: Ranks that hold the same experts, ``rank`` included, ascending.
+    """
+    if rank not in alike or len(alike) < 2:
+        return None
+    return alike[(alike.index(rank) + 1) % len(alike)]
+
+
 def interleaved_order(owners: Sequence[int]) -> tuple[int, ...]:
     """Experts of one layer, one of each owner rank in turn (MoC section 3.2).
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from moe_ckpt.core.anchors import GradientGroups
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.core.tokens import Counts, FaultRecord
 
 
@@ -27,8 +26,9 @@ class Step:
         life: Token that no other life of the run has, where memory outlives the process.
         generation: Number of that life; with ``step`` it names the directory.
         step: Optimizer step whose state is saved.
-        number: Snapshots of that life before this one; of what survivors seal, a number by the step
-            (``core.survivors``).
+        number: Snapshots of that life before this one; its step if it is ``parting``.
+        parting: It is sealed besides what was due, because training stops. Ranks may stop at different steps, so that
+            they have only the step in common.
     """
 
     run: str
@@ -36,11 +36,7 @@ class Step:
     generation: int
     step: int
     number: int = 0
-
-    @property
-    def is_survivors(self) -> bool:
-        """True if it is sealed because training stops at a failure, which ranks need not have begun alike."""
-        return is_survivors(self.number)
+    parting: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import numpy as np
 
 from moe_ckpt.core.anchors import GradientGroups
 from moe_ckpt.core.step import Contents, Facts, WindowPlace
-from moe_ckpt.core.survivors import GRADIENTS, STATE, TENSORS
 from moe_ckpt.core.tokens import NO_COUNTS, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format import FORMAT_VERSION
@@ -27,6 +26,9 @@ from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, SliceEntry, dec
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN
 
 KIND = "moe_ckpt.slot"
+STATE, TENSORS, GRADIENTS = "state", "tensors", "gradients"
+"""What a slot has where it is not all of a rank's share: its plain state, all but that, or consumed gradients of some
+operators. Each slot of gradients goes as soon as no newer step needs it (``core.anchors``)."""
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
 _PIECE = {"nbytes": whole(), "xxh3_128": text}
@@ -44,6 +46,8 @@ def _contradictions(body: Mapping[str, Any]) -> str:
     window, since = contents["window"], contents["since"]
     if body["rank"] >= body["world_size"]:
         return f".rank {body['rank']} is not below .world_size {body['world_size']}"
+    if body.get("sealer", 0) >= body["world_size"]:
+        return f".sealer {body['sealer']} is not below .world_size {body['world_size']}"
     if since is not None and since > body["sequence"]:
         return f".contents.since {since} is after .sequence {body['sequence']}"
     if len(facts["mlt"]) != len(facts["faults"]):
@@ -90,7 +94,7 @@ _FIELDS = record(
         "sent": one_of(False, True),
         "only": one_of("", STATE, TENSORS, GRADIENTS),
     },
-    {"beside": listing(whole()), "place": whole()},
+    {"sealer": whole(), "beside": listing(whole()), "place": whole()},
 )
 _BODY = both(_FIELDS, _contradictions)
 
@@ -184,7 +188,7 @@ class SlotHeader:
     Attributes:
         run_id: Of the store.
         life: Names the life of the run, by a token that no other life has.
-        sequence: Snapshots of that life before this one.
+        sequence: Snapshots of that life before this one; with a ``sealer``, the step.
         step: Of the state that was copied.
         generation: Of that life.
         rank: Whose share it is.
@@ -196,7 +200,8 @@ class SlotHeader:
         state: The rank's state file.
         parts: What lies in the slot.
         sent: It is a copy of what its rank sent to peers, which is not all of the rank's share.
-        only: ``core.survivors.STATE``, ``TENSORS`` or ``GRADIENTS`` where it is not all; else empty.
+        only: ``STATE``, ``TENSORS`` or ``GRADIENTS`` where it is not all; else empty.
+        sealer: The rank that sealed its own or another's share because training may stop; None if the snapshot was due.
         beside: Places in ``contents.groups`` of the slots of ``GRADIENTS`` that were sealed with this one.
         place: Of ``GRADIENTS``, which of these it is.
     """
@@ -216,6 +221,7 @@ class SlotHeader:
     parts: tuple[SlotPart, ...]
     sent: bool = False
     only: str = ""
+    sealer: int | None = None
     beside: tuple[int, ...] = ()
     place: int = 0
 
@@ -257,6 +263,7 @@ def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
         "parts": parts,
         "sent": header.sent,
         "only": header.only,
+        **({} if header.sealer is None else {"sealer": header.sealer}),
         **({"beside": list(header.beside)} if header.beside else {}),
         **({"place": header.place} if header.only == GRADIENTS else {}),
     }
@@ -303,6 +310,7 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
         ),
         sent=body["sent"],
         only=body["only"],
+        sealer=body.get("sealer"),
         beside=tuple(body.get("beside", ())),
         place=body.get("place", 0),
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 import xxhash
 
-from moe_ckpt.core.survivors import GRADIENTS, STATE
+from moe_ckpt.format.slot import GRADIENTS, STATE
 from moe_ckpt.memory.files import FoundSlot, newest_first
 from moe_ckpt.threads import ThreadName, named_thread
 
@@ -133,7 +133,7 @@ def _goes_with(candidate: FoundSlot, newest: FoundSlot) -> bool:
     if candidate is newest or header.life != last.life:
         return candidate is newest
     if last.contents.since is not None:
-        return last.contents.since <= header.sequence <= last.sequence
+        return header.sealer is None and last.contents.since <= header.sequence <= last.sequence
     window, window_of_candidate = last.contents.window, header.contents.window
     return window is not None and window_of_candidate is not None and window_of_candidate.start == window.start
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import numpy as np
 import xxhash
 
-from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.errors import DamagedError, MemoryFullError
-from moe_ckpt.format.slot import SlotHeader, decode_slot
+from moe_ckpt.format.slot import GRADIENTS, SlotHeader, decode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.peers.headers import Extents
 from moe_ckpt.slices.mirroring import Mirror

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from moe_ckpt.core.survivors import is_lent, is_survivors, shared_sequence
 from moe_ckpt.format.manifest import Manifest, pruned
 from moe_ckpt.ledger.freshness import STALE
 from moe_ckpt.reading.memory.memory_checkpoints import SURVIVORS_SUFFIX, MemoryCheckpoints
@@ -47,19 +46,16 @@ class KeptState:
         return [
             share
             for share in self._memory.shares
-            if is_survivors(share.sequence)
-            and not is_lent(share.sequence)
-            and not share.only
+            if share.is_own_at_parting
             and share.freshness != STALE
             and (share.generation, share.writers) == (self.generation, self._ranks)
         ]
 
     def of_step(self, step: int) -> MemoryCheckpoint:
         """Returns what ranks sealed of a step that ``steps`` tells."""
-        of_life = (e for e in checkpoints_of(self._memory.shares) if e.generation == self.generation and e.step == step)
-        return next(
-            checkpoint for checkpoint in of_life if is_survivors(shared_sequence(checkpoint.shares[0].sequence))
-        )
+        identity = self.generation, step
+        sealed = (one for one in checkpoints_of(self._memory.shares) if one.is_parting)
+        return next(one for one in sealed if (one.generation, one.step) == identity)
 
     def is_agreed(self, sealed: MemoryCheckpoint) -> bool:
         """Returns whether the ranks had agreed on the step's tokens, and one that sealed it knew of that."""
@@ -123,9 +119,4 @@ class KeptState:
 
 def _own_writers(checkpoint: MemoryCheckpoint) -> set[int]:
     """Ranks whose share is there as they sealed it themselves."""
-    return {
-        writer
-        for snapshot in checkpoint.snapshots
-        for writer, shares in snapshot.items()
-        if not is_lent(shares[0].sequence)
-    }
+    return {writer for snapshot in checkpoint.snapshots for writer, shares in snapshot.items() if not shares[0].is_lent}

@@ -12,7 +12,6 @@ from typing import Any, cast
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.step import Contents, Facts, Fate, PeerPart, WindowPlace
-from moe_ckpt.core.survivors import survivor_sequence
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.policies.base import PolicyContext, needs_of
@@ -235,12 +234,12 @@ class Snapshotter:
             patience_secs: See ``Pipeline.begin``.
         """
         tensors, specs = self.live.describe_for(plan)
-        pipeline, number = self._resources.pipeline, survivor_sequence(plan.step, of_another=of is not None)
+        pipeline = self._resources.pipeline
         applied: Future[Counts] = Future()
         applied.set_result(tokens[0])
         contents = self._contents(plan, self.live.layout.update(specs), to_storage=False, to_peers=False)
         snapshot = pipeline.begin(
-            replace(pipeline.identify(plan.step, self._resources.generation), number=number),
+            replace(pipeline.identify(plan.step, self._resources.generation), number=plan.step, parting=True),
             replace(contents, on_behalf_of=of),
             replace(self._facts(), counted=tokens[1]),
             applied=applied,

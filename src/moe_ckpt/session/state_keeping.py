@@ -2,7 +2,7 @@
 
 Data-parallel ranks hold the same parameters and optimizer state, but each has random numbers and a position in the data
 of its own. So where one is killed while its snapshot is still being copied, its peers have all of the newest step but
-that: see ``core.survivors``.
+that: see ``session.surviving``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from moe_ckpt.core.step import Contents, Facts
-from moe_ckpt.core.survivors import STATE, survivor_sequence
 from moe_ckpt.core.tokens import NO_COUNTS
 from moe_ckpt.format.shard import Checksums, seal_of
-from moe_ckpt.format.slot import SlotHeader, SlotPart, encode_slot
+from moe_ckpt.format.slot import STATE, SlotHeader, SlotPart, encode_slot
 from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
@@ -135,7 +134,7 @@ class StateKeeper:
         return SlotHeader(
             run_id=files.run_id,
             life=files.life,
-            sequence=survivor_sequence(number),
+            sequence=number,
             step=number,
             generation=files.generation,
             rank=files.rank,
@@ -147,6 +146,7 @@ class StateKeeper:
             state=state_file(encoded, number, files.generation, files.run_id, files.rank, self._world_size),
             parts=parts,
             only=STATE,
+            sealer=files.rank,
         )
 
 

@@ -3,6 +3,18 @@
 Between two updates, parameters and optimizer state are those of the newest step. A rank that hears of a failure (its
 own exception, a peer's death, SIGTERM) copies all that it writes of a complete checkpoint into memory that outlives the
 process before it goes, whatever the policy saved of that step. If every rank does, the run resumes from there.
+
+Snapshots of this kind have the step in common (``Step.parting``), and no number: ranks that stopped at different steps
+never seem to have sealed one together. It counts as newer than all that were due.
+
+Data-parallel ranks hold the same experts. So a survivor also seals the experts that the next rank in its group writes:
+if that one is gone, they are not. That share is lent: it lacks the other rank's plain state (random numbers, position
+in the data), so that it gives experts to a checkpoint of the same step, and is no part of one that stands by itself.
+
+Where data-parallel ranks hold the same state, a survivor lends all that the other rank writes, and each rank seals
+its plain state by itself as soon as a step has ended: with both nothing is lost with a rank that is killed between two
+updates, also while what it saves itself is still being copied. A rank that dies in an update which the others end has
+no plain state of their step.
 """
 
 from __future__ import annotations
@@ -16,8 +28,8 @@ from typing import Protocol
 
 import numpy as np
 
+from moe_ckpt.core.placement import lends
 from moe_ckpt.core.plan import SnapshotPlan, save_full
-from moe_ckpt.core.survivors import lends
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import MoECheckpointError, NotFiniteError
 from moe_ckpt.policies.base import needs_of

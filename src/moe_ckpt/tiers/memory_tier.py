@@ -234,7 +234,12 @@ class MemoryTier:
             return False
 
     def begin(self, snapshot: Snapshot) -> None:
-        """A snapshot's buffer is being copied into."""
+        """A snapshot's buffer is being copied into.
+
+        One that is sealed because training stops stays as it is: nothing is newer, and no agreement settles it.
+        """
+        if snapshot.identity.parting:
+            return
         contents = snapshot.contents
         experts, sent = (self._experts(contents, tier) for tier in (Tier.HOST, Tier.PEER))
         step = MemoryStep(snapshot.identity, contents, experts, sent, copied=bool(contents.to_peers))
@@ -259,6 +264,8 @@ class MemoryTier:
 
         With peers it counts as sealed when all of them have answered, or are given up: one without room has said so.
         """
+        if snapshot.identity.parting:
+            return
         slot, sequence, replicator = snapshot.buffer.slot, snapshot.identity.number, self.replicator
         to_peers = snapshot.contents.to_peers
         freshness = UNKNOWN if snapshot.share is None else snapshot.share.freshness

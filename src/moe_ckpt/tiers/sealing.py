@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ckpt.core.step import Contents, Facts, PeerPart
-from moe_ckpt.core.survivors import GRADIENTS, TENSORS
 from moe_ckpt.core.tokens import NO_COUNTS
 from moe_ckpt.errors import MemoryFullError, MemoryGoneError, NotFiniteError
 from moe_ckpt.format.fragment import Fragment
-from moe_ckpt.format.slot import SlotHeader, SlotPart, encode_slot
+from moe_ckpt.format.slot import GRADIENTS, TENSORS, SlotHeader, SlotPart, encode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
@@ -188,6 +187,7 @@ class SlotHeaders:
             step=identity.step,
             generation=identity.generation,
             rank=snapshot.contents.writer(self._rank),
+            sealer=self._rank if identity.parting else None,
             world_size=self._ranks,
             freshness=share.freshness,
             **of_slot,

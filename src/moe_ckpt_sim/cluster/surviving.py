@@ -1,4 +1,4 @@
-"""What ranks that live on seal when training stops: the rules of ``core.survivors``, on a simulated layout."""
+"""What ranks that live on seal when training stops: the rules of ``survivors``, on a simulated layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.survivors import lends
+from moe_ckpt.core.placement import lends
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt_sim.cluster.cluster import ClusterLayout
 

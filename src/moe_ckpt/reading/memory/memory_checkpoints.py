@@ -17,7 +17,6 @@ from dataclasses import replace
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.step import Facts
-from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.core.tokens import TokenBook, window_began
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
 from moe_ckpt.format.manifest import (
@@ -309,11 +308,11 @@ class MemoryCheckpoints:
             for earlier, facts in zip(older, described[count : count + len(older)], strict=True)
         ]
         stored = None if beneath is None or checkpoint.is_window or beneath.directory != directory else beneath
-        if stored is not None and is_survivors(checkpoint.shares[-1].sequence) and not checkpoint.is_complete:
+        if stored is not None and checkpoint.is_parting and not checkpoint.is_complete:
             parts = self.parts(checkpoint, described[:count], SURVIVORS_SUFFIX)
             view = self._laid(stored, [*layers, Layer(parts[0], checkpoint, described[0])])
             manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
-        elif stored is not None and not is_survivors(checkpoint.shares[-1].sequence):
+        elif stored is not None and not checkpoint.is_parting:
             [part] = parts
             self._require_same(part, stored)
             view, unchanged = self._laid(stored, layers), part.known_to(stored)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core.survivors import GRADIENTS
 from moe_ckpt.errors import (
     DamagedError,
     GradientGapError,
@@ -24,6 +23,7 @@ from moe_ckpt.errors import (
     UnsupportedError,
 )
 from moe_ckpt.format.manifest import Manifest, ModelRecord, step_dir
+from moe_ckpt.format.slot import GRADIENTS
 from moe_ckpt.ledger.gradient_chain import LoggedStep, chain
 from moe_ckpt.memory.directory import (
     RankDirectory,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from moe_ckpt.core.survivors import GRADIENTS, STATE, TENSORS, is_lent, is_survivors, shared_sequence
+from moe_ckpt.format.slot import GRADIENTS, STATE, TENSORS
 from moe_ckpt.ledger.freshness import STALE, UNKNOWN, of_all
 
 
@@ -24,7 +24,7 @@ class Share:
         number: Among the holder's slots.
         life: That wrote it.
         generation: Of that life.
-        sequence: Of the snapshot in that life.
+        sequence: Of the snapshot in that life, as of ``format.slot.SlotHeader``.
         step: Of its state.
         writer: Rank of that life.
         writers: Ranks of that life.
@@ -35,6 +35,7 @@ class Share:
         sent: It is a copy of what the writer sent to peers, which is not all that it had.
         since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it is none.
         only: As of ``format.slot.SlotHeader``.
+        sealer: Likewise.
         unagreed: The ranks had not agreed on its step's tokens, so that those of all ranks are needed to know them.
         groups: As of ``core.anchors.GradientGroups``.
         pieces: As of ``format.slot.SlotHeader``.
@@ -58,11 +59,32 @@ class Share:
     sent: bool = False
     since: int | None = None
     only: str = ""
+    sealer: int | None = None
     unagreed: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
     pieces: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
     piece: int = 0
+
+    @property
+    def is_parting(self) -> bool:
+        """True if it was sealed besides what was due, because training stopped."""
+        return self.sealer is not None
+
+    @property
+    def is_lent(self) -> bool:
+        """True if one rank sealed it on behalf of another."""
+        return self.sealer not in (None, self.writer)
+
+    @property
+    def is_own_at_parting(self) -> bool:
+        """True if it is all that its writer had when training stopped, as that rank sealed it itself."""
+        return self.sealer == self.writer and not self.only
+
+    @property
+    def snapshot(self) -> tuple[bool, int]:
+        """Names the snapshot within its life, and orders those by age: what is sealed when training stops is newest."""
+        return self.is_parting, self.sequence
 
     def has(self, piece: int) -> bool:
         """True if the holder has the slot of gradients with ``piece``."""
@@ -151,6 +173,11 @@ class MemoryCheckpoint:
         return tuple(share for shares in held for share in shares)
 
     @property
+    def is_parting(self) -> bool:
+        """True if ranks sealed it because training stopped, besides what was due."""
+        return self.shares[-1].is_parting
+
+    @property
     def is_window(self) -> bool:
         """True if the checkpoint is a sparse window."""
         return next(iter(self.snapshots[-1].values()))[0].window is not None
@@ -161,11 +188,15 @@ class MemoryCheckpoint:
         return next(iter(self.snapshots[-1].values()))[0].since is not None
 
 
-def _by_snapshot(shares: Iterable[Share]) -> dict[tuple[str, int], list[Share]]:
-    """By life and sequence. Plain state by itself is no snapshot; it stands behind what is."""
-    by_snapshot: dict[tuple[str, int], list[Share]] = {}
+_Key = tuple[str, tuple[bool, int]]
+"""Life, and ``Share.snapshot``."""
+
+
+def _by_snapshot(shares: Iterable[Share]) -> dict[_Key, list[Share]]:
+    """Plain state by itself is no snapshot; it stands behind what is."""
+    by_snapshot: dict[_Key, list[Share]] = {}
     for share in sorted(shares, key=lambda one: one.only == STATE):
-        key = share.life, shared_sequence(share.sequence)
+        key = share.life, share.snapshot
         if share.only != STATE or key in by_snapshot:
             by_snapshot.setdefault(key, []).append(share)
     return by_snapshot
@@ -184,25 +215,26 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     by_snapshot = _by_snapshot(shares)
     places: dict[tuple[str, int], list[GradientPiece]] = {}
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
-    checkpoints: list[tuple[int, MemoryCheckpoint]] = []
-    for (life, sequence), group in by_snapshot.items():
+    checkpoints: list[tuple[tuple[bool, int], MemoryCheckpoint]] = []
+    for (life, snapshot), group in by_snapshot.items():
         if of_all(share.freshness for share in group) == STALE:
             continue
         window, since = group[0].window, group[0].since
         if since is not None:
+            sequence = group[0].sequence
             if sequence - since >= len(by_snapshot):  # some are lacking, however many it says
                 continue
-            groups = [by_snapshot.get((life, number), []) for number in range(since, sequence + 1)]
+            groups = [by_snapshot.get((life, (False, number)), []) for number in range(since, sequence + 1)]
             if all(_may_be_built_upon(shares_of_step) for shares_of_step in groups):
-                checkpoints.append((sequence, _with_gradients(_checkpoint(groups), places)))
+                checkpoints.append((snapshot, _with_gradients(_checkpoint(groups), places)))
         elif window is None:
-            checkpoints.append((sequence, _checkpoint([group])))
+            checkpoints.append((snapshot, _checkpoint([group])))
         else:
             windows.setdefault((life, window[0]), {})[window[2]] = group
     for slots in windows.values():
         groups = [slots[slot] for slot in sorted(slots)]
         if len(groups) == next(iter(groups[0])).window[1]:  # type: ignore[index]  # it is a window's
-            checkpoints.append((groups[-1][0].sequence, _checkpoint(groups)))
+            checkpoints.append((groups[-1][0].snapshot, _checkpoint(groups)))
     return [made for _, made in sorted(checkpoints, key=lambda e: (e[1].generation, e[1].step, e[0]), reverse=True)]
 
 
@@ -296,12 +328,12 @@ def _by_writer(group: Iterable[Share], *, state: bool) -> dict[int, list[Share]]
 
 def _sealed_by_writer(shares: Sequence[Share]) -> tuple[Share, ...]:
     """Of one writer's, those that it sealed itself, or copies of those, if there are any."""
-    return tuple(share for share in shares if not is_lent(share.sequence)) or tuple(shares)
+    return tuple(share for share in shares if not share.is_lent) or tuple(shares)
 
 
 def _sealed_by_another(snapshot: Snapshot) -> set[int]:
     """Writers whose share is there as another rank sealed it only."""
-    return {writer for writer, shares in snapshot.items() if is_lent(shares[0].sequence)}
+    return {writer for writer, shares in snapshot.items() if shares[0].is_lent}
 
 
 @dataclass(frozen=True)
@@ -347,19 +379,17 @@ def beneath_of(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoin
     what was saved in full.
     """
     mine = checkpoint.shares[-1]
-    first = min(share.sequence for share in checkpoint.shares)
+    first = min(share.snapshot for share in checkpoint.shares)
     alike = [snapshot for snapshot in snapshots if snapshot.shares[0].life == mine.life]
     beneath = [
         snapshot
         for snapshot in alike
-        if snapshot.shares[0].sequence < first
-        or (
-            is_survivors(snapshot.shares[0].sequence) and snapshot.step == mine.step and not is_survivors(mine.sequence)
-        )
+        if snapshot.shares[0].snapshot < first
+        or (snapshot.is_parting and snapshot.step == mine.step and not mine.is_parting)
     ]
     if checkpoint.is_window:
         return []
-    return sorted(beneath, key=lambda snapshot: (snapshot.step, snapshot.shares[0].sequence))
+    return sorted(beneath, key=lambda snapshot: (snapshot.step, snapshot.shares[0].snapshot))
 
 
 def sealed_beside(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoint]) -> MemoryCheckpoint | None:
@@ -370,14 +400,10 @@ def sealed_beside(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckp
         snapshots: Of ``snapshots_of``.
     """
     last = checkpoint.shares[-1]
-    if not checkpoint.is_log or is_survivors(last.sequence):
+    if not checkpoint.is_log:
         return None
-    first_shares = ((snapshot, snapshot.shares[0]) for snapshot in snapshots)
-    alike = (
-        snapshot
-        for snapshot, one in first_shares
-        if is_survivors(one.sequence) and (one.life, one.step) == (last.life, checkpoint.step)
-    )
+    sealed = (snapshot for snapshot in snapshots if snapshot.is_parting)
+    alike = (one for one in sealed if (one.shares[0].life, one.step) == (last.life, checkpoint.step))
     return next(alike, None)
 
 
@@ -390,11 +416,7 @@ def newer_than(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> LeftBeh
         The newest such step, and the ranks that sealed it; None if there is none.
     """
     last = checkpoint.shares[-1]
-    sealed = [
-        share
-        for share in shares
-        if is_survivors(share.sequence) and not (is_lent(share.sequence) or share.only) and share.life == last.life
-    ]
+    sealed = [share for share in shares if share.is_own_at_parting and share.life == last.life]
     newest = max((share.step for share in sealed), default=checkpoint.step)
     if newest <= checkpoint.step:
         return None

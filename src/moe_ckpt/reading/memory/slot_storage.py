@@ -241,7 +241,8 @@ class SlotStorage:
         if share not in self._opened:
             opened = FoundSlot(*Slot.open(Path(self.paths[share])))
             header = opened.header
-            if (header.life, header.sequence, header.rank) != (share.life, share.sequence, share.writer):
+            now = header.life, header.sequence, header.rank, header.sealer
+            if now != (share.life, share.sequence, share.writer, share.sealer):
                 raise DamagedError(self.paths[share], "now holds another snapshot", step=share.step)
             self._opened[share] = opened
         return self._opened[share]

@@ -12,8 +12,6 @@ import numpy as np
 
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.step import Contents, Facts
-from moe_ckpt.core.survivors import GRADIENTS as GRADIENTS_ALONE
-from moe_ckpt.core.survivors import STATE
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.fragment import Fragment, encode_json
@@ -28,7 +26,8 @@ from moe_ckpt.format.manifest import (
 )
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
-from moe_ckpt.format.slot import SlotHeader, SlotPart, decoded, encoded
+from moe_ckpt.format.slot import GRADIENTS as GRADIENTS_ALONE
+from moe_ckpt.format.slot import STATE, SlotHeader, SlotPart, decoded, encoded
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, PieceHolders, Share, Snapshot, fullest, teller_of
@@ -438,6 +437,7 @@ def _fields_of(slot: FoundSlot, number: int) -> list[Any]:
         header.sent,
         header.contents.since,
         header.only,
+        header.sealer,
         header.facts.counted is not None and header.only != STATE,
         () if groups is None else groups.groups,
         header.beside,

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 
 from moe_ckpt.core.quantities import name_ranks
-from moe_ckpt.core.survivors import is_survivors
 from moe_ckpt.format.manifest import age_of, step_dir
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
@@ -75,7 +74,7 @@ def checkpoint_in(shares: Sequence[Share], directory: str) -> MemoryCheckpoint:
     ]
     return min(
         candidates,
-        key=lambda candidate: 0 if candidate.is_complete else 1 + is_survivors(candidate.shares[-1].sequence),
+        key=lambda candidate: 0 if candidate.is_complete else 1 + candidate.is_parting,
     )
 
 

@@ -99,8 +99,10 @@ def test_a_window_plotted_nowhere_says_so(run, here, capsys, plot, why):
 def test_a_memory_directory_that_is_not_there_is_called_as_it_was_given(run, here, capsys, argv):
     argv = [each.format(run=run) for each in argv]
     what = "give the one that the run had as Memory(directory=...)"
-    assert f"--directory /nope: there is no such directory; {what}" in said(capsys, *argv, "/nope")
-    assert f"--directory file: is a file, not a directory; {what}" in said(capsys, *argv, "file")
+    for path, why in (("/nope", "there is no such directory"), ("file", "is a file, not a directory")):
+        with pytest.raises(SystemExit, match="2"):
+            main([*argv, path])
+        assert f"--directory: {path}: {why}; {what}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

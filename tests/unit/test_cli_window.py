@@ -10,10 +10,7 @@ from math import prod
 import pytest
 import torch
 
-from moe_ckpt.cli import window as command
 from moe_ckpt.cli.main import main
-from moe_ckpt.cli.window_model import catalog_of, sizes_of
-from moe_ckpt.cli.window_plot import COMPUTE, FULL, NOT_SAVED, fidelities, plot_window
 from moe_ckpt.core.operators import expert_id, gate_id
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.window import OperatorBytes, Window, slot_bytes
@@ -21,6 +18,9 @@ from moe_ckpt.format.manifest import LayerRecord
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.policies.schedules.window_report import WindowReport
 from moe_ckpt.reading.reader import open_step
+from moe_ckpt_sim.commands import window as command
+from moe_ckpt_sim.commands.window_model import catalog_of, sizes_of
+from moe_ckpt_sim.commands.window_plot import COMPUTE, FULL, NOT_SAVED, fidelities, plot_window
 from tests.support.store_builder import Block, StoreBuilder, TinyRun, example
 
 STEP = "step_00000003"

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from moe_ckpt.cli.shared import DEFAULT_MEMORY, memory_directory, progress_bar
+
 if TYPE_CHECKING:
     from moe_ckpt.gradients.layout import Device
 
@@ -42,8 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--directory",
         action="append",
+        type=memory_directory,
         metavar="DIR",
-        help="as in Memory(directory=...), once for each node; default /dev/shm",
+        help=f"as in Memory(directory=...), once for each node; default {DEFAULT_MEMORY}",
     )
     parser.add_argument("--step", type=int, help="step to make; default: the newest that can be made")
     parser.add_argument("--list", action="store_true", help="print the steps that can be made, and write nothing")
@@ -63,8 +66,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the checkpoint was written, or the steps were listed."""
-    from moe_ckpt.cli.options import require_memory
-    from moe_ckpt.cli.output import progress_bar
     from moe_ckpt.errors import ConfigError
     from moe_ckpt.format.manifest import STORE_NAME
     from moe_ckpt.gradients.densify import densify, steps_in_memory
@@ -79,9 +80,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     require_store(StoreReader(storage), args.store)
     if isinstance(storage, LocalStorage):  # whoever may read the run's files may read what is added to them
         storage = LocalStorage(storage.root, access=access_of(f"{storage.root}/{STORE_NAME}"))
-    roots = args.directory or ["/dev/shm"]
-    for root in roots:
-        require_memory("--directory", root)
+    roots = args.directory or [memory_directory(DEFAULT_MEMORY)]
     for module in args.imports:
         try:
             importlib.import_module(module)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from moe_ckpt.cli.options import add_memory, require_memory
+from moe_ckpt.cli.shared import add_memory, progress_bar
 
 EPILOG = """\
 examples:
@@ -42,14 +42,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the output was written. Says on stderr which step it is of, for a store leaves that open."""
-    from moe_ckpt.cli.output import progress_bar
     from moe_ckpt.core.quantities import parse_bytes
     from moe_ckpt.errors import ConfigError
     from moe_ckpt.format.manifest import Manifest
     from moe_ckpt.interop.export import export
 
-    for root in args.directory:
-        require_memory("--directory", root)
     size = None if args.max_file_size is None else parse_bytes(args.max_file_size, "--max-file-size")
     if size is not None and args.to != "safetensors":
         raise ConfigError(f"--max-file-size {args.max_file_size}: is for --to safetensors; {args.to} takes no size")

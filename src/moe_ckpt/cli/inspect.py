@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 from typing import Any
 
-from moe_ckpt.cli.options import add_memory, require_memory
-from moe_ckpt.cli.output import print_cells
+from moe_ckpt.cli.shared import add_memory
 from moe_ckpt.core.quantities import human_bytes
-from moe_ckpt.tables import PIPED_WIDTH, print_table, width, wrapped
+from moe_ckpt.tables import PIPED_WIDTH, print_table, styled, width, wrapped
 
 EPILOG = """\
 examples:
@@ -27,6 +27,8 @@ _DETAILED_EXPERTS = 512
 _GLYPHS = ".:-=+*#%@"
 _ACROSS = (64, 32, 16, 8, 4)
 """Experts in a line: as many of these as there is room for."""
+_HEAT = (28, 64, 100, 136, 130, 124)
+"""From green to red, of the 256 colours of terminals."""
 _FROM = 8
 """Columns for the number of a line's first expert."""
 
@@ -48,8 +50,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Always 0: damage of a manifest is shown in its row."""
     from moe_ckpt.cli.report import describe
 
-    for root in args.directory:
-        require_memory("--directory", root)
     facts = describe(args.path, args.directory)
     if args.json:
         print(json.dumps(facts, indent=2))
@@ -128,7 +128,7 @@ def _setting_text(value: Any) -> str:
 
 
 def _show_experts(step: dict[str, Any]) -> None:
-    """The heat table: layers down, experts across, age in steps."""
+    """Prints the heat table: layers down, experts across, age in steps."""
     ages = step["ages_steps"]
     oldest = max(step["oldest_age_steps"], 1)
     detailed = sum(map(len, ages)) <= _DETAILED_EXPERTS
@@ -142,10 +142,9 @@ def _show_experts(step: dict[str, Any]) -> None:
     across = next((columns for columns in _ACROSS if margin + _FROM + cell * columns <= width()), _ACROSS[-1])
     print(_head(margin, min(across, most), cell))
     for label, row in zip(labels, ages, strict=True):
-        for start, line in _lines(row, across):
+        for start in range(0, len(row), across):
             head = _cut(label if start == 0 else "", margin) + f"{start:>{_FROM - 1}} "
-            cells = [(_cell(age, oldest, cell), age / oldest if age is not None else 1.0) for age in line]
-            print_cells(head, cells)
+            print(head + "".join(_cell(age, oldest, cell) for age in row[start : start + across]))
 
 
 def _head(margin: int, across: int, cell: int) -> str:
@@ -162,12 +161,11 @@ def _cut(label: str, margin: int) -> str:
     return label.ljust(margin)
 
 
-def _lines(row: Sequence[int | None], length: int) -> Iterator[tuple[int, Sequence[int | None]]]:
-    for start in range(0, len(row), length):
-        yield start, row[start : start + length]
-
-
 def _cell(age: int | None, oldest: int, cell: int) -> str:
+    """Returns the text of an expert's age, in a colour from fresh (green) to stale (red)."""
     if cell > 1:
-        return f"{'?' if age is None else age:>{cell}}"
-    return "?" if age is None else _GLYPHS[age * (len(_GLYPHS) - 1) // oldest]
+        text = f"{'?' if age is None else age:>{cell}}"
+    else:
+        text = "?" if age is None else _GLYPHS[age * (len(_GLYPHS) - 1) // oldest]
+    heat = 1.0 if age is None else age / oldest
+    return styled(text, f"97;48;5;{_HEAT[round(heat * (len(_HEAT) - 1))]}", sys.stdout)

@@ -2,7 +2,7 @@
 
 A module offers ``add_parser(subparsers)``, which is called for every command line and so imports nothing
 heavy, and ``run(args, rest) -> int``, the exit code. ``rest`` holds arguments that the parser does not know: settings,
-which only commands of the simulator take.
+which only ``simulate`` and ``plan`` take.
 
 Exit codes: 0 done, 1 damage was found, 2 wrong usage or nothing usable there, 130 Ctrl-C, 141 nobody read on.
 """
@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 from moe_ckpt import __version__
 from moe_ckpt.errors import CoverageError, DamagedError, MoECheckpointError
 
-_HERE = ("inspect", "verify", "window", "export", "memory", "densify")
-_SIMULATOR = ("simulate", "plan")
+_HERE = ("inspect", "verify", "export", "memory", "densify")
+_SIMULATOR = ("window", "simulate", "plan")
+_TAKE_SETTINGS = ("simulate", "plan")
 COMMANDS = {name: f"moe_ckpt.cli.{name}" for name in _HERE} | {
     name: f"moe_ckpt_sim.commands.{name}" for name in _SIMULATOR
 }
@@ -125,7 +126,7 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     try:
         args, rest = parser.parse_known_args(argv)
-        unknown = [word for word in rest if word.startswith("-") or args.command not in _SIMULATOR]
+        unknown = [word for word in rest if word.startswith("-") or args.command not in _TAKE_SETTINGS]
         if unknown:
             Parser(prog=f"moe-ckpt {args.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit:
@@ -140,7 +141,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"moe-ckpt {args.command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, (DamagedError, CoverageError)) else 2
     except OSError as error:
-        if args.command in _SIMULATOR:
+        if args.command in _TAKE_SETTINGS:
             raise
         print(f"moe-ckpt {args.command}: {error}", file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from moe_ckpt.cli.shared import DEFAULT_MEMORY, memory_directory
 from moe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,17 +40,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("action", nargs="?", default="list", choices=ACTIONS, help="what to do; default: list")
-    parser.add_argument("--directory", default="/dev/shm", help="as in Memory(directory=...); default /dev/shm")
+    parser.add_argument(
+        "--directory",
+        default=DEFAULT_MEMORY,
+        type=memory_directory,
+        help=f"as in Memory(directory=...); default {DEFAULT_MEMORY}",
+    )
     parser.add_argument("--run", default="", metavar="ID", help="only runs whose ID starts with this")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0, or 1 if ``explain`` found damage."""
-    from moe_ckpt.cli.options import require_memory
     from moe_ckpt.memory.survey import survey
 
-    require_memory("--directory", args.directory)
     everything = survey(args.directory, verify=args.action == "explain")
     ranks = [facts for facts in everything if facts.run_id.startswith(args.run)]
     if args.action in ("retry", "clear"):
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return _changed(args, ranks)
     damaged = any(slot.problem for facts in ranks for slot in facts.slots)
     if args.json:
-        print(json.dumps({"directory": args.directory, "ranks": [_as_json(facts) for facts in ranks]}, indent=2))
+        print(json.dumps({"directory": args.directory, "ranks": list(map(asdict, ranks))}, indent=2))
     elif not ranks:
         print(_nothing(args, everything))
     elif args.action == "list":
@@ -76,10 +80,6 @@ def _nothing(args: argparse.Namespace, everything: Sequence[RankFacts]) -> str:
     more = ", ..." if len(others) > _NAMED else ""
     beginning = "there is" if len(others) == 1 else "there are"
     return f"no run whose ID starts with {args.run}; {beginning} {', '.join(others[:_NAMED])}{more}"
-
-
-def _as_json(facts: RankFacts) -> dict[str, object]:
-    return asdict(facts)
 
 
 def _list(ranks: Sequence[RankFacts]) -> None:

@@ -6,13 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from moe_ckpt.cli.shared import open_store
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.tokens import TokenBook, tokens_at_risk
-from moe_ckpt.errors import DamagedError, NoCheckpointError, StepRemovedError
+from moe_ckpt.errors import DamagedError, StepRemovedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, age_of
 from moe_ckpt.reading.memory.memory_outside import MemoryOutside
-from moe_ckpt.reading.reader import StoreReader, locate, require_store
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.step_storage import listed_again
 
 
@@ -28,15 +29,9 @@ def describe(path: str | os.PathLike[str], memory: Sequence[str] = ()) -> dict[s
         StepRemovedError: the named step was removed meanwhile; or of a store all steps, listing after listing.
         StoreError, FormatVersionError, DamagedError: the store's identity cannot be read.
     """
-    storage, directory = locate(path)
-    reader = StoreReader(storage)
-    require_store(reader, path)
+    reader, directory = open_store(path)
     identity = reader.identity()
     if directory is not None:
-        directories = reader.directories()
-        if directory not in directories:
-            have = ", ".join(directories[:6]) or "none"
-            raise NoCheckpointError(f"{path} is no committed step; committed: {have}")
         steps = [_describe_step(reader, directory)]
     else:
         steps = listed_again(lambda: _describe_steps(reader))
@@ -45,7 +40,7 @@ def describe(path: str | os.PathLike[str], memory: Sequence[str] = ()) -> dict[s
                 in_memory = [_facts_of(manifest, 0) | {"in_memory": True} for manifest in outside.manifests()]
             steps = sorted((*in_memory, *steps), key=lambda step: age_of(step["directory"]), reverse=True)
     return {
-        "store": storage.root,
+        "store": reader.storage.root,
         "format_version": FORMAT_VERSION,
         "run_id": identity.run_id,
         "fingerprint": identity.fingerprint,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from moe_ckpt.cli.options import add_memory, require_memory
+from moe_ckpt.cli.shared import add_memory, open_store, progress_bar
 
 EPILOG = """\
 examples:
@@ -36,31 +36,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when all is well, 1 when something is damaged."""
-    from moe_ckpt.cli.output import progress_bar
-    from moe_ckpt.errors import NoCheckpointError, StepRemovedError
+    from moe_ckpt.errors import StepRemovedError
     from moe_ckpt.format.manifest import MANIFEST_NAME
-    from moe_ckpt.reading.reader import StoreReader, locate, require_store
+    from moe_ckpt.reading.reader import locate
     from moe_ckpt.reading.step_storage import listed_again
     from moe_ckpt.reading.verify import Verified, verify_steps
 
-    storage, directory = locate(args.path)
     if args.directory:
         return _run_on_memory(args)
 
     def verified() -> tuple[list[str], Verified]:
-        reader = StoreReader(storage)
-        require_store(reader, args.path)
-        steps = reader.directories()
-        if directory is not None and directory not in steps:
-            raise NoCheckpointError(f"{args.path} is no committed step; committed: {', '.join(steps[:6]) or 'none'}")
-        steps = [directory] if directory is not None else steps
+        reader, directory = open_store(args.path)
+        steps = [directory] if directory is not None else reader.directories()
         with progress_bar("verifying") as progress:
             outcome = verify_steps(reader, steps, progress)
         if outcome.is_empty:
-            raise StepRemovedError(storage.root, outcome.removed, f"{outcome.removed[0]}/{MANIFEST_NAME}")
+            raise StepRemovedError(reader.storage.root, outcome.removed, f"{outcome.removed[0]}/{MANIFEST_NAME}")
         return [step for step in steps if step not in outcome.removed], outcome
 
-    checked, outcome = verified() if directory is not None else listed_again(verified)
+    checked, outcome = verified() if locate(args.path)[1] is not None else listed_again(verified)
     damages, usable = outcome.damages, outcome.usable
     if args.json:
         facts = {"path": args.path, "steps": checked, "usable": usable, "removed": outcome.removed}
@@ -88,8 +82,6 @@ def _run_on_memory(args: argparse.Namespace) -> int:
     from moe_ckpt.reading.memory.memory_outside import MemoryOutside, verify_opened
     from moe_ckpt.reading.reader import StoreReader, locate
 
-    for root in args.directory:
-        require_memory("--directory", root)
     storage, directory = locate(args.path)
     with MemoryOutside(StoreReader(storage), args.directory) as memory:
         usable: list[str] = []

@@ -1,1 +1,1 @@
-"""``moe-ckpt simulate`` and ``moe-ckpt plan``."""
+"""``moe-ckpt simulate``, ``moe-ckpt plan`` and ``moe-ckpt window``: what would be, not what is."""

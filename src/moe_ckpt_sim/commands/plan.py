@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         MissingPackageError: Hydra is not installed.
         ConfigError: settings that make no sense.
     """
-    from moe_ckpt.cli.options import require_filled
+    from moe_ckpt_sim.commands.outputs import require_filled
     from moe_ckpt_sim.planner.planner import recommend, trainer_systems
 
     require_filled(args, "profile", "measure", "plot", "config-dir")
@@ -230,7 +230,7 @@ def _with_rates(scenario: Scenario, rates: Rates, said: Sequence[str]) -> Scenar
 
 
 def _measure(directory: str) -> Rates:
-    from moe_ckpt.cli.output import progress_bar
+    from moe_ckpt.cli.shared import progress_bar
     from moe_ckpt_sim.planner.rates import measure
 
     with progress_bar("measuring", unit="steps") as tell:
@@ -243,7 +243,7 @@ def _measure(directory: str) -> Rates:
 @contextmanager
 def _progress(duration_secs: float, silent: bool) -> Iterator[Tell | None]:
     """What is being simulated, on stderr: a bar on a terminal, else a line for each part."""
-    from moe_ckpt.cli.output import progress_bar
+    from moe_ckpt.cli.shared import progress_bar
 
     if silent:
         yield None
@@ -390,7 +390,7 @@ def _span(secs: float) -> str:
 
 
 def _plot(scenario: Scenario, plan: Plan, path: str) -> None:
-    from moe_ckpt.cli.options import not_written
+    from moe_ckpt_sim.commands.outputs import not_written
     from moe_ckpt_sim.commands.plan_plot import plot_roof
 
     figure, _ = plot_roof(scenario, plan)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_ckpt.cli.options import require_picture
-from moe_ckpt.cli.window_plot import pyplot
 from moe_ckpt_sim.cluster.costs import Costs
+from moe_ckpt_sim.commands.outputs import require_picture
+from moe_ckpt_sim.commands.window_plot import pyplot
 from moe_ckpt_sim.planner.planner import Plan
 from moe_ckpt_sim.run.scenario import Scenario
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from moe_ckpt.cli.options import not_written, require_directory, require_file, require_filled
-from moe_ckpt.cli.output import progress_bar
+from moe_ckpt.cli.shared import progress_bar
 from moe_ckpt.errors import ConfigError, MissingPackageError
 from moe_ckpt.tables import BOLD_RED, PIPED_WIDTH, styled, width, wrapped
+from moe_ckpt_sim.commands.outputs import not_written, require_directory, require_file, require_filled
 
 if TYPE_CHECKING:
     from moe_ckpt_sim.commands.sim_runs import Result

@@ -89,8 +89,8 @@ def _bytes(text: str) -> int:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the window was shown, whether it fits or not."""
-    from moe_ckpt.cli.window_model import context_of
     from moe_ckpt.reading.reader import with_step
+    from moe_ckpt_sim.commands.window_model import context_of
 
     policy = _policy(args)
     manifest, context = with_step(args.path, lambda reader, manifest: (manifest, context_of(reader, manifest, args)))
@@ -187,8 +187,8 @@ def _show_anchors(report: WindowReport) -> None:
 
 
 def _plot(report: WindowReport, path: str) -> None:
-    from moe_ckpt.cli.options import not_written, require_picture
-    from moe_ckpt.cli.window_plot import plot_window
+    from moe_ckpt_sim.commands.outputs import not_written, require_picture
+    from moe_ckpt_sim.commands.window_plot import plot_window
 
     require_picture("--plot", path)
     figure, _ = plot_window(report)

@@ -1,4 +1,4 @@
-"""What commands ask of their command lines, before anything else is done."""
+"""Checks the files and directories that a command is to write, before anything else is done."""
 
 from __future__ import annotations
 
@@ -58,24 +58,6 @@ def not_written(option: str, path: Path, error: OSError) -> ConfigError:
     from moe_ckpt.storage.local import why_unwritable
 
     return ConfigError(f"{option} {path}: cannot be written: {why_unwritable(path, error)}")
-
-
-def add_memory(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--directory`` to a command that also reads what a run left in memory."""
-    parser.add_argument(
-        "--directory",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="read what an ended run left in memory: as in Memory(directory=...), once for each node",
-    )
-
-
-def require_memory(option: str, path: str) -> None:
-    """See that ``path`` may be a memory directory of a run on this node. Raises ``ConfigError``."""
-    if not os.path.isdir(path):
-        what = "is a file, not a directory" if os.path.exists(path) else "there is no such directory"
-        raise ConfigError(f"{option} {path}: {what}; give the one that the run had as Memory(directory=...)")
 
 
 def require_picture(option: str, path: str) -> None:

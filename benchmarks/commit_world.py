@@ -202,7 +202,7 @@ class Others:
 
 def key_of(plan: SnapshotPlan) -> PlanKey:
     window = plan.window is not None and plan.window.size > 1
-    return plan.operators(), plan.compute_only if window else (), window
+    return plan.full, plan.compute if window else (), window
 
 
 @functools.lru_cache

@@ -31,7 +31,7 @@ _EXAMPLE = """example:
 
 RECORDS = """
 SnapshotPlan InFlight WindowPlace CompiledPlan Snapshot SealedShare Acknowledgement _Entry MemoryStep SlotHeader
-Share MemoryCheckpoint Resolution StorageOutcome Part Manifest FileRecord View WrittenPart PlanItem StepRecord
+Share MemoryCheckpoint Resolution StorageOutcome Part Manifest FileRecord View WrittenPart StepRecord
 Step Contents Facts CopyPlan Record Fate PlannedPart FileRow HeldRecord
 """
 """Names of the classes that carry a snapshot through the engine; the last line is that of the smaller design."""

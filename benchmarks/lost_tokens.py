@@ -92,7 +92,7 @@ def simulate(policy: Policy, work: Workload, seed: int) -> Outcome:
                 pair = rng.choice(work.experts, 2, replace=False)
                 row[pair] = row[pair[::-1]]
         plan = run.step(rng.multinomial(work.tokens, shares))
-        saved += sum(op.startswith("expert/") for op in plan.operators())
+        saved += sum(op.startswith("expert/") for op in plan.full)
         if rng.random() < 1 / work.mtbf_steps:
             run.fail()
         history.append((step, run.run_ledger.tokens.plt, plan.k or 0))
@@ -201,7 +201,7 @@ def rare_storage(work: Mapping[str, Any], intervals: Sequence[int] = (1, 10, 50)
         held = []
         for _ in range(SPANS[-1][1]):
             plan = run.step(rng.multinomial(load.tokens, shares))
-            held.append(sum(op.startswith("expert/") for op in plan.operators()) / load.layers)
+            held.append(sum(op.startswith("expert/") for op in plan.full) / load.layers)
         found[str(every)] = [round(float(np.mean(held[first - 1 : last])), 2) for first, last in SPANS]
     return found
 

@@ -109,7 +109,7 @@ class SimulatedRun:
         """The entry of a snapshot, which is complete in memory at once, if that outlives the process."""
         self.sequence += 1
         identity = Step("simulated", "", self.generation, plan.step, self.sequence)
-        contents = Contents(plan.operators(), plan.operators(Tier.HOST), to_storage=to_storage)
+        contents = Contents(plan.full, plan.memory_only, to_storage=to_storage)
         snapshot = InFlight(identity, contents, self.run_ledger.tokens.applied.copy())
         self.run_ledger.begun(snapshot)
         if self.run_ledger.outlives_process:

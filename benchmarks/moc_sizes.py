@@ -171,7 +171,7 @@ def round_of(catalog: Catalog, ranks: int, selector: str, k: int) -> list[tuple[
     run = SimulatedRun(MoC(k=k, selector=selector), catalog, ranks)
     counts = routed(len(catalog.layers), experts)
     run.step(counts)
-    return [run.step(counts).operators() for _ in range(-(-experts // k))]
+    return [run.step(counts).full for _ in range(-(-experts // k))]
 
 
 def routed(layers: int, experts: int) -> Counts:

@@ -86,7 +86,7 @@ def selected_again(experts: int, saved: int, skewed: float = 0.1, seeds: int = 2
         before: set[str] = set()
         run = SimulatedRun(MoEtion(experts=saved), catalog(work.layers, experts), work.ranks)
         for counts in _routed(work, np.random.default_rng(seed)):
-            now = {op for op in run.step(counts).operators() if op.startswith("expert/")}
+            now = {op for op in run.step(counts).full if op.startswith("expert/")}
             if len(now) < work.layers * experts:  # not the dense one that a run begins with
                 again, chosen = again + len(now & before), chosen + len(now)
             before = now

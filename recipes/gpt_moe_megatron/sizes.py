@@ -75,7 +75,7 @@ def context(whole: WholeModel, precision: Precision, ranks: int, secs: float, ba
 def saved_bytes(policy: Policy, given: PolicyContext) -> int:
     """Bytes of one checkpoint, all ranks together."""
     policy.check(given.model.catalog)
-    return sum(given.model.sizes[op].full for op in policy.plan(given).operators())
+    return sum(given.model.sizes[op].full for op in policy.plan(given).full)
 
 
 def window(given: PolicyContext) -> WindowReport:

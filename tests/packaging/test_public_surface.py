@@ -37,8 +37,8 @@ SURFACE = {
     ),
     "moe_ckpt.metrics": "CheckpointMetrics",
     "moe_ckpt.policies": (
-        "AnyOf Catalog CheckFreq Dense FaultRecord Fidelity Gemini GradientLog Guarded Measured MemoryFacts MoC "
-        "MoELayer MoEtion MoEvement ModelFacts Needs Operator OperatorKind PlanItem Policy PolicyContext RunFacts "
+        "AnyOf Catalog CheckFreq Dense FaultRecord Gemini GradientLog Guarded Measured MemoryFacts MoC "
+        "MoELayer MoEtion MoEvement ModelFacts Needs Operator OperatorKind Policy PolicyContext RunFacts "
         "SnapshotPlan Tier TokenFacts Wrapper expert_id gate_id needs_of non_expert_id save_full save_nothing"
     ),
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",

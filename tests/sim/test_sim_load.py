@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import MoC, Wrapper
 from moe_ckpt.policies.base import PolicyContext
@@ -158,7 +158,7 @@ def test_lost_tokens_counted_again_from_the_plans(selector, k, every):
     lost, saved = 0, np.zeros_like(counts)
     for step, first, end in zip(returned, lives[:-1], lives[1:], strict=True):
         for plan in policy.plans[first:end]:
-            for op in plan.operators():
+            for op in plan.full:
                 if op in MODEL.catalog.expert_at and plan.step <= step:
                     saved[MODEL.catalog.expert_at[op]] = plan.step
         lost += int(((step - saved) * counts).sum())
@@ -185,10 +185,10 @@ def test_experts_come_back_from_host_memory_that_is_still_there(k, snapshot_k):
     for step, first, end, gone in zip(returned, lives[:-1], lives[1:], ((0,), (1, 2), (3,)), strict=True):
         found = stored
         for plan in (plan for plan in policy.plans[first:end] if plan.step <= step):
-            for op in filter(place.__contains__, plan.operators()):
+            for op in filter(place.__contains__, plan.full):
                 stored[place[op]] = plan.step
             found = stored.copy()
-            for op in filter(place.__contains__, plan.operators(Tier.HOST)):
+            for op in filter(place.__contains__, plan.memory_only):
                 if place[op][0] not in gone:
                     found[place[op]] = plan.step
         lost += int(((step - found) * counts).sum())

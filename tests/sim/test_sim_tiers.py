@@ -62,10 +62,10 @@ def last_held(seen, step, tier):
     for context, plan in seen:
         if context.run.step > step:
             break
-        goes = plan.operators() + (plan.operators(Tier.HOST) if tier is Tier.HOST or plan.sends_host_only else ())
+        goes = plan.full + (plan.memory_only if tier is Tier.HOST or plan.sends_host_only else ())
         if tier is Tier.STORAGE and not context.memory.storage_due:
             continue
-        for op in plan.operators() if tier is Tier.STORAGE else goes:
+        for op in plan.full if tier is Tier.STORAGE else goes:
             if op in CATALOG.expert_at:
                 found[CATALOG.expert_at[op]] = context.run.step
     return found
@@ -76,15 +76,13 @@ def last_held(seen, step, tier):
 
 def test_memory_gets_two_sets_and_storage_one():
     _, _, seen = run(MoEtion())
-    assert seen[0][1].operators() == CATALOG.everything
+    assert seen[0][1].full == CATALOG.everything
     two = [plan for context, plan in seen if not context.memory.storage_due]
     one = [context.run.step for context, plan in seen if context.memory.storage_due]
     assert one[0] == seen[0][0].run.step
     assert next(step for step in one[1:] if step > 20) == 50
-    assert all(not plan.sends_host_only and plan.operators(Tier.HOST) for plan in two)
-    assert all(
-        plan.sends_host_only and not plan.operators(Tier.HOST) for context, plan in seen if context.run.step in one
-    )
+    assert all(not plan.sends_host_only and plan.memory_only for plan in two)
+    assert all(plan.sends_host_only and not plan.memory_only for context, plan in seen if context.run.step in one)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +130,14 @@ def test_what_only_memory_of_the_life_before_has_is_saved_at_once():
 
 def test_a_guard_around_it_sees_the_same():
     plain, guarded = (run(policy)[2] for policy in (MoEtion(), Guarded(MoEtion(), 0.9)))
-    assert [plan.operators() for _, plan in plain] == [plan.operators() for _, plan in guarded]
+    assert [plan.full for _, plan in plain] == [plan.full for _, plan in guarded]
 
 
 def test_with_links_for_everything_there_is_nothing_to_choose():
     fast = {"pcie_bytes_per_sec": 1e6, "nic_bytes_per_sec": 1e6}
     _, outcome, seen = run(MoEtion(), FailureEvent(45.6, 0), cluster=fast)
     assert outcome.lost_tokens == 0
-    assert {len(plan.operators() + plan.operators(Tier.HOST)) for _, plan in seen} == {len(CATALOG.everything)}
+    assert {len(plan.full + plan.memory_only) for _, plan in seen} == {len(CATALOG.everything)}
 
 
 # --- logs of gradients ---
@@ -188,7 +186,7 @@ def test_a_failure_costs_the_step_under_way_and_what_is_not_complete_yet(event, 
     anchored = {}
     for context, plan in seen:
         if context.run.step <= restored and not context.run.faults:
-            anchored.update(dict.fromkeys(plan.operators(), context.run.step))
+            anchored.update(dict.fromkeys(plan.full, context.run.step))
     steps = np.array([restored - anchored[op] for op in CATALOG.everything])
     held = costs.bytes_of.log(steps)
     sizes = tried.layout.model.sizes(tried.precision)
@@ -197,7 +195,7 @@ def test_a_failure_costs_the_step_under_way_and_what_is_not_complete_yet(event, 
     network = held.rank / costs.nic_rate if where == "peer" else 0.0
     assert outcome.spent.retrieve == pytest.approx(costs.copy_secs(held) + network)
     after = next(plan for context, plan in seen if context.run.faults)
-    assert after.operators() == CATALOG.everything, "a new life begins its log anew"
+    assert after.full == CATALOG.everything, "a new life begins its log anew"
 
 
 def test_when_memory_is_gone_a_dense_step_comes_from_storage_and_the_log_begins_anew():
@@ -208,7 +206,7 @@ def test_when_memory_is_gone_a_dense_step_comes_from_storage_and_the_log_begins_
     assert outcome.spent.replay == 0.0
     context, plan = next((context, plan) for context, plan in seen if context.run.faults)
     assert context.run.step == 51
-    assert plan.operators() == CATALOG.everything
+    assert plan.full == CATALOG.everything
 
 
 def test_a_log_that_peers_do_not_get_whole_is_no_way_back_for_a_lost_node():
@@ -233,7 +231,7 @@ def test_what_is_not_logged_would_be_lost():
     class Forgetful(GradientLog):
         def plan(self, context):
             plan = super().plan(context)
-            return save_logged(plan.step, plan.operators(), plan.gradients[1:]) if plan.gradients else plan
+            return save_logged(plan.step, plan.full, plan.gradients[1:]) if plan.gradients else plan
 
     _, _, seen = run(Forgetful(window=4), **LOG)
     context = next(context for context, plan in seen if context.run.step == 3)
@@ -294,4 +292,4 @@ def test_what_is_left_out_was_sent_in_full():
     logged = [plan for _, plan in seen if plan.gradients]
     assert logged
     for (_, before), (_, after) in pairwise(seen):
-        assert set(before.gradients) <= {*after.operators(), *after.gradients}
+        assert set(before.gradients) <= {*after.full, *after.gradients}

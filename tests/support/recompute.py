@@ -93,7 +93,7 @@ class Paced(MoEtion):
 
 def written_down(plan: SnapshotPlan, context: PolicyContext, told: str) -> SnapshotPlan:
     """Appends a line to the file ``told``."""
-    found = {"full": plan.operators(), "gradients": plan.gradients, "held": plan.operators(Tier.HOST)}
+    found = {"full": plan.full, "gradients": plan.gradients, "held": plan.memory_only}
     with open(told, "a") as file:
         file.write(json.dumps({"step": context.run.step, **found}) + "\n")
     return plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full
+from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.core.step import Contents, WindowPlace
 from moe_ckpt.core.window import Window, slot_plan
 from moe_ckpt.format.shard import SliceEntry
@@ -194,24 +194,17 @@ def test_the_differences_of_all_ranks_add_up_to_nothing(sharding, saved):
     assert (sum(differences) + lost) % PRIME != 0
 
 
-def test_plans_answer_what_their_items_say():
+def test_a_plan_is_true_where_it_saves_anything():
     window = Window(1, (("a", "b"), ("c",)))
-    for plan in (save_full(3, ("a", "b"), host_only=("c",)), slot_plan(window, 0, 1), slot_plan(window, 1, 2)):
-        plain = SnapshotPlan(plan.step, plan.items)
-        assert [plan.operators(tier) for tier in Tier] == [plain.operators(tier) for tier in Tier]
-        assert plan.compute_only == plain.compute_only
-    assert slot_plan(window, 0, 1).items[-1] == PlanItem("c", Fidelity.COMPUTE)
-
-
-def test_plans_list_their_items_when_somebody_asks_and_are_true_without_them():
-    plan = save_full(3, ("a", "b"), host_only=("c",))
-    assert plan
-    assert "items" not in vars(plan)
-    assert replace(plan, wait=True).items == plan.items == (PlanItem("a"), PlanItem("b"), PlanItem("c", tier=Tier.HOST))
-    assert plan == SnapshotPlan(3, plan.items)
+    for plan in (
+        save_full(3, ("a",)),
+        save_full(3, (), host_only=("c",)),
+        slot_plan(window, 0, 1),
+        SnapshotPlan(3, gradients=("a",)),
+    ):
+        assert plan
     assert not save_full(3, ())
     assert not SnapshotPlan(3)
-    assert not hasattr(plan, "item")
 
 
 def test_places_of_everything_are_those_of_its_operators():

@@ -69,7 +69,7 @@ def test_rates_that_a_run_measures_decide_how_many_experts_it_saves(tmp_path):
             measured.append(context.measured)
             if fraction == 1.0 and context.measured.saving_bytes_per_sec is not None:
                 quick = replace(context, measured=replace(context.measured, recent_iteration_secs=1e3))
-                assert len(experts_in(Unprobed().plan(quick).operators())) == 8
+                assert len(experts_in(Unprobed().plan(quick).full)) == 8
         assert measured[0] == Measured(update_secs=measured[0].update_secs), "no lap and no commit yet"
         assert measured[-1].saving_bytes_per_sec > 0
         first, *rest = (len(experts_in(tuple(_saved_at(m)))) for m in manifests(root))

@@ -115,7 +115,7 @@ def run(policy: MoEtion, slopes: tuple[float, float], noise: float = 0.0, restar
         known = {"chosen_at": np.full(shape, step - 1), "expected_unsaved": np.zeros(shape, dtype=np.int64)}
         known["budget_fraction"] = SMALLER
         plan = policy.plan(facts(step=step, last_step=last, index=step - 1, measured=measured, sizes=sizes, **known))
-        last, nbytes = step, sum(sizes[op].full for op in plan.operators())
+        last, nbytes = step, sum(sizes[op].full for op in plan.full)
         for rank, meter in enumerate(meters):
             meter.copies(nbytes)
             clock[rank] += (FIXED + slopes[rank] * nbytes) * (1 + rng.gauss(0, noise))
@@ -162,15 +162,15 @@ def test_checkpoints_are_small_until_it_is_known_and_no_longer():
         for measured in (told[first - 2], told[first - 1], Measured()):
             fits = 6 if measured.copy_bytes() else 2
             small = is_small(step) and measured.copy_interference_secs is None
-            saved = experts_in(policy.plan(facts(step=step, measured=measured, budget_fraction=SMALLER)).operators())
+            saved = experts_in(policy.plan(facts(step=step, measured=measured, budget_fraction=SMALLER)).full)
             assert len(saved) == (2 if small else fits)
     beside = Measured(iteration_secs=0.9, recent_iteration_secs=1.0, copy_bytes_per_sec=RATE, persist_bytes_per_sec=1e6)
-    assert len(experts_in(policy.plan(facts(step=10, measured=beside, budget_fraction=SMALLER)).operators())) > 2, (
+    assert len(experts_in(policy.plan(facts(step=10, measured=beside, budget_fraction=SMALLER)).full)) > 2, (
         "there are others to compare"
     )
     known = {"chosen_at": np.full((2, 4), PROBED_CHECKPOINTS), "budget_fraction": SMALLER}
     late = facts(step=PROBED_CHECKPOINTS + 2, measured=told[first - 2], **known)
-    assert len(experts_in(policy.plan(late).operators())) == 6, "it is given up"
+    assert len(experts_in(policy.plan(late).full)) == 6, "it is given up"
 
 
 def test_a_restart_remembers_it():
@@ -208,7 +208,7 @@ def test_a_run_probes_where_nothing_else_tells_it(policy: MoEtion, probes: bool)
     step = 14 * policy.every_n_steps
     assert is_small(14)
     known = facts(step=step, last_step=step - policy.every_n_steps, index=13, measured=measured)
-    saved = experts_in(policy.plan(known).operators())
+    saved = experts_in(policy.plan(known).full)
     assert (len(saved) < 4) == probes
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.core.plan import PlanItem, SnapshotPlan, Tier, save_full, save_nothing, save_slot
+from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing, save_slot
 from moe_ckpt.core.window import Window
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Guarded, MoC, MoEtion, MoEvement, Needs, Policy, needs_of
@@ -72,20 +72,14 @@ def test_what_several_want_is_put_together_by_tier_in_the_order_of_the_catalog()
     first = save_full(9, (ALL[4], ALL[0]), host_only=(ALL[2], ALL[5]))
     second = save_full(9, (ALL[1], ALL[2]), host_only=(ALL[3],))
     plan = plan_of(first, second, save_nothing(9))
-    assert plan.operators() == (ALL[0], ALL[1], ALL[2], ALL[4])
-    assert plan.operators(Tier.HOST) == (ALL[3], ALL[5]), "not what goes to storage through host memory"
+    assert plan.full == (ALL[0], ALL[1], ALL[2], ALL[4])
+    assert plan.memory_only == (ALL[3], ALL[5]), "not what goes to storage through host memory"
     assert plan == plan_of(second, first)
     assert plan.step == 9
 
 
-def test_what_goes_to_peers_goes_there_besides():
-    peers = SnapshotPlan(9, (PlanItem(ALL[1], tier=Tier.PEER), PlanItem(ALL[0], tier=Tier.PEER)))
-    plan = plan_of(save_full(9, ALL[:1]), peers)
-    assert (plan.operators(), plan.operators(Tier.PEER)) == (ALL[:1], ALL[:2])
-
-
 def test_an_operator_that_does_not_exist_is_left_for_the_engine_to_refuse():
-    assert plan_of(save_full(9, ("expert/7/7", ALL[1])), save_full(9, ALL[:1])).operators() == (*ALL[:2], "expert/7/7")
+    assert plan_of(save_full(9, ("expert/7/7", ALL[1])), save_full(9, ALL[:1])).full == (*ALL[:2], "expert/7/7")
 
 
 def test_training_waits_if_any_of_them_asks_for_it():
@@ -97,7 +91,7 @@ def test_training_ends_if_any_of_them_asks_for_it():
     stop, saves = SnapshotPlan(9, halt="enough"), save_full(9, ALL)
     for plans in ((stop, saves), (saves, stop), (saves, saves, stop)):
         plan = plan_of(*plans)
-        assert (plan.halt, plan.operators()) == ("enough", ALL)
+        assert (plan.halt, plan.full) == ("enough", ALL)
     assert plan_of(save_nothing(9), stop) == stop
 
 
@@ -117,7 +111,7 @@ def test_everybody_is_due_when_they_would_be_alone():
             assert bool(plan) == any(n % every == 0 for n in since for every in (3, 4, 10))
             if plan:
                 dense = any(n % every == 0 for n in since for every in (4, 10))
-                assert len(experts_in(plan.operators())) == (4 if dense else 1)
+                assert len(experts_in(plan.full)) == (4 if dense else 1)
                 last = step
 
 
@@ -201,7 +195,7 @@ def test_within_a_guard_the_budget_holds_for_every_checkpoint():
     policy = Guarded(AnyOf([MoC(k=1, every_n_steps=2), Dense(every_n_steps=5)]), 0.05)
     facts = {"unsaved": np.array([[9, 5, 1, 2]]), "routed_tokens": 100}
     plan = policy.plan(context(MODEL, 8, last_step=7, **facts))
-    assert len(experts_in(plan.operators())) > 1
+    assert len(experts_in(plan.full)) > 1
     assert plan.plt_budget == 0.05
 
 

@@ -74,7 +74,7 @@ def test_a_restart_that_forgot_the_measurements_saves_after_the_profile():
     policy = with_constants(CheckFreq, profile_steps=4)()
     facts = {"last_step": 100, "measured": Measured(iteration_secs=1.0)}
     assert not policy.plan(context(MODEL, step=103, **facts))
-    assert policy.plan(context(MODEL, step=104, **facts)).operators() == tuple(op.id for op in MODEL.operators)
+    assert policy.plan(context(MODEL, step=104, **facts)).full == tuple(op.id for op in MODEL.operators)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.plan import Fidelity, Tier
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Policy
 from moe_ckpt.policies.base import interval_passed
@@ -19,8 +18,8 @@ MODEL = catalog(2, 3)
 def test_dense_saves_every_operator_at_full_fidelity_to_storage():
     plan = Dense().plan(context(MODEL, step=4, last_step=3))
     assert plan.step == 4
-    assert plan.operators() == tuple(op.id for op in MODEL.operators)
-    assert {(item.fidelity, item.tier) for item in plan.items} == {(Fidelity.FULL, Tier.STORAGE)}
+    assert plan.full == tuple(op.id for op in MODEL.operators)
+    assert plan.memory_only + plan.compute + plan.gradients == ()
     assert plan
     assert not plan.wait
 

@@ -141,7 +141,7 @@ def test_a_budget_does_not_mean_saving_everything_all_the_time():
     """Once enough was routed, checkpoints are as small as K says: after (8 - 1) / 2 / 0.05 = 70 steps."""
     run = SimulatedRun(MoC(plt_budget=BUDGET), catalog(2, 8))
     counts = np.full((2, 8), 50, dtype=np.int64)
-    saved = [len([op for op in run.step(counts).operators() if op.startswith("expert")]) for _ in range(200)]
+    saved = [len([op for op in run.step(counts).full if op.startswith("expert")]) for _ in range(200)]
     assert saved[0] == 16
     assert max(saved[100:]) == 2
     assert sum(saved[1:20]) > 2 * 19

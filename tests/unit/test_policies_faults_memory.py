@@ -75,9 +75,9 @@ class Run:
         plan = self.policy.plan(context)
         if not plan:
             return 0
-        chosen = self.ledger.rescued | set(plan.operators())
+        chosen = self.ledger.rescued | set(plan.full)
         stored = tuple(op for op in self.model.everything if op in chosen)
-        held = tuple(op for op in plan.operators(Tier.HOST) if op not in chosen)
+        held = tuple(op for op in plan.memory_only if op not in chosen)
         tokens, index = self.ledger.tokens, self.ledger.index
         self.sequence += 1
         identity, contents = (

@@ -32,7 +32,7 @@ def saved(policy, steps, **known):
 
 
 def test_it_saves_every_operator():
-    assert Gemini(1).plan(facts(3)).operators() == MODEL.everything
+    assert Gemini(1).plan(facts(3)).full == MODEL.everything
 
 
 def test_a_fixed_interval_keeps_to_its_multiples():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from moe_ckpt.core.anchors import anchored_after
 from moe_ckpt.core.operators import OperatorKind
 from moe_ckpt.core.placement import Placement, everywhere
-from moe_ckpt.core.plan import Fidelity, Tier
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.ledger.gradient_chain import LoggedStep, chain
@@ -60,7 +59,7 @@ class Run:
     def save(self, **facts):
         self.step += 1
         plan = self.policy.plan(self.context(**facts))
-        full, gradients = plan.operators(), plan.gradients
+        full, gradients = plan.full, plan.gradients
         assert not set(full) & set(gradients)
         assert {*full, *gradients} == set(self.model.everything)
         updated = frozenset(self.model.everything)
@@ -102,10 +101,11 @@ def test_a_round_that_does_not_fit_in_host_memory_is_shortened(window):
 
 def test_the_first_step_is_saved_in_full_and_each_later_one_anchors_some():
     run = Run(GradientLog(window=5))
-    assert run.save().operators() == EVERYTHING
+    assert run.save().full == EVERYTHING
     plan = run.save()
-    assert 0 < len(plan.operators()) < len(EVERYTHING)
-    assert {item.fidelity for item in plan.items} == {Fidelity.FULL, Fidelity.GRADIENT}
+    assert 0 < len(plan.full) < len(EVERYTHING)
+    assert {*plan.full, *plan.gradients} == {*EVERYTHING}
+    assert not plan.compute
     assert plan.window is None
     assert not plan.wait
 
@@ -117,7 +117,7 @@ def test_every_operator_is_anchored_once_in_each_round(given, window):
     for _ in range(1 + 4 * window):
         run.save()
     for first in range(2, 2 + 3 * window):
-        anchored = [op for step in range(first, first + window) for op in run.plans[step].operators()]
+        anchored = [op for step in range(first, first + window) for op in run.plans[step].full]
         assert sorted(anchored) == sorted(EVERYTHING)
 
 
@@ -146,7 +146,7 @@ def models(draw):
 def rank_bytes(plan, sizes, model, known):
     """Of the busiest rank, counted operator by operator."""
     placement = known["placement"]
-    weight = {op: sizes[op].full for op in plan.operators()} | {op: sizes[op].gradient for op in plan.gradients}
+    weight = {op: sizes[op].full for op in plan.full} | {op: sizes[op].gradient for op in plan.gradients}
     found = []
     for number, width in enumerate(placement.stages):
         mine = [op for op in weight if placement.stage_of.get(op, 0) == number]
@@ -181,7 +181,7 @@ def test_budgets_are_kept_wherever_a_round_keeps_them(built, portion, most):
     report = policy.explain(run.context())
     assert max(weights) == report.heaviest_bytes
     assert (max(weights) <= limit) == bool(fitting) == report.fits
-    rounds = {plan.operators() for step, plan in run.plans.items() if step > 1}
+    rounds = {plan.full for step, plan in run.plans.items() if step > 1}
     assert len(rounds) <= min(fitting, default=most)
 
 
@@ -198,7 +198,7 @@ def test_every_step_is_reached_however_rates_and_loads_change(built, changes):
         before = run.anchored_at
         plan = run.save(measured=rates(portion * dense / known["placement"].ranks), popularity=load)
         oldest = {op for op, step in zip(model.everything, before.tolist(), strict=True) if step == before.min()}
-        assert oldest & set(plan.operators())
+        assert oldest & set(plan.full)
         assert max(len(way.gradients) for way in run.chains().values()) < 2 * most
 
 
@@ -239,12 +239,12 @@ def test_of_steps_that_are_alike_those_with_most_tokens_come_first():
     run.save()
     hard = np.zeros((3, 4), dtype=np.int64)
     hard[2, 1], hard[0, 3] = 70, 50
-    first = run.save(popularity=hard).operators()
+    first = run.save(popularity=hard).full
     assert "expert/2/1" in first
-    assert "expert/0/3" in run.save(popularity=hard).operators()
+    assert "expert/0/3" in run.save(popularity=hard).full
     even = Run(GradientLog(window=12), sizes=run.sizes)
     even.save()
-    assert even.save(popularity=np.ones((3, 4), dtype=np.int64)).operators() != first
+    assert even.save(popularity=np.ones((3, 4), dtype=np.int64)).full != first
 
 
 def test_equal_operators_weigh_what_the_formula_says():
@@ -271,7 +271,7 @@ def test_the_window_is_the_shortest_that_both_budgets_allow(copied, sent, window
     run = Run(with_constants(GradientLog, most_window=9)(), measured=rates(copied, sent), memory=facts)
     run.save()
     assert run.policy.explain(run.context()).window == window
-    assert len(run.save().operators()) == -(-16 // window)
+    assert len(run.save().full) == -(-16 // window)
 
 
 def test_what_peers_have_anyway_is_not_counted():
@@ -288,7 +288,7 @@ def test_what_peers_have_anyway_is_not_counted():
 def test_while_rates_are_unknown_the_lightest_round_is_taken():
     run = Run(with_constants(GradientLog, most_window=8)())
     run.save()
-    assert len(run.save().operators()) == 2
+    assert len(run.save().full) == 2
 
 
 def test_budgets_that_change_little_do_not_change_the_round():
@@ -296,10 +296,10 @@ def test_budgets_that_change_little_do_not_change_the_round():
     run.save(measured=rates(1000.0))
     for _ in range(9):
         run.save(measured=rates(1000.0))
-    slots = {plan.operators() for step, plan in run.plans.items() if step > 1}
+    slots = {plan.full for step, plan in run.plans.items() if step > 1}
     for copied in (1060.0, 1000.0, 1080.0, 1001.0, 1100.0):
-        assert run.save(measured=rates(copied)).operators() in slots
-    assert run.save(measured=rates(1920.0)).operators() == EVERYTHING
+        assert run.save(measured=rates(copied)).full in slots
+    assert run.save(measured=rates(1920.0)).full == EVERYTHING
 
 
 def test_it_says_what_does_not_fit_and_why():
@@ -327,7 +327,7 @@ def test_everything_is_saved_when_storage_is_due_or_something_is_missing(facts):
     run = Run(GradientLog(window=4))
     run.save()
     run.save()
-    assert run.save(**facts).operators() == EVERYTHING
+    assert run.save(**facts).full == EVERYTHING
     assert run.save().gradients
 
 
@@ -336,10 +336,10 @@ def test_behind_a_gap_everything_is_anchored_and_what_alone_is_lost_at_once():
     run.save()
     run.save()
     run.skip()
-    assert run.save().operators() == EVERYTHING
-    usual = set(Run.save(run).operators())
+    assert run.save().full == EVERYTHING
+    usual = set(Run.save(run).full)
     run.anchored_at[MODEL.index_of["expert/2/3"]] = run.anchored_at[MODEL.index_of["gate/1"]] = -1
-    found = set(run.policy.plan(with_facts(run.context(), step=run.step + 1)).operators())
+    found = set(run.policy.plan(with_facts(run.context(), step=run.step + 1)).full)
     assert found >= {"expert/2/3", "gate/1"}
     assert len(found) <= len(usual) + 2
 
@@ -354,7 +354,7 @@ def test_a_dense_step_foretells_who_will_be_anchored_together(again):
         run.anchored_at = np.full(len(MODEL.operators), -1)
         dense = run.save()
     assert not dense.gradients
-    anchored = [set(run.save().operators()) for _ in range(4)]
+    anchored = [set(run.save().full) for _ in range(4)]
     assert sorted(map(sorted, anchored)) == sorted(map(sorted, dense.together))
 
 
@@ -362,15 +362,15 @@ def test_coupled_operators_are_anchored_together():
     groups = tuple(frozenset(op.id for op in MODEL.experts if op.layer == layer) for layer in range(2))
     run = Run(GradientLog(window=4), coupled=groups)
     for _ in range(9):
-        saved = set(run.save().operators())
+        saved = set(run.save().full)
         for group in groups:
             assert saved >= group or not saved & group
     for first in range(2, 6):
-        round_ = [op for step in range(first, first + 4) for op in run.plans[step].operators()]
+        round_ = [op for step in range(first, first + 4) for op in run.plans[step].full]
         assert sorted(round_) == sorted(EVERYTHING)
     run.anchored_at[MODEL.index_of["expert/1/2"]] = -1
     run.step += 1
-    assert set(run.policy.plan(run.context()).operators()) >= groups[1]
+    assert set(run.policy.plan(run.context()).full) >= groups[1]
 
 
 def test_plans_are_the_same_for_the_same_facts():
@@ -426,8 +426,8 @@ def test_the_plan_sends_everything_to_storage_tier_items():
     run = Run(GradientLog(window=4))
     run.save()
     plan = run.save()
-    assert plan.operators(Tier.HOST) == ()
-    assert not plan.compute_only
+    assert plan.memory_only == ()
+    assert not plan.compute
 
 
 def test_rounding_is_asked_for_and_off_by_default():

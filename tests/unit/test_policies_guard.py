@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_nothing
+from moe_ckpt.core.plan import save_full, save_nothing
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Guarded, MoC, Policy, TokenFacts
 from tests.unit.builders import catalog, context, experts_in
@@ -23,7 +23,7 @@ class First:
 
     def plan(self, context):
         plan = save_full(context.run.step, ("non_expert/embed", "expert/0/0"), host_only=("expert/0/1", "expert/0/2"))
-        return SnapshotPlan(plan.step, plan.items, halt=self.halt)
+        return replace(plan, halt=self.halt)
 
     def check(self, catalog):
         """Any model."""
@@ -47,27 +47,27 @@ def test_it_is_a_policy_and_says_what_it_guards():
 
 def test_escalate_saves_the_fewest_experts_more():
     plan = Guarded(First(), 0.05).plan(now())
-    assert plan.operators() == ("non_expert/embed", "expert/0/0", "expert/0/1")
-    assert plan.operators(Tier.HOST) == ("expert/0/2",)
+    assert plan.full == ("non_expert/embed", "expert/0/0", "expert/0/1")
+    assert plan.memory_only == ("expert/0/2",)
     assert (plan.plt_budget, plan.halt) == (0.05, None)
 
 
 @pytest.mark.parametrize("action", ["escalate", "dense", "stop"])
 def test_within_the_budget_nothing_is_added(action):
     plan = Guarded(First(), 0.08, action).plan(now())
-    assert (plan.items, plan.plt_budget, plan.halt) == (First().plan(now()).items, 0.08, None)
+    assert plan == replace(First().plan(now()), plt_budget=0.08)
 
 
 def test_dense_saves_every_expert_in_that_checkpoint():
     plan = Guarded(First(), 0.05, "dense").plan(now())
-    assert experts_in(plan.operators()) == EVERYTHING
-    assert plan.operators(Tier.HOST) == ()
+    assert experts_in(plan.full) == EVERYTHING
+    assert plan.memory_only == ()
     assert plan.halt is None
 
 
 def test_stop_saves_everything_and_says_why_and_what_to_change():
     plan = Guarded(First(), 0.05, "stop").plan(now(lost=3, routed=200))
-    assert experts_in(plan.operators()) == EVERYTHING
+    assert experts_in(plan.full) == EVERYTHING
     for words in ("1.50% of all tokens are lost", "would make it 5.50%", "budget of 5.00%", "raise k", "'escalate'"):
         assert words in plan.halt
 
@@ -79,7 +79,7 @@ def test_stop_says_when_the_budget_is_broken_already():
 def test_a_young_run_that_lost_nothing_is_not_stopped():
     plan = Guarded(First(), 0.05, "stop").plan(now(lost=0))
     assert plan.halt is None
-    assert experts_in(plan.operators()) == {(0, 0), (0, 1)}
+    assert experts_in(plan.full) == {(0, 0), (0, 1)}
 
 
 def test_the_policys_own_reason_to_end_comes_first():
@@ -119,24 +119,24 @@ def by_layer(unsaved=(9, 5, 1, 2), routed=100, lost=0):
 def test_a_budget_of_mlt_alone_saves_what_it_needs_whatever_plt_says():
     policy = Guarded(First(), None, mlt_budget=0.05)
     plan = policy.plan(by_layer())
-    assert experts_in(plan.operators()) == {(0, 0), (0, 1)}
+    assert experts_in(plan.full) == {(0, 0), (0, 1)}
     assert plan.plt_budget is None
-    assert experts_in(policy.plan(by_layer(routed=200)).operators()) == {(0, 0)}
+    assert experts_in(policy.plan(by_layer(routed=200)).full) == {(0, 0)}
     assert policy.describe() == {"name": "first", "guard_budget": None, "guard_action": "escalate",
                                  "guard_mlt_budget": 0.05}  # fmt: skip
 
 
 def test_the_tighter_of_both_budgets_decides():
     both = Guarded(First(), 0.04, mlt_budget=0.5)
-    assert experts_in(both.plan(now(routed=100)).operators()) == {(0, 0), (0, 1)}
-    assert experts_in(both.plan(by_layer(routed=10)).operators()) == {(0, 0), (0, 1)}
+    assert experts_in(both.plan(now(routed=100)).full) == {(0, 0), (0, 1)}
+    assert experts_in(both.plan(by_layer(routed=10)).full) == {(0, 0), (0, 1)}
 
 
 def test_stop_says_what_a_single_failure_would_lose():
     policy = Guarded(First(), 0.05, "stop", mlt_budget="default")
     assert policy.plan(by_layer(lost=0)).halt is None
     plan = policy.plan(by_layer(lost=1))
-    assert experts_in(plan.operators()) == EVERYTHING
+    assert experts_in(plan.full) == EVERYTHING
     for words in ("8.00% of each layer's tokens", "(MLT)", "budget of 3.00%", "mlt_budget ('default')"):
         assert words in plan.halt
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.errors import ConfigError, UserError
 from moe_ckpt.policies import MoC, Policy
@@ -27,13 +26,13 @@ def older(model, *newer, step=1):
 def test_the_first_checkpoint_is_dense():
     model = catalog(2, 4)
     everything = tuple(op.id for op in model.operators)
-    assert MoC(k=1).plan(context(model, missing=everything)).operators() == everything
+    assert MoC(k=1).plan(context(model, missing=everything)).full == everything
 
 
 def test_later_checkpoints_hold_gates_non_experts_and_k_experts_per_layer():
     model = catalog(2, 4)
     at = older(model, (0, 0), (1, 1))
-    operators = MoC(k=1).plan(context(model, step=2, last_step=1, chosen_at=at)).operators()
+    operators = MoC(k=1).plan(context(model, step=2, last_step=1, chosen_at=at)).full
     assert set(operators) >= ALWAYS
     assert experts_in(operators) == {(0, 1), (1, 2)}
     assert len(operators) == len(ALWAYS) + 2
@@ -43,14 +42,14 @@ def test_an_expert_that_no_checkpoint_holds_is_added():
     model = catalog(2, 4)
     at = older(model, (0, 0), (1, 1))
     facts = {"last_step": 1, "chosen_at": at, "missing": ("expert/0/3",)}
-    operators = MoC(k=1).plan(context(model, step=2, **facts)).operators()
+    operators = MoC(k=1).plan(context(model, step=2, **facts)).full
     assert experts_in(operators) == {(0, 1), (1, 2), (0, 3)}
 
 
 def test_saving_all_experts_is_dense():
     model = catalog(2, 4)
     plan = MoC(k=4).plan(context(model, step=9, last_step=8, index=8))
-    assert plan.operators() == tuple(op.id for op in model.operators)
+    assert plan.full == tuple(op.id for op in model.operators)
 
 
 def test_between_intervals_nothing_is_saved():
@@ -103,28 +102,28 @@ def test_it_is_a_policy_that_says_what_it_is():
 
 def test_the_plan_tells_k_and_keeps_no_budget_by_itself():
     plan = MoC(k=2).plan(context(catalog(1, 4)))
-    assert (plan.k, plan.plt_budget, plan.operators(Tier.HOST)) == (2, None, ())
+    assert (plan.k, plan.plt_budget, plan.memory_only) == (2, None, ())
 
 
 def test_snapshot_k_experts_stay_in_host_memory_besides():
     model = catalog(2, 4)
     plan = MoC(k=1, snapshot_k=3).plan(context(model, step=2, last_step=1, chosen_at=older(model, (0, 0), (1, 1))))
-    assert experts_in(plan.operators()) == {(0, 1), (1, 2)}
-    assert experts_in(plan.operators(Tier.HOST)) == {(0, 2), (0, 3), (1, 3), (1, 0)}
+    assert experts_in(plan.full) == {(0, 1), (1, 2)}
+    assert experts_in(plan.memory_only) == {(0, 2), (0, 3), (1, 3), (1, 0)}
 
 
 def test_what_is_stored_anyway_is_not_held_twice():
     model = catalog(1, 4)
     facts = {"chosen_at": older(model, (0, 0)), "missing": ("expert/0/2",)}
     plan = MoC(k=1, snapshot_k=3).plan(context(model, step=2, last_step=1, **facts))
-    assert experts_in(plan.operators()) == {(0, 1), (0, 2)}
-    assert experts_in(plan.operators(Tier.HOST)) == {(0, 3)}
+    assert experts_in(plan.full) == {(0, 1), (0, 2)}
+    assert experts_in(plan.memory_only) == {(0, 3)}
 
 
 def test_load_aware_saves_what_has_most_unsaved_tokens():
     unsaved = np.array([[1, 5, 9, 2]])
     plan = MoC(k=2, selector="load_aware").plan(context(catalog(1, 4), step=2, last_step=1, expected_unsaved=unsaved))
-    assert experts_in(plan.operators()) == {(0, 1), (0, 2)}
+    assert experts_in(plan.full) == {(0, 1), (0, 2)}
 
 
 def lost(tokens, routed):
@@ -143,8 +142,8 @@ def test_k_doubles_with_the_faults_and_snapshot_k_with_it_where_it_must():
     ):
         plan = policy.plan(context(model, faults=faults, lost_tokens=sum(f.lost_tokens for f in faults), **facts))
         assert (plan.k, plan.plt_budget) == (k, 0.04)
-        assert len(experts_in(plan.operators())) == k
-        assert len(experts_in(plan.operators(Tier.HOST))) == held
+        assert len(experts_in(plan.full)) == k
+        assert len(experts_in(plan.memory_only)) == held
 
 
 @pytest.mark.parametrize("selector", ["sequential", "load_aware", "least_loss"])
@@ -154,7 +153,7 @@ def test_k_doubles_up_to_the_experts_of_the_largest_layer_and_takes_all_of_a_sma
         facts = {"routed_tokens": 1000, "lost_tokens": lost_tokens, "step": 9, "last_step": 8}
         plan = policy.plan(context(model, **facts))
         assert plan.k == k
-        assert [len({e for la, e in experts_in(plan.operators()) if la == layer}) for layer in (0, 1)] == [min(2, k), k]
+        assert [len({e for la, e in experts_in(plan.full) if la == layer}) for layer in (0, 1)] == [min(2, k), k]
 
 
 def test_a_checkpoint_that_would_break_the_budget_saves_more():
@@ -162,8 +161,8 @@ def test_a_checkpoint_that_would_break_the_budget_saves_more():
     unsaved = np.array([[1, 8, 0, 6]])
     facts = {"routed_tokens": 100, "lost_tokens": 3, "unsaved": unsaved, "step": 9, "last_step": 8}
     plan = MoC(k=1, snapshot_k=2, plt_budget=0.1).plan(context(catalog(1, 4), **facts))
-    assert experts_in(plan.operators()) == {(0, 0), (0, 1)}
-    assert experts_in(plan.operators(Tier.HOST)) == set()
+    assert experts_in(plan.full) == {(0, 0), (0, 1)}
+    assert experts_in(plan.memory_only) == set()
 
 
 @pytest.mark.parametrize("budget", [0, 1, -0.1, "lenient", True, "0.05"])

@@ -83,7 +83,7 @@ def test_k_of_storage_grows_with_its_cadence_as_moetions_budget_does():
         known = facts(measured=rates(1e9, 30.0), **since(steps))
         k, _ = MoC(k=AUTO).levels(known)
         limit = MoEtion().budget_bytes(known.measured, steps)
-        assert heaviest(known, MoC(k=k).plan(known).operators()) <= max(limit, 36 + 24)
+        assert heaviest(known, MoC(k=k).plan(known).full) <= max(limit, 36 + 24)
         assert k == max(1, min(4, (limit - 36) // 24))
 
 
@@ -115,7 +115,7 @@ def test_layers_of_different_sizes_have_one_k():
 
 def test_the_plan_has_both_levels_and_says_k():
     plan = MoC(k=AUTO, snapshot_k=AUTO).plan(facts(measured=rates(36 + 24 * 3, 36 + 24)))
-    assert (plan.k, len(experts_in(plan.operators())), len(experts_in(plan.operators(Tier.HOST)))) == (1, 2, 4)
+    assert (plan.k, len(experts_in(plan.full)), len(experts_in(plan.memory_only))) == (1, 2, 4)
 
 
 @settings(max_examples=150, deadline=None)
@@ -132,9 +132,9 @@ def test_no_rank_copies_or_writes_more_than_it_has_time_for(run, copied, persist
     assert 1 <= k <= snapshot_k <= run["experts"]
     alike = with_facts(known, chosen_at=known.tokens.chosen_at[Tier.STORAGE] * 0 + 99)  # so that none is overdue
     if k > 1:
-        assert heaviest(known, policy.plan(alike).operators()) <= persisted
+        assert heaviest(known, policy.plan(alike).full) <= persisted
     if snapshot_k > 1:  # of the second level, where it is dealt evenly: it comes after what is written
-        assert heaviest(known, MoC(k=snapshot_k, selector=selector).plan(alike).operators()) <= copied
+        assert heaviest(known, MoC(k=snapshot_k, selector=selector).plan(alike).full) <= copied
 
 
 @given(run=runs, limit=st.integers(0, 1500))
@@ -144,7 +144,7 @@ def test_one_more_would_not_fit(run, limit):
     k, _ = MoC(k=AUTO).levels(known)
     if k < run["experts"]:
         even = with_facts(known, chosen_at=known.tokens.chosen_at[Tier.STORAGE] * 0 + 5)
-        assert heaviest(even, MoC(k=k + 1).plan(even).operators()) > limit
+        assert heaviest(even, MoC(k=k + 1).plan(even).full) > limit
 
 
 def test_it_asks_for_sizes_only_where_it_goes_by_them():

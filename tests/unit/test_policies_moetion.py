@@ -57,7 +57,7 @@ def facts(limit=60.0, model=MODEL, step=9, **more):
 
 
 def chosen(policy, **known):
-    return experts_in(policy.plan(facts(**known)).operators())
+    return experts_in(policy.plan(facts(**known)).full)
 
 
 # --- how many ---
@@ -67,14 +67,14 @@ def test_the_first_checkpoint_is_dense_whatever_is_known():
     everything = tuple(op.id for op in MODEL.operators)
     for policy in (MoEtion(), MoEtion(experts=1), InTurn()):
         for measured in (Measured(), at(60.0)):
-            assert policy.plan(facts(missing=everything, measured=measured)).operators() == everything
+            assert policy.plan(facts(missing=everything, measured=measured)).full == everything
 
 
 def test_gates_and_non_experts_are_always_saved_and_what_is_left_buys_experts():
     for limit, count in ((60, 2), (71, 2), (72, 3), (84, 4), (131, 7), (132, 8), (10**9, 8)):
         plan = MoEtion().plan(facts(float(limit)))
-        assert set(plan.operators()) >= {op.id for op in MODEL.always_saved}
-        assert len(experts_in(plan.operators())) == count, limit
+        assert set(plan.full) >= {op.id for op in MODEL.always_saved}
+        assert len(experts_in(plan.full)) == count, limit
         assert plan.k == count // 2
 
 
@@ -113,7 +113,7 @@ def test_a_fixed_number_of_experts_per_layer_needs_neither_rates_nor_sizes():
     unsaved = np.array([[9, 8, 7, 6], [1, 0, 0, 1]])
     for measured in (Measured(), at(10**9)):
         plan = MoEtion(experts=2).plan(facts(measured=measured, sizes={}, expected_unsaved=unsaved))
-        assert experts_in(plan.operators()) == {(0, 0), (0, 1), (0, 2), (0, 3)}
+        assert experts_in(plan.full) == {(0, 0), (0, 1), (0, 2), (0, 3)}
         assert plan.k == 2
 
 
@@ -154,7 +154,7 @@ def test_round_robin_saves_the_oldest_of_every_layer_alike():
     policy, model = InTurn(experts=1), bare(2, 4)
     run = SimulatedRun(policy, model)
     busy = np.array([[100, 0, 0, 0], [0, 0, 0, 9]])
-    saved = [sorted(experts_in(run.step(busy).operators())) for _ in range(9)]
+    saved = [sorted(experts_in(run.step(busy).full)) for _ in range(9)]
     assert len(saved[0]) == 8
     assert saved[1:] == [[(0, e), (1, e)] for e in (0, 1, 2, 3)] * 2
 
@@ -226,7 +226,7 @@ def test_every_expert_comes_round_however_uneven_the_load(kind, wait):
     busy[:, 0] = 1000
     newest = np.ones((4, 4), dtype=np.int64)
     for step in range(1, 101):
-        for pair in experts_in(run.step(busy).operators()):
+        for pair in experts_in(run.step(busy).full):
             newest[pair] = step
         assert step - newest.min() <= wait + 1
 
@@ -369,25 +369,25 @@ def test_the_heaviest_rank_keeps_to_any_budget_that_pays_for_one_expert_per_laye
     known = made(run, float(limit))
     plan = policy.plan(known)
     least = policy.plan(with_facts(known, measured=Measured()))
-    if heaviest(known, least.operators()) <= limit:
-        assert heaviest(known, plan.operators()) <= limit
+    if heaviest(known, least.full) <= limit:
+        assert heaviest(known, plan.full) <= limit
     else:
-        assert len(experts_in(plan.operators())) >= len(known.model.catalog.layers)
+        assert len(experts_in(plan.full)) >= len(known.model.catalog.layers)
 
 
 @settings(max_examples=60)
 @given(run=runs, limit=st.integers(0, 1000), more=st.integers(0, 500))
 def test_a_larger_budget_never_saves_fewer_and_one_for_all_saves_all(run, limit, more):
-    small, large = (len(experts_in(MoEtion().plan(made(run, float(n))).operators())) for n in (limit, limit + more))
+    small, large = (len(experts_in(MoEtion().plan(made(run, float(n))).full)) for n in (limit, limit + more))
     assert len(made(run).model.catalog.layers) <= small <= large
-    assert len(experts_in(MoEtion().plan(made(run, 1e9)).operators())) == len(made(run).model.catalog.experts)
+    assert len(experts_in(MoEtion().plan(made(run, 1e9)).full)) == len(made(run).model.catalog.experts)
 
 
 @settings(max_examples=60)
 @given(run=runs, limit=st.integers(100, 1000))
 def test_no_budget_is_left_that_would_buy_another_expert(run, limit):
     known = made(run, float(limit))
-    operators = MoEtion().plan(known).operators()
+    operators = MoEtion().plan(known).full
     if heaviest(known, operators) > limit:
         return
     for op in known.model.catalog.experts:
@@ -451,7 +451,7 @@ def test_a_guard_adds_what_the_budget_for_lost_tokens_asks_for():
     unsaved = np.array([[50, 40, 30, 0], [0, 0, 0, 0]])
     known = facts(expected_unsaved=unsaved, unsaved=unsaved, routed_tokens=200)
     plan = Guarded(MoEtion(), 0.05).plan(known)
-    assert experts_in(plan.operators()) >= {(0, 0), (0, 1), (0, 2)}
+    assert experts_in(plan.full) >= {(0, 0), (0, 1), (0, 2)}
 
 
 @pytest.mark.parametrize(
@@ -510,8 +510,8 @@ def sets_of(policy=MoEtion(), **known):  # noqa: B008 - it is frozen
     """(sent, what stays here besides)"""
     plan = policy.plan(facts(**known))
     assert not plan.sends_host_only
-    assert {op.id for op in known["model"].always_saved} <= set(plan.operators())
-    return experts_in(plan.operators()), experts_in(plan.operators(Tier.HOST))
+    assert {op.id for op in known["model"].always_saved} <= set(plan.full)
+    return experts_in(plan.full), experts_in(plan.memory_only)
 
 
 def test_the_slow_way_gets_fewer_experts_and_each_those_that_it_lacks_most():
@@ -584,8 +584,8 @@ def held(model=MODEL, **steps):
 def recomputed(policy=Unprobed(recompute=True), **known):  # noqa: B008 - it is frozen
     """(in full, by gradients)"""
     plan = policy.plan(facts(**known))
-    assert not set(plan.operators()) & set(plan.gradients)
-    return experts_in(plan.operators()), experts_in(plan.gradients)
+    assert not set(plan.full) & set(plan.gradients)
+    return experts_in(plan.full), experts_in(plan.gradients)
 
 
 def wanting(*wanted, copied=10**6, sent=36 + 2 * 12.0, **more):
@@ -703,6 +703,6 @@ def test_what_goes_to_storage_fits_all_its_ways():
     known |= {"step": 2000, "last_step": 1999}
     known["chosen_at"][Tier.STORAGE][:] = 2000 - (36 + 4 * 12)
     plan = MoEtion().plan(facts(**known))
-    assert (len(experts_in(plan.operators())), plan.operators(Tier.HOST)) == (4, ())
+    assert (len(experts_in(plan.full)), plan.memory_only) == (4, ())
     known["chosen_at"][Tier.STORAGE][:] = 1000
-    assert len(experts_in(MoEtion().plan(facts(**known)).operators())) == 5
+    assert len(experts_in(MoEtion().plan(facts(**known)).full)) == 5

@@ -70,7 +70,7 @@ def sizes_of(plans):
 
 
 def is_dense(plan, operators=ALL):
-    return plan.window.size == 1 and sorted(plan.operators()) == sorted(operators) and not plan.compute_only
+    return plan.window.size == 1 and sorted(plan.full) == sorted(operators) and not plan.compute
 
 
 def test_step_0_is_dense_then_comes_one_window_of_first_measurements_and_others_when_there_are_more():
@@ -167,11 +167,11 @@ def test_windows_follow_one_another_without_a_gap():
         *[(4, 0), (4, 1), (4, 2), (7, 0)],
     ]
     for start in (1, 4):
-        anchored = [op for plan in plans[start : start + 3] for op in plan.operators()]
+        anchored = [op for plan in plans[start : start + 3] for op in plan.full]
         assert sorted(anchored) == sorted(ALL)
         for number, plan in enumerate(plans[start : start + 3]):
-            later = [op for other in plans[start + number + 1 : start + 3] for op in other.operators()]
-            assert list(plan.compute_only) == later
+            later = [op for other in plans[start + number + 1 : start + 3] for op in other.full]
+            assert list(plan.compute) == later
 
 
 def test_a_window_goes_on_until_its_last_slot():

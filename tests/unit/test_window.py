@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.plan import Fidelity
 from moe_ckpt.core.window import (
     Lane,
     OperatorBytes,
@@ -57,10 +56,9 @@ def test_a_slot_saves_its_anchors_in_full_and_what_comes_later_as_compute():
     window = Window(10, (("a",), ("b", "c"), ("d",)))
     plan = slot_plan(window, 1, 11)
     assert (plan.step, plan.window, plan.slot) == (11, window, 1)
-    assert plan.operators() == ("b", "c")
-    assert plan.compute_only == ("d",)
-    assert [item.fidelity for item in plan.items] == [Fidelity.FULL, Fidelity.FULL, Fidelity.COMPUTE]
-    assert slot_plan(window, 2, 12).compute_only == ()
+    assert plan.full == ("b", "c")
+    assert plan.compute == ("d",)
+    assert slot_plan(window, 2, 12).compute == ()
     assert (window.size, window.order, window.frozen(0)) == (3, ("a", "b", "c", "d"), ("b", "c", "d"))
 
 

@@ -1,30 +1,13 @@
-"""Frozen plans: what one checkpoint writes, at which fidelity, to which tier."""
+"""Frozen plans: what one checkpoint saves, at which fidelity, and where it ends."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
-
-from moe_ckpt.core.remembered import Remembered
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moe_ckpt.core.window import Window
-
-
-class Fidelity(str, enum.Enum):
-    """Part of an operator that a snapshot holds.
-
-    ``FULL``: master weights and optimizer state (12 B/param for fp32 Adam). ``COMPUTE``: what forward and backward read
-    (2 B/param in bf16); only MoEvement's windows use it. ``GRADIENT``: what the optimizer consumed in the update that
-    made the step; only logs of gradients use it.
-    """
-
-    FULL = "full"
-    COMPUTE = "compute"
-    GRADIENT = "gradient"
 
 
 class Tier(str, enum.Enum):
@@ -36,30 +19,17 @@ class Tier(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class PlanItem:
-    """One operator of a plan.
-
-    Attributes:
-        operator: Its id.
-        fidelity: How much of it is saved.
-        tier: Where it ends.
-    """
-
-    operator: str
-    fidelity: Fidelity = Fidelity.FULL
-    tier: Tier = Tier.STORAGE
-
-
-@dataclass(frozen=True)
 class SnapshotPlan:
     """The decision of a policy for one step; equal on every rank.
 
-    An empty plan means: no checkpoint at this step. Items of the HOST tier are kept in host memory beside those of the
-    STORAGE tier, which pass through it anyway.
+    An empty plan means: no checkpoint at this step. Operators that go to storage pass through host memory anyway.
 
     Attributes:
         step: Optimizer steps done.
-        items: What is saved.
+        full: Operators that go to storage with master weights and optimizer state (12 B/param for fp32 Adam).
+        memory_only: Others that are kept in host memory in full, beside those.
+        compute: Operators of which storage gets what forward and backward read (2 B/param in bf16), in a window.
+        gradients: Operators of which only what the step's update consumed is saved, in a gradient log.
         wait: The engine finishes the checkpoint before training continues (the synchronous baseline).
         k: Experts per layer that the policy sends to storage at present, where it counts them so (MoC).
         plt_budget: Portion of lost tokens that the policy keeps to, if it does.
@@ -67,13 +37,17 @@ class SnapshotPlan:
         window: The sparse window that this step belongs to (MoEvement). Such a step's snapshot is no checkpoint by
             itself: that exists when the window's last one is committed.
         slot: The step's place in ``window``.
-        sends_host_only: Items of the HOST tier go to peers, too, where there are any; what goes to storage always does.
+        sends_host_only: What is ``memory_only`` goes to peers, too, where there are any; what goes to storage always
+            does.
         together: Operators that are saved in full here and will be anchored together in the gradient log that begins
             with this step, one group after the other. A forecast: it only spares memory.
     """
 
     step: int
-    items: tuple[PlanItem, ...] = field(default_factory=tuple)
+    full: tuple[str, ...] = ()
+    memory_only: tuple[str, ...] = ()
+    compute: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
     wait: bool = False
     k: int | None = None
     plt_budget: float | None = None
@@ -83,40 +57,8 @@ class SnapshotPlan:
     sends_host_only: bool = True
     together: tuple[tuple[str, ...], ...] = ()
 
-    def __getattr__(self, name: str) -> Any:
-        """``items``, where the plan was made without them: callers rarely need thousands of items."""
-        if name != "items" or "_operators" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        full = self._operators
-        items = _in_full(full.get(Tier.STORAGE, ())) + tuple(
-            PlanItem(op, tier=tier) for tier in (Tier.HOST, Tier.PEER) for op in full.get(tier, ())
-        )
-        vars(self)[name] = items + _for_compute(self.compute_only) + _as_gradients(self.gradients)
-        return self.items
-
     def __bool__(self) -> bool:
-        if "items" in vars(self):
-            return bool(self.items)
-        return any(self._operators.values()) or bool(self.compute_only or self.gradients)
-
-    def operators(self, tier: Tier = Tier.STORAGE) -> tuple[str, ...]:
-        """Returns the operators that go to ``tier`` at full fidelity."""
-        return self._operators.get(tier, ())
-
-    @cached_property
-    def _operators(self) -> Mapping[Tier, tuple[str, ...]]:
-        full = [item for item in self.items if item.fidelity is Fidelity.FULL]
-        return {tier: tuple(item.operator for item in full if item.tier is tier) for tier in Tier}
-
-    @cached_property
-    def compute_only(self) -> tuple[str, ...]:
-        """Operators that go to storage at compute fidelity."""
-        return tuple(item.operator for item in self.items if item.fidelity is Fidelity.COMPUTE)
-
-    @cached_property
-    def gradients(self) -> tuple[str, ...]:
-        """Operators of which only the consumed gradients are saved."""
-        return tuple(item.operator for item in self.items if item.fidelity is Fidelity.GRADIENT)
+        return bool(self.full or self.memory_only or self.compute or self.gradients)
 
 
 def save_nothing(step: int) -> SnapshotPlan:
@@ -147,16 +89,23 @@ def save_full(
         sends_host_only: See ``SnapshotPlan``.
         together: See ``SnapshotPlan``.
     """
-    plan = SnapshotPlan(step, (), wait, k, plt_budget, sends_host_only=sends_host_only, together=together)
-    return _answering(plan, {Tier.STORAGE: operators, Tier.HOST: host_only}, ())
+    return SnapshotPlan(
+        step,
+        operators,
+        host_only,
+        wait=wait,
+        k=k,
+        plt_budget=plt_budget,
+        sends_host_only=sends_host_only,
+        together=together,
+    )
 
 
 def save_slot(
     step: int, anchored: tuple[str, ...], compute_only: tuple[str, ...], window: Window, slot: int
 ) -> SnapshotPlan:
-    """A plan that sends ``anchored`` to storage at full fidelity and ``compute_only`` at compute fidelity."""
-    plan = SnapshotPlan(step, window=window, slot=slot)
-    return _answering(plan, {Tier.STORAGE: anchored}, compute_only)
+    """Returns a plan that sends ``anchored`` to storage in full, and of ``compute_only`` the compute weights."""
+    return SnapshotPlan(step, anchored, compute=compute_only, window=window, slot=slot)
 
 
 def save_logged(
@@ -178,45 +127,4 @@ def save_logged(
         k: See ``SnapshotPlan``.
         sends_host_only: See ``SnapshotPlan``.
     """
-    plan = SnapshotPlan(step, k=k, sends_host_only=sends_host_only)
-    return _answering(plan, {Tier.STORAGE: anchored, Tier.HOST: host_only}, (), gradients)
-
-
-def _answering(
-    plan: SnapshotPlan,
-    full: Mapping[Tier, tuple[str, ...]],
-    compute_only: tuple[str, ...],
-    gradients: tuple[str, ...] = (),
-) -> SnapshotPlan:
-    """The plan of what it is known to answer: its items are made when somebody asks for them."""
-    del plan.__dict__["items"]
-    plan.__dict__.update(_operators=full, compute_only=compute_only, gradients=gradients)
-    return plan
-
-
-class _Items(dict[str, PlanItem]):
-    """Operator -> its item, which is made on first use."""
-
-    def __init__(self, fidelity: Fidelity) -> None:
-        self._fidelity = fidelity
-
-    def __missing__(self, operator: str) -> PlanItem:
-        if len(self) >= _MOST_ITEMS:  # of models that came and went
-            self.clear()
-        item = self[operator] = PlanItem(operator, self._fidelity)
-        return item
-
-
-_MOST_ITEMS = 1 << 16
-_ITEMS = {fidelity: _Items(fidelity) for fidelity in Fidelity}
-
-
-def _items_of(fidelity: Fidelity, operators: tuple[str, ...]) -> tuple[PlanItem, ...]:
-    """Of the STORAGE tier. Items are values, and the same ones at most steps: they are made once."""
-    return tuple(map(_ITEMS[fidelity].__getitem__, operators))
-
-
-_in_full = Remembered(partial(_items_of, Fidelity.FULL))
-_for_compute = Remembered(partial(_items_of, Fidelity.COMPUTE))
-_as_gradients = Remembered(partial(_items_of, Fidelity.GRADIENT))
-"""Dense checkpoints name every operator of the model, each time; and slots of windows are of the same tuples."""
+    return SnapshotPlan(step, anchored, host_only, gradients=gradients, k=k, sends_host_only=sends_host_only)

@@ -5,7 +5,7 @@ docs/own_policy.md.
 """
 
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, expert_id, gate_id, non_expert_id
-from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full, save_nothing
+from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_nothing
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.policies.any_of import AnyOf
 from moe_ckpt.policies.base import (
@@ -35,7 +35,6 @@ __all__ = [
     "CheckFreq",
     "Dense",
     "FaultRecord",
-    "Fidelity",
     "Gemini",
     "GradientLog",
     "Guarded",
@@ -49,7 +48,6 @@ __all__ = [
     "Needs",
     "Operator",
     "OperatorKind",
-    "PlanItem",
     "Policy",
     "PolicyContext",
     "RunFacts",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import lcm
 from typing import Any
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import Fidelity, PlanItem, SnapshotPlan, Tier, save_full
+from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import BF16, Needs, Policy, PolicyContext, needs_of
 from moe_ckpt.policies.wrapper import require_policy
@@ -107,16 +108,17 @@ class AnyOf:
 
     def _union(self, context: PolicyContext, plans: Sequence[SnapshotPlan]) -> SnapshotPlan:
         for plan in plans:
-            if plan.window is not None or plan.compute_only:
+            if plan.window is not None or plan.compute:
                 raise ConfigError(
                     "AnyOf: a policy without Needs(windows=True) plans a slot of a sparse window at step "
                     f"{context.run.step}; use it alone"
                 )
-        stored, in_memory, sent = (_together(context, plans, tier) for tier in (Tier.STORAGE, Tier.HOST, Tier.PEER))
+        stored = _together(context, [plan.full for plan in plans])
+        in_memory = _together(context, [plan.memory_only for plan in plans])
         in_storage = set(stored)  # what goes to storage passes through host memory anyway
         ks = [plan.k for plan in plans if plan.k is not None]
         budgets = [plan.plt_budget for plan in plans if plan.plt_budget is not None]
-        plan = save_full(
+        return save_full(
             context.run.step,
             stored,
             host_only=tuple(op for op in in_memory if op not in in_storage),
@@ -124,8 +126,6 @@ class AnyOf:
             k=max(ks, default=None),
             plt_budget=min(budgets, default=None),
         )
-        more = tuple(PlanItem(op, Fidelity.FULL, Tier.PEER) for op in sent)
-        return replace(plan, items=plan.items + more) if more else plan
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
@@ -140,9 +140,9 @@ class AnyOf:
         return {"name": "any_of", "policies": [policy.describe() for policy in self._all]}
 
 
-def _together(context: PolicyContext, plans: Sequence[SnapshotPlan], tier: Tier) -> tuple[str, ...]:
-    """What any plan sends there, in the order of the catalog; what the catalog does not know, for others to refuse."""
-    every = {op: None for plan in plans for op in plan.operators(tier)}
+def _together(context: PolicyContext, chosen: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """What any plan has, in the order of the catalog; what the catalog does not know, for others to refuse."""
+    every = dict.fromkeys(chain.from_iterable(chosen))
     if not every:
         return ()
     operators = tuple(op for op in context.model.catalog.everything if op in every)

@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import expert_id
-from moe_ckpt.core.plan import PlanItem, SnapshotPlan, Tier
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, Policy, PolicyContext
 from moe_ckpt.policies.budget import (
@@ -82,7 +82,7 @@ class Guarded(Wrapper):
         plan = self.policy.plan(context)
         if not plan or plan.window is not None:  # replay loses nothing
             return plan
-        stored = experts_of(context, (*plan.operators(), *plan.gradients))
+        stored = experts_of(context, (*plan.full, *plan.gradients))
         if plan.k is None and len(stored) == len(context.model.catalog.experts):
             return plan
         budgets = [budget for budget in (self.plt_budget, plan.plt_budget) if budget is not None]
@@ -132,15 +132,17 @@ class Guarded(Wrapper):
 
 def _adding(plan: SnapshotPlan, context: PolicyContext, experts: tuple[Expert, ...]) -> SnapshotPlan:
     """``plan`` with ``experts`` sent to storage too, in the order of the catalog; what stays in host memory follows."""
-    items = {item.operator: item for item in plan.items if item.tier is Tier.STORAGE}
-    items.update((op, PlanItem(op)) for op in (expert_id(*expert) for expert in experts))
-    stored = tuple(items[op.id] for op in context.model.catalog.operators if op.id in items)
-    others = tuple(i for i in plan.items if i.tier is not Tier.STORAGE and i.operator not in items)
-    return replace(plan, items=stored + others)
+    chosen = {*plan.full, *(expert_id(*expert) for expert in experts)}
+    stored = tuple(op for op in context.model.catalog.everything if op in chosen)
+
+    def rest(operators: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(op for op in operators if op not in chosen)
+
+    return replace(plan, full=stored, memory_only=rest(plan.memory_only), gradients=rest(plan.gradients))
 
 
 def _adding_all(plan: SnapshotPlan, context: PolicyContext) -> SnapshotPlan:
-    planned = experts_of(context, plan.operators())
+    planned = experts_of(context, plan.full)
     every = {
         (op.layer, op.expert) for op in context.model.catalog.experts if op.layer is not None and op.expert is not None
     }

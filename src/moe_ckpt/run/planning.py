@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.plan import SnapshotPlan, Tier, save_logged
+from moe_ckpt.core.plan import SnapshotPlan, save_logged
 from moe_ckpt.core.window import OperatorBytes, lanes_of, share_bytes
 from moe_ckpt.format.gathering import Numbers, ranges
 from moe_ckpt.ledger.ledger import Ledger
@@ -83,7 +83,7 @@ class LiveState:
 
     def _read_by(self, plan: SnapshotPlan) -> Reading | None:
         """This rank's tensors of which the plan's operators have a part; None for all."""
-        saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, self.layout.mandatory
+        saved = plan.full, plan.memory_only, plan.compute, self.layout.mandatory
         if self._here is None or sum(map(len, saved)) * _MANY >= len(self._catalog.everything):
             return None
         chosen = np.concatenate([places_of(self._catalog, operators) for operators in saved if operators])
@@ -302,7 +302,7 @@ def gradient_factor(plan: SnapshotPlan, sizes: Mapping[str, OperatorBytes]) -> f
     """
     if not plan.gradients:
         return None
-    in_full = sum(sizes[op].full for op in plan.operators())
+    in_full = sum(sizes[op].full for op in plan.full)
     whole = in_full + sum(sizes[op].full for op in plan.gradients)
     sent = in_full + sum(sizes[op].consumed for op in plan.gradients)
     return whole / sent if sent else None
@@ -312,7 +312,7 @@ def _with_coupled(plan: SnapshotPlan, groups: Sequence[frozenset[str]]) -> Snaps
     """The plan; of a gradient log, operators that an optimizer couples with anchored ones are anchored, too."""
     if not plan.gradients or not groups:
         return plan
-    anchored = frozenset(plan.operators())
+    anchored = frozenset(plan.full)
     return anchoring(plan, anchored.union(*(group for group in groups if not group.isdisjoint(anchored))))
 
 
@@ -322,10 +322,10 @@ def anchoring(plan: SnapshotPlan, operators: Collection[str]) -> SnapshotPlan:
     if not moved:
         return plan
     logged = tuple(op for op in plan.gradients if op not in operators)
-    host_only = plan.operators(Tier.HOST)
+    host_only = plan.memory_only
     return save_logged(
         plan.step,
-        (*plan.operators(), *moved),
+        (*plan.full, *moved),
         logged,
         host_only=host_only,
         k=plan.k,

@@ -107,9 +107,9 @@ class Snapshotter:
             edited: The step does not follow from its gradients, or, where ranks agree late, the step before does not.
         """
         if edited and plan.gradients:
-            everything, planned = self._run.catalog.everything, {*plan.operators(), *plan.gradients}
+            everything, planned = self._run.catalog.everything, {*plan.full, *plan.gradients}
             return save_full(plan.step, everything) if planned.issuperset(everything) else anchoring(plan, planned)
-        if not plan.gradients or self._since(plan.operators(), plan.gradients) is not None:
+        if not plan.gradients or self._since(plan.full, plan.gradients) is not None:
             return plan
         if not self._leaves_out:
             return save_full(plan.step, self._run.catalog.everything)
@@ -345,7 +345,7 @@ class Snapshotter:
         """
         if self._run.comm.world_size == 1:
             return bool
-        saved = plan.operators(), plan.operators(Tier.HOST), plan.compute_only, plan.gradients
+        saved = plan.full, plan.memory_only, plan.compute, plan.gradients
         shape = 0 if plan.window is None else plan.window.size, plan.slot, *map(len, saved)
         if shape in self._begun:
             return None
@@ -393,7 +393,7 @@ class Snapshotter:
         run_ledger, window = self.booking.run_ledger, None
         if plan.window is not None and plan.window.size > 1:
             window = WindowPlace(plan.window.start, plan.window.size, plan.slot)
-        operators, host_only = plan.operators(), plan.operators(Tier.HOST)
+        operators, host_only = plan.full, plan.memory_only
         rescued = run_ledger.rescued
         overdue = {op for op, since in relaid.items() if not plan.gradients or self._anchored_as.get(op) != since}
         if self._leaves_out:  # what gradients alone lead to, and is left out now, would be lost with them
@@ -413,7 +413,7 @@ class Snapshotter:
         return Contents(
             full=operators,
             memory_only=host_only,
-            compute=plan.compute_only,
+            compute=plan.compute,
             gradients=gradients,
             groups=None if since is None or self._leaves_out else self.booking.anchors.grouped(gradients),
             window=window,

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.policies.base import Sends
@@ -52,16 +52,16 @@ class SnapshotBytes:
 
     def plan(self, plan: SnapshotPlan) -> SnapshotSize:
         """A plan without a window, as it is copied: what then stays in host memory with it."""
-        host_only = plan.operators(Tier.HOST)
+        host_only = plan.memory_only
         if plan.gradients:
-            return self._logged(plan.operators() + host_only, plan.gradients)
-        return self._partial(plan.operators() + host_only) if host_only else self.stored(plan)
+            return self._logged(plan.full + host_only, plan.gradients)
+        return self._partial(plan.full + host_only) if host_only else self.stored(plan)
 
     def stored(self, plan: SnapshotPlan) -> SnapshotSize:
         """A plan without a window, as it is sent to storage or peers."""
         if plan.gradients:
-            return self._logged(plan.operators(), plan.gradients)
-        return self.dense if plan.operators() is self._catalog.everything else self._partial(plan.operators())
+            return self._logged(plan.full, plan.gradients)
+        return self.dense if plan.full is self._catalog.everything else self._partial(plan.full)
 
     def window(self, window: Window) -> tuple[SnapshotSize, ...]:
         """Each slot of a window."""

@@ -36,11 +36,11 @@ class PeersLog:
         """
         found = None
         if plan.gradients or self._leaves_out:
-            anchors.begun(sequence, plan.step, plan.operators(), plan.gradients)
+            anchors.begun(sequence, plan.step, plan.full, plan.gradients)
             if plan.gradients:
                 found = np.where(anchors.steps < 0, plan.step, anchors.steps)
-        elif self._logs and len(plan.operators()) == len(anchors.steps):
-            anchors.begun(sequence, plan.step, plan.operators())
+        elif self._logs and len(plan.full) == len(anchors.steps):
+            anchors.begun(sequence, plan.step, plan.full)
         if not sent:
             self._missed = plan.step
         return found

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
+from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.core.window import Window
 from moe_ckpt.pace.cadence import are_behind, goes_to_peers
 from moe_ckpt.policies.base import DECAYED, PolicyContext
@@ -198,11 +198,11 @@ class Stepper:
         if self._system.tiered:
             return self._begin_tiered(context, plan)
         state, stored = self.state, self._costs.bytes_of.stored(plan)
-        copied = self._costs.bytes_of.plan(plan) if plan.operators(Tier.HOST) else stored
+        copied = self._costs.bytes_of.plan(plan) if plan.memory_only else stored
         last = state.track.run_ledger.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
         when = self._when(state.now, copied, stored, sent=self._goes_to_peers(plan))
-        state.track.begin(state.step, plan.operators(), plan.operators(Tier.HOST), when, None)
+        state.track.begin(state.step, plan.full, plan.memory_only, when, None)
         state.k, state.saved.newest = plan.k, stored.total
         if plan.wait:
             self._wait(max(filter(None, when)), until)
@@ -214,9 +214,9 @@ class Stepper:
         state, costs = self.state, self._costs
         rescued = () if plan.gradients else state.track.run_ledger.rescued
         if rescued:  # as an engine adds what only slots of the life before have
-            wanted = rescued.union(plan.operators())
+            wanted = rescued.union(plan.full)
             operators = tuple(op for op in self._catalog.everything if op in wanted)
-            host_only = tuple(op for op in plan.operators(Tier.HOST) if op not in wanted)
+            host_only = tuple(op for op in plan.memory_only if op not in wanted)
             plan = save_full(plan.step, operators, host_only=host_only, k=plan.k, sends_host_only=plan.sends_host_only)
         copied, stored = costs.bytes_of.plan(plan), costs.bytes_of.stored(plan)
         sent = copied if plan.sends_host_only else stored

@@ -80,8 +80,8 @@ class Track:
         sent = when.sent_secs is not None
         whole = PeerPart.EVERYTHING if plan.sends_host_only else PeerPart.STORED
         contents = Contents(
-            plan.operators(),
-            plan.operators(Tier.HOST),
+            plan.full,
+            plan.memory_only,
             gradients=plan.gradients,
             to_storage=flush_secs is not None,
             to_peers=whole if sent else PeerPart.NOTHING,

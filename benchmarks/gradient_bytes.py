@@ -22,8 +22,8 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
-from moe_ckpt.gradients.capture import ConsumedGradients, GradientCapture
-from moe_ckpt.gradients.units import whole_unit
+from moe_ckpt.gradient_log.capture import ConsumedGradients, GradientCapture
+from moe_ckpt.gradient_log.units import whole_unit
 from moe_ckpt.policies.schedules.rolling import bytes_per_parameter, saved_factor
 
 _EXAMPLE = "example: python benchmarks/gradient_bytes.py --markdown"

@@ -6,7 +6,7 @@ or tensor step counts, DTensors, capturable flags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -168,7 +168,7 @@ class StepGradients:
     Attributes:
         tensors: Live gradients; key ``grad/<optimizer index>/<fqn>``, the rest as of the block that was updated.
         plain: The updates, and the step counts after them, as a tree of plain data and tensors.
-        changed: As ``GradientRecord.edited``.
+        changed: Names of parameters that something else has written to, as ``GradientRecord.edited`` tells.
     """
 
     tensors: Sequence[StateTensor]
@@ -187,74 +187,16 @@ class GradientRecord(Protocol):
         """
         ...
 
-    def edited(self) -> Sequence[str]:
-        """Names of parameters that something else than an optimizer has written to since ``forget``.
+    def edited(self, step: int) -> bool:
+        """Returns whether something else than an optimizer has written to what ``step``, which ends, updated.
 
-        Of their weights, optimizer state or consumed gradients. The step does not follow from gradients then.
+        To weights, optimizer state or consumed gradients, since ``forget``. The step does not follow from gradients
+        then, which is said to the user.
         """
         ...
 
     def forget(self) -> None:
         """The step was taken in: what it consumed is kept only by whoever copies it."""
-        ...
-
-
-class LoggedSteps(Protocol):
-    """A gradient log from its oldest anchor to the step that is returned to, as this rank needs it; verified.
-
-    Attributes:
-        steps: Of its snapshots, ascending.
-        anchors: Operator -> the step that it is loaded as of.
-        homes: Parameter -> the operator that has optimizer state of it without having rows of it.
-    """
-
-    steps: Sequence[int]
-    anchors: Mapping[str, int]
-    homes: Mapping[str, str]
-
-    def plain(self, step: int) -> Mapping[str, Any]:
-        """``StepGradients.plain`` of this rank."""
-        ...
-
-    def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """(key, offsets, shape) of the gradients of operators with older anchors."""
-        ...
-
-    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """(key, offsets, values) of the same."""
-        ...
-
-    def load(self, step: int) -> None:
-        """Write the anchors of ``step`` into the training state."""
-        ...
-
-
-class UpdateReplayer(Protocol):
-    """Makes updates of this run's optimizers once more, from the gradients that they consumed."""
-
-    def fits(self, log: LoggedSteps) -> bool:
-        """Returns whether this rank's optimizers update the very tensors that the log's did, as far as it tells."""
-        ...
-
-    def joined(self, operators: Collection[str], homes: Mapping[str, str]) -> frozenset[str]:
-        """Returns these operators, and all that must be loaded as of the same step as one of them.
-
-        Args:
-            operators: Some.
-            homes: As ``LoggedSteps.homes``.
-        """
-        ...
-
-    def check(self, log: LoggedSteps) -> None:
-        """Raise unless ``replay`` can follow. Changes nothing."""
-        ...
-
-    def replay(self, log: LoggedSteps) -> int:
-        """Bring the training state to the last step of ``log``. Returns how many updates were made."""
-        ...
-
-    def finish(self) -> None:
-        """After ``replay`` on all ranks, a collective of theirs: what follows from the state (weights from masters)."""
         ...
 
 

@@ -25,16 +25,15 @@ from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks import host
 from moe_ckpt.callbacks.windows.freezing import ClipNorms, SparingRecompute
 from moe_ckpt.driver import replaying
-from moe_ckpt.gradients import densifying, returning
-from moe_ckpt.gradients import replay as gradient_replay
-from moe_ckpt.gradients.recording import StepRecorder
-from moe_ckpt.gradients.returning import LogReplayer
+from moe_ckpt.gradient_log import optimizers, returning, shares
+from moe_ckpt.gradient_log import replaying as log_replaying
+from moe_ckpt.gradient_log.recording import RunLog
+from moe_ckpt.gradient_log.replaying import LogReplayer
+from moe_ckpt.gradient_log.returning import StoredLog
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.modeling.state import module_state, param_groups
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.reading.index import TensorIndex
-from moe_ckpt.reading.memory import gradient_log
-from moe_ckpt.reading.memory.gradient_log import StoredLog
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.run import planning
 from moe_ckpt.session.session import CheckpointSession
@@ -192,22 +191,22 @@ def _chooses_by_sorting() -> None:
 
 def _updates_with_own_hyperparameters() -> None:
     """A gradient log's updates are made with what the new optimizer was built with."""
-    gradient_replay._set = lambda optimizer, update: None
+    optimizers._set = lambda optimizer, update: None
 
 
 def _gradients_before_clipping() -> None:
     """A gradient log has what backward gave, not what the optimizer consumed."""
-    clip, step, before = pl.LightningModule.clip_gradients, StepRecorder.step, {}
+    clip, step, before = pl.LightningModule.clip_gradients, RunLog.step, {}
 
     def clipped(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         before.update({name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None})
         clip(self, *args, **kwargs)
 
-    def unclipped(self: StepRecorder, tensors: Any) -> Any:
+    def unclipped(self: RunLog, tensors: Any) -> Any:
         found = step(self, tensors)
         return replace(found, tensors=[replace(each, local=before[each.parameter]) for each in found.tensors])
 
-    pl.LightningModule.clip_gradients, StepRecorder.step = clipped, unclipped
+    pl.LightningModule.clip_gradients, RunLog.step = clipped, unclipped
 
 
 def _anchors_too_early() -> None:
@@ -224,14 +223,14 @@ def _anchors_too_early() -> None:
 
 def _counts_not_set() -> None:
     """A parameter of which some rows are anchored has the step count that its home operator's anchor says."""
-    returning._set_counts = lambda *args: None
+    log_replaying._set_counts = lambda *args: None
 
 
 def _newest_update_left_out() -> None:
-    made = returning._updates
-    returning._updates = lambda log, step: made(log, step) if step != log.steps[-1] else iter(())
+    made = log_replaying._updates
+    log_replaying._updates = lambda log, step: made(log, step) if step != log.steps[-1] else iter(())
     LogReplayer.check = lambda self, log: None
-    returning._set_counts = lambda *args: None
+    log_replaying._set_counts = lambda *args: None
 
 
 def _killed_in_a_replay() -> None:
@@ -249,24 +248,24 @@ def _killed_in_a_replay() -> None:
 
 def _rounded_in_the_log_only() -> None:
     """Gradients are saved in fewer bits than the optimizer consumed."""
-    made = StepRecorder.__init__
+    made = RunLog.__init__
 
-    def narrow(self: StepRecorder, *args: Any, **kwargs: Any) -> None:
+    def narrow(self: RunLog, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         self._stored = "BF16"
 
-    StepRecorder.__init__ = narrow
+    RunLog.__init__ = narrow
 
 
 def _killed_while_a_log_is_made_dense() -> None:
     """After the first share is on storage."""
-    write = densifying.write_made_share
+    write = shares.write_made_share
 
     def deadly(*args: Any) -> None:
         write(*args)
         kill_process()
 
-    densifying.write_made_share = deadly
+    shares.write_made_share = deadly
 
 
 def _update_fails() -> None:
@@ -347,7 +346,7 @@ def _local(gradient: Any) -> Any:
 
 
 def _tells_at_once() -> None:
-    gradient_log.TELL_SECS = 0.0
+    returning.TELL_SECS = 0.0
 
 
 def _seals_slowly() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.gradients import densifying, returning
-from moe_ckpt.gradients.layout import Device
+from moe_ckpt.gradient_log import replaying, shares
+from moe_ckpt.gradient_log.units import Device
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import open_storage
@@ -249,13 +249,13 @@ def test_whoever_may_read_the_runs_files_may_read_what_is_made(place):  # noqa: 
 def test_a_full_store_is_left_as_it_was(place, capsys, monkeypatch):  # noqa: F811
     run = killed(logged(LOG, place))
     before = sorted(path.name for path in Path(run.store).iterdir())
-    write = densifying.write_made_share
+    write = shares.write_made_share
 
     def full(storage, *arguments):
         write(storage, *arguments)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(densifying, "write_made_share", full)
+    monkeypatch.setattr(shares, "write_made_share", full)
     assert densify(run) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert sorted(path.name for path in Path(run.store).iterdir()) == before
@@ -276,10 +276,10 @@ def test_another_device_than_the_one_that_trained_is_said(here, place, capsys, m
 def test_what_it_needs(place, monkeypatch):  # noqa: F811
     """Without one update, another state comes out."""
     run = killed(logged(LOG, place))
-    made = returning._updates
-    monkeypatch.setattr(returning, "_updates", lambda log, step: iter(()) if step == log.steps[-1] else made(log, step))
-    monkeypatch.setattr(returning.LogReplayer, "check", lambda self, log: None)
-    monkeypatch.setattr(returning, "_set_counts", lambda *args: None)
+    made = replaying._updates
+    monkeypatch.setattr(replaying, "_updates", lambda log, step: iter(()) if step == log.steps[-1] else made(log, step))
+    monkeypatch.setattr(replaying.LogReplayer, "check", lambda self, log: None)
+    monkeypatch.setattr(replaying, "_set_counts", lambda *args: None)
     assert densify(run) == 0
     reader = StoreReader(open_storage(run.store))
     with pytest.raises(AssertionError):

@@ -17,8 +17,8 @@ from moe_ckpt.callbacks import MoECheckpoint, lightning_state
 from moe_ckpt.callbacks import fit as fit_module
 from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.gradients import capture
-from moe_ckpt.gradients.recording import StepRecorder
+from moe_ckpt.gradient_log import capture
+from moe_ckpt.gradient_log.recording import RunLog
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
@@ -270,7 +270,7 @@ def test_whoever_waits_is_named(tmp_path, monkeypatch, owner, name, broken, what
     assert all(any(led in each for each in by) for _, by in found), found
 
 
-def read_at_once(recorder: StepRecorder) -> Any:
+def read_at_once(recorder: RunLog) -> Any:
     for counts in COUNTS(recorder):
         yield {**counts, "values": counts["values"].tolist()}
 
@@ -286,14 +286,14 @@ def joined_by_its_thread(copy: Copy) -> None:
     copy._issued.result()[0].synchronize()
 
 
-COUNTS, JOIN = StepRecorder._counts, Copy.join
+COUNTS, JOIN = RunLog._counts, Copy.join
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "what", "led"),
     [
-        (StepRecorder, "_counts", read_at_once, "tolist", "gradients.recording.step"),
-        (capture, "_round", rounded_by_value, "item", "gradients.capture._consume"),
+        (RunLog, "_counts", read_at_once, "tolist", "gradient_log.recording.step"),
+        (capture, "_round", rounded_by_value, "item", "gradient_log.capture._consume"),
         (Copy, "join", joined_by_its_thread, "Event.synchronize", "commit.pipeline.join"),
     ],
     ids=["step counts", "rounding", "join"],

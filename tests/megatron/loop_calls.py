@@ -377,7 +377,7 @@ def stalls(rank: int, world_size: int, root: str) -> dict[str, list[tuple[float,
     """For each hook of the library: the stall of each iteration, by a clock that goes in this hook only, and how often
     the hook ran since the record before."""
     from moe_ckpt.driver.run import Driver
-    from moe_ckpt.gradients.recording import StepRecorder
+    from moe_ckpt.gradient_log.recording import RunLog
     from moe_ckpt.megatron.routing import RouterCounter
     from moe_ckpt.metrics import CheckpointMetrics
 
@@ -385,7 +385,7 @@ def stalls(rank: int, world_size: int, root: str) -> dict[str, list[tuple[float,
     for owner, name in (
         (RouterCounter, "_count"),  # in a hook of each router
         (Driver, "note"),  # in one of inner optimizers
-        (StepRecorder, "consume"),
+        (RunLog, "consume"),
         (CheckpointMetrics, "note"),
     ):
         clock, calls = Clock(), []

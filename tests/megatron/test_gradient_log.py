@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moe_ckpt.errors import MoECheckpointError
-from moe_ckpt.gradients import replay, returning
-from moe_ckpt.gradients.returning import LogReplayer
-from moe_ckpt.reading.memory.gradient_log import StoredLog
+from moe_ckpt.gradient_log import optimizers, replaying
+from moe_ckpt.gradient_log.replaying import LogReplayer
+from moe_ckpt.gradient_log.returning import StoredLog
 from tests.megatron.exactness import (
     LIFE_SECS,
     WARM,
@@ -139,12 +139,12 @@ def _no_finish() -> None:
 
 
 def _no_hyperparameters() -> None:
-    replay._set = lambda optimizer, update: None
+    optimizers._set = lambda optimizer, update: None
 
 
 def _skipped_steps_made() -> None:
     """A step that the loss scaler skipped is made with gradients of zero, as if there had been none."""
-    counts = returning._set_counts
+    counts = replaying._set_counts
 
     def wrong(log, step, replay, stepped) -> None:
         if step != log.steps[0] and not log.plain(step)["updates"]:
@@ -156,7 +156,7 @@ def _skipped_steps_made() -> None:
                 optimizer.zero_grad(set_to_none=True)
         counts(log, step, replay, stepped)
 
-    returning._set_counts = wrong
+    replaying._set_counts = wrong
 
 
 def _anchors_too_early() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.gradients import capture
+from moe_ckpt.gradient_log import capture
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.run.agreement import Deferred

@@ -17,14 +17,18 @@ SIMULATOR = "moe_ckpt_sim"
 """Imports ``PACKAGE``, which knows it only by the names of two commands."""
 LAYERS = (
     *("core", "ledger", "pace", "policies", "format", "storage", "memory", "comm", "slices", "peers", "run", "tiers"),
-    *("commit", "reading", "recovery", "session", "profiling", "modeling", "gradients", "data", "interop", "metrics"),
+    *("commit", "reading", "recovery", "session", "profiling", "modeling", "data", "interop", "metrics"),
     *("driver", "callbacks", "megatron"),
 )
 """Each may import itself and what stands before it."""
-GUESTS = ("boost", "bubbles", "localized", "inprocess")
+GUESTS = ("boost", "bubbles", "localized", "inprocess", "gradient_log")
 """Features that a run may do without: each may import every layer, but no other guest."""
-DOORS = {"callbacks.fit": ("boost",), "megatron.checkpoint": ("boost", "bubbles", "localized")}
-"""Module -> the guests that it imports, in a function, where a policy or an option asks for them."""
+DOORS = {
+    "callbacks.fit": ("boost", "gradient_log"),
+    "megatron.checkpoint": ("boost", "bubbles", "localized", "gradient_log"),
+    "cli.densify": ("gradient_log",),
+}
+"""Module -> the guests that it imports, in a function, where a policy, an option or a command asks for them."""
 ADAPTERS = ("callbacks", "megatron")
 """One per training framework; though one stands before the other, neither may import the other."""
 ON_TOP = ("testing", "conf")

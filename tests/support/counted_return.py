@@ -16,11 +16,11 @@ _SAYS = "counted on return: "
 def count() -> None:
     """From now on this process says, once it has come back, what it read from slots, and how many updates it made."""
     from moe_ckpt.format.shard import GRADIENT
-    from moe_ckpt.gradients.replay import OptimizerReplay
-    from moe_ckpt.gradients.returning import LogReplayer
+    from moe_ckpt.gradient_log import returning as logs
+    from moe_ckpt.gradient_log.optimizers import OptimizerReplay
+    from moe_ckpt.gradient_log.replaying import LogReplayer
     from moe_ckpt.reading import reader
     from moe_ckpt.reading import restore as restoring
-    from moe_ckpt.reading.memory import gradient_log as logs
     from moe_ckpt.reading.memory.memory_checkpoints import SURVIVORS_SUFFIX
 
     found: Counter[str] = Counter()

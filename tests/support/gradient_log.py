@@ -9,13 +9,12 @@ from functools import partial
 import torch
 
 from moe_ckpt.format.shard import GRADIENT as KEY
-from moe_ckpt.gradients.replay import GRADIENT, WEIGHT, OptimizerKind, TensorBlock, detached
-from moe_ckpt.gradients.returning import LogReplayer
-from moe_ckpt.gradients.units import Pieces, Unit
+from moe_ckpt.gradient_log.optimizers import GRADIENT, WEIGHT, OptimizerKind, TensorBlock, detached
+from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer
+from moe_ckpt.gradient_log.units import Pieces, Unit
 from moe_ckpt.ledger.gradient_chain import LoggedStep, chain
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.state.optimizer_class import class_name
-from moe_ckpt.ports import LoggedSteps
 
 
 class Copier:
@@ -159,7 +158,7 @@ def kind_of(optimizer) -> OptimizerKind:
 
 
 def counts_of(optimizers, tensors):
-    """Optimizer state without dimensions, as ``StepRecorder`` gives it."""
+    """Optimizer state without dimensions, as ``RunLog`` gives it."""
     return [
         {"optimizer": number, "state": kind, "units": [name], "values": torch.stack([value])}
         for (number, name), tensor in tensors.items()

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ckpt.gradients import edits
-from moe_ckpt.gradients.capture import GradientCapture
-from moe_ckpt.gradients.edits import EditWatch
-from moe_ckpt.gradients.recording import Ignored
-from moe_ckpt.gradients.units import whole_unit
+from moe_ckpt.gradient_log import edits
+from moe_ckpt.gradient_log.capture import GradientCapture
+from moe_ckpt.gradient_log.edits import EditWatch
+from moe_ckpt.gradient_log.recording import Ignored
+from moe_ckpt.gradient_log.units import whole_unit
 from moe_ckpt.ledger.coverage import Box
 
 
 class Training:
-    """Steps of AdamW and SGD, each watched as ``StepRecorder`` does it."""
+    """Steps of AdamW and SGD, each watched as ``RunLog`` does it."""
 
     def __init__(self, *, hook=None):
         weights = self.weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(6)]

@@ -9,8 +9,7 @@ import torch
 
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.tree import decode_tree, encode_tree
-from moe_ckpt.gradients.layout import Device, UpdateLayout
-from moe_ckpt.gradients.units import Unit, UnitBlock, whole_unit
+from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout, whole_unit
 from moe_ckpt.ledger.coverage import Box
 
 UNITS = (

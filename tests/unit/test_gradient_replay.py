@@ -13,11 +13,20 @@ from moe_ckpt.core.operators import Span
 from moe_ckpt.driver.replaying import same_plain
 from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError, UnsupportedError
 from moe_ckpt.format.tree import decode_tree, encode_tree
-from moe_ckpt.gradients.capture import GradientCapture, Update
-from moe_ckpt.gradients.coupling import Coupling, coupling_of, register
-from moe_ckpt.gradients.replay import GRADIENT, WEIGHT, OptimizerReplay, TensorBlock, detached
-from moe_ckpt.gradients.returning import coupled_with, require_together
-from moe_ckpt.gradients.units import Pieces, whole_unit
+from moe_ckpt.gradient_log.capture import GradientCapture
+from moe_ckpt.gradient_log.optimizers import (
+    GRADIENT,
+    WEIGHT,
+    Coupling,
+    OptimizerReplay,
+    TensorBlock,
+    Update,
+    coupling_of,
+    detached,
+    register,
+)
+from moe_ckpt.gradient_log.replaying import coupled_with, require_together
+from moe_ckpt.gradient_log.units import Pieces, whole_unit
 from moe_ckpt.ledger.gradient_chain import Chain
 from tests.support.gradient_log import (
     Copier,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-GUESTS = frozenset({"boost", "bubbles", "localized", "inprocess"})
+GUESTS = frozenset({"boost", "bubbles", "localized", "inprocess", "gradient_log"})
 ROOT = Path(__file__).parents[2]
 STEPS = 3
 """Of the first life; a second one goes on from there."""
@@ -84,14 +84,14 @@ def lived(adapter: str, names: Sequence[str], blocked: Sequence[str], root: str)
     assert loaded & GUESTS == GUESTS - set(blocked) - UNUSED
 
 
-UNUSED = frozenset({"bubbles", "localized", "inprocess"})
-"""By one rank without a pipeline."""
+UNUSED = frozenset({"bubbles", "localized", "inprocess", "gradient_log"})
+"""By one rank without a pipeline, under policies that log no gradients."""
 
 
 @pytest.mark.parametrize("adapter", ["lightning", "megatron"])
 @pytest.mark.parametrize(
     ("names", "guest"),
-    [(("Dense", "MoC"), None), (("MoEtion",), "boost")],
+    [(("Dense", "MoC", "CheckFreq"), None), (("MoEtion",), "boost")],
     ids=["none of them", "boost alone"],
 )
 def test_a_run_without_guests_imports_none(adapter, names, guest, tmp_path):

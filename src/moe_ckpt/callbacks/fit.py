@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -19,7 +18,6 @@ from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.callbacks.data.data_position import DataPosition
 from moe_ckpt.callbacks.data.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
 from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
-from moe_ckpt.callbacks.gradients import capture_gradients
 from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
 from moe_ckpt.callbacks.step_log import StepLog
@@ -27,11 +25,11 @@ from moe_ckpt.callbacks.support import inexact, require_restartable, warn_of_tim
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.gradients.recording import RunLog
 from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.moe.routing import Mask, RoutingCounter, no_experts
 from moe_ckpt.modeling.names import tied_aliases
@@ -89,9 +87,7 @@ class Fit:
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
         soft = options.needs.popularity == GATE_WEIGHTS
         self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
-        capture = functools.partial(capture_gradients, trainer, module, stopwatch=stopwatch)
         try:
-            self._log = RunLog(capture, trainer.optimizers, options.needs, self.driver.release_gradients)
             comm = make_communicator(options.timeout_secs, late=on_device)
             boost = None
             if options.needs.boost is not None:
@@ -105,7 +101,7 @@ class Fit:
                 aliases=tied_aliases(module),
                 observers=[self.step_log],
                 boost=boost,
-                gradients=self._log.recorder,
+                open_log=self._open_log,
                 pinned=on_device,
                 local_ranks=getattr(trainer.strategy, "num_processes", 1),
             )
@@ -127,6 +123,11 @@ class Fit:
             is_searching=searching,
             stopwatch=stopwatch,
         )
+
+    def _open_log(self) -> GradientLogging:
+        from moe_ckpt.gradient_log.lightning import fit_log
+
+        return fit_log(self.host.trainer, self.host.module, self.driver)
 
     @property
     def session(self) -> CheckpointSession:
@@ -163,7 +164,7 @@ class Fit:
             if driver.comm.rank == 0:
                 _warn_of_ignored(driver, named)
         else:
-            driver.resume(replayer=self._log.replayer(self.session.catalog))
+            driver.resume()
             ended = previous is not None and previous.host.ended and previous.host.trainer is host.trainer
             if ended and driver.restored_step is not None:
                 driver.say.gone_back(driver.restored_step, before)
@@ -225,7 +226,6 @@ class Fit:
             require_restartable(host.trainer)
             host.generators.note()
         driver.begin(new=new, over=driver.restored_step is not None and will_stop(host.trainer))
-        self._log.begin()
 
     def _resume_from(self, loaded: Mapping[str, Any]) -> None:
         """Continues from the step that Lightning has loaded."""
@@ -308,8 +308,8 @@ class Fit:
         if self._is_searching():
             self._watch.forget()
             self._discard_tokens()
-            if self._log.recorder is not None:
-                self._log.recorder.forget()
+            if self.driver.gradients is not None:
+                self.driver.gradients.forget()
             return
         driver, trainer, windows = self.driver, self.host.trainer, self.host.windows
         self.host.generators.note()
@@ -409,7 +409,6 @@ class Fit:
         """Releases threads, lock and hooks. Safe to call twice."""
         self._watch.close()
         self._counter.close()
-        self._log.close()
         self.driver.close(grace_secs)
         windows, self.host.windows = self.host.windows, None
         if windows is not None:

@@ -8,12 +8,8 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from moe_ckpt.cli.shared import DEFAULT_MEMORY, memory_directory, progress_bar
-
-if TYPE_CHECKING:
-    from moe_ckpt.gradients.layout import Device
 
 EPILOG = """\
 examples:
@@ -59,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         metavar="MODULE",
-        help="import a module first, which registers an optimizer's class (moe_ckpt.gradients.coupling.register)",
+        help="import a module first, which registers an optimizer's class (moe_ckpt.gradient_log.optimizers.register)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -68,7 +64,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the checkpoint was written, or the steps were listed."""
     from moe_ckpt.errors import ConfigError
     from moe_ckpt.format.manifest import STORE_NAME
-    from moe_ckpt.gradients.densify import densify, steps_in_memory
+    from moe_ckpt.gradient_log.densify import densify, steps_in_memory
     from moe_ckpt.reading.reader import StoreReader, locate, require_store
     from moe_ckpt.storage import LocalStorage
     from moe_ckpt.storage.local import access_of
@@ -99,7 +95,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         result = {"path": where, "step": done.manifest.step, "updates": done.updates, "nbytes": done.nbytes}
         print(json.dumps({**result, "exact": not done.inexact, "device": str(done.device)}, indent=2))
         return 0
-    print(f"{summary(done.manifest.step, done.nbytes, done.updates, done.device)}:", file=sys.stderr)
+    print(f"{summary(done.manifest.step, done.nbytes, done.updates, str(done.device))}:", file=sys.stderr)
     print(where)
     return 0
 
@@ -125,7 +121,7 @@ def _require_device(device: str | None) -> None:
         raise ConfigError(f"--device {device}: {what}; give --device cpu, or leave it out")
 
 
-def summary(step: int, nbytes: int, updates: int, device: Device) -> str:
+def summary(step: int, nbytes: int, updates: int, device: str) -> str:
     """Returns what is printed above the path of a checkpoint."""
     from moe_ckpt.core.quantities import human_bytes
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ports import GradientRecord
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.recovery.executing import Opener, Recovery, Restored
+from moe_ckpt.recovery.executing import AlongLog, Opener, Recovery, Restored
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.run_ledger import RunLedger
 from moe_ckpt.session.session import CheckpointSession
@@ -52,6 +55,28 @@ class CapacityBoost(Protocol):
 
     def close(self) -> None:
         """Detaches from the routers. Safe to call twice."""
+
+
+class GradientLogging(GradientRecord, Protocol):
+    """Logs the gradients that optimizers consume, and repeats the updates of such a log after a failure."""
+
+    def begin(self) -> None:
+        """Training begins: from here on updates are recorded."""
+
+    def copies_written(self) -> None:
+        """Notes that the weights which follow those that optimizers update are as they should be."""
+
+    def along(self, recovery: Recovery, opened: OpenedMemory, catalog: Catalog) -> AlongLog:
+        """Begins the return to a step of a log in memory, whatever the policy of this run.
+
+        Args:
+            recovery: What returns.
+            opened: The step.
+            catalog: Of the whole model.
+        """
+
+    def close(self) -> None:
+        """Removes all hooks. Safe to call twice."""
 
 
 class LocalizedRecovery(Protocol):

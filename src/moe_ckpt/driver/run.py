@@ -16,7 +16,7 @@ from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.driver.changes import say_changes
-from moe_ckpt.driver.guests import CapacityBoost, LocalizedRecovery
+from moe_ckpt.driver.guests import CapacityBoost, GradientLogging, LocalizedRecovery
 from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.replaying import Replaying
@@ -24,11 +24,11 @@ from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
 from moe_ckpt.driver.surviving import Moment, Surviving
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
-from moe_ckpt.gradients.densifying import Densifier
-from moe_ckpt.ports import Communicator, GradientRecord, TrainingState, TransferGate, UpdateReplayer
+from moe_ckpt.ports import Communicator, TrainingState, TransferGate
 from moe_ckpt.profiling.recorder import profilers
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.recovery.executing import Restored, versions_of
+from moe_ckpt.recovery.executing import AlongLog, Recovery, Restored, versions_of
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
@@ -66,6 +66,7 @@ class Driver:
         replaying: The replay of a sparse window, until it is done.
         boost: Gives stale experts more tokens; None where the policy asks for none.
         localized: Lets only some pipeline stages go back; None where all do.
+        gradients: Logs them; None where the policy does not.
         surviving: What is done when training stops at a failure; from ``open`` on.
         say: Messages to the user; from ``open`` on.
         stopwatch: The session's, as given: from here on every hook of the adapter counts on it.
@@ -82,6 +83,7 @@ class Driver:
         self.replaying: Replaying | None = None
         self.boost: CapacityBoost | None = None
         self.localized: LocalizedRecovery | None = None
+        self.gradients: GradientLogging | None = None
         self.lifecycle = Lifecycle(advice)
         self.session: CheckpointSession
         self.surviving: Surviving
@@ -114,16 +116,18 @@ class Driver:
         boost: CapacityBoost | None = None,
         gate: TransferGate | None = None,
         localized: LocalizedRecovery | None = None,
-        gradients: GradientRecord | None = None,
+        open_log: Callable[[], GradientLogging] | None = None,
         **machine: Any,
     ) -> None:
         """Opens the store. Arguments and errors: see ``CheckpointSession.open``.
 
-        ``gradients`` is for policies that log them.
+        ``open_log`` makes what logs gradients: here if the policy does, else when the run returns to a step of a log.
 
         ``machine`` has the fields of ``run.options.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
         storage = open_storage(self.options.dirpath, on_phase, access=self.options.access)
+        if open_log is not None and self.options.needs.gradients:
+            self.gradients = open_log()
         run = RunContext(
             storage=storage,
             policy=self.options.policy,
@@ -137,11 +141,11 @@ class Driver:
             on_phase=on_phase,
             observers=[*profilers(self.options.profile, comm.rank), *observers],
             gate=gate,
-            gradients=gradients,
+            gradients=self.gradients,
         )
         session, self._tell = CheckpointSession(run, self.stopwatch), run.tell
         session.open()
-        self.session, self._storage, self._gradients = session, storage, gradients
+        self.session, self._storage, self._open_log = session, storage, open_log
         self.boost, self.localized = boost, localized
         self.say = Messages(self._unit, self.options.dirpath, comm.rank)
         self.say.setup(self.options, catalog, state.specs())
@@ -160,17 +164,11 @@ class Driver:
         if localized is not None:
             localized.open(session)
 
-    def resume(
-        self,
-        otherwise: Callable[[], object] | None = None,
-        *,
-        replayer: UpdateReplayer | None = None,
-    ) -> None:
+    def resume(self, otherwise: Callable[[], object] | None = None) -> None:
         """Resumes from the newest good checkpoint, or begins a new run, and says which.
 
         Args:
             otherwise: Loads what a new run begins with; None to begin with the model as it is.
-            replayer: Makes the updates of a gradient log once more.
 
         Raises:
             NoCheckpointError, ConfigError: Training cannot resume from the store.
@@ -181,9 +179,8 @@ class Driver:
             restored = self._resume(
                 self.session.tier,
                 self._admits,
-                replayer=replayer,
+                open_log=None if self._open_log is None else self._along_log,
                 in_part=None if self.localized is None else self.localized.attempt,
-                make_dense=Densifier,
                 on_read_error=options.on_read_error,
             )
             if restored is not None:
@@ -233,6 +230,11 @@ class Driver:
         """
         if self.boost is not None:
             self.boost.begin(plain, fault, self.session.run_ledger, manifest, reader)
+
+    def _along_log(self, recovery: Recovery, opened: OpenedMemory) -> AlongLog:
+        if self._open_log is None:
+            raise RuntimeError("no adapter opens gradient logs")
+        return (self.gradients or self._open_log()).along(recovery, opened, self.session.catalog)
 
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         self.session.run_ledger.check(manifest)
@@ -300,6 +302,8 @@ class Driver:
             self.session.before_update(receive=False)
         if self.surviving.is_on:
             self.surviving.termination.watch()
+        if self.gradients is not None:
+            self.gradients.begin()
 
     # --- every step ---
 
@@ -382,8 +386,8 @@ class Driver:
             self.session.resume_from(replaying.manifest, **replaying.going_on)
         self.last = StepRecord(step, replayed=True, committed_step=replaying.manifest.step)
         self._tell(StepReplayed(self.last, self.session.run_ledger))
-        if self._gradients is not None:  # a step that is computed again is not logged
-            self._gradients.forget()
+        if self.gradients is not None:  # a step that is computed again is not logged
+            self.gradients.forget()
         return self.last
 
     def _capture_of(self, restored: Restored) -> Callable[[], Mapping[str, Any]]:
@@ -441,8 +445,7 @@ class Driver:
         capture: Callable[[], Mapping[str, Any]] = self._capture
         if not unsaved and self.restored is not None and self.restored.is_unsaved:
             unsaved, capture = True, self._capture_of(self.restored)
-        if self.boost is not None:
-            self.boost.close()
+        self._close_guests()
         if window is not None:
             self.say.unfinished(self._host.step, window.steps)
         self.session.finish(
@@ -479,12 +482,17 @@ class Driver:
         if self.lifecycle.state is State.NEW:
             return
         self.surviving.termination.unwatch()
-        if self.boost is not None:
-            self.boost.close()
+        self._close_guests()
         if self.replaying is not None:
             self.replaying.close()
         self.last = self.last and self.session.completed(self.last)  # with the failures that ended training
         self.session.close(timeout_secs)
+
+    def _close_guests(self) -> None:
+        """Takes the hooks of guests away. Safe to call twice."""
+        for guest in (self.boost, self.gradients):
+            if guest is not None:
+                guest.close()
 
 
 def close_guarded(

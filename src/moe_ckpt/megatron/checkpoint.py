@@ -12,12 +12,12 @@ from torch import nn
 
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
+from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.replaying import StepSource
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.surviving import Moment
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.gradients import run_log
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.model.inventory import chunks_of, take_inventory
@@ -151,12 +151,17 @@ class MegatronCheckpoint:
         self.options, self.policy, self.dirpath = options, options.policy, options.dirpath
         self.metrics, observers = _metrics()
         self.recovery_plan: RecoveryPlan | None = None
-        self._log = run_log(inventory, optimizer, chunks, options, self._driver)
         self.upstream = None
         if options.memory is not None and options.memory.upstream_bytes is not None:
             from moe_ckpt.localized.megatron import PipelineStage
 
             self.upstream = PipelineStage(self._driver, world.stages, chunks)
+
+        def open_log() -> GradientLogging:
+            from moe_ckpt.gradient_log.megatron import loop_log
+
+            return loop_log(inventory, optimizer, chunks, self._driver)
+
         try:
             self._driver.open(
                 comm,
@@ -168,7 +173,7 @@ class MegatronCheckpoint:
                 observers=observers,
                 boost=boost,
                 gate=None if self._pipeline is None else self._pipeline.gate,
-                gradients=self._log.recorder,
+                open_log=open_log,
                 pinned=torch.cuda.is_available(),
                 localized=self.upstream,
                 local_ranks=local_ranks(comm),
@@ -245,8 +250,7 @@ class MegatronCheckpoint:
             if loop.begun_at.restored:
                 self._host.generators.take()
 
-        replayer = self._log.replayer(self.session.catalog)
-        self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise), replayer=replayer)
+        self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise))
         if self.upstream is not None:
             self.upstream.resumed(self.iteration)
         restored = self._driver.restored
@@ -277,7 +281,6 @@ class MegatronCheckpoint:
         generators.note()
         # Pipeline stages arrive one after the other, so none may wait for the others here.
         self._driver.begin(new=self._driver.restored_step is None, wait=False)
-        self._log.begin()
 
     # --- every iteration ---
 
@@ -311,8 +314,8 @@ class MegatronCheckpoint:
         """After ``optimizer.step()``: in a replay, loads the window's weights, which a validation may read."""
         if self._driver.replaying is not None:
             self._driver.replaying.put_back(self.iteration + 1)
-        if self._log.recorder is not None:
-            self._log.recorder.copies_written()
+        if self._driver.gradients is not None:
+            self._driver.gradients.copies_written()
         self._driver.note(Moment.WRITTEN)
 
     @timed
@@ -433,7 +436,6 @@ class MegatronCheckpoint:
         """Removes the hooks from model and optimizer."""
         self._counter.close()
         self._watch.close()
-        self._log.close()
         for watcher in (self._first, self._pipeline, self.upstream):
             if watcher is not None:
                 watcher.close()

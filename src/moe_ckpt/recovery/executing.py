@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import human_bytes, name_ranks
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
-from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
-from moe_ckpt.reading.memory.gradient_log import NOTHING, StoredLog, SurvivorSlices, anchors_of, needed_gradients, since
+from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.memory_shares import LeftBehind
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.memory.slot_storage import Span
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of, require_fitting
 from moe_ckpt.reading.together import NotUsableError, together, together_and_most
-from moe_ckpt.recovery.kept_beside import kept_here, plan_along_log
-from moe_ckpt.recovery.log_of_others import MakeDense, made_dense
 from moe_ckpt.recovery.recovery_plan import Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.sources import StorageSource, WindowSource, opened_inventories
@@ -137,19 +134,36 @@ class _Verified(NamedTuple):
     plan: RecoveryPlan
 
 
+class AlongLog(Protocol):
+    """The return of a rank to a step of a gradient log in memory (the guest ``gradient_log``)."""
+
+    def spans(self) -> Iterable[Span]:
+        """Returns the spans that this rank reads. No collective, and no slice is read."""
+
+    def go(self, received: int) -> Restored:
+        """Restores the step. A collective, after ``spans`` were fetched.
+
+        Args:
+            received: How many bytes came from elsewhere.
+        """
+
+
+OpenLog = Callable[["Recovery", OpenedMemory], AlongLog]
+
+
 class _Proven(NamedTuple):
     """A checkpoint in memory that has every element once.
 
     Attributes:
         opened: The checkpoint.
         spans: What this rank reads of it.
-        survivors: What it takes from survivors.
+        along: How it is returned to, if it is a step of a gradient log.
         verified: What ``Recovery._verified`` gave; None if bytes have to come first, or updates are made once more.
     """
 
     opened: OpenedMemory
     spans: tuple[Span, ...]
-    survivors: SurvivorSlices
+    along: AlongLog | None
     verified: _Verified | None
 
 
@@ -162,16 +176,14 @@ class Recovery:
         comm: The ranks.
         state: Its tensors are written.
         admits: See ``Admits``.
-        replayer: Makes the updates of a gradient log once more; None where the policy keeps none.
-        make_dense: Opens a log for other ranks, or another layout, than those that wrote it; None where nothing does.
+        open_log: Begins the return to a step of a gradient log; None where nobody can.
     """
 
     reader: StoreReader
     comm: Communicator
     state: TrainingState
     admits: Admits | None
-    replayer: UpdateReplayer | None = None
-    make_dense: MakeDense | None = None
+    open_log: OpenLog | None = None
 
     def attempt(self, directory: str, opener: Opener | None = None) -> Restored | NotUsableError:
         """Loads one checkpoint into ``state``, each operator from the best source. A collective.
@@ -188,11 +200,16 @@ class Recovery:
             PeerLostError: A peer is gone.
         """
         try:
-            return self._return_to(directory) if opener is None else self._return_to_memory(opener)
+            return self.return_to(directory) if opener is None else self._return_to_memory(opener)
         except NotUsableError as error:  # returned, so that its problem is raised later without this context
             return error
 
-    def _return_to(self, directory: str) -> Restored:
+    def return_to(self, directory: str) -> Restored:
+        """Loads a checkpoint that storage has. A collective.
+
+        Raises:
+            NotUsableError: Some rank cannot use it.
+        """
         comm, state = self.comm, self.state
         restored, storage = together(comm, lambda: opening(self, self.reader, self.reader.manifest(directory)))
         manifest = restored.manifest
@@ -212,12 +229,10 @@ class Recovery:
         Waits for other ranks take most of the time of a return from a rank's own memory, so there are few.
         """
         comm, state, make = self.comm, self.state, opener()
-        (opened, spans, survivors, verified), asked = together_and_most(comm, lambda: self._proven(make()))
-        if opened.logged and opened.manifest.world_size != comm.world_size:
-            return self._return_by_dense(opened)
+        (opened, spans, along, verified), asked = together_and_most(comm, lambda: self._proven(make()))
         received = opened.slots.fetch(spans) if asked else 0
-        if opened.logged:
-            return self._return_along_log(opened, received, survivors)
+        if along is not None:
+            return along.go(received)
         log.info("rank %d received %s of what memory elsewhere holds", comm.rank, human_bytes(received))
         if asked == _OF_STORAGE:
             verified = self._verified_together(opened, verified)
@@ -265,109 +280,53 @@ class Recovery:
         plan = plan_recovery(manifest.directory, manifest.step, operators, opened_inventories(opened), first=first)
         return _Verified(*opening(self, opened.reader, manifest), plan)
 
-    def _return_along_log(self, opened: OpenedMemory, received: int, survivors: SurvivorSlices) -> Restored:
-        """The same of a step of a gradient log: anchors and repeated updates, or what survivors kept."""
-        comm, state, manifest = self.comm, self.state, opened.manifest
-        here = together(comm, lambda: self._log_source(opened))
-        if any(largest(comm, [here is None])) or here is None:
-            return self._return_by_dense(opened)
-        restored, source = here
-        log_here = together(
-            comm,
-            lambda: StoredLog(
-                opened.reader, manifest, opened.logged, state, comm.rank, chained=opened.chained, survivors=survivors
-            ),
-        )
-        replayer = self.replayer
-        if replayer is None:
-            raise ConfigError(_NOBODY.format(manifest.directory))
-        if any(largest(comm, [not replayer.fits(log_here)])):
-            return self._return_by_dense(opened)
-        plan = plan_along_log(comm, opened, survivors, log_here.steps[0])
-        log.info("rank %d received %s of what memory elsewhere holds", comm.rank, human_bytes(received))
-        if comm.rank == 0:
-            say_plan(plan)
-        planned_at, operators = time.time(), tuple(manifest.operators)
-        if survivors.spares_log:
-            opened.slots.check_only(stored.path for stored in survivors.read)
-        from_log = [op for op in operators if op not in survivors.operators]
-        together(comm, lambda: source.verify(from_log, state))
-        together(comm, log_here.verify)
-        together(comm, lambda: replayer.check(log_here))
-        together(comm, lambda: source.prepare(state))
-        made = together(comm, lambda: replayer.replay(log_here))
-        log.info("rank %d repeated %d updates", comm.rank, made)
-        replayer.finish()
-        records = dict(manifest.operators)
-        records |= {op: replace(records[op], step=manifest.step) for op in opened.chained}
-        return replace(
-            restored,
-            manifest=replace(manifest, operators=records),
-            tokens_from_host=opened.tokens_from_memory(operators),
-            from_memory=True,
-            beneath=opened.beneath,
-            plan=plan,
-            planned_unix_secs=planned_at,
-        )
-
-    def _log_source(self, opened: OpenedMemory) -> tuple[Restored, StorageSource] | None:
-        """Opens a step of a gradient log; None if parallel degrees differ, with which only a dense one goes on."""
-        try:
-            return opening(self, opened.reader, opened.manifest)
-        except OtherLayoutError:
-            if self.make_dense is None:
-                raise
-            return None
-
-    def _return_by_dense(self, opened: OpenedMemory) -> Restored:
-        """The same of a log that was written in another layout."""
-        if self.make_dense is None:
-            raise ConfigError(_NOBODY.format(opened.manifest.directory))
-        reader, manifest = opened.reader, opened.manifest
-
-        def fits() -> None:
-            plain = reader.state(manifest, rank_of_state(manifest, self.comm.rank))
-            require_fitting(reader, manifest, self.state, plain.get("plain"))
-
-        return self._return_to(made_dense(self.comm, self.reader.storage, opened, self.make_dense, fits))
-
     def _proven(self, opened: OpenedMemory) -> tuple[_Proven, int]:
         """Proves that a checkpoint is whole. Also returns what this rank needs: ``_OF_OTHERS``, ``_OF_STORAGE`` or 0.
 
         If all bytes are here, it verifies them at once, which needs no other rank.
         """
         opened.reader.prove(opened.manifest)
-        foreign = opened.logged and opened.manifest.world_size != self.comm.world_size
-        survivors = NOTHING if foreign else kept_here(opened, self.state, self.replayer)
-        spans = () if foreign else tuple(self.spans(opened, survivors))
+        along = self._along_log(opened) if opened.logged else None
+        spans = tuple(self.spans(opened) if along is None else along.spans())
         asks = _OF_OTHERS if opened.slots.needs_others(spans) else 0
         if self.comm.world_size > 1 and opened.slots.needs_storage(spans):
             asks = _OF_STORAGE
-        return _Proven(opened, spans, survivors, None if asks or opened.logged else self._verified(opened)), asks
+        return _Proven(opened, spans, along, None if asks or along is not None else self._verified(opened)), asks
 
-    def spans(self, opened: OpenedMemory, survivors: SurvivorSlices = NOTHING) -> Iterator[Span]:
+    def _along_log(self, opened: OpenedMemory) -> AlongLog:
+        if self.open_log is None:
+            raise ConfigError(_NOBODY.format(opened.manifest.directory))
+        return self.open_log(self, opened)
+
+    def spans(
+        self,
+        opened: OpenedMemory,
+        slots: Sequence[Manifest] = (),
+        *,
+        without: Collection[str] = (),
+        besides: Iterable[StoredSlice] = (),
+    ) -> Iterator[Span]:
         """Yields the spans that this rank reads of the checkpoint.
 
         Args:
             opened: The checkpoint.
-            survivors: What this rank takes from survivors.
+            slots: Whose plain state is read, if not of those that the manifest names.
+            without: Operators of which nothing is read.
+            besides: Further slices.
         """
         reader, manifest = opened.reader, opened.manifest
         index, rank = reader.index(manifest), rank_of_state(manifest, self.comm.rank)
-        anchors = anchors_of(manifest, opened.chained, survivors)
-        logged = since(opened.logged, anchors, survivors)
-        slots = [snapshot.manifest for snapshot in logged] or manifest.slots
+        slots = slots or manifest.slots
         for slot in slots:
             path = state_path(slot.directory, rank)
             yield path, 0, next((record.nbytes for record in slot.states if record.rank == rank), 0)
         side = [stored for slot in slots for stored in reader.index(slot).side.values()]
-        needed = [stored for stored in side if stored.file.rank == rank]
+        needed = [*besides, *(stored for stored in side if stored.file.rank == rank)]
         parameters = parameters_of(self.state)
-        for snapshot in logged:
-            needed += needed_gradients(snapshot, anchors, parameters)
         for stored_of in (index.tensors, *index.replay.values()):
-            needed += (s for s in needed_slices(stored_of, parameters) if s.entry.operator not in survivors.operators)
-        needed += survivors.read
+            needed += (
+                stored for stored in needed_slices(stored_of, parameters) if stored.entry.operator not in without
+            )
         for stored in needed:
             yield stored.path, stored.offset, stored.offset + stored.nbytes
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.ledger.coverage import Box, prove_cover
-from moe_ckpt.ports import Communicator, StateTensor, TrainingState, UpdateReplayer
+from moe_ckpt.ports import Communicator, StateTensor, TrainingState
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
-from moe_ckpt.reading.memory.gradient_log import NOTHING, SurvivorSlices
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.restore import held_parameters, parameters_of
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
@@ -28,16 +27,51 @@ from moe_ckpt.recovery.sources import opened_inventories
 _MODEL = "model/"
 _SURVIVORS = "ranks that lived on"
 
+Joined = Callable[[Collection[str], Mapping[str, str]], frozenset[str]]
+"""(operators, parameter -> its home) -> these operators, and all that must be loaded as of the same step as one of
+them."""
 
-def kept_here(opened: OpenedMemory, state: TrainingState, replayer: UpdateReplayer | None) -> SurvivorSlices:
+
+@dataclass(frozen=True, eq=False)
+class SurvivorSlices:
+    """The slices that one rank takes from survivors.
+
+    Attributes:
+        operators: Which it takes from them, as of the log's last step.
+        lacking: Which it takes from the log instead. Of all others it holds nothing.
+        slices: What it reads of ``operators``, by key.
+        is_offered: Survivors sealed something of the step; alike on every rank.
+    """
+
+    operators: frozenset[str] = frozenset()
+    lacking: frozenset[str] = frozenset()
+    slices: Mapping[str, tuple[StoredSlice, ...]] = field(default_factory=dict)
+    is_offered: bool = False
+
+    @property
+    def read(self) -> Iterator[StoredSlice]:
+        """Yields ``slices``, one after the other."""
+        for group in self.slices.values():
+            yield from group
+
+    @property
+    def spares_log(self) -> bool:
+        """True if this rank takes nothing from the log but what its plain state tells."""
+        return self.is_offered and not self.lacking
+
+
+NOTHING = SurvivorSlices()
+
+
+def kept_here(opened: OpenedMemory, state: TrainingState, joined: Joined) -> SurvivorSlices:
     """Returns what this rank takes from survivors. Reads no slice.
 
     Args:
         opened: A step of a gradient log.
         state: Of this run.
-        replayer: Knows which operators' rows an optimizer couples, which are taken together.
+        joined: Returns what is taken together.
     """
-    if not opened.survivor_slices or replayer is None:
+    if not opened.survivor_slices:
         return NOTHING
     index = opened.reader.index(opened.manifest)
     boxes_of = _needed_boxes(index, parameters_of(state))
@@ -45,7 +79,7 @@ def kept_here(opened: OpenedMemory, state: TrainingState, replayer: UpdateReplay
     for stored in opened.survivor_slices:
         sealed[stored.entry.key].append(stored)
     slices_of = {op: taken for op, boxes in boxes_of.items() if (taken := _covering(op, boxes, sealed)) is not None}
-    lacking = replayer.joined(boxes_of.keys() - slices_of.keys(), homes_of(index.tensors)) & boxes_of.keys()
+    lacking = joined(boxes_of.keys() - slices_of.keys(), homes_of(index.tensors)) & boxes_of.keys()
     slices: dict[str, dict[StoredSlice, None]] = defaultdict(dict)
     for op in slices_of.keys() - lacking:
         for stored in slices_of[op]:
@@ -58,7 +92,7 @@ def _needed_boxes(index: TensorIndex, parameters: Sequence[StateTensor]) -> dict
     """Operator -> key -> the blocks that this rank loads, of each operator that it holds something of.
 
     As ``restore.needed_slices`` has them, but without what follows: state of no dimension (step counts), which is in
-    the plain state of each logged step, and weights that another rank's masters give (``UpdateReplayer.finish``).
+    the plain state of each logged step, and weights that another rank's masters give (``LogReplayer.finish``).
     """
     held = held_parameters(parameters)
     needed: dict[str, dict[str, list[Box]]] = {}

@@ -19,14 +19,13 @@ from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, age_of, step_dir
 from moe_ckpt.notices import announce
-from moe_ckpt.ports import Communicator, TrainingState, UpdateReplayer
+from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.reading.memory.memory_shares import checkpoints_of
 from moe_ckpt.reading.memory.standing import say_kept
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
-from moe_ckpt.recovery.executing import Admits, Opener, Recovery, Restored
-from moe_ckpt.recovery.log_of_others import MakeDense
+from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored
 from moe_ckpt.recovery.recovery_plan import first_choice
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.patience import PATIENCE_SECS
@@ -62,9 +61,8 @@ def resume_newest(
     *,
     on_read_error: str = "stop",
     read_patience_secs: float = PATIENCE_SECS,
-    replayer: UpdateReplayer | None = None,
+    open_log: OpenLog | None = None,
     in_part: InPart | None = None,
-    make_dense: MakeDense | None = None,
 ) -> Restored | None:
     """Loads the newest good checkpoint into ``state``; returns None if the store has none.
 
@@ -79,9 +77,8 @@ def resume_newest(
         on_read_error: If storage does not give a checkpoint's bytes: "stop", or "fallback" to the next older one. The
             manifests written from then on name the newer one, so that retention keeps it.
         read_patience_secs: How long, in all, failing reads are tried again before that.
-        replayer: Makes the updates of a gradient log once more, if the policy keeps one.
+        open_log: Begins the return to a step of a gradient log; None: a step of one ends the start.
         in_part: Tries before each checkpoint whether only some ranks need go back; None: all do.
-        make_dense: Opens a gradient log of other ranks, or of another layout; None: it is skipped.
 
     Raises:
         OtherLayoutError: There are sparse windows of another layout, and no dense checkpoint to take instead.
@@ -91,7 +88,7 @@ def resume_newest(
         StoreError: One of these on another rank, with its message.
     """
     reader = StoreReader(storage, read_patience_secs)
-    recovery = Recovery(reader, comm, state, admits, replayer, make_dense=make_dense)
+    recovery = Recovery(reader, comm, state, admits, open_log)
     has_slots = tier is not None and (tier.outlives_process or any(largest(comm, [bool(tier.left_slots.slots)])))
     memory = None if tier is None or not has_slots else MemoryCheckpoints(comm, tier, reader)
     directories = memory.standing.stored if memory is not None else _listed(comm, reader)

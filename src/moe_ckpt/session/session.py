@@ -33,7 +33,6 @@ from moe_ckpt.run.events import (
     TrainingBegins,
     TrainingEnded,
 )
-from moe_ckpt.session.edited_steps import EditedSteps
 from moe_ckpt.session.session_resources import SessionResources
 from moe_ckpt.session.snapshotting import Capture, Snapshotter
 from moe_ckpt.session.surviving import Survivor
@@ -72,7 +71,6 @@ class CheckpointSession:
         self.survivor = Survivor(self._run, self._resources, self._snapshots)
         self._since_record, self._since_lap = Since(self.stopwatch), Since(self.stopwatch)
         self._agree_secs = 0.0
-        self._edits = EditedSteps(run.gradients, type(run.policy).__name__)
         self._newest_plan = SnapshotPlan(0)
 
     # --- once, before training ---
@@ -267,7 +265,7 @@ class CheckpointSession:
         loaded = bool(self.run_ledger.pending or self.run_ledger.sealing)
         booking.meter.waited(self._since_lap.take(final_at))
         booking.meter.lap(final_at, loaded=loaded)
-        edited = self._edits.end_with(step)
+        edited = self._run.gradients is not None and self._run.gradients.edited(step)
         if not self.comm.agrees_late:
             booking.send(step, tokens, pipeline, edited=edited)
         consensus = self._receive()

@@ -33,7 +33,6 @@ from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.left_slots import newest_of
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.index import blocks_of
-from moe_ckpt.reading.memory.gradient_log import LoggedSnapshot
 from moe_ckpt.reading.memory.memory_shares import (
     LeftBehind,
     MemoryCheckpoint,
@@ -50,7 +49,7 @@ from moe_ckpt.reading.memory.memory_shares import (
     without,
     without_log,
 )
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory, RankMemory
+from moe_ckpt.reading.memory.opened_memory import LoggedSnapshot, OpenedMemory, RankMemory
 from moe_ckpt.reading.memory.slot_storage import SlotFile, SlotPaths, SlotStorage, packed_paths
 from moe_ckpt.reading.memory.slot_views import (
     ExchangedHeaders,

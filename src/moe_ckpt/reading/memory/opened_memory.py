@@ -14,7 +14,6 @@ from moe_ckpt.format.manifest import Manifest, ModelRecord
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.left_slots import SlotChecker
 from moe_ckpt.reading.index import StoredSlice
-from moe_ckpt.reading.memory.gradient_log import LoggedSnapshot
 from moe_ckpt.reading.memory.slot_storage import SlotStorage
 from moe_ckpt.reading.memory.slot_views import place_of
 from moe_ckpt.reading.reader import StoreReader
@@ -70,6 +69,19 @@ class RankMemory(Protocol):
     def left_slots(self) -> LeftMemory:
         """The slots that earlier lives left."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class LoggedSnapshot:
+    """One snapshot of a gradient log.
+
+    Attributes:
+        manifest: Of what it holds in full, and of the ranks' plain states.
+        gradients: What it holds of them, of all ranks.
+    """
+
+    manifest: Manifest
+    gradients: tuple[StoredSlice, ...]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,14 @@
-"""What one rank's units are as of a logged step: optimizers without a model, filled from anchors and stepped again."""
+"""Shares of a dense checkpoint of one step of a gradient log, made by optimizers without a model, one rank's at a time.
+
+What a rank wrote of the log's anchors is made again here, as of the step, from optimizers that hold the units in which
+that lies, filled from anchors and stepped again. So the host memory needed is that of the rank with most, and ranks can
+be dealt out.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +16,18 @@ import torch
 
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.manifest import state_path
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.gradients.layout import UpdateLayout
-from moe_ckpt.gradients.log_content import LogContent
-from moe_ckpt.gradients.replay import WEIGHT, OptimizerKind, OptimizerReplay, TensorBlock, detached
-from moe_ckpt.gradients.returning import LogReplayer
-from moe_ckpt.gradients.units import Unit, UnitBlock
+from moe_ckpt.gradient_log.content import PLAIN, LogContent
+from moe_ckpt.gradient_log.made_dense import WrittenShare, state_without, write_made_share
+from moe_ckpt.gradient_log.optimizers import WEIGHT, OptimizerKind, OptimizerReplay, TensorBlock, detached
+from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer
+from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.ports import LoggedSteps
 from moe_ckpt.reading.index import StateKey, StoredSlice, split_key
-from moe_ckpt.reading.slices import block
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.slices import block, find_damage
+from moe_ckpt.storage.base import Storage
 
 Tell = Callable[[int, str], None]
 """(bytes read or made, what is being done) -> None."""
@@ -158,7 +165,7 @@ def _on(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _RankLog(LoggedSteps):
-    """``ports.LoggedSteps`` of one rank's units, whose anchors go into optimizers without a model."""
+    """``LoggedSteps`` of one rank's units, whose anchors go into optimizers without a model."""
 
     def __init__(
         self,
@@ -231,3 +238,99 @@ class _RankLog(LoggedSteps):
         for number, unit, _ in _pieces_of(self._replay, self._layout, key):
             whole = self._replay.state_of(number, unit.name)[str(key.state)]
             block(whole, (0,) * whole.dim(), entry.box).copy_(values)
+
+
+class Densifier:
+    """Makes what each rank of a log wrote, as of the log's last step. Reads no slice before ``verify``.
+
+    Args:
+        opened: The log, or a checkpoint that stands by itself.
+
+    Raises:
+        NoCheckpointError: An operator does not reach the step.
+        CoverageError: The log tells nothing of what it was written from.
+        DamagedError: What it tells is damaged.
+    """
+
+    def __init__(self, opened: OpenedMemory) -> None:
+        self._opened, self._reader, self.manifest = opened, opened.reader, opened.manifest
+        self._log = LogContent(opened)
+        self._shares: dict[int, RankShare] = {}
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Devices on which updates were made, each once."""
+        return tuple(dict.fromkeys(layout.device for layout in self._log.layouts))
+
+    @property
+    def updates(self) -> int:
+        """Steps whose updates are replayed."""
+        return max(0, len(self._opened.logged) - 1)
+
+    def nbytes(self, ranks: Iterable[int]) -> int:
+        """Returns how many bytes are read or written for the shares of these ranks."""
+        return sum(stored.nbytes for stored in self.inputs(ranks))
+
+    def verify(self, ranks: Iterable[int]) -> None:
+        """Raises ``DamagedError`` if a slice that the share of one of these ranks needs is damaged."""
+        for stored, error in find_damage(self._reader.storage, set(self.inputs(ranks))):
+            if error is not None:
+                raise error
+            self._reader.note_verified(stored)
+
+    def inputs(self, ranks: Iterable[int]) -> Iterator[StoredSlice]:
+        """Yields the slices that the shares of these ranks need."""
+        for rank in ranks:
+            yield from self._rank(rank).inputs
+
+    def write(
+        self,
+        storage: Storage,
+        rank: int,
+        device: torch.device | str,
+        tell: Tell = lambda nbytes, what: None,
+    ) -> WrittenShare:
+        """Makes and writes a rank's share of the checkpoint, which exists once ``commit_made`` was called with all.
+
+        Args:
+            storage: Of the store.
+            rank: Of those that wrote the log.
+            device: To step on.
+            tell: Told of progress.
+
+        Raises:
+            OSError: It cannot be written.
+            CoverageError, UnsupportedError, ReplayDivergedError: As ``RankShare.made``.
+        """
+        slices = self._rank(rank).made(device, tell)
+        prefix = f"side/{rank}/"
+        side = {key: stored for key, stored in self._log.side.items() if key.startswith(prefix)}
+        plain = [stored for key, stored in side.items() if not key.startswith(f"{prefix}{PLAIN}/")]
+        slices += [(unplaced(stored.entry), bytes_of(values)) for stored, values in self._log.read(plain)]
+        path = state_path(self.manifest.directory, rank)
+        state = state_without(self._reader.storage.read(path), PLAIN, path)
+        return write_made_share(storage, self.manifest, rank, slices, state)
+
+    @property
+    def parent(self) -> str | None:
+        """The parent of the checkpoint, as ``Manifest.parent``: what the life that wrote the log came from."""
+        beneath = self._opened.beneath
+        if beneath is None or beneath.generation != self.manifest.generation:
+            return None if beneath is None else beneath.directory
+        return beneath.parent
+
+    def device(self) -> torch.device:
+        """Returns what updates are made on here: the kind that trained, if there is one."""
+        on_gpu = any(trainer.type == "cuda" for trainer in self.devices) and torch.cuda.is_available()
+        return torch.device("cuda" if on_gpu else "cpu")
+
+    def threads(self, device: torch.device) -> int | None:
+        """Returns the number of threads that torch must divide updates between, to come to the same bits; None for
+        any."""
+        counts = {trainer.threads for trainer in self.devices if trainer.type == "cpu"}
+        return counts.pop() if device.type == "cpu" and len(counts) == 1 else None
+
+    def _rank(self, rank: int) -> RankShare:
+        if rank not in self._shares:
+            self._shares[rank] = RankShare(self._log, rank)
+        return self._shares[rank]

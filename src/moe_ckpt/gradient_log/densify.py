@@ -1,24 +1,34 @@
-"""Makes a dense checkpoint of a step that memory holds, in the store of its run, after all ranks of the run have
-ended."""
+"""Makes a dense checkpoint of a step of a gradient log: by one process, when all ranks of the run have ended, or by the
+ranks of a run together, which then goes on from it: they, or their layout, are others than those that wrote the log.
+
+The ranks of a run share out those of the log. Each makes the shares of its ones by optimizers without a model, writes
+them to storage, and rank 0 commits.
+"""
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from moe_ckpt.commit.keeping import clean_start
-from moe_ckpt.commit.made_dense import commit_made
-from moe_ckpt.errors import StoreInUseError
-from moe_ckpt.format.manifest import Manifest, group_of
-from moe_ckpt.gradients.densifying import Densifier
-from moe_ckpt.gradients.layout import Device
+from moe_ckpt.errors import CoverageError, NoCheckpointError, StoreInUseError, UnsupportedError
+from moe_ckpt.format.manifest import Manifest, group_of, state_path
+from moe_ckpt.gradient_log.made_dense import WrittenShare, commit_made
+from moe_ckpt.gradient_log.shares import Densifier
+from moe_ckpt.gradient_log.units import Device
+from moe_ckpt.notices import announce
+from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.memory_outside import MemoryOutside
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.opened_memory import LoggedSnapshot, OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import Span
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
+from moe_ckpt.reading.together import by_rank_zero, together
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 
@@ -158,3 +168,79 @@ def steps_in_memory(storage: Storage, roots: Sequence[str]) -> list[int]:
     """Returns the steps that ``densify`` can make, newest first. Arguments and errors: see there."""
     with MemoryOutside(StoreReader(storage), roots) as memory:
         return memory.steps()
+
+
+def densify_together(
+    comm: Communicator, storage: Storage, opened: OpenedMemory, require_fitting: Callable[[], None]
+) -> str:
+    """Makes a dense checkpoint of a log. A collective.
+
+    Args:
+        comm: The ranks.
+        storage: Of the store, which this run has locked.
+        opened: The log; of its bytes, those on other nodes may not have been fetched.
+        require_fitting: Raises if this run cannot go on from what is made; the plain states of the last step are there.
+
+    Returns:
+        Its directory on storage.
+
+    Raises:
+        NotUsableError: Some rank cannot.
+        PeerLostError: A peer is gone.
+    """
+    slots, manifest = opened.slots, opened.manifest
+    mine = range(comm.rank, manifest.world_size, comm.world_size)
+    everyone, last = range(manifest.world_size), opened.logged[-1:]
+    slots.fetch(together(comm, lambda: list(_plain_spans(opened, last, everyone))))
+    maker = together(comm, lambda: _densifier(opened))
+    together(comm, require_fitting)
+    slots.fetch(together(comm, lambda: [*_plain_spans(opened, opened.logged, mine), *_spans(maker.inputs(mine))]))
+    together(comm, lambda: maker.verify(mine))
+    if comm.rank == 0:
+        announce(
+            "step %d in memory belongs to a gradient log that %d ranks wrote in another layout. It is first made "
+            "dense, and written to %s/%s",
+            manifest.step,
+            manifest.world_size,
+            storage.root,
+            manifest.directory,
+        )
+    written = together(comm, lambda: {rank: _write_share(maker, storage, rank) for rank in mine})
+    payload = json.dumps({rank: [row.decode() for row in share.rows] for rank, share in written.items()}).encode()
+    rows = {int(rank): facts for raw in comm.everyone(payload) for rank, facts in json.loads(raw).items()}
+    shares = [(rows[rank][0].encode(), rows[rank][1].encode()) for rank in range(manifest.world_size)]
+
+    def commit() -> str:
+        return commit_made(storage, manifest, shares, maker.parent).directory
+
+    return by_rank_zero(comm, commit, f"commit {storage.root}/{manifest.directory}")
+
+
+def _densifier(opened: OpenedMemory) -> Densifier:
+    try:
+        return Densifier(opened)
+    except (NoCheckpointError, UnsupportedError) as error:
+        raise CoverageError(f"making {opened.manifest.directory} dense", (str(error),)) from error
+
+
+def _write_share(maker: Densifier, storage: Storage, rank: int) -> WrittenShare:
+    try:
+        return maker.write(storage, rank, maker.device())
+    except UnsupportedError as error:
+        raise CoverageError(f"making {maker.manifest.directory} dense", (str(error),)) from error
+
+
+def _spans(slices: Iterable[StoredSlice]) -> Iterator[Span]:
+    for stored in slices:
+        yield stored.path, stored.offset, stored.offset + stored.nbytes
+
+
+def _plain_spans(opened: OpenedMemory, snapshots: Sequence[LoggedSnapshot], ranks: Iterable[int]) -> Iterator[Span]:
+    """Yields the plain states of these ranks, with their side tensors."""
+    chosen = set(ranks)
+    for manifest in (snapshot.manifest for snapshot in snapshots):
+        for record in manifest.states:
+            if record.rank in chosen:
+                yield state_path(manifest.directory, record.rank), 0, record.nbytes
+        side = opened.reader.index(manifest).side.values()
+        yield from _spans(stored for stored in side if stored.file.rank in chosen)

@@ -9,6 +9,7 @@ models as a whole at each step, of large ones a few MiB. On a device nothing is,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -17,13 +18,18 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from moe_ckpt.gradients.capture import GradientCapture
+from moe_ckpt.gradient_log.capture import GradientCapture
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.state.watching import Entries, addresses
+
+log = logging.getLogger("moe_ckpt")
 
 Named = Sequence[tuple[str, torch.Tensor]]
 _MOST_TENSORS, _MOST_BYTES = 64, 4 << 20
 """Of weights whose values are compared at a step."""
+_OF_NO_USE = 3
+"""If so many steps in a row are edited, the next ones will be, too."""
+_MOST_NAMED = 3
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -238,6 +244,45 @@ class EditWatch:
         for (number, name), tensor in tensors.items():
             weights.setdefault(number, []).append((name, tensor))
         self._marks = {number: Marks(named, self._optimizers[number]) for number, named in weights.items()}
+
+
+class EditedSteps:
+    """Says which steps do not follow from their gradients.
+
+    Args:
+        policy: Its name, for messages.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        self._in_row = 0
+        self._told = self._told_of_use = False
+
+    def ends(self, step: int, names: Sequence[str]) -> bool:
+        """Returns whether ``step``, which left the parameters with these names edited, does not follow."""
+        self._in_row = self._in_row + 1 if names else 0
+        if names and not self._told:
+            self._told = True
+            shown = ", ".join(sorted(names)[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+            log.warning(
+                "step %d does not follow from its gradients: weights, optimizer state, gradients or param groups of %d "
+                "parameters (%s) were changed by something other than the optimizer. Such steps are saved in full, not "
+                "logged",
+                step,
+                len(names),
+                shown,
+            )
+        if self._in_row >= _OF_NO_USE and not self._told_of_use:
+            self._told_of_use = True
+            log.warning(
+                "%s saves full state instead of gradients at each step (%d in a row so far), for something other than "
+                "the optimizer changes weights or optimizer state at each: clipping or normalising of weights, "
+                "QK-clip, averaging. Do that in the optimizer, or take a policy that saves full state: MoEvement, "
+                "Dense or MoC",
+                self._policy,
+                self._in_row,
+            )
+        return bool(names)
 
 
 def _part(tensor: torch.Tensor, most_bytes: int, turn: int) -> torch.Tensor:

@@ -16,15 +16,14 @@ import torch
 
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.gradients.capture import GradientCapture, GradientConsumer
-from moe_ckpt.gradients.coupling import Coupling, register
-from moe_ckpt.gradients.recording import RunLog
-from moe_ckpt.gradients.units import Unit, UnitBlock
+from moe_ckpt.gradient_log.capture import GradientCapture, GradientConsumer
+from moe_ckpt.gradient_log.optimizers import Coupling, register
+from moe_ckpt.gradient_log.recording import RunLog
+from moe_ckpt.gradient_log.units import Unit, UnitBlock
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.megatron.model.blocks import Placed, placed_blocks
 from moe_ckpt.megatron.model.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
 from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
-from moe_ckpt.run.options import Options
 from moe_ckpt.stopwatch import Stopwatch
 
 _ELEMENTWISE = ("FusedAdam", "FusedSGD")
@@ -139,37 +138,29 @@ def _piece(name: str, placed: Placed, first: int) -> UnitBlock:
     return UnitBlock(name, Box(placed.offsets, tuple(array.shape)), tuple(array.stride()), begin)
 
 
-def run_log(
-    inventory: ModelInventory,
-    optimizer: Any,
-    chunks: Sequence[Any],
-    options: Options,
-    driver: Driver,
-) -> RunLog:
-    """Returns the gradient log of a training loop, which records nothing unless the policy logs gradients.
+def loop_log(inventory: ModelInventory, optimizer: Any, chunks: Sequence[Any], driver: Driver) -> RunLog:
+    """Returns the gradient log of a training loop.
 
     Args:
         inventory: Of the model chunks.
         optimizer: Megatron's.
         chunks: The model chunks.
-        options: The user's.
         driver: Of the run, whose stopwatch counts what hooks take.
 
     Raises:
-        ConfigError: Megatron changes weights behind the optimizer's update.
-        UnsupportedError: As ``capture_gradients``.
+        ConfigError: The policy logs gradients, and Megatron changes weights behind the optimizer's update.
+        UnsupportedError: The policy logs gradients, and ``capture_gradients`` refuses.
     """
-    attach = partial(capture_gradients, inventory, optimizer, chunks, stopwatch=driver.stopwatch)
-    inner, copies = inner_optimizers(optimizer), list(_copies(inventory, optimizer)) if options.needs.gradients else ()
-    if options.needs.gradients:
-        _refuse_qk_clip(chunks, type(options.policy).__name__)
+    policy, inner = driver.options.policy, inner_optimizers(optimizer)
+    if driver.options.needs.gradients:
+        _refuse_qk_clip(chunks, type(policy).__name__)
     return RunLog(
-        attach,
+        partial(capture_gradients, inventory, optimizer, chunks, stopwatch=driver.stopwatch),
         inner,
-        options.needs,
+        policy,
         driver.release_gradients,
         keys=[0] * len(inner),  # as ``megatron.model.state`` has them
-        copies=copies,
+        copies=list(_copies(inventory, optimizer)),
         gathered=_gathers_late(chunks),
         finish=partial(weights_from_masters, optimizer, chunks),
     )

@@ -1,9 +1,10 @@
-"""Brings a run that lost its state to the newest step of a gradient log, by its own optimizers."""
+"""Makes the updates of a gradient log once more: from the anchors of its oldest step to its newest step."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -11,24 +12,52 @@ from torch.optim import Optimizer
 from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError
 from moe_ckpt.format.shard import GRADIENT as KEY
-from moe_ckpt.gradients.capture import Update
-from moe_ckpt.gradients.layout import UpdateLayout
-from moe_ckpt.gradients.replay import GRADIENT, OptimizerReplay, TensorBlock
+from moe_ckpt.gradient_log.optimizers import GRADIENT, OptimizerReplay, TensorBlock, Update
+from moe_ckpt.gradient_log.units import UpdateLayout
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS
-from moe_ckpt.ports import LoggedSteps, UpdateReplayer
 
 Spans = Mapping[str, Sequence[Span]]
 """Operator -> its rows of parameters."""
 
 
-class LogReplayer(UpdateReplayer):
-    """Replays updates from a log (``ports.UpdateReplayer``). For the training thread, before training.
+class LoggedSteps(Protocol):
+    """A gradient log from its oldest anchor to the step that is returned to, as this rank needs it; verified.
+
+    Attributes:
+        steps: Of its snapshots, ascending.
+        anchors: Operator -> the step that it is loaded as of.
+        homes: Parameter -> the operator that has optimizer state of it without having rows of it.
+    """
+
+    steps: Sequence[int]
+    anchors: Mapping[str, int]
+    homes: Mapping[str, str]
+
+    def plain(self, step: int) -> Mapping[str, Any]:
+        """``StepGradients.plain`` of this rank."""
+        ...
+
+    def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """(key, offsets, shape) of the gradients of operators with older anchors."""
+        ...
+
+    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """(key, offsets, values) of the same."""
+        ...
+
+    def load(self, step: int) -> None:
+        """Write the anchors of ``step`` into the training state."""
+        ...
+
+
+class LogReplayer:
+    """Makes updates once more, by a run's optimizers before training, or by some without a model.
 
     Args:
         spans: Of all operators.
         opened: Returns the optimizers to step, as they are now.
-        finish: See ``ports.UpdateReplayer``.
+        finish: See the method.
     """
 
     def __init__(
@@ -37,7 +66,7 @@ class LogReplayer(UpdateReplayer):
         self._spans, self._opened, self._finish = spans, opened, finish
 
     def fits(self, log: LoggedSteps) -> bool:
-        """See ``ports.UpdateReplayer``."""
+        """Returns whether this rank's optimizers update the very tensors that the log's did, as far as it tells."""
         replay = self._opened()
         if any(_differing(replay.optimizers, update) for step in log.steps[1:] for update in _updates(log, step)):
             return False
@@ -45,11 +74,16 @@ class LogReplayer(UpdateReplayer):
         return set(recorded.units) == set(replay.units)
 
     def joined(self, operators: Collection[str], homes: Mapping[str, str]) -> frozenset[str]:
-        """See ``ports.UpdateReplayer``."""
+        """Returns these operators, and all that must be loaded as of the same step as one of them.
+
+        Args:
+            operators: Some.
+            homes: As ``LoggedSteps.homes``.
+        """
         return coupled_with(self._opened(), self._spans, operators, homes) if operators else frozenset()
 
     def check(self, log: LoggedSteps) -> None:
-        """See ``ports.UpdateReplayer``.
+        """Raises unless ``replay`` can follow. Changes nothing.
 
         Raises:
             CoverageError: A gradient lacks elements, or these optimizers are not those that wrote the log.
@@ -91,7 +125,7 @@ class LogReplayer(UpdateReplayer):
         return volumes
 
     def replay(self, log: LoggedSteps) -> int:
-        """See ``ports.UpdateReplayer``.
+        """Brings the training state to the last step of ``log``. Returns how many updates were made.
 
         Raises:
             ReplayDivergedError: Step counts become others than were recorded.
@@ -114,6 +148,7 @@ class LogReplayer(UpdateReplayer):
         return made
 
     def finish(self) -> None:
+        """After ``replay`` on all ranks, a collective of theirs: what follows from the state (weights from masters)."""
         with torch.no_grad():
             self._finish()
 
@@ -176,7 +211,7 @@ def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, 
         replay: Of the optimizers.
         spans: Of the operators in ``steps``.
         steps: Operator -> step of its anchor.
-        homes: As ``ports.LoggedSteps.homes``: what updates all rows must be of the same step as these.
+        homes: As ``LoggedSteps.homes``: what updates all rows must be of the same step as these.
 
     Raises:
         ConfigError: There are such.

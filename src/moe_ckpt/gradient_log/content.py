@@ -6,21 +6,25 @@ Nothing is verified here: see ``gradients.densifying``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from moe_ckpt.core.operators import Span
-from moe_ckpt.errors import NoCheckpointError
-from moe_ckpt.format.manifest import state_path
-from moe_ckpt.gradients.layout import UpdateLayout
+from moe_ckpt.errors import CoverageError, NoCheckpointError
+from moe_ckpt.format.manifest import Manifest, state_path
+from moe_ckpt.format.shard import GRADIENT
+from moe_ckpt.gradient_log.units import UpdateLayout
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
-from moe_ckpt.reading.memory.gradient_log import anchors_of, parameter_of, plain_of
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.recovery.kept_beside import NOTHING, SurvivorSlices
 
+PLAIN = "gradient_log"
+"""Its key in the plain state of a step."""
 _MODEL = "model/"
 
 
@@ -163,3 +167,29 @@ def _require_reached(opened: OpenedMemory) -> None:
             f"step {manifest.step} cannot be made: its policy did not log every operator. {shown}{more} are older, and "
             "no gradients bring them to it"
         )
+
+
+def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str, Any]:
+    """Returns what a rank recorded of the updates of a snapshot's step.
+
+    Raises:
+        CoverageError: Nothing.
+        DamagedError: As ``StoreReader.state``.
+    """
+    plain = reader.state(snapshot, rank).get(PLAIN)
+    if not isinstance(plain, Mapping):
+        path = state_path(snapshot.directory, rank)
+        raise CoverageError(f"gradient log of {snapshot.directory}", (f"{path} describes no updates",))
+    return plain
+
+
+def anchors_of(manifest: Manifest, chained: Collection[str], survivors: SurvivorSlices = NOTHING) -> dict[str, int]:
+    """Returns operator -> the step at which it is loaded: what is not ``chained`` last, whatever step it is as of, and
+    so what is taken from survivors."""
+    steps = {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
+    return steps | dict.fromkeys(survivors.operators, manifest.step)
+
+
+def parameter_of(key: str) -> str:
+    """Returns the parameter that the gradient with ``key`` is of."""
+    return key.removeprefix(GRADIENT).partition("/")[2]

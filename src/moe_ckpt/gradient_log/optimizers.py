@@ -1,4 +1,5 @@
-"""Replays optimizer steps from anchors and consumed gradients (MoEtion, Algorithm 3).
+"""Optimizers that can be stepped again: which classes, and how, from anchors and consumed gradients (MoEtion,
+Algorithm 3).
 
 The same code of the same optimizer class steps whole units, with the hyperparameters of that time. Rows that have no
 gradient, since they are anchored later, are stepped with zeros; what that makes of them is overwritten by their anchor.
@@ -7,19 +8,20 @@ Bits come out as in training on the same kind of device, with as many threads wh
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 
-from moe_ckpt.gradients.capture import Update, copied_value
-from moe_ckpt.gradients.coupling import Coupling, class_named, coupling_of
-from moe_ckpt.gradients.units import Pieces, Tensors, Unit, UnitBlock
+from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.gradient_log.units import Pieces, Tensors, Unit, UnitBlock
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in
+from moe_ckpt.modeling.state.optimizer_class import ELEMENTWISE, class_name, name_of
 from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS, fitted
 
 WEIGHT = ""
@@ -28,6 +30,103 @@ GRADIENT = "gradient"
 
 OptimizerKind = tuple[str, Sequence[Mapping[str, Any]]]
 """(``modeling.state.optimizer_class.class_name`` of an optimizer, its param groups without parameters)."""
+
+
+class Coupling(enum.Enum):
+    """The state that an update of one element depends on, beside hyperparameters."""
+
+    ELEMENTS = "elements"
+    """Its own gradient and state: rows of a parameter may be anchored at different steps."""
+    PARAMETERS = "parameters"
+    """Those of its whole parameter: a parameter is anchored as a whole."""
+
+
+_COUPLINGS: dict[type[Optimizer], Coupling] = {
+    **dict.fromkeys(ELEMENTWISE, Coupling.ELEMENTS),
+    optim.Adafactor: Coupling.PARAMETERS,
+}
+if hasattr(optim, "Muon"):  # since torch 2.9
+    _COUPLINGS[optim.Muon] = Coupling.PARAMETERS
+_REFUSED = {
+    "LBFGS": "it keeps one history for all parameters together, and evaluates the model several times per step",
+    "SparseAdam": "its gradients are sparse",
+    "Shampoo": "blocks of several parameters share preconditioners",
+    "DistributedShampoo": "blocks of several parameters share preconditioners",
+    "SOAP": "its preconditioners are made by iterations that are not part of the gradients",
+}
+
+
+def coupling_of(optimizer: Optimizer) -> Coupling:
+    """Returns what the updates of ``optimizer`` couple.
+
+    Raises:
+        UnsupportedError: Its steps cannot be repeated, or nothing is known of its class.
+    """
+    coupling = _COUPLINGS.get(type(optimizer))
+    if coupling is not None:
+        return coupling
+    name = type(optimizer).__name__
+    if name in _REFUSED:
+        raise UnsupportedError(
+            f"{class_name(optimizer)} cannot be stepped again from gradients, as MoEtion(recompute=True) and "
+            f"GradientLog() need it: {_REFUSED[name]}. Use AdamW, SGD or Adafactor, or a policy that saves full state, "
+            "such as MoEtion(recompute=False)."
+        )
+    raise UnsupportedError(
+        f"{class_name(optimizer)} may couple parameters, which would make a replay from gradients wrong, as "
+        "MoEtion(recompute=True) and GradientLog() need it. If each parameter's update depends on its own gradient and "
+        "state alone, say so with moe_ckpt.gradient_log.optimizers.register(); otherwise use a policy that saves full "
+        "state, such as MoEtion(recompute=False)."
+    )
+
+
+def register(kind: type[Optimizer], coupling: Coupling) -> None:
+    """Declares what the updates of a class couple. Subclasses do not inherit it.
+
+    The class must also do the same whenever it is given the same: no random numbers, no state outside of
+    ``optimizer.state`` and ``param_groups``, and it must call a closure once, before it reads gradients.
+
+    Args:
+        kind: The class.
+        coupling: What an update depends on.
+    """
+    _COUPLINGS[kind] = coupling
+
+
+def class_named(name: str) -> type[Optimizer]:
+    """Returns the class that ``class_name`` gave ``name``, if it is one of those known here.
+
+    Nothing is imported by a name that was stored.
+
+    Raises:
+        UnsupportedError: It is not known.
+    """
+    for kind in _COUPLINGS:
+        if name_of(kind) == name:
+            return kind
+    raise UnsupportedError(
+        f"optimizer class {name} is not registered: call moe_ckpt.gradient_log.optimizers.register() first (moe-ckpt "
+        "densify --import MODULE imports a module that does)"
+    )
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update by one optimizer: all that it depended on, beside state and gradients. Plain data.
+
+    Attributes:
+        optimizer: Number of the optimizer.
+        groups: Hyperparameters of each param group, as they were before the update.
+        parameters: Names of the model's tensors that had a gradient; others stayed as they were.
+        grad_scale: By which the optimizer divides the gradients; None if they are not scaled.
+        found_inf: Nonzero if the optimizer is to leave the update out; None if it need not look.
+    """
+
+    optimizer: int
+    groups: tuple[Mapping[str, Any], ...]
+    parameters: tuple[str, ...]
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,3 +306,10 @@ def _set(optimizer: Optimizer, update: Update) -> None:
     if update.grad_scale is not None or update.found_inf is not None:
         # As torch.amp.GradScaler.step does for optimizers that unscale by themselves.
         vars(optimizer).update(grad_scale=update.grad_scale, found_inf=update.found_inf)
+
+
+def copied_value(value: Any) -> Any:
+    """Returns a copy of a hyperparameter that may change in place; any other as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value

@@ -13,74 +13,110 @@ from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.fragment import FixedStrings
 from moe_ckpt.format.shard import GRADIENT
-from moe_ckpt.gradients.capture import ConsumedGradients, GradientCapture, GradientConsumer, Update
-from moe_ckpt.gradients.edits import EditWatch, Named
-from moe_ckpt.gradients.layout import Device, UpdateLayout
-from moe_ckpt.gradients.replay import OptimizerReplay
-from moe_ckpt.gradients.returning import LogReplayer
-from moe_ckpt.gradients.units import Unit, UnitBlock
+from moe_ckpt.gradient_log.capture import ConsumedGradients, GradientCapture, GradientConsumer
+from moe_ckpt.gradient_log.edits import EditedSteps, EditWatch, Named
+from moe_ckpt.gradient_log.optimizers import OptimizerReplay, Update
+from moe_ckpt.gradient_log.replaying import LogReplayer
+from moe_ckpt.gradient_log.returning import LogReturn
+from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.state.optimizer_class import class_name
-from moe_ckpt.policies.base import Needs
+from moe_ckpt.policies.base import Policy, needs_of
 from moe_ckpt.ports import GradientRecord, StateTensor, StepGradients
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.recovery.executing import Recovery
 
+Attach = Callable[[GradientConsumer, torch.dtype | None], GradientCapture]
+"""(consumer, type that wider gradients are rounded to before each update) -> the hooks on a framework's optimizers."""
 _Region = tuple[str, tuple[int, ...], tuple[int, ...]]
 """(parameter, offsets, shape) of a block."""
 
 
-class StepRecorder(GradientConsumer, GradientRecord):
-    """Keeps references; copies only what is overwritten before its step ends. Before ``begin`` it ignores updates.
+class RunLog(GradientConsumer, GradientRecord):
+    """The gradient log of a training loop: recorded while training, and repeated after a failure.
+
+    Keeps references; copies only what is overwritten before its step ends. Before ``begin`` it ignores updates. For the
+    training thread.
 
     Args:
-        optimizers: As given to ``GradientCapture``.
+        attach: Gives what optimizers consume to a consumer (``lightning.capture_gradients``, ``megatron``'s).
+        optimizers: Of this rank.
+        policy: Of the run: what is recorded by its needs, and its name for messages.
         release: Called before gradients are overwritten: returns when they are no longer read.
         keys: Of each optimizer, the number that keys of its state have; None for its own.
-        stored: Type that wider gradients are saved in, as named in headers, for they have been rounded to it.
         copies: Weights beside those that are updated, which follow them (``copies_written``).
         gathered: As of ``EditWatch``.
+        finish: As of ``LogReplayer``.
 
-    Attributes:
-        rounded: That type, for ``GradientCapture``; None if they stay as they are.
+    Raises:
+        UnsupportedError: The policy logs gradients, and ``attach`` refuses these optimizers.
     """
 
     def __init__(
         self,
+        attach: Attach,
         optimizers: Sequence[Optimizer],
+        policy: Policy,
         release: Callable[[], None],
-        keys: Sequence[int] | None = None,
-        stored: str | None = None,
-        copies: Named = (),
         *,
+        keys: Sequence[int] | None = None,
+        copies: Named = (),
         gathered: bool = False,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
+        needs = needs_of(policy)
+        if needs.gradients:
+            attach(Ignored(), None).close()  # whatever is refused, is refused before training
+        self._attach, self._finish = attach, finish
         self._optimizers = tuple(optimizers)
         self._release = release
         self._keys = tuple(range(len(self._optimizers)) if keys is None else keys)
-        self._stored = stored
-        self.rounded = None if stored is None else TORCH_DTYPES[stored]
+        self._stored = needs.stored_gradients
+        """Type that wider gradients are saved in, as named in headers, for they have been rounded to it."""
         self._layout: tuple[object, Mapping[str, Any]] = None, {}
         self._capture: GradientCapture | None = None
         self._consumed: list[ConsumedGradients] = []
         self._templates: tuple[Sequence[StateTensor], Mapping[_Region, StateTensor]] = (), {}
         self._names: dict[Any, FixedStrings] = {}
         self._edits = EditWatch(self._optimizers, copies, gathered=gathered)
+        self._edited_steps = EditedSteps(type(policy).__name__)
         self._grouped: tuple[object, dict[tuple[int, str], int]] = None, {}
 
-    def begin(self, capture: GradientCapture) -> None:
-        """Training begins.
-
-        Args:
-            capture: What tells this of updates.
-        """
-        self._capture = capture
+    def begin(self) -> None:
+        """Training begins."""
+        self._capture = self._attach(self, None if self._stored is None else TORCH_DTYPES[self._stored])
         self._consumed.clear()
-        self._grouped = capture.tensors(), _groups_of(capture)
-        self._edits.begin(capture)
+        self._grouped = self._capture.tensors(), _groups_of(self._capture)
+        self._edits.begin(self._capture)
+
+    def close(self) -> None:
+        """Removes all hooks. Safe to call twice."""
+        if self._capture is not None:
+            self._capture.close()
 
     def copies_written(self) -> None:
         """The weights that follow those that optimizers update are as they should be."""
         if self._capture is not None:
             self._edits.copies_written(updated=bool(self._consumed))
+
+    def along(self, recovery: Recovery, opened: OpenedMemory, catalog: Catalog) -> LogReturn:
+        """Begins the return to a step of a gradient log.
+
+        Args:
+            recovery: What returns.
+            opened: The step.
+            catalog: Of the whole model.
+        """
+        spans = {operator.id: operator.spans for operator in catalog.operators}
+        return LogReturn(recovery, opened, LogReplayer(spans, self._replay, self._finish))
+
+    def _replay(self) -> OptimizerReplay:
+        """Returns the optimizers to step. Of the capture, closed before they do, only units are asked."""
+        capture = self._attach(Ignored(), None)
+        try:
+            return OptimizerReplay(self._optimizers, capture.units(), capture.tensors())
+        finally:
+            capture.close()
 
     # --- GradientConsumer ---
 
@@ -136,10 +172,13 @@ class StepRecorder(GradientConsumer, GradientRecord):
         ]
         updates = [self._plain(consumed.update) for consumed in self._consumed]
         plain = {"updates": updates, "counts": list(self._counts()), "layout": self._layout_of(self._capture)}
-        return StepGradients(gradients, plain, tuple(self.edited()))
+        return StepGradients(gradients, plain, tuple(self._edited_names()))
 
-    def edited(self) -> Sequence[str]:
+    def edited(self, step: int) -> bool:
         """See ``ports.GradientRecord``."""
+        return self._edited_steps.ends(step, self._edited_names())
+
+    def _edited_names(self) -> Sequence[str]:
         changed = (name for consumed in self._consumed for name in consumed.changed())
         return tuple(dict.fromkeys((*changed, *self._edits.edited(), *self._regrouped())))
 
@@ -257,66 +296,3 @@ def _gradient(
         writer=template.writer,
         stored=stored if stored is not None and gradient.element_size() > itemsize(stored) else None,
     )
-
-
-class RunLog:
-    """The gradient log of a training loop: recorded while training, repeated after a failure. For the training thread.
-
-    Args:
-        attach: The adapter's ``capture_gradients``, to which a consumer and the type of rounded gradients are given.
-        optimizers: Of this rank.
-        needs: Of the policy: nothing is recorded unless it logs gradients.
-        release: As of ``StepRecorder``, and so are ``keys``, ``copies`` and ``gathered``.
-        finish: As of ``LogReplayer``.
-
-    Attributes:
-        recorder: For the session; None where the policy logs no gradients.
-    """
-
-    def __init__(
-        self,
-        attach: Callable[..., GradientCapture],
-        optimizers: Sequence[Optimizer],
-        needs: Needs,
-        release: Callable[[], None],
-        *,
-        keys: Sequence[int] | None = None,
-        copies: Named = (),
-        gathered: bool = False,
-        finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.recorder: StepRecorder | None = None
-        if needs.gradients:
-            attach(Ignored()).close()  # whatever is refused, is refused before training
-            stored = needs.stored_gradients
-            self.recorder = StepRecorder(optimizers, release, keys, stored, copies, gathered=gathered)
-        self._attach, self._optimizers, self._finish = attach, optimizers, finish
-        self._capture: GradientCapture | None = None
-
-    def replayer(self, catalog: Catalog) -> LogReplayer:
-        """Returns what repeats the updates of a log.
-
-        Args:
-            catalog: Of the whole model.
-        """
-        spans = {operator.id: operator.spans for operator in catalog.operators}
-        return LogReplayer(spans, self._replay, self._finish)
-
-    def _replay(self) -> OptimizerReplay:
-        """Returns the optimizers to step. Of the capture, closed before they do, only units are asked."""
-        capture = self._attach(Ignored())
-        try:
-            return OptimizerReplay(self._optimizers, capture.units(), capture.tensors())
-        finally:
-            capture.close()
-
-    def begin(self) -> None:
-        """Training begins."""
-        if self.recorder is not None:
-            self._capture = self._attach(self.recorder, self.recorder.rounded)
-            self.recorder.begin(self._capture)
-
-    def close(self) -> None:
-        """Removes all hooks. Safe to call twice."""
-        if self._capture is not None:
-            self._capture.close()

@@ -7,14 +7,16 @@ backward pass writes into buffers that outlive their gradients (DDP with ``gradi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 
+from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.gradients.capture import GradientCapture, GradientConsumer
-from moe_ckpt.gradients.units import Unit, whole_unit
+from moe_ckpt.gradient_log.capture import GradientCapture, GradientConsumer
+from moe_ckpt.gradient_log.recording import RunLog
+from moe_ckpt.gradient_log.units import Unit, whole_unit
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_of
 from moe_ckpt.modeling.names import parameters_of
@@ -23,7 +25,7 @@ from moe_ckpt.stopwatch import Stopwatch
 
 def capture_gradients(
     trainer: Any,
-    module: pl.LightningModule,
+    module: Any,
     consumer: GradientConsumer,
     rounded: torch.dtype | None = None,
     stopwatch: Stopwatch | None = None,
@@ -52,8 +54,23 @@ def capture_gradients(
     return capture
 
 
+def fit_log(trainer: Any, module: Any, driver: Driver) -> RunLog:
+    """Returns the gradient log of a fit.
+
+    Args:
+        trainer: Whose optimizers are set up.
+        module: The model.
+        driver: Of the run, whose stopwatch counts what hooks take.
+
+    Raises:
+        UnsupportedError: The policy logs gradients, and ``capture_gradients`` refuses.
+    """
+    attach = partial(capture_gradients, trainer, module, stopwatch=driver.stopwatch)
+    return RunLog(attach, trainer.optimizers, driver.options.policy, driver.release_gradients)
+
+
 class _ModuleUnits:
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
 

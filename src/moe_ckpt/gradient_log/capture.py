@@ -8,7 +8,7 @@ loss scaler leaves ``step`` out.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import chain
@@ -19,33 +19,14 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from moe_ckpt.gradients.coupling import Coupling, coupling_of
-from moe_ckpt.gradients.units import Unit
+from moe_ckpt.gradient_log.optimizers import Update, copied_value, coupling_of
+from moe_ckpt.gradient_log.units import Unit
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.state.param_groups import require_plain
 from moe_ckpt.stopwatch import Stopwatch
 
 Describe = Callable[[int, int, torch.Tensor], Unit]
 """(number of the optimizer, of the param group, what is updated) -> its unit."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """One update by one optimizer: all that it depended on, beside state and gradients. Plain data.
-
-    Attributes:
-        optimizer: Number of the optimizer.
-        groups: Hyperparameters of each param group, as they were before the update.
-        parameters: Names of the model's tensors that had a gradient; others stayed as they were.
-        grad_scale: By which the optimizer divides the gradients; None if they are not scaled.
-        found_inf: Nonzero if the optimizer is to leave the update out; None if it need not look.
-    """
-
-    optimizer: int
-    groups: tuple[Mapping[str, Any], ...]
-    parameters: tuple[str, ...]
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +101,6 @@ class GradientCapture:
         rounded: Type that wider gradients are rounded to before each update; None: they stay as they are.
         stopwatch: Counts what hooks take.
 
-    Attributes:
-        couplings: What the updates of each optimizer couple.
-
     Raises:
         UnsupportedError: An optimizer's steps cannot be repeated from gradients.
     """
@@ -136,7 +114,8 @@ class GradientCapture:
         stopwatch: Stopwatch | None = None,
     ) -> None:
         self._stopwatch = stopwatch or Stopwatch()
-        self.couplings: tuple[Coupling, ...] = tuple(map(coupling_of, optimizers))
+        for optimizer in optimizers:
+            coupling_of(optimizer)
         self._optimizers = tuple(optimizers)
         self._describe = describe
         self._consumer = consumer
@@ -297,10 +276,3 @@ def _hyperparameters(number: int, at: int, group: dict[str, Any]) -> dict[str, A
             require_plain(value, f"optimizers/{number}/param_groups/{at}/{key}")
             settings[key] = copied_value(value)
     return settings
-
-
-def copied_value(value: Any) -> Any:
-    """Returns a copy of a hyperparameter that may change in place; any other as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return list(value) if isinstance(value, list) else value

@@ -36,7 +36,7 @@ def top_of(runs: Sequence[RunSummary], panel: Panel) -> int:
 
 def draw_heat(figure: Any, runs: Sequence[RunSummary], panels: Sequence[Panel] = PANELS) -> None:
     """A row per run and a column per panel; the colours of a column mean the same in all its rows."""
-    from moe_ckpt.metrics.plotting import draw_over_time  # imports torch
+    from moe_ckpt.metrics import draw_over_time  # imports torch
 
     partial = partial_runs(runs)
     grid = figure.subplots(len(partial), len(panels), squeeze=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moe_ckpt import notices as notices  # says warnings where no logging is set up
 
 if TYPE_CHECKING:
-    from moe_ckpt.callbacks.named_steps import load_from_checkpoint
+    from moe_ckpt.callbacks.checkpoint_io import load_from_checkpoint
     from moe_ckpt.ledger.retention import RetentionPolicy
     from moe_ckpt.memory.options import Memory
     from moe_ckpt.modeling.moe.registry import register_moe

@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.callbacks.data.data_position import dealer_of
+from moe_ckpt.callbacks.data_position import dealer_of
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ConfigError, StoreError
 from moe_ckpt.policies import Dense, MoEvement

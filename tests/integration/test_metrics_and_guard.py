@@ -21,7 +21,7 @@ from moe_ckpt.driver import run as driver_run
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.metrics import CheckpointMetrics, facts_of
-from moe_ckpt.modeling.moe.passes import TrainingPasses
+from moe_ckpt.modeling.moe.routing import TrainingPasses
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.policies import Guarded, MoC, MoEvement
 from moe_ckpt.reading.reader import open_step

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moe_ckpt
-from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO, named_steps
+from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO, checkpoint_io
 from moe_ckpt.errors import ConfigError, NoCheckpointError, StoreError, UnsupportedError
 from moe_ckpt.interop.export import export
 from moe_ckpt.policies import Dense, MoC, MoEvement
@@ -157,13 +157,13 @@ def test_what_rank_0_finds_in_a_store_all_ranks_hear(run, tmp_path, monkeypatch)
     (tmp_path / "empty").mkdir()
     shutil.copy(run[0] / "store.json", tmp_path / "empty")
     comms = {}
-    monkeypatch.setattr(named_steps, "make_communicator", lambda timeout_secs: comms[threading.get_ident()])
+    monkeypatch.setattr(checkpoint_io, "make_communicator", lambda timeout_secs: comms[threading.get_ident()])
 
     def one(comm):
         comms[threading.get_ident()] = comm
-        newest = named_steps.load_named(run[0], lambda reader, manifest: manifest.step, fitting=True)
+        newest = checkpoint_io.load_named(run[0], lambda reader, manifest: manifest.step, fitting=True)
         with pytest.raises(StoreError) as caught:
-            named_steps.load_named(tmp_path / "empty", lambda reader, manifest: None, fitting=True)
+            checkpoint_io.load_named(tmp_path / "empty", lambda reader, manifest: None, fitting=True)
         return newest, caught.value
 
     (first, zero), (second, other) = run_threads(ThreadRanks(2), one)

@@ -17,7 +17,7 @@ def moved_names(rank: int, world_size: int, root: str) -> dict[str, Said]:
     import megatron.training.training as training
 
     from moe_ckpt import Memory, megatron
-    from moe_ckpt.megatron.script.megatron_lm import REPLACED_WITH_LOG
+    from moe_ckpt.megatron.megatron_lm import REPLACED_WITH_LOG
 
     found: dict[str, Said] = {}
     install = functools.partial(megatron.install, dirpath=root, memory=Memory(upstream_bytes="1MB"))
@@ -39,7 +39,7 @@ def calls(rank: int, world_size: int, root: str) -> dict[str, Said]:
     import megatron.training.training as training
 
     from moe_ckpt import megatron
-    from moe_ckpt.megatron.script import arguments as script
+    from moe_ckpt.megatron import script
 
     found = {
         "policy": said(lambda: megatron.install(policy="MoC", dirpath=root)),
@@ -68,8 +68,7 @@ def unused(rank: int, world_size: int, root: str) -> dict[str, Said]:
     """What is said at the process's end after an ``install`` that no model followed, one that was taken away, and one
     whose model could not be checkpointed."""
     from moe_ckpt import megatron
-    from moe_ckpt.megatron.script import arguments as script
-    from moe_ckpt.megatron.script import megatron_lm
+    from moe_ckpt.megatron import megatron_lm, script
 
     told: list[str] = []
     megatron_lm.announce = lambda message, *values, **_: told.append(message % values)
@@ -89,7 +88,7 @@ def unused(rank: int, world_size: int, root: str) -> dict[str, Said]:
 
 def loaders(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """What is said of a data loader whose position is not saved."""
-    from moe_ckpt.megatron.script import arguments as script
+    from moe_ckpt.megatron import script
 
     told: list[str] = []
     script.announce = lambda message, *values, **_: told.append(message % values)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.model.trained import Trained
+from moe_ckpt.megatron.model.state import Trained
 from moe_ckpt.megatron.model.world import HeldTensor
 from tests.megatron.exactness import Case, kill, life_of, start_life
 from tests.support.megatron_acts import goes_on
@@ -99,7 +99,7 @@ def test_all_experts_of_a_layer_have_one_name():
 
 
 def test_the_script_says_that_others_rest():
-    from moe_ckpt.megatron.model.trained import resting_changed
+    from moe_ckpt.megatron.model.state import resting_changed
 
     assert resting_changed([], [], ["a"]) == [], "training has come to it"
     changes = resting_changed(["a"], ["b"], ["a"])

@@ -179,7 +179,8 @@ def names(module):
 
 
 def test_every_package_with_a_public_surface_is_frozen():
-    found = {f"moe_ckpt.{m.name}".rstrip("."): names(m) for m in rules.read_package(SOURCE) if m.is_package}
+    found = {f"moe_ckpt.{m.name}".rstrip("."): names(m) for m in rules.read_package(SOURCE)}
+    found = {name: listed for name, listed in found.items() if not name.endswith(".compat")}
     assert {name for name, listed in found.items() if listed is not None} == set(SURFACE)
 
 

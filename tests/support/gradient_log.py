@@ -14,7 +14,7 @@ from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer
 from moe_ckpt.gradient_log.units import Pieces, Unit
 from moe_ckpt.ledger.gradient_chain import LoggedStep, chain
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.state.optimizer_class import class_name
+from moe_ckpt.modeling.state.param_groups import class_name
 
 
 class Copier:

@@ -16,9 +16,8 @@ from moe_ckpt.boost.layer import LayerBoost
 from moe_ckpt.boost.ports import TopKPort, boost_ports
 from moe_ckpt.modeling.moe import registry
 from moe_ckpt.modeling.moe.discover import find_moe_layers
-from moe_ckpt.modeling.moe.passes import TrainingPasses
 from moe_ckpt.modeling.moe.registry import register_moe
-from moe_ckpt.modeling.moe.routing import RoutingCounter
+from moe_ckpt.modeling.moe.routing import RoutingCounter, TrainingPasses
 from tests.support.moe_models import FAMILIES, ListMoE, OwnMoE, Stack, family, loss_of
 
 BY_ARGMAX = {"NllbMoe", "SwitchTransformers", "Phimoe"}

@@ -18,10 +18,10 @@ from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 
 from moe_ckpt import conf
+from moe_ckpt import conf as schema
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.report import describe
-from moe_ckpt.conf import schema
-from moe_ckpt.conf.schema import SCHEMAS, StoreConfig
+from moe_ckpt.conf import SCHEMAS, StoreConfig
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.pace.cadence import StorageCadence
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, GradientLog, Guarded, MoC, MoEtion, MoEvement

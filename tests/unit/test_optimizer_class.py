@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.modeling.state.optimizer_class import class_name
+from moe_ckpt.modeling.state.param_groups import class_name
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 
 NAMES = (

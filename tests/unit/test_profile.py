@@ -37,8 +37,8 @@ from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.policies.base import Sends
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.profiling import recorder
-from moe_ckpt.profiling.facts import parallel, started_unix_secs, weighed
-from moe_ckpt.profiling.recorder import profilers
+from moe_ckpt.profiling.file import weighed
+from moe_ckpt.profiling.recorder import parallel, profilers, started_unix_secs
 from moe_ckpt.run.events import Loaded, StepRecord, StepReplayed
 from moe_ckpt.run.options import Options
 from moe_ckpt.slices.assignment import operator_bytes
@@ -315,7 +315,9 @@ def test_the_process_began_when_the_system_says():
     assert started_unix_secs() == pytest.approx(
         psutil.Process().create_time(), abs=1.5
     )  # psutil rounds boot to seconds
-    code = "import time; t = time.time(); from moe_ckpt.profiling import facts as p; print(t - p.started_unix_secs())"
+    code = (
+        "import time; t = time.time(); from moe_ckpt.profiling import recorder as p; print(t - p.started_unix_secs())"
+    )
     spent = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
     assert -0.02 < spent < 60  # time to start Python, before the imports
 

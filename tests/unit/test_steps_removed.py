@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ckpt import newest_step
-from moe_ckpt.callbacks import named_steps
+from moe_ckpt.callbacks import checkpoint_io
 from moe_ckpt.cli.main import main
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.commit.keeping import collect
@@ -233,13 +233,13 @@ def test_evaluation_loads_the_newer_step(live):
         reader.check_checkpoint(found, manifest)
         return manifest.directory
 
-    assert named_steps.load_named(live.root, load, fitting=False) == COMING
+    assert checkpoint_io.load_named(live.root, load, fitting=False) == COMING
 
 
 def test_ranks_that_evaluate_take_the_same_newer_step(run, monkeypatch):
     open_as(monkeypatch, training(run, FILES[2], 2))
     ranks, here = ThreadRanks(2), threading.local()
-    monkeypatch.setattr(named_steps, "make_communicator", lambda timeout_secs: here.comm)
+    monkeypatch.setattr(checkpoint_io, "make_communicator", lambda timeout_secs: here.comm)
 
     def load(found: StoreReader, manifest: Manifest) -> str:
         if here.comm.rank == 1:  # rank 0 misses nothing itself
@@ -248,7 +248,7 @@ def test_ranks_that_evaluate_take_the_same_newer_step(run, monkeypatch):
 
     def body(comm) -> str:
         here.comm = comm
-        return named_steps.load_named(run.root, load, fitting=False)
+        return checkpoint_io.load_named(run.root, load, fitting=False)
 
     assert run_threads(ranks, body) == ["step_00000005"] * 2
 
@@ -294,7 +294,7 @@ def test_weights_of_a_named_step(run, monkeypatch, at):
 def test_evaluation_of_a_named_step(run, monkeypatch, at):
     open_as(monkeypatch, training(run, at))
     with pytest.raises(StepRemovedError, match=NEWEST):
-        named_steps.load_named(run.root / NEWEST, reader.check_checkpoint, fitting=False)
+        checkpoint_io.load_named(run.root / NEWEST, reader.check_checkpoint, fitting=False)
 
 
 # --- what is damaged stays so ---
@@ -308,7 +308,7 @@ def test_a_missing_file_is_damage_while_a_manifest_names_it(run, capsys, at):
     assert call(capsys, "verify", run.root)[0] == 1
     assert call(capsys, "export", run.root / NEWEST, "--to", "dcp", "-o", run.root / "out")[0] == 1
     with pytest.raises(DamagedError, match="is missing"):
-        named_steps.load_named(run.root / NEWEST, reader.check_checkpoint, fitting=False)
+        checkpoint_io.load_named(run.root / NEWEST, reader.check_checkpoint, fitting=False)
 
 
 def test_a_file_that_another_step_needs_is_damage_though_one_of_its_steps_was_removed(run):

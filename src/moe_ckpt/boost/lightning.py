@@ -10,7 +10,7 @@ from moe_ckpt.boost.ports import boost_ports
 from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.modeling.moe.discover import FoundLayer
-from moe_ckpt.modeling.moe.passes import TrainingPasses
+from moe_ckpt.modeling.moe.routing import TrainingPasses
 from moe_ckpt.ports import Communicator
 from moe_ckpt.stopwatch import Stopwatch
 

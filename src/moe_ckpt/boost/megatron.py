@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
-from moe_ckpt.megatron.dropping import Dropping, Watch, attach, detach
+from moe_ckpt.megatron.routing import Dropping, Watch, attach, detach
 
 
 class RouterPort(BoostPort):

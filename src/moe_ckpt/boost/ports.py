@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.modeling.moe.discover import FoundLayer
-from moe_ckpt.modeling.moe.passes import TrainingPasses
+from moe_ckpt.modeling.moe.routing import TrainingPasses
 
 ATTRIBUTE = "moe_boost"
 

@@ -12,8 +12,7 @@ if tuple(map(int, lightning.__version__.split(".")[:2])) < (2, 6):
         'pip install --upgrade "lightning>=2.6"'
     )
 
-from moe_ckpt.callbacks.checkpoint_io import MoECheckpointIO
+from moe_ckpt.callbacks.checkpoint_io import MoECheckpointIO, load_from_checkpoint
 from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
-from moe_ckpt.callbacks.named_steps import load_from_checkpoint
 
 __all__ = ["MoECheckpoint", "MoECheckpointIO", "load_from_checkpoint"]

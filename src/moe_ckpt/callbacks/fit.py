@@ -15,11 +15,11 @@ from lightning.pytorch.callbacks import Callback
 
 from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.compat import NAMES
-from moe_ckpt.callbacks.data.data_position import DataPosition
-from moe_ckpt.callbacks.data.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
+from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
 from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
+from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import inexact, require_restartable, warn_of_timers
 from moe_ckpt.callbacks.update_watch import UpdateWatch

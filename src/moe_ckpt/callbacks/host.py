@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from moe_ckpt.callbacks.data.data_position import DataPosition
+from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import ended, go_on_from_end, say_finished
 from moe_ckpt.callbacks.lightning_state import (
     HYPER_PARAMETERS,
@@ -27,7 +27,7 @@ from moe_ckpt.driver.replaying import Repeated
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights, load_weights
-from moe_ckpt.modeling.moe.passes import TrainingPasses
+from moe_ckpt.modeling.moe.routing import TrainingPasses
 from moe_ckpt.modeling.names import clean_name, is_compiled, tied_aliases
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
 from moe_ckpt.modeling.state import module_state

@@ -28,9 +28,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from moe_ckpt.callbacks.bucket_order import BUCKETS_KEY
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO, load_steps_into_shards
-from moe_ckpt.callbacks.data.data_position import DataPosition
-from moe_ckpt.callbacks.data.loop_position import leave_broken_validation, update_plateaus
+from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.fit import Fit
+from moe_ckpt.callbacks.loop_position import leave_broken_validation, update_plateaus
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import STATE_KEY, sharding_of, warn_of_partial_means
 from moe_ckpt.driver.run import CLOSE_SECS

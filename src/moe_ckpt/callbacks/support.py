@@ -20,7 +20,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.compat import Private
-from moe_ckpt.callbacks.data.data_position import dealer_of, why_unknown
+from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
 from moe_ckpt.errors import ConfigError, UnsupportedError
 
 log = logging.getLogger("moe_ckpt")

@@ -19,7 +19,7 @@ from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import CoverageError, NoCheckpointError, StepRemovedError, StoreError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.interop.safetensors_files import SUFFIX, FileTensor, model_files, read_block, read_tables
+from moe_ckpt.interop.safetensors import SUFFIX, FileTensor, model_files, read_block, read_tables
 from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
 from moe_ckpt.reading.newest import newest_dense, require_dense

@@ -18,11 +18,10 @@ Four in a training loop of your own::
 Megatron-Core itself is imported by ``attach``, not by this package.
 """
 
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach, load_weights
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.script.megatron_lm import MegatronLM, install
+from moe_ckpt.megatron.megatron_lm import MegatronLM, install
 from moe_ckpt.megatron.torch_dist import export_torch_dist, import_torch_dist
-from moe_ckpt.megatron.weights import load_weights
 
 __all__ = [
     "MegatronCheckpoint",

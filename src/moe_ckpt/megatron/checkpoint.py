@@ -21,10 +21,12 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.model.inventory import chunks_of, take_inventory
+from moe_ckpt.megatron.model.state import MegatronTrainingState
 from moe_ckpt.megatron.model.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
+from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
 from moe_ckpt.recovery.recovery_plan import RecoveryPlan
 from moe_ckpt.run.agreement import Deferred, StepTokens
@@ -462,6 +464,45 @@ class MegatronCheckpoint:
                 self.finish()
         finally:
             self.close(CLOSE_SECS, error)
+
+
+def load_weights(
+    model_chunks: Sequence[nn.Module] | nn.Module,
+    weights_from: str | os.PathLike[str],
+    optimizer: Any = None,
+    *,
+    strict: bool = True,
+    timeout_secs: float = 600.0,
+) -> None:
+    """Loads weights and buffers into a model, whatever parallel layout they were saved in. A collective of all ranks.
+
+    For a run that is checkpointed, use ``megatron.attach(weights_from=...)`` instead, which does not load them again at
+    a restart. With adapters (PEFT): load before they are added to the model.
+
+    Args:
+        model_chunks: As for ``attach``.
+        weights_from: A store (its newest dense step), a step directory, or safetensors files that ``moe-ckpt export``
+            wrote from a store of Megatron. Names must be Megatron's: files of transformers must be converted first.
+        optimizer: Megatron's, if there is one: its master weights are set to the loaded weights. None for evaluation.
+        strict: False lets tensors be missing on either side, a new head for instance; shapes must agree anyway.
+        timeout_secs: Longest wait for another rank.
+
+    Raises:
+        CoverageError: Names or shapes do not agree; the message names them, and nothing was changed.
+        StoreError: The source is not there or damaged.
+        UnsupportedError: The source is a sparse window (MoEvement).
+        ConfigError: Process groups are not set up.
+    """
+    require_groups()
+    state = MegatronTrainingState(take_inventory(chunks_of(model_chunks)), optimizer)
+    comm = make_communicator(timeout_secs)
+    try:
+        bind(state, comm)
+        loaded = state.load_weights(weights_from, comm, strict=strict)
+        if comm.rank == 0:
+            announce("loaded %s", loaded)
+    finally:
+        comm.close()
 
 
 def has_updated(ckpt: MegatronCheckpoint) -> bool:

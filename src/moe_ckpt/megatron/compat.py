@@ -7,6 +7,8 @@ name when training starts, rather than failing when a checkpoint is needed.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -98,3 +100,16 @@ def look_up(module: str, name: str) -> Any:
             "0.19.2 have it: install one of them, or a newer moe_ckpt."
         ) from error
     return value
+
+
+@contextmanager
+def changed(target: Any, **values: Any) -> Iterator[None]:
+    """Sets those attributes that ``target`` has to other values until the block ends."""
+    old = {name: getattr(target, name) for name in values if hasattr(target, name)}
+    for name in old:
+        setattr(target, name, values[name])
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(target, name, value)

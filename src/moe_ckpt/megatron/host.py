@@ -19,9 +19,8 @@ from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.hyperparameters import changes, configured, write_settings
 from moe_ckpt.megatron.loop import Loop, Progress
 from moe_ckpt.megatron.model.inventory import ModelInventory
-from moe_ckpt.megatron.model.state import MegatronTrainingState
+from moe_ckpt.megatron.model.state import RESTING, MegatronTrainingState, resting_changed
 from moe_ckpt.megatron.model.topology import layout
-from moe_ckpt.megatron.model.trained import RESTING, resting_changed
 from moe_ckpt.megatron.trainer_state import (
     SCHEDULER,
     Stateful,
@@ -30,7 +29,6 @@ from moe_ckpt.megatron.trainer_state import (
     restore_generators,
     restore_stateful,
 )
-from moe_ckpt.megatron.weights import load_into
 from moe_ckpt.modeling.rng import Generators
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.reader import StoreReader
@@ -131,7 +129,7 @@ class MegatronHost(Host):
                 f"megatron.attach(weights_from={path!r}) and what was given to resume(otherwise=...), which starts at "
                 f"iteration {self.loop.iteration}, contradict each other: give one of them"
             )
-        return load_into(path, self.state, comm)
+        return self.state.load_weights(path, comm)
 
     def go_on_from_end(
         self, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float

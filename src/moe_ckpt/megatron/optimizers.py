@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.megatron.compat import OPTIMIZER, megatron_core
-from moe_ckpt.megatron.script.arguments import changed
+from moe_ckpt.megatron.compat import OPTIMIZER, changed, megatron_core
 from moe_ckpt.modeling.state.optimizer_view import is_state_name, unnameable
 
 MASTER = "fp32_param"

@@ -7,22 +7,26 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.operators import Catalog, OperatorKind
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.errors import DamagedError, FormatVersionError
+from moe_ckpt.format.manifest import LayerRecord
 from moe_ckpt.format.profile import (
     MAX_PROFILE_BYTES,
     Life,
+    OperatorRow,
     Profile,
+    ProfiledModel,
     decode_profile,
     encode_life,
     encode_model,
     encode_profile,
 )
 from moe_ckpt.ports import TensorSpec
-from moe_ckpt.profiling.facts import weighed
-from moe_ckpt.slices.assignment import ComputeTypes
+from moe_ckpt.slices.assignment import ComputeTypes, operator_bytes
 from moe_ckpt.storage.local import read_whole, remove_temporaries_of, replace_file
 from moe_ckpt.threads import ThreadName, named_thread
 
@@ -120,3 +124,35 @@ class ProfileWriter:
             if not self._complained:
                 log.warning("the profile %s cannot be written, training continues: %s", self._path, error)
             self._complained = True
+
+
+def weighed(
+    catalog: Catalog, placement: Placement, specs: Sequence[TensorSpec], compute: ComputeTypes
+) -> ProfiledModel:
+    """Bytes of each operator, in the form that window policies take; equal neighbours share a row."""
+    sizes = operator_bytes(catalog, specs, compute)
+    rows: list[OperatorRow] = []
+    for op in catalog.operators:
+        elements = 0
+        for span in op.spans:
+            shape = catalog.parameters[span.parameter]
+            start, stop = span.rows(shape)
+            elements += (stop - start) * prod(shape[1:])
+        weight = sizes[op.id]
+        stage, gradient, weights = placement.stage_of.get(op.id, 0), weight.gradient, weight.weights
+        row = OperatorRow(
+            op.id, 1, elements, weight.full, weight.compute, stage, gradient_bytes=gradient, weight_bytes=weights
+        )
+        if rows and op.kind is OperatorKind.EXPERT and _follows(row, rows[-1]):
+            last = rows.pop()
+            row = replace(last, count=last.count + 1)
+        rows.append(row)
+    layers = tuple(LayerRecord(layer.name, layer.experts, layer.top_k) for layer in catalog.layers)
+    return ProfiledModel(layers, tuple(rows))
+
+
+def _follows(row: OperatorRow, before: OperatorRow) -> bool:
+    """Whether the expert of ``row`` is the next of the same layer, and alike."""
+    if before.expert is None or row.layer != before.layer or row.expert != before.expert + before.count:
+        return False
+    return (row.elements, row.size, row.stage) == (before.elements, before.size, before.stage)

@@ -16,12 +16,12 @@ from statistics import fmean, median
 from typing import Any
 
 from moe_ckpt.core.operators import MoELayer
+from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.skew import normalized_hhi
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.format.profile import Life
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import TensorSpec
-from moe_ckpt.profiling.facts import parallel, started_unix_secs
 from moe_ckpt.profiling.file import ProfileWriter
 from moe_ckpt.run.events import (
     Closed,
@@ -40,6 +40,40 @@ from moe_ckpt.run.events import (
     TrainingEnded,
 )
 from moe_ckpt.slices.assignment import ComputeTypes
+
+_IMPORTED_UNIX_SECS = time.time()
+
+
+def parallel(placement: Placement, ranks: int) -> tuple[int, int, int]:
+    """(pp, dp, ep), as ``sim.cluster.Parallel`` counts: stages, pipelines, and ranks that experts are split over.
+
+    Without a distributed optimizer pipelines that hold the same experts deal them out, and so count as one wide one.
+    """
+    pp = len(placement.stages)
+    width = placement.stages[0]
+    ep = max((len(set(row)) for row in placement.owners), default=1)
+    ep = 1 if placement.expert_ranks is None else ep
+    if set(placement.stages) != {width} or width % ep or pp * width != ranks:
+        return 1, ranks, 1
+    return pp, width // ep, ep
+
+
+def started_unix_secs() -> float:
+    """When this process began; when this module was imported, where the system does not tell."""
+    try:
+        with open("/proc/self/stat", "rb") as file:  # the name, in brackets, may hold anything
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - max(0.0, since_boot)
+    except (OSError, ValueError, IndexError, AttributeError):
+        pass
+    try:
+        import psutil
+
+        return float(psutil.Process().create_time())
+    except (ImportError, OSError):
+        return _IMPORTED_UNIX_SECS
+
 
 _MOST_SECS = 10.0
 _LEAST_SECS = 0.5

@@ -1,25 +1,143 @@
-"""The training state of Megatron model chunks and their optimizer, in tensors that no layout changes."""
+"""The training state of Megatron model chunks and their optimizer, in tensors that no layout changes.
+
+What the optimizer has needs its state, and nothing else has any, so a run is resumed with the same parameters only.
+Whether one of them requires gradients is state, which is restored: training may rest some as it goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from moe_ckpt.driver.changes import Change
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
+from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.interop import weights
 from moe_ckpt.megatron import hyperparameters
 from moe_ckpt.megatron.model.blocks import BlockPart, Placed, placed_blocks
 from moe_ckpt.megatron.model.inventory import LiveParameter, ModelInventory
-from moe_ckpt.megatron.model.trained import Trained
-from moe_ckpt.megatron.model.world import Block, HeldTensor, Holding, World
+from moe_ckpt.megatron.model.world import Block, HeldTensor, Holding, World, natural
 from moe_ckpt.megatron.optimizers import MASTER, STEP, StateSlot, make_state, slots, state_tensors
+from moe_ckpt.modeling.state.trainable import Frozen, freeze
 from moe_ckpt.modeling.state.watching import Entries, TensorAddresses, places_among
-from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
+from moe_ckpt.ports import Communicator, Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.reading.index import split_key
+
+FROZEN = "frozen"
+"""Where the plain state has the names of all of the model's parameters that the optimizer does not have; that of an
+expert with ``*`` for its number stands for all experts of its layer."""
+RESTING = "resting"
+"""Where it has the names of this rank's parameters that the optimizer has, and that require no gradient now."""
+_SHOWN = 3
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+class Trained:
+    """The parameters that this rank's optimizer has.
+
+    Args:
+        parameters: The model's on this rank.
+        updated: Those that the optimizer has.
+    """
+
+    def __init__(self, parameters: Iterable[LiveParameter], updated: Collection[nn.Parameter]) -> None:
+        self._updated = {live.parts[0].name: live.parameter for live in parameters if live.parameter in updated}
+        self._resting = Frozen()
+        self._frozen = FixedStrings(())
+        self._tensors: Mapping[str, HeldTensor] = {}
+
+    def bind(self, tensors: Mapping[str, HeldTensor]) -> None:
+        """Tells all of the model's tensors, those of other ranks too."""
+        self._tensors = tensors
+        self._frozen = FixedStrings(_abridged([n for n, tensor in tensors.items() if not tensor.trained], tensors))
+
+    def read(self) -> dict[str, Any]:
+        """Returns entries of the plain state."""
+        return {FROZEN: self._frozen, RESTING: self.resting()}
+
+    def resting(self) -> FixedStrings:
+        """Returns the names of the parameters that rest (``RESTING``)."""
+        return self._resting.names(self._updated)
+
+    def rest(self, names: Collection[str]) -> None:
+        """Makes the parameters of these names (``RESTING``) require no gradient, and all others that the optimizer has
+        one."""
+        freeze(self._updated, names)
+
+    def require_same(self, plain: Mapping[str, Any]) -> None:
+        """Raises ``ConfigError``, which names parameters, unless the run of the checkpoint, with that plain state,
+        trained the same."""
+        frozen = set(plain[FROZEN])
+        here = {name for name, tensor in self._tensors.items() if tensor.trained}
+        trained_then = {name for name in self._tensors if not frozen & {name, _of_all_experts(name)}}
+        texts = [
+            f"{_named(names)} {_be('was', names)} {then} in the run that wrote the checkpoint, and "
+            f"{_be('is', names)} {now} now"
+            for names, then, now in (
+                (trained_then - here, "trained", "frozen"),
+                (here - trained_then, "frozen", "trained"),
+            )
+            if names
+        ]
+        if texts:
+            raise ConfigError(
+                f"{'; '.join(texts)}. What is trained needs its optimizer state, so nothing was loaded. To continue "
+                "that run, set requires_grad as it was before the optimizer is made. To train other parameters from "
+                "its weights, set another dirpath, and set weights_from= to the store, a step directory or an exported "
+                "file."
+            )
+
+
+def resting_changed(before: Sequence[str], now: Sequence[str], used: Sequence[str]) -> list[Change]:
+    """Returns how the parameters that rest differ, if the script says so and training has not come to it.
+
+    Args:
+        before: Names when the run began.
+        now: When this process began.
+        used: After the checkpoint was loaded.
+    """
+    if list(before) == list(now):
+        return []
+    differences = []
+    for names, was in ((set(used) - set(now), False), (set(now) - set(used), True)):
+        if names:
+            differences.append(
+                Change(f"requires_grad of {_named(names)}", str(was), str(not was), from_checkpoint=True)
+            )
+    return differences
+
+
+def _of_all_experts(name: str) -> str:
+    return _EXPERT.sub(".experts.*.", name)
+
+
+def _abridged(names: Collection[str], every: Iterable[str]) -> list[str]:
+    """Returns ``names``, with one for all experts of a layer where all are among them: they are in each state file.
+
+    Args:
+        every: Names that there are.
+    """
+    chosen, whole = set(names), Counter(map(_of_all_experts, every))
+    whole.subtract(map(_of_all_experts, chosen))
+    return list(dict.fromkeys(name if whole[short := _of_all_experts(name)] else short for name in names))
+
+
+def _named(names: Collection[str]) -> str:
+    first = sorted(names, key=natural)[:_SHOWN]
+    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    return ", ".join(first) + more
+
+
+def _be(verb: str, names: Collection[str]) -> str:
+    return verb if len(names) == 1 else {"was": "were", "is": "are"}[verb]
 
 
 class MegatronTrainingState:
@@ -97,16 +215,30 @@ class MegatronTrainingState:
         """Returns the names of the buffers that this rank holds."""
         return self._inventory.buffers.keys()
 
-    def live_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Returns the buffers, ready to be written into without rounding."""
+    def _exact_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Returns the buffers, ready to be written into without rounding.
+
+        ``Float16Module`` makes an expert bias 16 bits wide, and the router's first forward pass fp32 again. What is
+        loaded in between would be rounded, so Megatron's own loading does the same as this (router.py:665).
+        """
         for layer in self._inventory.layers:
-            _keep_bias_exact(layer.router)
+            getattr(layer.router, "_maintain_float32_expert_bias", lambda: None)()
         return self._inventory.buffers
 
-    def refresh_masters(self) -> None:
-        """Master weights become the model's weights, which were loaded without them."""
+    def load_weights(
+        self, source: str | os.PathLike[str], comm: Communicator, *, strict: bool = True
+    ) -> weights.LoadedWeights:
+        """Loads weights into the model, and sets master weights from them. Raises as ``interop.weights.load_weights``.
+
+        Args:
+            source: A store, a step directory, or safetensors files.
+            comm: Of all ranks; ``bind`` was called with it.
+            strict: False lets tensors be missing on either side.
+        """
+        loaded = weights.load_weights(source, self, comm, self._exact_buffers(), strict=strict)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
+        return loaded
 
     # --- ports.TrainingState ---
 
@@ -169,7 +301,7 @@ class MegatronTrainingState:
                 difference = f"has shape {tuple(stored[name].shape)}" if name in stored else "is not"
                 raise ConfigError(f"buffer {name} of shape {tuple(buffer.shape)} {difference} in the checkpoint")
         with torch.no_grad():
-            for name, buffer in self.live_buffers().items():
+            for name, buffer in self._exact_buffers().items():
                 buffer.copy_(stored[name])
         hyperparameters.write(self._optimizer, plain["optimizer"])
 
@@ -275,14 +407,6 @@ def _viewed(parameter: nn.Parameter, slot: StateSlot | None) -> Iterator[torch.T
     if slot is not None and slot.updated is not None:
         yield slot.updated
         yield from (value for key, value in slot.state.items() if key != STEP and isinstance(value, torch.Tensor))
-
-
-def _keep_bias_exact(router: Any) -> None:
-    """``Float16Module`` makes an expert bias 16 bits wide, and the router's first forward pass fp32 again. What is
-    loaded in between would be rounded, so Megatron's own loading does the same as this (router.py:665)."""
-    widen = getattr(router, "_maintain_float32_expert_bias", None)
-    if widen is not None:
-        widen()
 
 
 def _divided(slot: StateSlot, start: int, stop: int, end: int) -> Iterator[tuple[int | None, int, int]]:

@@ -21,10 +21,28 @@ from torch import nn
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.moe.discover import FoundLayer, RoutingSource
-from moe_ckpt.modeling.moe.passes import TrainingPasses
 from moe_ckpt.modeling.moe.registry import Assignments
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.stopwatch import Stopwatch
+
+
+class TrainingPasses:
+    """The forward passes of training: by default, those of modules in training mode.
+
+    A model may be trained in eval mode, which switches off dropout and little else: ``from_pretrained`` of transformers
+    leaves it so, and Lightning does not change it. In eval mode a pass is training's if it is part of a batch and
+    gradients are recorded.
+
+    Attributes:
+        in_batch: A batch of training is computed now, not a validation or a hook.
+    """
+
+    in_batch = False
+
+    def include(self, module: nn.Module) -> bool:
+        """Returns whether the forward pass of ``module`` that runs now is one of training."""
+        return module.training or (self.in_batch and torch.is_grad_enabled())
+
 
 _NOT_IN_BACKWARD = -1
 _INDICES = (torch.int64, torch.int32)

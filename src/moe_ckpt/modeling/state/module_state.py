@@ -14,7 +14,7 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.blocks import block_of, is_dtensor
-from moe_ckpt.modeling.state.walk import Walk
+from moe_ckpt.modeling.state.watching import Walk
 
 _VARYING = "varying_buffers"
 """Key of the names of those whose shape has changed in the run; absent if there are none."""

@@ -19,12 +19,11 @@ from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling import pretrained
 from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded, reshard
 from moe_ckpt.modeling.state import module_state, param_groups, unsliced_state
-from moe_ckpt.modeling.state.optimizer_class import ELEMENTWISE, class_name, require_same_class
 from moe_ckpt.modeling.state.optimizer_view import OptimizerView, advance_counts, scalars_of
+from moe_ckpt.modeling.state.param_groups import ELEMENTWISE, class_name, require_same_class
 from moe_ckpt.modeling.state.trainable import Frozen, freeze
 from moe_ckpt.modeling.state.unsliced_state import is_unsliced
-from moe_ckpt.modeling.state.walk import Walk
-from moe_ckpt.modeling.state.watching import TensorAddresses, places_among
+from moe_ckpt.modeling.state.watching import TensorAddresses, Walk, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.reading.index import split_key
 

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import BatchSampler
 
 from moe_ckpt.callbacks.compat import DataLoaderIterDataFetcher, Private, Stateful
-from moe_ckpt.callbacks.data.loaders import FETCH_KEY, LoaderStates, Lookahead
-from moe_ckpt.callbacks.data.loop_position import go_on_at, whole_and_left
+from moe_ckpt.callbacks.loaders import FETCH_KEY, LoaderStates, Lookahead
+from moe_ckpt.callbacks.loop_position import go_on_at, whole_and_left
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.stopwatch import Stopwatch

@@ -1,6 +1,18 @@
-"""The attributes of modules of Megatron-Core that no replacement in ``torch`` reaches.
+"""Run the unmodified Megatron-Core on a machine without a GPU: gloo between processes, tensors on the CPU.
 
-Paths and lines are of ``megatron/core`` of release 0.16.1; 0.19.2 has these names too.
+For tests and CPU recipes only; nothing else of this package imports it. It replaces names in ``torch`` and in a few
+modules of ``megatron.core`` for the life of the process, never a file of either package, and nothing puts them back:
+call it in a process that does nothing else. ``torch.cuda.is_available()`` stays False. For Megatron-Core
+0.16.1 to 0.19.2::
+
+    from moe_ckpt.testing import megatron_cpu
+
+    megatron_cpu.install()  # before the first import of megatron.core
+    from megatron.core import parallel_state
+
+What works: tensor, pipeline (interleaved too), expert and data parallelism, fp32, bf16 and fp16, the distributed
+optimizer, SequentialMLP, and GroupedMLP in bf16, the only type its own ``forward`` accepts. What a CPU cannot show:
+overlap of communication with computation, the grouped GEMM's own kernel, Transformer Engine, fp8, NCCL, speed.
 """
 
 from __future__ import annotations
@@ -10,30 +22,201 @@ import functools
 import importlib
 import importlib.util
 import logging
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from moe_ckpt.errors import MissingPackageError
-from moe_ckpt.testing.megatron_cpu.torch_names import replace
+from moe_ckpt.errors import ConfigError, MissingPackageError
+
+__all__ = ["install"]
+
+_installed = False
 
 
 def install() -> None:
-    """Import ``megatron.core`` and replace them.
+    """Make ``megatron.core`` importable and trainable here; call once per process before importing it.
+
+    A second call does nothing. Imports ``megatron.core`` itself.
 
     Raises:
+        ConfigError: This machine has a GPU, or ``megatron.core`` is imported already.
         MissingPackageError: Megatron-Core is not installed.
     """
-    _import_without_compiler()
-    _random_state()
-    _router()
-    _dispatcher()
-    _norm()
-    _latent_attention()
-    _sends()
-    _uneven_collectives()
-    _grouped_gemm()
+    global _installed
+    if _installed:
+        return
+    if torch.cuda.is_available():
+        raise ConfigError(
+            "megatron_cpu.install() makes torch.cuda answer for the CPU, but torch can use a GPU of this machine. "
+            "Run Megatron as it is here, or hide the GPU by setting CUDA_VISIBLE_DEVICES to an empty string."
+        )
+    early = sorted(name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core."))
+    if early:
+        raise ConfigError(
+            f"megatron_cpu.install() was called after {early[0]} had been imported, which has taken torch.compile and "
+            "other names as they were. Call install() before the first import of megatron.core."
+        )
+    for replace_names in (
+        *(_device, _streams, _random_state, _factories, _moves, _type_names, _import_without_compiler, _tracker),
+        *(_router, _dispatcher, _norm, _latent_attention, _sends, _uneven_collectives, _grouped_gemm),
+    ):
+        replace_names()
+    _installed = True
+
+
+# --- names of torch that Megatron-Core calls as if a GPU were there ---
+#
+# Each function replaces one group of names and says which lines of Megatron-Core 0.16.1 need it, as those of 0.19.2 do;
+# paths are relative to ``megatron/core``.
+
+
+_FACTORIES = ("arange", "as_tensor", "empty", "full", "ones", "tensor", "zeros")
+
+
+def replace(owner: Any, name: str, value: Any) -> None:
+    """``owner.name = value``, for an owner that type checkers hold to be constant.
+
+    Raises:
+        AttributeError: the owner has no such name, so this layer does not fit the installed version.
+    """
+    if not hasattr(owner, name):
+        where = getattr(owner, "__name__", repr(owner))
+        raise AttributeError(f"{where} has no {name!r}: megatron_cpu does not fit this version of it")
+    setattr(owner, name, value)
+
+
+def _device() -> None:
+    """``torch.cuda.current_device()`` is handed on as ``device=`` in some 20 places."""
+    replace(torch.cuda, "current_device", lambda: "cpu")
+
+
+class Event:
+    """A point in a stream; on a CPU it has always been reached."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Stream:
+    """An order of work; on a CPU there is only the program's."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class OnStream:
+    """Stands in for ``torch.cuda.StreamContext``: one object may be entered any number of times."""
+
+    def __init__(self, stream: Stream | None) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+def _streams() -> None:
+    """transformer/moe/token_dispatcher.py:445 and 871-895, pipeline_parallel/p2p_communication.py:242 and 398,
+    transformer/moe/shared_experts.py:123-277, optimizer/optimizer.py:362, parallel_state.py:931 and 1319; of release
+    0.19 distributed/param_and_grad_buffer.py, which keeps one context and enters it at every step."""
+    current = Stream()
+    replace(torch.cuda, "Stream", Stream)
+    replace(torch.cuda, "Event", Event)
+    replace(torch.cuda, "stream", OnStream)
+    replace(torch.cuda, "current_stream", lambda *_: current)
+    replace(torch.cuda, "default_stream", lambda *_: current)
+    replace(torch.cuda, "synchronize", lambda *_: None)
+    replace(torch.cuda, "empty_cache", lambda: None)
+
+
+def _random_state() -> None:
+    """The CUDA generator is the CPU's default one: tensor_parallel/random.py:55, 235-238, 422, and
+    rerun_state_machine.py:957. Dropout and initialisation on a CPU draw from it."""
+
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(new_state)
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    for owner in (torch.cuda, torch.cuda.random):
+        replace(owner, "get_rng_state", get_rng_state)
+        replace(owner, "set_rng_state", set_rng_state)
+        replace(owner, "manual_seed", manual_seed)
+
+
+def _factories() -> None:
+    """``torch.zeros(..., device="cuda")`` and its like: optimizer/clip_grads.py:90-207, optimizer/grad_scaler.py,
+    optimizer/optimizer.py:473-485 and 907, pipeline_parallel/schedules.py:596, 983 and 2138, utils.py:1207,
+    transformer/moe/moe_utils.py:998, rerun_state_machine.py:261."""
+    for name in _FACTORIES:
+        replace(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return made
+
+
+def _moves() -> None:
+    """``.cuda()``: optimizer/grad_scaler.py:140, optimizer/optimizer.py:375-380, tensor_parallel/data.py:84."""
+
+    def stay(self: Any, *_: Any, **__: Any) -> Any:
+        return self
+
+    replace(torch.Tensor, "cuda", stay)
+    replace(torch.nn.Module, "cuda", stay)
+
+
+def _type_names() -> None:
+    """``param.type()`` says ``torch.cuda.FloatTensor`` to Megatron-Core, and the truth to everybody else.
+
+    The optimizers sort parameters by that string: optimizer/optimizer.py:671-690,
+    optimizer/distrib_optimizer.py:361, 420 and 582, optimizer/clip_grads.py:167.
+    """
+    original = torch.Tensor.type
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if args or kwargs or not isinstance(answer, str):
+            return answer
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        return answer.replace("torch.", "torch.cuda.", 1) if caller.startswith("megatron.core") else answer
+
+    replace(torch.Tensor, "type", type_)
+
+
+# --- attributes of Megatron-Core's modules that no replacement in torch reaches ---
 
 
 def _import_without_compiler() -> None:
@@ -51,7 +234,7 @@ def _import_without_compiler() -> None:
         replace(torch, "compile", compiler)
 
 
-def _random_state() -> None:
+def _tracker() -> None:
     """tensor_parallel/random.py:72 sets the CUDA generator by a call that torch defers until CUDA starts, so never.
 
     Its tracker warns when the CPU generator has moved within a fork (random.py:264); here both are one, so it always

@@ -17,6 +17,8 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from moe_ckpt.errors import ConfigError
 
+__all__ = ["RecoverableDistributedSampler"]
+
 STATE_KEYS = ("epoch", "consumed", "seed", "length", "shuffle")
 
 

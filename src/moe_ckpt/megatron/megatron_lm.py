@@ -36,21 +36,24 @@ from torch.utils.data import DataLoader
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
-from moe_ckpt.megatron.compat import look_up, megatron_core
+from moe_ckpt.megatron.compat import changed, look_up, megatron_core
 from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.model.topology import from_rank_zero, is_rank_zero
-from moe_ckpt.megatron.script.arguments import (
+from moe_ckpt.megatron.script import (
     COUNTED,
-    changed,
+    USED_OF_TRAIN,
+    LateValidation,
+    StartedIteration,
+    can_pass_over,
     counters_of,
     flat,
+    pass_over,
     require_trainable,
     rerun_machine,
+    uninterrupted,
     unknown_release,
     warn_of_loader,
 )
-from moe_ckpt.megatron.script.stopping import StartedIteration, uninterrupted
-from moe_ckpt.megatron.script.validation import USED_OF_TRAIN, LateValidation, can_pass_over, pass_over
 from moe_ckpt.megatron.trainer_state import Stateful
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy

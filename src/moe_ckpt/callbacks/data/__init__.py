@@ -1,1 +1,0 @@
-"""The position in the data under Lightning: of samplers, loaders and loops."""

@@ -1,0 +1,300 @@
+"""Megatron-LM's training scripts: arguments, counters, iterations and validations at which training stopped.
+
+The loop advances the scheduler and counts samples and operations after the update. If an error comes in between, the
+weights are already those of the next iteration, so its state is complete once the rest is counted as the loop would
+have. If training stops during a validation, which changes no weights, the iteration is sealed as of the validation's
+beginning, and the next start runs the validation first. A pipeline stage that recomputes an iteration alone skips the
+validation after it, which all stages have run: it only draws and counts the validation's batches, to have the others'
+position.
+
+Under Megatron-LM's own ``--inprocess-restart`` a monitor interrupts the process to let it train again, but not while
+the newest iteration is sealed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration, has_updated
+from moe_ckpt.megatron.compat import changed, megatron_core
+from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.trainer_state import capture_generators
+from moe_ckpt.notices import announce
+
+COUNTED = ("consumed_valid_samples", "skipped_train_samples", "num_floating_point_operations_so_far")
+"""Counters in ``args`` that are saved, if this version has them."""
+KNOWN_RELEASES = "core_v0.16.1 and core_v0.19.0"
+"""The releases of Megatron-LM with which ``megatron.install`` is tested."""
+ARGUMENTS = ("consumed_train_samples", "train_iters", "micro_batch_size", "load", "save")
+
+
+def unknown_release(what: str) -> UnsupportedError:
+    """Returns the error of a Megatron-LM that lacks ``what``."""
+    return UnsupportedError(
+        f"this Megatron-LM (megatron-core {megatron_core().version}) has no {what}, which moe_ckpt.megatron.install "
+        f"needs. {KNOWN_RELEASES} have it: use one of them, or put attach, resume, after_step and finish into the "
+        "training loop (docs/megatron.md), or take a newer moe_ckpt."
+    )
+
+
+def require_trainable(settings: Any) -> None:
+    """Raises for modes of Megatron-LM in which checkpoints cannot work."""
+    missing = [name for name in ARGUMENTS if not hasattr(settings, name)]
+    if missing:
+        raise unknown_release(f"args.{missing[0]}")
+    if getattr(settings, "skip_train", False):
+        raise ConfigError(
+            "--skip-train: nothing is trained, so there is no optimizer to attach checkpoints to. Leave "
+            "megatron.install() out, and give --load a checkpoint of Megatron's (megatron.export_torch_dist writes one)"
+        )
+    if getattr(settings, "ckpt_convert_format", None) is not None:
+        raise ConfigError(
+            "--ckpt-convert-format: Megatron-LM converts what --load names and ends, and megatron.install() would load "
+            "the store's newest checkpoint instead. Leave megatron.install() out"
+        )
+    if getattr(settings, "perform_rl_step", False):
+        raise UnsupportedError(
+            "--perform-rl-step: Megatron-LM then loads weights from --load again after setup, over those that "
+            "megatron.install() has restored. Train without it"
+        )
+
+
+def warn_of_loader(settings: Any, stateful: Collection[str]) -> None:
+    """Says that the position in the data is not saved, where that is so.
+
+    Args:
+        stateful: Names of what was given to ``megatron.install``.
+    """
+    if getattr(settings, "dataloader_type", None) == "external" and not stateful:
+        announce(
+            "--dataloader-type external: the loader's position in the data is not saved. Unless your loader begins at "
+            "args.consumed_train_samples, a resumed run trains on data that it has seen: give the loader to "
+            "megatron.install(stateful={'loader': ...}), anything with state_dict and load_state_dict",
+            level=logging.WARNING,
+        )
+
+
+def counters_of(settings: Any, floating_point_operations: Any) -> dict[str, Any]:
+    """Returns the counters as they are now, by name.
+
+    Args:
+        settings: Megatron's arguments.
+        floating_point_operations: So far.
+    """
+    counters = {name: getattr(settings, name) for name in COUNTED if hasattr(settings, name)}
+    counters["num_floating_point_operations_so_far"] = floating_point_operations
+    largest = getattr(rerun_machine(), "max_values", None)
+    return counters if largest is None else {**counters, "rerun_max_values": dict(largest)}
+
+
+def rerun_machine() -> Any:
+    """Returns Megatron's rerun state machine."""
+    return importlib.import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """Yields what lists and tuples hold, however deep."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flat(item)
+    else:
+        yield value
+
+
+DUE = "validation_due"
+"""Name of the counter that says that the validation after an iteration is still to be made."""
+USED_OF_TRAIN = ("forward_step_func", "model", "valid_data_iterator", "process_non_loss_data_func", "config")
+"""Parameters of ``train`` that a validation is made with, beside ``non_loss_data_func``."""
+
+
+def follows(settings: Any, iteration: int) -> bool:
+    """Returns whether ``train`` makes a validation after ``iteration``.
+
+    Args:
+        settings: Megatron's arguments.
+    """
+    interval = getattr(settings, "eval_interval", None)
+    return bool(interval and iteration % interval == 0 and getattr(settings, "do_valid", False))
+
+
+def can_pass_over(settings: Any) -> bool:
+    """Returns whether it is known which batches a validation draws.
+
+    Args:
+        settings: Megatron's arguments.
+    """
+    others = ("multiple_validation_sets", "full_validation", "vision_pretraining")
+    return isinstance(settings.eval_iters, int) and not any(getattr(settings, name, False) for name in others)
+
+
+def pass_over(settings: Any, data_iterator: Any) -> None:
+    """Draws and counts the batches that a validation would have.
+
+    Args:
+        settings: Megatron's arguments.
+        data_iterator: Of the validation data; a list of one for each chunk of the model, or None where none is read.
+    """
+    machine: Any = importlib.import_module("megatron.core.rerun_state_machine")
+    state = machine.get_rerun_state_machine()
+    mode = state.get_mode()
+    state.set_mode(machine.RerunMode.DISABLED)  # as in a validation, of whose batches none is kept
+    try:
+        batches = settings.global_batch_size // (settings.micro_batch_size * settings.data_parallel_size)
+        for iterator in flat(data_iterator):
+            for _ in range(0 if iterator is None else batches * settings.eval_iters):
+                next(iterator)
+    finally:
+        state.set_mode(mode)
+    settings.consumed_valid_samples += settings.global_batch_size * settings.eval_iters
+
+
+class LateValidation:
+    """The validation at which training stopped; it runs before the first iteration after the restart.
+
+    Attributes:
+        iteration: That it follows; None if none is late.
+        arguments: Those of ``train``, by name.
+    """
+
+    def __init__(self) -> None:
+        self.iteration: int | None = None
+        self.arguments: Mapping[str, Any] = {}
+        self._runs_again = False
+
+    def agree(self, ckpt: MegatronCheckpoint, settings: Any, progress: Progress) -> None:
+        """Training resumes. A collective: if one rank has yet to run the validation, all ranks run it.
+
+        Args:
+            ckpt: Of the run.
+            settings: Megatron's arguments, set to the position where this rank resumes.
+            progress: That position.
+        """
+        is_due = bool(progress.counters.get(DUE, False))
+        position = json.dumps([progress.iteration, is_due, getattr(settings, "consumed_valid_samples", 0)]).encode()
+        everyone = [json.loads(raw) for raw in ckpt.session.comm.everyone(position)]
+        late = [(iteration, consumed) for iteration, is_due_there, consumed in everyone if is_due_there]
+        self.iteration, consumed = max(late, default=(None, 0))
+        if progress.iteration == self.iteration:
+            self._runs_again = not is_due
+            settings.consumed_valid_samples = consumed
+
+    def counted(self, settings: Any) -> AbstractContextManager[None]:
+        """Encloses the building of loaders: Megatron takes a count of 0 for one that a checkpoint lacks, and estimates.
+
+        Args:
+            settings: Megatron's arguments.
+        """
+        is_first = self.iteration is not None and getattr(settings, "consumed_valid_samples", None) == 0
+        is_first = is_first and not getattr(settings, "phase_transition_iterations", None)
+        return changed(settings, **({"iteration": 0} if is_first else {}))
+
+    def run(self, ckpt: MegatronCheckpoint, settings: Any, evaluate: Callable[..., Any]) -> None:
+        """Runs the validation if it is next. Called before each iteration, and at the loop's end.
+
+        Args:
+            ckpt: Of the run.
+            settings: Megatron's arguments.
+            evaluate: As ``evaluate_and_print_results``.
+        """
+        iteration, arguments = self.iteration, self.arguments
+        if iteration is None or ckpt.iteration != iteration:
+            return
+        self.iteration = None
+        if not follows(settings, iteration):  # other arguments than those of the run
+            return
+        ckpt.begin_training()
+        if ckpt.upstream is not None:
+            ckpt.upstream.boundary.begin()
+        settings.curr_iteration = iteration - 1  # as it counts them, from 0
+        evaluate(
+            f"iteration {iteration}",
+            *(arguments[name] for name in ("forward_step_func", "valid_data_iterator", "model")),
+            iteration,
+            *(arguments[name] for name in ("process_non_loss_data_func", "config")),
+            verbose=False,
+            write_to_tensorboard=True,
+            non_loss_data_func=arguments["non_loss_data_func"],
+        )
+        settings.curr_iteration = iteration
+        if self._runs_again:
+            ckpt._host.generators.go_back()  # random numbers of this rank had moved on already
+
+
+def uninterrupted() -> AbstractContextManager[Any]:
+    """Keeps the monitor from interrupting the block, by the call wrapper that ``pretrain`` has as a local variable.
+
+    Called within ``pretrain``.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "pretrain":
+        frame = frame.f_back
+    call = None if frame is None else frame.f_locals.get("inprocess_call_wrapper")
+    guard: AbstractContextManager[Any] = contextlib.nullcontext() if call is None else call.atomic()
+    return guard
+
+
+class StartedIteration:
+    """The loop's counters when an iteration began.
+
+    Args:
+        ckpt: Of the run.
+        settings: Megatron's arguments.
+        training: The module ``megatron.training.training``.
+        scheduler: That ``train_step`` moves.
+    """
+
+    def __init__(self, ckpt: MegatronCheckpoint, settings: Any, training: Any, scheduler: Any) -> None:
+        self._ckpt, self._settings, self._training, self._scheduler = ckpt, settings, training, scheduler
+        self._scheduler_steps = scheduler.num_steps
+        self._consumed: int = settings.consumed_train_samples
+        self._skipped: int = getattr(settings, "skipped_train_samples", 0)
+        self._validated: int = getattr(settings, "consumed_valid_samples", 0)
+        self._generators: Mapping[str, Any] | None = None
+        self._is_validated = False
+
+    @contextlib.contextmanager
+    def validating(self) -> Iterator[None]:
+        """The block runs the validation that follows the iteration."""
+        self._generators = capture_generators()
+        yield
+        self._is_validated = True
+
+    def count(self, operations: Any) -> bool:
+        """Counts the iteration, whose update is made, as the loop would have.
+
+        Args:
+            operations: Floating-point operations by the iteration before.
+
+        Returns:
+            False where weights change after the update, since it is not known whether they have.
+        """
+        ckpt, settings, updated = self._ckpt, self._settings, has_updated(self._ckpt)
+        iteration = ckpt.iteration + 1
+        if getattr(settings, "qk_clip", False) or getattr(settings, "vision_pretraining", False):
+            return False
+        is_due = follows(settings, iteration) and not self._is_validated
+        calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+        micro_batches = calculator.get_num_microbatches() * settings.micro_batch_size
+        samples = megatron_core().parallel_state.get_data_parallel_world_size() * micro_batches
+        if updated and self._scheduler.num_steps == self._scheduler_steps:
+            self._scheduler.step(increment=micro_batches * settings.data_parallel_size)
+        counters = counters_of(settings, operations + self._training.num_floating_point_operations(settings, samples))
+        if "skipped_train_samples" in counters:
+            left_out = calculator.get_current_global_batch_size() - calculator.get_current_running_global_batch_size()
+            counters["skipped_train_samples"] = self._skipped + left_out
+        if is_due:
+            counters |= {"consumed_valid_samples": self._validated, DUE: True}
+        tokens = end_iteration(ckpt, iteration, self._consumed + samples, counters, updated=updated)
+        if is_due and self._generators:
+            ckpt._host.generators.state = self._generators
+        ckpt._driver.count(tokens, updated=updated)
+        return True

@@ -1,1 +1,0 @@
-"""Megatron-LM's own training scripts."""

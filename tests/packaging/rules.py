@@ -21,11 +21,11 @@ LAYERS = (
     *("driver", "callbacks", "megatron"),
 )
 """Each may import itself and what stands before it."""
-GUESTS = ("boost", "bubbles", "localized", "inprocess", "gradient_log")
+GUESTS = ("boost", "bubbles", "localized", "inprocess", "gradient_log", "survivors")
 """Features that a run may do without: each may import every layer, but no other guest."""
 DOORS = {
-    "callbacks.fit": ("boost", "gradient_log"),
-    "megatron.checkpoint": ("boost", "bubbles", "localized", "gradient_log"),
+    "callbacks.fit": ("boost", "gradient_log", "survivors"),
+    "megatron.checkpoint": ("boost", "bubbles", "localized", "gradient_log", "survivors"),
     "cli.densify": ("gradient_log",),
 }
 """Module -> the guests that it imports, in a function, where a policy, an option or a command asks for them."""

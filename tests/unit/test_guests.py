@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-GUESTS = frozenset({"boost", "bubbles", "localized", "inprocess", "gradient_log"})
+GUESTS = frozenset({"boost", "bubbles", "localized", "inprocess", "gradient_log", "survivors"})
 ROOT = Path(__file__).parents[2]
 STEPS = 3
 """Of the first life; a second one goes on from there."""
@@ -30,15 +30,19 @@ class Blocked(MetaPathFinder):
             raise ImportError(f"{fullname} is blocked")
 
 
-def lightning(policy: str, root: Path, steps: int) -> int | None:
-    """One life of a run; the step that it resumed from."""
+def lightning(policy: str, root: Path, steps: int, *, seals: bool) -> int | None:
+    """One life of a run; the step that it resumed from.
+
+    Args:
+        seals: With memory that outlives the process, in which survivors seal the newest step.
+    """
     import lightning.pytorch as pl
 
     from moe_ckpt import Memory, policies
     from moe_ckpt.callbacks import MoECheckpoint
     from tests.support.tiny_moe import TinyMoE, loader
 
-    memory = Memory(directory=str(root))
+    memory = Memory(directory=str(root)) if seals else None
     callback = MoECheckpoint(policy=getattr(policies, policy)(), dirpath=root / "store", memory=memory)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(accelerator="cpu", max_steps=steps, callbacks=[callback], **quiet)
@@ -46,7 +50,7 @@ def lightning(policy: str, root: Path, steps: int) -> int | None:
     return callback.restored_step
 
 
-def megatron(policy: str, root: Path, steps: int) -> int | None:
+def megatron(policy: str, root: Path, steps: int, *, seals: bool) -> int | None:
     """The same of the real Megatron-Core, on one rank."""
     import torch.distributed as dist
 
@@ -60,7 +64,7 @@ def megatron(policy: str, root: Path, steps: int) -> int | None:
     from moe_ckpt import Memory, policies
     from moe_ckpt.megatron import attach
 
-    options = {"dirpath": root / "store", "memory": Memory(directory=str(root))}
+    options = {"dirpath": root / "store", "memory": Memory(directory=str(root)) if seals else None}
     with attach(built.chunks, built.optimizer, built.scheduler, policy=getattr(policies, policy)(), **options) as ckpt:
         for iteration in range(ckpt.resume().iteration, steps):
             megatron_gpt.train_step(built, iteration)
@@ -73,29 +77,32 @@ def lived(adapter: str, names: Sequence[str], blocked: Sequence[str], root: str)
     assert not [name for name in sys.modules if name.startswith("moe_ckpt.")]
     sys.meta_path.insert(0, Blocked(blocked))
     life = {"lightning": lightning, "megatron": megatron}[adapter]
+    seals = "survivors" not in blocked
     for name in names:
         (run := Path(root) / name).mkdir()
-        assert life(name, run, STEPS) is None
-        assert life(name, run, STEPS + 2) == STEPS
-    if "boost" in blocked:
-        with pytest.raises(ImportError, match=r"moe_ckpt.boost is blocked"):
-            life("MoEtion", Path(root), STEPS)
+        assert life(name, run, STEPS, seals=seals) is None
+        assert life(name, run, STEPS + 2, seals=seals) == STEPS
+    for guest, policy in (("boost", "MoEtion"), ("survivors", "Dense")):
+        if guest in blocked:
+            with pytest.raises(ImportError, match=rf"moe_ckpt.{guest} is blocked"):
+                life(policy, Path(root), STEPS, seals=guest == "survivors")
     loaded = {name.split(".")[1] for name in sys.modules if name.startswith("moe_ckpt.")}
-    assert loaded & GUESTS == GUESTS - set(blocked) - UNUSED
-
-
-UNUSED = frozenset({"bubbles", "localized", "inprocess", "gradient_log"})
-"""By one rank without a pipeline, under policies that log no gradients."""
+    assert loaded & GUESTS == GUESTS - set(blocked)
 
 
 @pytest.mark.parametrize("adapter", ["lightning", "megatron"])
 @pytest.mark.parametrize(
-    ("names", "guest"),
-    [(("Dense", "MoC", "CheckFreq"), None), (("MoEtion",), "boost")],
-    ids=["none of them", "boost alone"],
+    ("names", "guests"),
+    [
+        (("Dense", "MoC", "CheckFreq", "MoEvement"), ()),
+        (("MoEtion",), ("boost",)),
+        (("Dense", "MoEvement"), ("survivors",)),
+        (("GradientLog",), ("gradient_log", "survivors")),
+    ],
+    ids=["none of them", "boost alone", "survivors alone", "a gradient log"],
 )
-def test_a_run_without_guests_imports_none(adapter, names, guest, tmp_path):
-    arguments = adapter, names, sorted(GUESTS - {guest}), str(tmp_path)
+def test_a_run_without_guests_imports_none(adapter, names, guests, tmp_path):
+    arguments = adapter, names, sorted(GUESTS.difference(guests)), str(tmp_path)
     program = f"from tests.unit.test_guests import lived; lived(*{arguments!r})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

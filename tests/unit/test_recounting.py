@@ -16,15 +16,15 @@ from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.format.manifest import Manifest, ModelRecord
 from moe_ckpt.localized.attempt import LocalPart
+from moe_ckpt.localized.kept_state import KeptState
 from moe_ckpt.localized.rejoining import Rejoining, with_tokens
 from moe_ckpt.localized.segments import LocalRecovery, Segment, local_recoveries
 from moe_ckpt.policies import Dense
 from moe_ckpt.reading.memory.memory_shares import Share
 from moe_ckpt.reading.memory.slot_views import Described, SnapshotFacts
 from moe_ckpt.recovery.executing import Restored
-from moe_ckpt.recovery.kept_state import KeptState
-from moe_ckpt.session import surviving
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.survivors import newest_step
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads, told
 
 BEFORE = np.array([[100, 200], [300, 400]])
@@ -132,24 +132,25 @@ class Hanging(SoloCommunicator):
             agreed.set_exception(PeerLostError(0, "the other ranks", 1.0, cause))
 
 
-def sealed_beside_a_silent_peer(where: Path, secs: float) -> surviving.Survived:
+def sealed_beside_a_silent_peer(where: Path, secs: float) -> newest_step.Survived:
     """What is sealed within ``secs``, where the peer that the agreement waits for lives, but is not going to answer."""
     comm, memory = Hanging(), where / "memory"
     memory.mkdir()
     with Life(LocalStorage(where / "store"), policy=Dense(), comm=comm, memory=Memory(directory=memory)) as life:
+        survivor = life.session.follow(newest_step.Survivor)
         life.go(1, settle=True)
         comm.hangs = True
         life.go(1)
-        found = life.session.survivor.seal(secs)
+        found = survivor.seal(secs)
     assert (found.step, found.problem) == (2, "")
     return found
 
 
 def test_a_snapshot_that_waits_for_the_agreement_is_not_in_the_way_of_what_survivors_seal(tmp_path, monkeypatch):
-    monkeypatch.setattr(surviving, "AGREEMENT_SECS", 0.1)
+    monkeypatch.setattr(newest_step, "AGREEMENT_SECS", 0.1)
     sealed_beside_a_silent_peer(tmp_path, 10.0)
 
 
 def test_a_short_time_to_seal_is_not_spent_on_the_agreement(tmp_path):
-    found = sealed_beside_a_silent_peer(tmp_path, surviving.AGREEMENT_SECS)
-    assert found.secs < surviving.AGREEMENT_SECS - 1.0, "sealing has most of it"
+    found = sealed_beside_a_silent_peer(tmp_path, newest_step.AGREEMENT_SECS)
+    assert found.secs < newest_step.AGREEMENT_SECS - 1.0, "sealing has most of it"

@@ -9,16 +9,14 @@ import threading
 
 import pytest
 
-from moe_ckpt.driver.messages import Messages
-from moe_ckpt.driver.surviving import Moment, Surviving
+from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import PeerLostError
-from moe_ckpt.session.surviving import Patience, Survived
+from moe_ckpt.survivors.newest_step import Patience, Survived
+from moe_ckpt.survivors.stopping import Surviving
 
 
 class Recorder:
-    """Stands for ``session.surviving.Survivor``: says when it seals, and seals until it is told to be done."""
-
-    is_on = True
+    """Stands for ``survivors.newest_step.Survivor``: says when it seals, and seals until it is told to be done."""
 
     def __init__(self) -> None:
         self.began, self.done = threading.Event(), threading.Event()
@@ -47,7 +45,7 @@ def recorder():
 
 @pytest.fixture
 def surviving(recorder):
-    found = Surviving(recorder, secs=20, unit="step", say=Messages("step", "store", 0))
+    found = Surviving(recorder, secs=20, unit="step", rank=0)
     with found.booking():
         assert not found.is_whole
         assert found.ends_soon
@@ -113,7 +111,7 @@ def test_an_update_that_is_made_is_sealed_once_somebody_can_count_its_step(recor
         return counts
 
     recorder.done.set()
-    surviving = Surviving(recorder, secs=20, unit="step", say=Messages("step", "store", 0), count=count)
+    surviving = Surviving(recorder, secs=20, unit="step", rank=0, count=count)
     surviving.enter(Moment.WRITTEN)
     assert surviving.ends_soon
     assert not surviving.is_whole

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.driver import termination
-from moe_ckpt.driver.messages import Messages
-from moe_ckpt.driver.surviving import Moment, Surviving
-from moe_ckpt.driver.termination import EXIT_CODE
+from moe_ckpt.driver.states import Moment
 from moe_ckpt.memory.options import DEFAULT_ROOT
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.survivors import termination
+from moe_ckpt.survivors.newest_step import Survivor
+from moe_ckpt.survivors.stopping import Surviving
+from moe_ckpt.survivors.termination import EXIT_CODE
 from tests.support.standstill import never_returns
 from tests.unit.engine_parts import Life
 
@@ -54,7 +55,7 @@ def train(place: str, how: str) -> None:
     signal.signal(signal.SIGTERM, raises if how == "raises" else handler)
     memory = Memory(directory=Path(place, "memory"), storage_every=100)
     with Life(LocalStorage(Path(place, "store")), policy=Dense(every_n_steps=100), memory=memory) as life:
-        surviving = Surviving(life.session.survivor, SEALING_SECS, "step", Messages("step", "store", 0))
+        surviving = Surviving(life.session.follow(Survivor), SEALING_SECS, "step", 0)
         surviving.termination.watch()
         life.go(3, settle=True)
         surviving.enter(Moment.RESTING)

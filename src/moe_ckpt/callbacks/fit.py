@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -27,8 +28,7 @@ from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
-from moe_ckpt.driver.states import Action, State
-from moe_ckpt.driver.surviving import Moment
+from moe_ckpt.driver.states import Action, Moment, State
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.moe.routing import Mask, RoutingCounter, no_experts
@@ -94,6 +94,11 @@ class Fit:
                 from moe_ckpt.boost.lightning import fit_boost
 
                 boost = fit_boost(options.needs.boost, trainer.strategy, layers, passes, comm, stopwatch)
+            survivors = None
+            if options.memory is not None and options.memory.sealing_secs:
+                from moe_ckpt.survivors.stopping import survivors_of
+
+                survivors = functools.partial(survivors_of, secs=options.memory.sealing_secs, unit="step")
             self.driver.open(
                 comm,
                 catalog,
@@ -102,6 +107,7 @@ class Fit:
                 observers=[self.step_log],
                 boost=boost,
                 open_log=self._open_log,
+                survivors=survivors,
                 pinned=on_device,
                 local_ranks=getattr(trainer.strategy, "num_processes", 1),
             )

@@ -33,8 +33,9 @@ from moe_ckpt.callbacks.fit import Fit
 from moe_ckpt.callbacks.loop_position import leave_broken_validation, update_plateaus
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import STATE_KEY, sharding_of, warn_of_partial_means
+from moe_ckpt.driver.guests import SealingSurvivors
 from moe_ckpt.driver.run import CLOSE_SECS
-from moe_ckpt.driver.surviving import Moment, Surviving
+from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.lightning_dict import TOKENS_MARK
 from moe_ckpt.policies.base import Policy
@@ -130,10 +131,10 @@ class KeptFit:
         self._callback = callback
 
     @property
-    def surviving(self) -> Surviving | None:
+    def survivors(self) -> SealingSurvivors | None:
         """Seals the newest step; None before a fit."""
         fit = self._callback._fit
-        return None if fit is None else fit.driver.surviving
+        return None if fit is None else fit.driver.survivors
 
     def finish(self) -> None:
         """Does nothing: the callback has finished the run in ``on_train_end``."""

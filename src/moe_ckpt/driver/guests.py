@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import FaultRecord
+from moe_ckpt.driver.host import Host
+from moe_ckpt.driver.states import Moment
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import GradientRecord
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
@@ -16,6 +19,7 @@ from moe_ckpt.recovery.executing import AlongLog, Opener, Recovery, Restored
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.run_ledger import RunLedger
 from moe_ckpt.session.session import CheckpointSession
+from moe_ckpt.slices.snapshot import Encode
 
 Plain = Mapping[str, Any]
 """A rank's plain state."""
@@ -111,3 +115,50 @@ class LocalizedRecovery(Protocol):
 
     def write_log(self, secs: float) -> None:
         """Training stops: waits up to ``secs`` until the log of the newest step is written."""
+
+
+class SealingSurvivors(Protocol):
+    """Seals the newest step in memory that outlives the process, when training stops at a failure."""
+
+    def begin(self) -> None:
+        """Training begins: handles SIGTERM from here on."""
+
+    def end(self) -> None:
+        """Training is over, or about to be: leaves SIGTERM to others."""
+
+    def enter(self, moment: Moment) -> None:
+        """The iteration comes to ``moment``. On the training thread, which waits while another one seals the step."""
+
+    def joining(self, *, update: bool) -> AbstractContextManager[None]:
+        """The block joins the copy under way; after it, weights may change.
+
+        Args:
+            update: The optimizer is about to change them.
+        """
+
+    def booking(self) -> AbstractContextManager[None]:
+        """A step is final, and the session is at work in the block."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """The session is at work in the block, between two steps."""
+
+    def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:
+        """Training stops right after the update of ``step``.
+
+        Args:
+            plain: Gives the plain state.
+            tokens: Of this rank in that step.
+            updated: False if the update was left out because gradients overflowed.
+        """
+
+    def survive(self, why: str, patience_secs: float = 0.0) -> None:
+        """Training stops: seals the newest step, once. Never raises. On any thread.
+
+        Args:
+            why: For messages.
+            patience_secs: The longest wait for a step that is under way on another thread.
+        """
+
+
+MakeSurvivors = Callable[[CheckpointSession, Host, LocalizedRecovery | None], SealingSurvivors]
+"""(session, adapter, whose log is written as well) -> the guest."""

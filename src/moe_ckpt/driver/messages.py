@@ -15,7 +15,6 @@ from moe_ckpt.notices import announce
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.reading.memory.memory_shares import LeftBehind
 from moe_ckpt.run.options import Options
-from moe_ckpt.session.surviving import Survived
 from moe_ckpt.slices.expected import roughly
 
 log = logging.getLogger("moe_ckpt")
@@ -120,38 +119,6 @@ class Messages:
                 "%s lost, and must be computed again: memory holds no whole checkpoint of %s that this run can use",
                 *(lost, "them" if newest > step + 1 else "it"),
             )
-
-    def survived(self, survived: Survived, why: str) -> None:
-        """This rank sealed its newest step, or did not, so that the next start uses an older checkpoint.
-
-        Args:
-            why: Training stops.
-        """
-        if survived.problem:
-            verb = "may not keep" if survived.is_open else "could not keep"
-            log.warning(
-                "training stops (%s), and rank %d %s %s %d in memory: %s",
-                *(why, self._rank, verb, self._unit, survived.step, survived.problem),
-            )
-            return
-        cost = "a checkpoint of which was there"
-        if survived.nbytes:
-            cost = f"{human_bytes(survived.nbytes)} in {survived.secs:.1f} s"
-        (announce if self._rank == 0 else log.info)(
-            "training stops (%s): rank %d keeps its state of %s %d in memory, %s",
-            *(why, self._rank, self._unit, survived.step, cost),
-        )
-
-    def not_counted(self, which: str, missing: str, why: str) -> None:
-        """The update of a step was made, and this rank cannot seal the step.
-
-        Args:
-            which: The step.
-            missing: Why it cannot.
-            why: Training stops.
-        """
-        message = "training stops (%s), and rank %d does not keep %s in memory: %s"
-        log.warning(message, why, self._rank, which, missing)
 
     def inexact(self, why: str | None) -> None:
         """Why the resumed run is inexact; None if it is exact."""

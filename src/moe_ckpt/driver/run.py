@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +16,11 @@ from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.driver.changes import say_changes
-from moe_ckpt.driver.guests import CapacityBoost, GradientLogging, LocalizedRecovery
+from moe_ckpt.driver.guests import CapacityBoost, GradientLogging, LocalizedRecovery, MakeSurvivors, SealingSurvivors
 from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.replaying import Replaying
-from moe_ckpt.driver.states import Action, Advice, Lifecycle, State
-from moe_ckpt.driver.surviving import Moment, Surviving
+from moe_ckpt.driver.states import Action, Advice, Lifecycle, Moment, State
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.ports import Communicator, TrainingState, TransferGate
@@ -67,7 +66,7 @@ class Driver:
         boost: Gives stale experts more tokens; None where the policy asks for none.
         localized: Lets only some pipeline stages go back; None where all do.
         gradients: Logs them; None where the policy does not.
-        surviving: What is done when training stops at a failure; from ``open`` on.
+        survivors: Seals the newest step when training stops at a failure; from ``open`` on, None where nothing does.
         say: Messages to the user; from ``open`` on.
         stopwatch: The session's, as given: from here on every hook of the adapter counts on it.
     """
@@ -86,7 +85,7 @@ class Driver:
         self.gradients: GradientLogging | None = None
         self.lifecycle = Lifecycle(advice)
         self.session: CheckpointSession
-        self.surviving: Surviving
+        self.survivors: SealingSurvivors | None = None
         self.say: Messages
         self._host = host
         self._unit = unit
@@ -117,6 +116,7 @@ class Driver:
         gate: TransferGate | None = None,
         localized: LocalizedRecovery | None = None,
         open_log: Callable[[], GradientLogging] | None = None,
+        survivors: MakeSurvivors | None = None,
         **machine: Any,
     ) -> None:
         """Opens the store. Arguments and errors: see ``CheckpointSession.open``.
@@ -150,16 +150,7 @@ class Driver:
         self.say = Messages(self._unit, self.options.dirpath, comm.rank)
         self.say.setup(self.options, catalog, state.specs())
         self._resume = functools.partial(resume_newest, storage, comm, state)
-        memory = self.options.memory
-        self.surviving = Surviving(
-            session.survivor,
-            0.0 if memory is None else memory.sealing_secs,
-            self._unit,
-            self.say,
-            newest=lambda: self._host.step,
-            count=self._host.count_update,
-            localized=localized,
-        )
+        self.survivors = None if survivors is None else survivors(session, self._host, localized)
         self.lifecycle.move(Action.OPEN, "open()")
         if localized is not None:
             localized.open(session)
@@ -300,8 +291,8 @@ class Driver:
         if over and self.options.save_last and self.restored is not None and self.restored.is_unsaved:
             self.session.save_complete(self._host.step, self._capture_of(self.restored))
             self.session.before_update(receive=False)
-        if self.surviving.is_on:
-            self.surviving.termination.watch()
+        if self.survivors is not None:
+            self.survivors.begin()
         if self.gradients is not None:
             self.gradients.begin()
 
@@ -314,7 +305,8 @@ class Driver:
             receive: As of the session's.
         """
         self.lifecycle.require(Action.JOIN, "before_update()")
-        with self.surviving.joining(update=receive and self.lifecycle.state is State.TRAINING):
+        update = receive and self.lifecycle.state is State.TRAINING
+        with nullcontext() if self.survivors is None else self.survivors.joining(update=update):
             self.session.before_update(receive=receive)
             if self._undrained:
                 self.session.wait(self._host.step)
@@ -341,17 +333,17 @@ class Driver:
             self.restored = replace(self.restored, plain={})
         if self.replaying is not None:
             return self._replayed(self.replaying, step, tokens)
-        with self.surviving.booking():
+        with nullcontext() if self.survivors is None else self.survivors.booking():
             capture = functools.partial(self._capture, described=True)
             self.last = self.session.after_update(step, tokens, capture, updated=updated)
-        self.surviving.termination.settle()
         return self.last
 
     def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
         """Counts the newest step, after whose update training stops, so that ``survive`` seals it."""
         tokens = self._boosted(tokens, updated=updated)
-        plain = plain_of(self._capture, self.comm.rank)
-        self.session.survivor.counted(self._host.step, plain, tokens, updated=updated)
+        if self.survivors is not None:
+            plain = plain_of(self._capture, self.comm.rank)
+            self.survivors.counted(self._host.step, plain, tokens, updated=updated)
 
     def _boosted(self, tokens: Deferred[StepTokens], *, updated: bool) -> Deferred[StepTokens]:
         return tokens if self.boost is None else self.boost.step_ends(tokens, applied=updated)
@@ -408,7 +400,7 @@ class Driver:
         if self.replaying is not None or (self.is_in_part and self.restored_step == self._host.step):
             return False  # the latter: ranks that kept that step do not come by here
         self.lifecycle.require(Action.SAVE, "save()")
-        with self.surviving.saving():
+        with nullcontext() if self.survivors is None else self.survivors.saving():
             self.session.save_complete(self._host.step, self._capture)
         ended = self.session.drain(self._host.step) if wait else ()
         if ended and not ended[-1].committed:
@@ -420,7 +412,7 @@ class Driver:
     def catch_up(self) -> None:
         """Training ended: completes ``last`` with what the ranks agreed on."""
         self.lifecycle.require(Action.FINISH, "finish()")
-        with self.surviving.saving():
+        with nullcontext() if self.survivors is None else self.survivors.saving():
             self.last = self.last and self.session.catch_up(self.last)
 
     def finish(self, *, moved: bool, ended: bool = True, save: bool = True) -> None:
@@ -438,8 +430,9 @@ class Driver:
             SaveFailedError: It could not be committed.
         """
         self.lifecycle.move(Action.FINISH, "finish()")
-        self.surviving.enter(Moment.UNKNOWN)
-        self.surviving.termination.unwatch()
+        if self.survivors is not None:
+            self.survivors.enter(Moment.UNKNOWN)
+            self.survivors.end()
         window = self.replaying  # memory holds no state that ever was
         unsaved = moved or self.is_in_part  # no checkpoint holds what ranks reached apart
         capture: Callable[[], Mapping[str, Any]] = self._capture
@@ -468,20 +461,21 @@ class Driver:
 
         Does nothing without such memory, in the middle of an update, in a replay, or a second time. Never raises.
         """
-        if self.lifecycle.state is State.TRAINING:
-            self.surviving.survive(why if isinstance(why, str) else type(why).__name__)
+        if self.survivors is not None and self.lifecycle.state is State.TRAINING:
+            self.survivors.survive(why if isinstance(why, str) else type(why).__name__)
 
     def note(self, moment: Moment) -> None:
         """Sets the iteration's phase, where the adapter knows more than ``before_update`` and ``after_update`` do."""
-        if self.lifecycle.state is State.TRAINING:
-            self.surviving.enter(moment)
+        if self.survivors is not None and self.lifecycle.state is State.TRAINING:
+            self.survivors.enter(moment)
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Releases threads and lock. Safe to call twice, and after ``finish``."""
         self.lifecycle.move(Action.CLOSE, "close()")
         if self.lifecycle.state is State.NEW:
             return
-        self.surviving.termination.unwatch()
+        if self.survivors is not None:
+            self.survivors.end()
         self._close_guests()
         if self.replaying is not None:
             self.replaying.close()

@@ -28,6 +28,19 @@ class State(Enum):
     CLOSED = "the store was closed before the run ended"
 
 
+class Moment(Enum):
+    """Moment of an iteration: its value says what parameters and optimizer state are."""
+
+    UNKNOWN = "no state of this life, or callbacks may have put other weights in"
+    RESTING = "those of the newest step"
+    EXPOSED = "those of the newest step, unless callbacks have put other weights in"
+    REDUCING = "the same; an update has begun, which first reduces gradients over ranks"
+    WRITING = "between two steps"
+    WRITTEN = "those of the next step, which the loop has not counted yet"
+    WRITTEN_ALONE = "the same; whether what other ranks write of it has arrived is not known"
+    BOOKING = "those of the newest step, which the session is booking"
+
+
 class Action(Enum):
     """Next action of an adapter."""
 

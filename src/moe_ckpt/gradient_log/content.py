@@ -16,12 +16,12 @@ from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import CoverageError, NoCheckpointError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.shard import GRADIENT
+from moe_ckpt.gradient_log.survivor_slices import NOTHING, SurvivorSlices
 from moe_ckpt.gradient_log.units import UpdateLayout
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.recovery.kept_beside import NOTHING, SurvivorSlices
 
 PLAIN = "gradient_log"
 """Its key in the plain state of a step."""

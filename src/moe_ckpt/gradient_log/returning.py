@@ -22,6 +22,7 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.gradient_log.content import anchors_of, parameter_of, plain_of
 from moe_ckpt.gradient_log.densify import densify_together
 from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer
+from moe_ckpt.gradient_log.survivor_slices import NOTHING, SurvivorSlices, kept_here, plan_along_log
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import StateTensor, TrainingState
@@ -33,7 +34,6 @@ from moe_ckpt.reading.restore import box_of, copy_slices, parameters_of, require
 from moe_ckpt.reading.slices import find_damage
 from moe_ckpt.reading.together import together
 from moe_ckpt.recovery.executing import Recovery, Restored, opening, rank_of_state, say_plan
-from moe_ckpt.recovery.kept_beside import NOTHING, SurvivorSlices, kept_here, plan_along_log
 from moe_ckpt.recovery.sources import StorageSource
 
 log = logging.getLogger("moe_ckpt")

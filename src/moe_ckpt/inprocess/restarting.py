@@ -15,7 +15,6 @@ import functools
 import importlib
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -23,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from moe_ckpt.driver.guests import SealingSurvivors
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
-from moe_ckpt.driver.surviving import Surviving
 from moe_ckpt.errors import (
     ConfigError,
     MissingPackageError,
@@ -47,8 +46,8 @@ class SealingCheckpoint(Protocol):
     """A checkpoint of a training loop, such as ``megatron.attach`` returns, or of a Trainer."""
 
     @property
-    def surviving(self) -> Surviving | None:
-        """Seals the newest step; None while nothing trains."""
+    def survivors(self) -> SealingSurvivors | None:
+        """Seals the newest step; None while nothing trains, and where nothing does."""
 
     def finish(self) -> None:
         """Training ended well."""
@@ -107,7 +106,7 @@ class Restart:
             UnsupportedError: It is something else.
         """
         sealing: Any = getattr(checkpoint, "current_fit", checkpoint)
-        if not all(hasattr(sealing, name) for name in ("surviving", "finish", "close")):
+        if not all(hasattr(sealing, name) for name in ("survivors", "finish", "close")):
             raise UnsupportedError(
                 f"restart.keeping({type(checkpoint).__name__}): give the result of megatron.attach, or a MoECheckpoint "
                 "callback. Megatron-LM's own loop makes process groups and handles exceptions itself: start it with "
@@ -126,13 +125,9 @@ class Restart:
 
     def survive(self) -> None:
         """Seals the newest step before the processes are restarted. On the monitor thread."""
-        surviving = None if self._sealing is None else self._sealing.surviving
-        if surviving is None:
-            return
-        until = time.monotonic() + _PATIENCE_SECS
-        while not surviving.is_whole and surviving.ends_soon and time.monotonic() < until:
-            time.sleep(0.01)
-        surviving.survive("the failure of another rank")
+        survivors = None if self._sealing is None else self._sealing.survivors
+        if survivors is not None:
+            survivors.survive("the failure of another rank", _PATIENCE_SECS)
 
 
 def restartable(

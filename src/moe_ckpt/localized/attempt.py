@@ -1,6 +1,6 @@
 """Returns to the newest step with only those pipeline stages going back that lost something (MoEvement, section 3.4).
 
-Stages whose ranks all sealed the newest step (``session.surviving``) load that. The others load the newest checkpoint,
+Stages whose ranks all sealed the newest step (``survivors``) load that. The others load the newest checkpoint,
 and compute the steps since again alone, with what their neighbours logged. If anything lacks, all ranks go back.
 """
 
@@ -15,6 +15,7 @@ from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.manifest import Manifest, age_of
 from moe_ckpt.localized.answers import Received
 from moe_ckpt.localized.exchange import KeptLogs, LogExchange
+from moe_ckpt.localized.kept_state import KeptState
 from moe_ckpt.localized.segments import LocalRecovery, LogGap, local_recoveries
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
@@ -26,7 +27,6 @@ from moe_ckpt.reading.restore import needed_slices, parameters_of
 from moe_ckpt.reading.shared_reading import SharedReading, divide
 from moe_ckpt.reading.together import NotUsableError, together
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
-from moe_ckpt.recovery.kept_state import KeptState
 from moe_ckpt.recovery.replay import Replay
 from moe_ckpt.recovery.sources import in_order
 

@@ -15,8 +15,7 @@ from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.replaying import StepSource
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
-from moe_ckpt.driver.states import Action, State
-from moe_ckpt.driver.surviving import Moment
+from moe_ckpt.driver.states import Action, Moment, State
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
@@ -97,7 +96,7 @@ class MegatronCheckpoint:
             torchmetrics is not installed.
         recovery_plan: Where each operator of the checkpoint that training resumed from came from on this rank: memory
             of this node, of others, or storage; None before ``resume``, and for a new run.
-        surviving: Seals the newest iteration when training stops.
+        survivors: Seals the newest iteration when training stops; None without such memory.
         stopwatch: Counts how long this keeps the training thread.
         upstream: Logs the messages over the boundaries of this rank's stage; None without
             ``Memory(upstream_bytes=...)``.
@@ -164,6 +163,11 @@ class MegatronCheckpoint:
 
             return loop_log(inventory, optimizer, chunks, self._driver)
 
+        survivors = None
+        if options.memory is not None and options.memory.sealing_secs:
+            from moe_ckpt.survivors.stopping import survivors_of
+
+            survivors = functools.partial(survivors_of, secs=options.memory.sealing_secs, unit="iteration")
         try:
             self._driver.open(
                 comm,
@@ -178,6 +182,7 @@ class MegatronCheckpoint:
                 open_log=open_log,
                 pinned=torch.cuda.is_available(),
                 localized=self.upstream,
+                survivors=survivors,
                 local_ranks=local_ranks(comm),
             )
         except BaseException:
@@ -185,18 +190,15 @@ class MegatronCheckpoint:
             self._driver.close(0.0)
             raise
         self._chunks = chunks
-        self.surviving = self._driver.surviving
+        self.survivors = self._driver.survivors
 
         def reduces() -> None:
             """Nothing changes weights yet: gradients are reduced over ranks first, where a peer may be missed."""
             self.before_step()
             self._driver.note(Moment.REDUCING)
 
-        def ends_alone() -> None:
-            self._driver.session.survivor.lends = False  # it is not known which of other ranks' weights have arrived
-            self._driver.note(Moment.WRITTEN)
-
-        self._watch = StepWatch(optimizer, reduces, self._stepped, ends_alone, stopwatch)
+        alone = functools.partial(self._driver.note, Moment.WRITTEN_ALONE)
+        self._watch = StepWatch(optimizer, reduces, self._stepped, alone, stopwatch)
         self._watch.before_writing(lambda: self._driver.note(Moment.WRITING))
         self._first: FirstForward | None = None
         if self._pipeline is not None:

@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.plan import SnapshotPlan, save_full
@@ -35,15 +35,42 @@ from moe_ckpt.run.events import (
 )
 from moe_ckpt.session.session_resources import SessionResources
 from moe_ckpt.session.snapshotting import Capture, Snapshotter
-from moe_ckpt.session.surviving import Survivor
 from moe_ckpt.slices.assignment import ComputeTypes
-from moe_ckpt.slices.snapshot import plain_of
+from moe_ckpt.slices.snapshot import Encode, plain_of
 from moe_ckpt.stopwatch import Since, Stopwatch, timed
 from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
 _IDLE_SECS = 10.0
 """Longest wait for threads that have nothing to do."""
+
+
+class NewestStep(Protocol):
+    """Follows the newest step, so that it can be sealed when training stops. On the training thread."""
+
+    def step_ends(self, step: int, plain: Encode, tokens: Deferred[StepTokens]) -> None:
+        """The state of ``step`` is final.
+
+        Args:
+            plain: Gives the plain state as it is now, the first time it is called.
+            tokens: Of this rank.
+        """
+
+    def keep_plain(self, *, described: bool) -> None:
+        """The next step begins: random numbers and buffers are about to change.
+
+        Args:
+            described: A snapshot of the step began, so that it is known which tensors there are.
+        """
+
+    def update_begins(self, now: float) -> None:
+        """From here on no rank can return to the newest step unless it is sealed."""
+
+    def close(self, timeout_secs: float) -> None:
+        """Ends threads. Twice does no harm."""
+
+
+_Follower = TypeVar("_Follower", bound=NewestStep)
 
 
 class CheckpointSession:
@@ -54,7 +81,6 @@ class CheckpointSession:
         comm: The ranks.
         run_ledger: Equal on every rank, between two calls.
         stopwatch: How long all this keeps the training thread; adapters count their hooks on it as well.
-        survivor: Seals the newest step when training stops at a failure.
     """
 
     def __init__(self, run: RunContext, stopwatch: Stopwatch | None = None) -> None:
@@ -68,7 +94,7 @@ class CheckpointSession:
         self._planner = self._snapshots.planner
         self._booking = self._snapshots.booking
         self.run_ledger = self._booking.run_ledger
-        self.survivor = Survivor(self._run, self._resources, self._snapshots)
+        self._follower: NewestStep | None = None
         self._since_record, self._since_lap = Since(self.stopwatch), Since(self.stopwatch)
         self._agree_secs = 0.0
         self._newest_plan = SnapshotPlan(0)
@@ -180,6 +206,18 @@ class CheckpointSession:
         """Sets the types in which kernels read the parameters, equal on every rank; by default, their own types."""
         self._snapshots.live.set_compute_types(types)
 
+    def follow(self, make: Callable[[RunContext, SessionResources, Snapshotter], _Follower]) -> _Follower:
+        """Lets a guest follow the newest step. Once, before training.
+
+        Args:
+            make: Makes it.
+
+        Returns:
+            The guest.
+        """
+        self._follower = follower = make(self._run, self._resources, self._snapshots)
+        return follower
+
     # --- what is known ---
 
     @property
@@ -225,7 +263,8 @@ class CheckpointSession:
             received = time.perf_counter()
             if self._run.gradients is not None and self._run.settings.when_busy == "wait":
                 self._resources.pipeline.stages.wait_for_seal(self._run.settings.timeout_secs)
-            self.survivor.update_begins(received)
+            if self._follower is not None:
+                self._follower.update_begins(received)
             self._booking.meter.update_begins(received)
             self._run.tell(Joined(received))
 
@@ -256,7 +295,8 @@ class CheckpointSession:
         """
         final_at = time.perf_counter()
         plain = plain_of(capture, self.comm.rank)
-        self.survivor.step_ends(step, plain, tokens)
+        if self._follower is not None:
+            self._follower.step_ends(step, plain, tokens)
         self._snapshots.step_begins(updated=updated)
         self.tier.left_slots.step_ended()
         booking, pipeline = self._booking, self._resources.pipeline
@@ -280,7 +320,8 @@ class CheckpointSession:
         if plan:
             self._newest_plan = plan
             record = self._snapshots.carry_out(plan, plain, consensus, step_is_agreed=not self.comm.agrees_late)
-        self.survivor.keep_plain(described=record.begun)
+        if self._follower is not None:
+            self._follower.keep_plain(described=record.begun)
         if self._run.gradients is not None:
             self._run.gradients.forget()
             if not record.begun:
@@ -375,7 +416,7 @@ class CheckpointSession:
         Raises:
             SaveFailedError: The last checkpoint could not be committed, or not in time.
         """
-        self.survivor.close(self._run.settings.timeout_secs)
+        self._leave(self._run.settings.timeout_secs)
         self._receive()
         if save_last:
             self.save_complete(step, capture)
@@ -401,6 +442,10 @@ class CheckpointSession:
         Unless ``finish`` came before, training failed: the recovery buffer stays in this process's memory for
         the next session on the same store (see ``tiers.host_tier``).
         """
-        self.survivor.close(self._run.settings.timeout_secs if timeout_secs is None else timeout_secs)
+        self._leave(self._run.settings.timeout_secs if timeout_secs is None else timeout_secs)
         self._booking.give_up()
         self._resources.close(timeout_secs, keep=True)
+
+    def _leave(self, timeout_secs: float) -> None:
+        if self._follower is not None:
+            self._follower.close(timeout_secs)

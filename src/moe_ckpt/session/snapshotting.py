@@ -216,7 +216,7 @@ class Snapshotter:
                 return
             time.sleep(_TELLING_SECS)
 
-    def begin_survivor(
+    def begin_parting(
         self,
         plan: SnapshotPlan,
         plain: Encode,

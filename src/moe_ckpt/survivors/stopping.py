@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import os
 import signal
@@ -11,24 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from moe_ckpt.core.quantities import human_bytes
 from moe_ckpt.driver.guests import LocalizedRecovery
-from moe_ckpt.driver.messages import Messages
-from moe_ckpt.driver.termination import Termination
-from moe_ckpt.session.surviving import Survivor
+from moe_ckpt.driver.host import Host
+from moe_ckpt.driver.states import Moment
+from moe_ckpt.notices import announce
+from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.session.session import CheckpointSession
+from moe_ckpt.slices.snapshot import Encode
+from moe_ckpt.survivors.newest_step import Survived, Survivor
+from moe_ckpt.survivors.termination import Termination
 
 log = logging.getLogger("moe_ckpt")
-
-
-class Moment(enum.Enum):
-    """Moment of an iteration: its value says what parameters and optimizer state are."""
-
-    UNKNOWN = "no state of this life, or callbacks may have put other weights in"
-    RESTING = "those of the newest step"
-    EXPOSED = "those of the newest step, unless callbacks have put other weights in"
-    REDUCING = "the same; an update has begun, which first reduces gradients over ranks"
-    WRITING = "between two steps"
-    WRITTEN = "those of the next step, which the loop has not counted yet"
-    BOOKING = "those of the newest step, which the session is booking"
 
 
 _WHOLE = (Moment.RESTING, Moment.REDUCING)
@@ -41,7 +34,7 @@ class Surviving:
         survivor: The session's.
         secs: The longest that sealing may take.
         unit: What the framework calls a step.
-        say: Messages to the user.
+        rank: Of this process.
         newest: Returns the newest step that was counted.
         count: See ``Host.count_update``.
         localized: Its log is completed as well; None if there is none.
@@ -56,7 +49,7 @@ class Surviving:
         survivor: Survivor,
         secs: float,
         unit: str,
-        say: Messages,
+        rank: int,
         *,
         newest: Callable[[], int] = lambda: 0,
         count: Callable[[], bool] = lambda: False,
@@ -65,7 +58,7 @@ class Surviving:
         self._newest, self._count, self._localized = newest, count, localized
         self.moment = Moment.UNKNOWN
         self.termination = Termination(self, secs)
-        self._survivor, self._secs, self._unit, self._say = survivor, secs, unit, say
+        self._survivor, self._secs, self._unit, self._rank = survivor, secs, unit, rank
         self._once = threading.Lock()
         self._sealing = threading.RLock()
         self._pid = os.getpid()
@@ -74,11 +67,6 @@ class Surviving:
     def is_here(self) -> bool:
         """False in a forked child: state and slots are its parent's, which goes on."""
         return os.getpid() == self._pid
-
-    @property
-    def is_on(self) -> bool:
-        """True if anything is ever sealed."""
-        return self._survivor.is_on
 
     @property
     def is_over(self) -> bool:
@@ -95,12 +83,22 @@ class Surviving:
         """True if something is under way after which a step can be sealed that is newer, or whole again."""
         return self.moment in (Moment.REDUCING, Moment.WRITING, Moment.WRITTEN, Moment.BOOKING)
 
+    def begin(self) -> None:
+        """Training begins: handles SIGTERM from here on."""
+        self.termination.watch()
+
+    def end(self) -> None:
+        """Training is over, or about to be: leaves SIGTERM to others."""
+        self.termination.unwatch()
+
     def enter(self, moment: Moment) -> None:
         """The iteration comes to ``moment``. On the training thread.
 
         While another thread seals the step, this one waits, so that nothing changes what is sealed.
         """
         with self._sealing:
+            if moment is Moment.WRITTEN_ALONE:
+                self._survivor.lends, moment = False, Moment.WRITTEN
             self.moment = moment
 
     @contextlib.contextmanager
@@ -119,18 +117,20 @@ class Surviving:
         if update:
             self.enter(Moment.WRITING)
         elif self.moment is Moment.RESTING:
-            self.enter(Moment.EXPOSED if self._notes() else Moment.UNKNOWN)
+            self._survivor.note_weights()
+            self.enter(Moment.EXPOSED)
         elif self.moment is not Moment.EXPOSED:
             self.enter(Moment.UNKNOWN)
 
     @contextlib.contextmanager
     def booking(self) -> Iterator[None]:
-        """A step is final, and the session is at work."""
+        """A step is final, and the session is at work. If SIGTERM came meanwhile, the process ends after that."""
         self.enter(Moment.BOOKING)
         try:
             yield
         finally:
             self.enter(Moment.RESTING)
+        self.termination.settle()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -143,23 +143,32 @@ class Surviving:
             self.enter(before)
         self.termination.settle()
 
-    def survive(self, why: str) -> None:
+    def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:
+        """See ``Survivor.counted``."""
+        self._survivor.counted(step, plain, tokens, updated=updated)
+
+    def survive(self, why: str, patience_secs: float = 0.0) -> None:
         """Training stops: seals the newest step, once. Never raises. Does nothing in a forked child.
 
         On the training thread, or on another while that one waits for what will not come.
 
         Args:
             why: For messages.
+            patience_secs: The longest wait for a step that is under way on another thread.
         """
-        if not self._survivor.is_on or not self.is_here:
+        if not self.is_here:
             return
+        until = time.monotonic() + patience_secs
+        while not self.is_whole and self.ends_soon and time.monotonic() < until:
+            time.sleep(0.01)
         with self._sealing:  # waits for another thread that seals: this one may be about to end the process
             if not self._once.acquire(blocking=False):
                 return
             if self.moment is Moment.WRITTEN:
                 uncounted = self._uncounted()
                 if uncounted is not None:
-                    self._say.not_counted(*uncounted, why)
+                    message = "training stops (%s), and rank %d does not keep %s in memory: %s"
+                    log.warning(message, why, self._rank, *uncounted)
                     return
                 self.moment = Moment.RESTING
             if self.moment is Moment.EXPOSED:
@@ -175,12 +184,24 @@ class Surviving:
                 if self._localized is not None:
                     self._localized.write_log(max(0.0, until - time.monotonic()))
                 if survived is not None:
-                    self._say.survived(survived, why)
+                    self._say(survived, why)
 
-    def _notes(self) -> bool:
-        if self._survivor.is_on:
-            self._survivor.note_weights()
-        return self._survivor.is_on
+    def _say(self, survived: Survived, why: str) -> None:
+        """This rank sealed its newest step, or did not, so that the next start uses an older checkpoint."""
+        if survived.problem:
+            verb = "may not keep" if survived.is_open else "could not keep"
+            log.warning(
+                "training stops (%s), and rank %d %s %s %d in memory: %s",
+                *(why, self._rank, verb, self._unit, survived.step, survived.problem),
+            )
+            return
+        cost = "a checkpoint of which was there"
+        if survived.nbytes:
+            cost = f"{human_bytes(survived.nbytes)} in {survived.secs:.1f} s"
+        (announce if self._rank == 0 else log.info)(
+            "training stops (%s): rank %d keeps its state of %s %d in memory, %s",
+            *(why, self._rank, self._unit, survived.step, cost),
+        )
 
     def _are_unchanged(self) -> bool:
         try:
@@ -198,6 +219,30 @@ class Surviving:
             return f"the newest {self._unit}", str(error)
         step = f"{self._unit} {self._newest() + 1}"
         return step, f"its update is made, but the loop has not come to the end of the {self._unit}"
+
+
+def survivors_of(
+    session: CheckpointSession, host: Host, localized: LocalizedRecovery | None, *, secs: float, unit: str
+) -> Surviving:
+    """Returns what seals the newest step of a run when training stops. Before training.
+
+    Args:
+        session: Of the run.
+        host: Its adapter.
+        localized: As of ``Surviving``.
+        secs: Likewise.
+        unit: Likewise.
+    """
+    survivor = session.follow(Survivor)
+    return Surviving(
+        survivor,
+        secs,
+        unit,
+        session.comm.rank,
+        newest=lambda: host.step,
+        count=host.count_update,
+        localized=localized,
+    )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 Data-parallel ranks hold the same parameters and optimizer state, but each has random numbers and a position in the data
 of its own. So where one is killed while its snapshot is still being copied, its peers have all of the newest step but
-that: see ``session.surviving``.
+that: see ``survivors.newest_step``.
 """
 
 from __future__ import annotations

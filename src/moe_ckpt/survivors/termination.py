@@ -30,7 +30,7 @@ from moe_ckpt.memory.options import TORCHRUN_GRACE_SECS
 from moe_ckpt.threads import ThreadName, named_thread
 
 if TYPE_CHECKING:
-    from moe_ckpt.driver.surviving import Surviving
+    from moe_ckpt.survivors.stopping import Surviving
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

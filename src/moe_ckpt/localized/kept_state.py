@@ -1,4 +1,4 @@
-"""What ranks sealed of the newest step when training stopped (``session.surviving``), laid over an older checkpoint."""
+"""What ranks sealed of the newest step when training stopped (``survivors``), laid over an older checkpoint."""
 
 from __future__ import annotations
 

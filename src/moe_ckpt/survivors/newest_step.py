@@ -35,11 +35,11 @@ from moe_ckpt.errors import MoECheckpointError, NotFiniteError
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
-from moe_ckpt.session.fingerprint import Fingerprint
 from moe_ckpt.session.session_resources import SessionResources
 from moe_ckpt.session.snapshotting import Snapshotter
-from moe_ckpt.session.state_keeping import StateKeeper
 from moe_ckpt.slices.snapshot import Encode, Snapshot
+from moe_ckpt.survivors.fingerprint import Fingerprint
+from moe_ckpt.survivors.state_keeping import StateKeeper
 from moe_ckpt.tiers.limits import requires_room
 
 log = logging.getLogger("moe_ckpt")
@@ -134,21 +134,9 @@ class Survivor:
         self._weights: Fingerprint | None = None
         self.lends = True
 
-    @property
-    def is_on(self) -> bool:
-        """Returns whether the user wants it, and there is memory that outlives the process."""
-        memory = self._run.settings.memory
-        return memory is not None and memory.sealing_secs > 0
-
     def step_ends(self, step: int, plain: Encode, tokens: Deferred[StepTokens]) -> None:
-        """The state of ``step`` is final.
-
-        Args:
-            plain: Gives the plain state as it is now, the first time it is called.
-            tokens: Of this rank.
-        """
-        if self.is_on:
-            self._step, self._plain, self._tokens = step, plain, tokens
+        """See ``session.session.NewestStep``."""
+        self._step, self._plain, self._tokens = step, plain, tokens
 
     def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:
         """Ends a step as ``step_ends`` does, where training stops right after the update.
@@ -170,11 +158,7 @@ class Survivor:
         return self._weights is not None and self._weights.fits(self._run.state.tensors())
 
     def keep_plain(self, *, described: bool) -> None:
-        """The next step begins: random numbers and buffers are about to change, and tensors of them are copied.
-
-        Args:
-            described: A snapshot of the step began, so that it is known which tensors there are.
-        """
+        """See ``session.session.NewestStep``: tensors of the plain state are copied."""
         if self._plain is None:
             return
         if not described:  # the plain state goes by it
@@ -201,8 +185,7 @@ class Survivor:
         Args:
             now: ``perf_counter``.
         """
-        if self.is_on:
-            self._patience.update_begins(now, self._resources.pipeline.stages)
+        self._patience.update_begins(now, self._resources.pipeline.stages)
 
     @property
     def _is_lent_whole(self) -> bool:
@@ -263,7 +246,7 @@ class Survivor:
         applied, own_counts = tokens
         if own_counts is not None and of is not None:
             own_counts = np.zeros_like(own_counts)  # the other rank's are beside its plain state
-        return self._snapshots.begin_survivor(plan, plain, (applied, own_counts), of, _left(until))
+        return self._snapshots.begin_parting(plan, plain, (applied, own_counts), of, _left(until))
 
     def _counted(self, step: int, until: float) -> _Counted:
         """Tokens by the end of the step, if the ranks have agreed on it; else those before it, and this rank's own."""

@@ -30,7 +30,7 @@ _EXAMPLE = """example:
 """
 
 RECORDS = """
-SnapshotPlan InFlight WindowPlace CompiledPlan Snapshot SealedShare Acknowledgement _Entry MemoryStep SlotHeader
+SnapshotPlan InFlight WindowPlace CompiledPlan Snapshot Acknowledgement _Entry MemoryStep SlotHeader
 Share MemoryCheckpoint Resolution StorageOutcome Part Manifest FileRecord View WrittenPart StepRecord
 Step Contents Facts CopyPlan Record Fate PlannedPart FileRow HeldRecord
 """

@@ -86,7 +86,7 @@ def measure(case: Case, rank: Rank, steps: int, home: Path, tell: Callable[[str]
         tell(name)
         with _attached(case, rank, policy, home / "ours", found["attach"]) as ours:
             found["policies"][name] = _steps(rank, ours, steps)
-            found["local_operators"] = len(ours.session._resources.pipeline._compiler._local.local_rows)
+            found["local_operators"] = len(ours.session._resources.pipeline.compiler._local.local_rows)
             found["operators"] = len(ours.session.catalog.operators)
     return found
 

@@ -445,8 +445,8 @@ class Counted(pl.Callback):
         tier = self.ours._fit.session._resources.pipeline.memory
         with tier._lock:
             entries = list(tier._entries.values())
-            newest = newest_checkpoint(entry.step for entry in entries)
-            there = [e for e in entries if newest and e.step.complete and e.step.number <= newest[-1].number]
+            newest = newest_checkpoint(entries)
+            there = [e for e in entries if newest and e.complete and e.number <= newest[-1].number]
             self.found.append(sum(len(entry.pieces) for entry in there))
 
 

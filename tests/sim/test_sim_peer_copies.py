@@ -17,7 +17,7 @@ from moe_ckpt.peers.wire import Listener
 from moe_ckpt.policies import Dense, MoEvement
 from moe_ckpt.run.agreement import StepConsensus
 from moe_ckpt.run.options import Settings
-from moe_ckpt.session.backlog import PeerCopies
+from moe_ckpt.session.backlog import Backlog
 from moe_ckpt_sim.failures.failures import FailureEvent
 from moe_ckpt_sim.failures.traces import Trace
 from moe_ckpt_sim.run.run import simulate
@@ -44,11 +44,12 @@ def decided(max_in_flight, when_busy, tmp_path):
         replicator = Replicator(roster, listener, lambda nbytes: create_slot(tmp_path / "copy", nbytes), 60.0)
         try:
             slot = create_slot(tmp_path / "own", 4096)
-            room = Room(None, SimpleNamespace(replicator=replicator), None, settings, 0, 1)
-            copies = PeerCopies(settings, rank=1)
+            run = SimpleNamespace(settings=settings, policy=Dense())
+            room = Room(run, None, SimpleNamespace(replicator=replicator, outlives_process=True), None)
+            backlog = Backlog(settings, SimpleNamespace(rank=1), windows=False)
             for step in range(STEPS):
                 plan = save_full(step, MODEL.catalog.everything)
-                found.append(copies.go(plan, StepConsensus(copies_behind=room.copies_behind)))
+                found.append(backlog.to_peers(plan, StepConsensus(copies_behind=room.copies_behind)))
                 if found[-1]:
                     replicator.submit(step, SealedSlot(step, slot.memory, b"a header"))
         finally:

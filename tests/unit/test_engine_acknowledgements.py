@@ -33,7 +33,7 @@ def joined(acknowledgements):
 def test_all_say_together_what_each_said(ranks):
     told = [of_rank(rank, sorted(kinds), cover) for rank, (kinds, cover) in enumerate(ranks)]
     found = joined([each for _, _, each in told])
-    assert found.ranks == len(ranks)
+    assert len(found.freshness) == len(ranks)
     assert found.causes == ()
     assert found.cover == sum(cover for _, cover in ranks) % PRIME
     paths = {f"{DIRECTORY}/{name}" for lines in found.lines.values() for name in names_in(lines)}
@@ -50,7 +50,7 @@ def test_what_failed_is_told_rank_by_rank():
     _, _, good = of_rank(0, ["expert"], 5)
     found = joined([good, Acknowledgement.failed(1, "disk, full"), Acknowledgement.failed(2, 'he said "no"\n')])
     assert found.causes == ("rank 1: disk, full", 'rank 2: he said "no"\n')
-    assert found.ranks == 3
+    assert len(found.freshness) == 3
     assert found.lines.keys() == {"expert", "state"}
 
 

@@ -166,9 +166,8 @@ def test_recent_iterations_count_whatever_ran_beside_them_but_not_what_training_
     meter = Meter()
     now = laps(meter, [(9.0, False), (1.0, False), (1.5, True)])
     for _ in range(3):
-        meter.waited(0.5)
-        meter.waited(0.25)
-        now = laps(meter, [(2.0, True)], now)
+        now += 2.0
+        meter.lap(now, loaded=True, waited_secs=0.75)
     assert meter.measured().recent_iteration_secs == 1.25
     laps(meter, [(2.0, True)] * 50, now)
     assert meter.measured().recent_iteration_secs == 2.0, "old laps are forgotten"
@@ -271,7 +270,7 @@ def test_a_restarted_meter_knows_what_was_measured_before():
     """And slow laps at the start do not push it aside at once."""
     before = Meter()
     now = laps(before, [(1.0, False)] * 10 + [(1.5, True), (1.0, False)])
-    before.update_begins(now + 0.75)
+    before.update_began = now + 0.75
     laps(before, [(1.0, False)], now)
     before.resolved(0.75)
     before.record_transfers([Fate(number=0, nbytes=600, copy_secs=0.5, write_secs=2.0)])

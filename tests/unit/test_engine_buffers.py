@@ -152,6 +152,14 @@ def test_what_cannot_be_unsealed_stays_readable_and_is_never_written_to(tmp_path
 # --- the roles that buffers go through ---
 
 
+def headed(snapshot):
+    return snapshot.header
+
+
+def snapshot_in(buffer: Buffer, header: SimpleNamespace | None = None) -> SimpleNamespace:
+    return SimpleNamespace(contents=SimpleNamespace(window=None), buffer=buffer, header=header)
+
+
 class Roles(RuleBasedStateMachine):
     """What a pipeline does with its pool and its host tier, in any order that can happen.
 
@@ -161,7 +169,7 @@ class Roles(RuleBasedStateMachine):
     @initialize(copies=st.integers(1, 5), copied=st.integers(1, 2000))
     def begin(self, copies, copied):
         self.pool = BufferPool(copies * 2200)
-        self.tier = HostTier(0, "run", None, self.pool, None)
+        self.tier = HostTier(0, "run", None, self.pool, headed)
         self.number = 0
         self.snapshots: list[tuple[int, Buffer]] = []
         self.offered = False
@@ -190,7 +198,7 @@ class Roles(RuleBasedStateMachine):
     @rule()
     def write(self):
         number, buffer = self.snapshots[0]
-        self.tier.hold(SimpleNamespace(step=number, generation=0, parts=()), buffer)
+        self.tier.offer(snapshot_in(buffer, SimpleNamespace(step=number, generation=0, parts=())))
         self.offered = True
 
     @precondition(lambda self: self.snapshots)
@@ -198,7 +206,7 @@ class Roles(RuleBasedStateMachine):
     def resolve(self, committed):
         """The oldest snapshot ends. One that was not offered (complete, or failed at once) may do either."""
         number, buffer = self.snapshots.pop(0)
-        self.tier.resolve(buffer, committed=committed)
+        self.tier.ended(snapshot_in(buffer), committed=committed)
         if committed:
             self.kept = [(number, buffer)] if self.offered else []
         self.offered = False
@@ -215,7 +223,7 @@ class Roles(RuleBasedStateMachine):
         surrendered = self.tier.surrender()
         assert [held.header.step for held in surrendered] == [number for number, _ in self.kept]
         self.pool = BufferPool(self.pool.budget_bytes)
-        self.tier = HostTier(0, "run", None, self.pool, None, inherited=surrendered)
+        self.tier = HostTier(0, "run", None, self.pool, headed, inherited=surrendered)
         self.snapshots, self.offered = [], False
 
     @invariant()

@@ -239,7 +239,7 @@ def test_a_second_fault_before_the_next_commit_profits_again(tmp_path):
         life.go(2, settle=True)
         assert held_steps(life) == [8], "step 6 is forgotten"
         assert find(life, 8).header.generation == life.session.generation == 1
-        assert life.session._resources.pipeline._pool.held_bytes == 4096 > 3 * life.session.tier.nbytes
+        assert life.session._resources.pipeline._pool.lent_bytes == life.session.tier.nbytes
 
 
 def test_losses_are_as_counted_without_the_host_tier_once_it_is_released(tmp_path):

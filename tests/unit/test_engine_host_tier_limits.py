@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,10 +268,10 @@ def test_giving_up_the_recovery_buffer_leaves_what_may_be_committed_next(tmp_pat
         life.go(4, settle=True)
         tier = life.session.tier
         held, tier._kept = tier._kept, None
-        tier.hold(held.header, held.slot.room)
+        tier._offered = held
         assert not tier.drop()
         assert tier.nbytes == held.slot.room.nbytes, "storage may have it by now"
-        tier.resolve(held.slot.room, committed=True)
+        tier.ended(SimpleNamespace(buffer=held.slot.room), committed=True)
         assert tier.drop()
         assert tier.nbytes == 0
 

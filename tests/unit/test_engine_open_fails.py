@@ -84,7 +84,7 @@ def test_other_ranks_hear_of_an_error_of_any_kind(tmp_path):
     open_and_save(tmp_path)
 
 
-@pytest.mark.parametrize("what", ["Committer", "SnapshotResolver", "Room", "Preallocator"])
+@pytest.mark.parametrize("what", ["Committer", "SnapshotResolver", "Room"])
 def test_memory_is_let_go_of_for_the_next_session_of_the_process(tmp_path, monkeypatch, what):
     """What was left there by a session that failed is still what the next one resumes from."""
     (tmp_path / "memory").mkdir()

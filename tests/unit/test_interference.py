@@ -117,9 +117,9 @@ def run(policy: MoEtion, slopes: tuple[float, float], noise: float = 0.0, restar
         plan = policy.plan(facts(step=step, last_step=last, index=step - 1, measured=measured, sizes=sizes, **known))
         last, nbytes = step, sum(sizes[op].full for op in plan.full)
         for rank, meter in enumerate(meters):
-            meter.copies(nbytes)
+            meter.copied_nbytes = nbytes
             clock[rank] += (FIXED + slopes[rank] * nbytes) * (1 + rng.gauss(0, noise))
-            meter.update_begins(clock[rank] - UPDATE)
+            meter.update_began = clock[rank] - UPDATE
             fate = Fate(number=step, nbytes=nbytes, copy_secs=nbytes / RATE, write_secs=nbytes / 1e6)
             meter.record_transfers([fate])
             meter.lap(clock[rank], loaded=True)

@@ -42,7 +42,7 @@ from moe_ckpt.memory.directory import (
 from moe_ckpt.memory.files import MemoryFiles, newest_generation, remove_run, sweep
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.memory.survey import survey
-from moe_ckpt.tiers import buffers, host_tier
+from moe_ckpt.tiers import host_tier, limits
 from moe_ckpt.tiers.buffers import BufferPool
 from moe_ckpt.tiers.memory_tier import MemoryTier
 from tests.support.deleting import delete_tree
@@ -483,8 +483,8 @@ def test_what_the_dead_life_left_counts_as_free(where, monkeypatch):  # noqa: F8
     def available() -> int:
         return max(0, machine - sum(path.stat().st_size for path in files(where[1])))
 
-    monkeypatch.setattr(buffers, "available_bytes", available)
-    monkeypatch.setattr(buffers, "_cgroup_free_bytes", lambda **_: None)
+    monkeypatch.setattr(limits, "available_bytes", available)
+    monkeypatch.setattr(limits, "cgroup_bytes", lambda **_: None)
     with life(where, when_busy="wait") as second:
         come_back(second)
         assert second.session._resources.pipeline._pool.budget_bytes >= nbytes
@@ -495,9 +495,9 @@ def test_what_the_dead_life_left_counts_as_free(where, monkeypatch):  # noqa: F8
 def test_a_container_s_limit_is_no_less_for_what_another_one_left(tmp_path):
     for name, value in (("memory.max", 1000), ("memory.current", 300)):
         (tmp_path / name).write_text(str(value))
-    assert buffers._cgroup_free_bytes(str(tmp_path)) == 700
-    assert buffers._cgroup_free_bytes(str(tmp_path), left_bytes=200) == 900
-    assert buffers._cgroup_free_bytes(str(tmp_path), left_bytes=5000) == 1000
+    assert limits.cgroup_bytes(str(tmp_path)) == 700
+    assert limits.cgroup_bytes(str(tmp_path), left_bytes=200) == 900
+    assert limits.cgroup_bytes(str(tmp_path), left_bytes=5000) == 1000
 
 
 # --- what people are told ---

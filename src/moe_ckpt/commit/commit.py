@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -189,18 +190,19 @@ class Committer:
         """
         if acknowledged.causes:
             raise SaveFailedError(snapshot.step, acknowledged.causes)
-        if acknowledged.is_stale:
+        if freshness.of_all(acknowledged.freshness) == freshness.STALE:
             raise SaveFailedError(snapshot.step, (freshness.CAUSE,))
         window = snapshot.contents.window
         where = f"checkpoint of step {snapshot.step}"
-        if acknowledged.ranks != self.world_size or acknowledged.cover:
+        if len(acknowledged.freshness) != self.world_size or acknowledged.cover:
             raise CoverDiffersError(where, ("the ranks' shares do not cover it exactly",))
         slot = snapshot.contents.slot
         before = [part for part in self._window_parts if slot and part.is_of(window)]
         if len(before) != slot:
             raise SaveFailedError(snapshot.step, ("an earlier step of its window was not saved",))
-        self._give_up(part for part in self._window_parts if part not in before)
-        self._window_parts = before
+        if before != self._window_parts:
+            self._give_up(part for part in self._window_parts if part not in before)
+            self._window_parts = before
         parts = [*before, self._write_part(snapshot, acknowledged)]
         if window is not None:
             self._window_parts = parts
@@ -280,7 +282,7 @@ class Committer:
 
     def _tokens_at(self, snapshot: Snapshot) -> TokenBook:
         """Returns the tokens as of the checkpoint, once it is committed."""
-        book = TokenBook(self._tokens.layers, self._tokens.experts)
+        book = copy(self._tokens)
         book.applied, book.faults = snapshot.applied.result(), list(snapshot.facts.faults)
         book.saved = {Tier.STORAGE: self._tokens.saved[Tier.STORAGE].copy()}
         operators = snapshot.contents.brings(Tier.STORAGE, self.catalog.everything)

@@ -136,18 +136,31 @@ class StoreContents:
             self.current.discard(directory)
 
     def remove(
-        self, storage: Storage, gone: Collection[str], others: frozenset[str] = frozenset()
+        self,
+        storage: Storage,
+        retained_records: Collection[CheckpointRecord],
+        untouchable: Collection[str],
+        others: frozenset[str] = frozenset(),
     ) -> tuple[tuple[str, ...], dict[str, tuple[bool, Sequence[str]]]]:
-        """Delete the groups, commit records first and older checkpoints before newer ones.
+        """Delete what no retained checkpoint names, commit records first and older checkpoints before newer ones.
+
+        Then also temporaries, and each directory in which nothing of this format is left.
+
+        Args:
+            storage: Of the store.
+            retained_records: Of those checkpoints.
+            untouchable: Directories in which nothing is superseded yet.
+            others: Names of files that other ranks delete.
 
         Returns:
             Paths that are deleted, and what ``CollectReport.delegated`` is.
         """
-        by_directory: dict[str, set[str]] = {}
-        for path in gone:
+        groups_of = {directory: set[str]() for directory in self.names}
+        every = [f"{directory}/{group}" for directory, names in self.names.items() for group in names]
+        for path in groups_to_delete(every, retained_records, untouchable):
             directory, _, group = path.partition("/")
-            by_directory.setdefault(directory, set()).add(group)
-        going = {directory: by_directory[directory] for directory in self.names if directory in by_directory}
+            groups_of[directory].add(group)
+        going = {directory: groups for directory, groups in groups_of.items() if groups}
         records = [f"{directory}/{MANIFEST_NAME}" for directory, groups in going.items() if MANIFEST_NAME in groups]
         without_others = cache(lambda names: names - others)  # often the same names in all directories
         rest = [
@@ -168,22 +181,13 @@ class StoreContents:
             theirs = [group for group in GROUPS if group in groups and not others.isdisjoint(names[group])]
             if theirs:
                 delegated[directory] = (not stay, theirs)
-        return (*records, *rest), delegated
-
-    def tidy(self, storage: Storage, untouchable: Collection[str]) -> None:
-        """Remove temporaries, and then each directory in which nothing of this format is left."""
-        for directory, names in self.names.items():
-            if directory in untouchable:
-                continue
+        for directory in [directory for directory in self.names if directory not in untouchable]:
             if directory in self.strewn:
                 storage.clean_temporaries(directory)
-            if not names:
+            if not self.names[directory]:
                 storage.delete_dir(directory)  # which leaves it alone if it holds other files
                 self.current.discard(directory)
-
-    def groups(self) -> list[str]:
-        """Returns all groups of files, as ``directory/group``."""
-        return [f"{directory}/{group}" for directory, names in self.names.items() for group in names]
+        return (*records, *rest), delegated
 
 
 @dataclass(frozen=True)
@@ -240,9 +244,7 @@ def collect(
     stay = retained(tuple(records.values()), retention, now_unix_secs)
     remaining = [record for directory, record in records.items() if directory in stay]
     dropped = tuple(directory for directory in records if directory not in stay | unjudged)
-    gone = groups_to_delete(contents.groups(), remaining, untouchable)
-    deleted, delegated = contents.remove(storage, gone, others)
-    contents.tidy(storage, untouchable)
+    deleted, delegated = contents.remove(storage, remaining, untouchable, others)
     for directory in dropped:
         del records[directory]
     return CollectReport(tuple(record.directory for record in remaining), dropped, contents.damaged, deleted, delegated)
@@ -261,11 +263,9 @@ def clean_start(storage: Storage, contents: StoreContents | None = None) -> Coll
     committed = tuple(contents.records)
     if contents.damaged:
         return CollectReport(committed, (), contents.damaged)
-    gone = groups_to_delete(contents.groups(), contents.records.values(), set(committed))
-    deleted, _ = contents.remove(storage, gone)
+    deleted, _ = contents.remove(storage, contents.records.values(), committed)
     for directory in ("", *committed):
         storage.clean_temporaries(directory)
-    contents.tidy(storage, committed)
     return CollectReport(committed, (), (), deleted)
 
 

@@ -30,11 +30,11 @@ from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.compiling import cover_difference
 from moe_ckpt.slices.freshness import FreshnessWatch
 from moe_ckpt.slices.snapshot import Snapshot
-from moe_ckpt.slices.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_share, write_share
+from moe_ckpt.slices.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_snapshot, write_share
 from moe_ckpt.threads import ThreadName, named_thread
+from moe_ckpt.tiers.host_tier import BufferTier
 from moe_ckpt.tiers.memory_tier import MemoryTier
 from moe_ckpt.tiers.sealing import MemorySealer
-from moe_ckpt.tiers.tiers import BufferTier
 
 log = logging.getLogger("moe_ckpt")
 
@@ -53,6 +53,7 @@ class SnapshotThread:
 
     Attributes:
         in_flight: Snapshots that it was told to ``expect`` and has not brought to their end.
+        fatal: The error that ended it, until that is raised.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class SnapshotThread:
         self._changed = threading.Condition()
         self.in_flight = 0
         self._fates: deque[Fate] = deque(maxlen=_REMEMBERED)
-        self._fatal: BaseException | None = None
+        self.fatal: BaseException | None = None
         self._ended = self._through = False
         self._afterwards: Callable[[], None] = lambda: None
         self._thread = named_thread(name, self._run)
@@ -80,8 +81,15 @@ class SnapshotThread:
         with self._changed:
             self.in_flight += 1
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Hands over a snapshot. Call it after ``expect``, on any thread."""
+    def submit(self, snapshot: Snapshot, *, expected: bool = True) -> None:
+        """Hands over a snapshot, on any thread.
+
+        Args:
+            expected: ``expect`` was called for it.
+        """
+        if not expected:
+            with self._changed:
+                self.in_flight += 1
         self._queue.put(snapshot)
 
     @property
@@ -128,7 +136,7 @@ class SnapshotThread:
     def raise_fatal(self) -> None:
         """Raise, once, the error that ended the thread."""
         with self._changed:
-            error, self._fatal = self._fatal, None
+            error, self.fatal = self.fatal, None
         if error is not None:
             raise error
 
@@ -168,7 +176,7 @@ class SnapshotThread:
                     self._changed.notify_all()
         except BaseException as error:  # the thread's boundary: kept for raise_fatal on the training thread
             with self._changed:
-                self._fatal, self._ended = error, True
+                self.fatal, self._ended = error, True
                 self._changed.notify_all()
         finally:
             with self._changed:
@@ -214,8 +222,7 @@ class Stages:
             self._memory.begin(snapshot)
             if snapshot.contents.to_storage:
                 self.persister.expect()
-        self._first.expect()
-        self._first.submit(snapshot)
+        self._first.submit(snapshot, expected=False)
 
     def wait(self, most: int, timeout_secs: float) -> bool:
         """Wait until at most ``most`` snapshots are in the next one's way; False if the time ran out."""
@@ -244,8 +251,9 @@ class Stages:
 
     def raise_fatal(self) -> None:
         """Raise, once, the error that ended a thread."""
-        self._first.raise_fatal()
-        self.persister.raise_fatal()
+        for thread in (self._first, self.persister):
+            if thread.fatal is not None:
+                thread.raise_fatal()
 
     def close(self, timeout_secs: float, afterwards: Callable[[], None]) -> bool:
         """End the threads once what is queued is done. See ``SnapshotThread.close``."""
@@ -388,15 +396,14 @@ class SnapshotResolver:
 
     def _write(self, snapshot: Snapshot) -> Acknowledgement:
         try:
-            share = snapshot.share
-            if share is None:
-                share = seal_share(snapshot, self._run_id, self._comm.rank, self._comm.world_size)
-                share = replace(share, freshness=self._watch.seen(snapshot, share.parts))
-            records, state = write_share(self._storage, snapshot, share, self._comm.rank)
-            if not share.not_finite():
-                self._tier.offer(snapshot, share)
-            spoiled = share.not_finite(written=True)
-            return acknowledge(records, state, cover_difference(snapshot.plan), share.freshness, spoiled)
+            if snapshot.sealed is None:
+                seal_snapshot(snapshot, self._run_id, self._comm.rank, self._comm.world_size)
+                snapshot.freshness = self._watch.seen(snapshot)
+            records, state = write_share(self._storage, snapshot, self._comm.rank)
+            if not snapshot.not_finite():
+                self._tier.offer(snapshot)
+            spoiled = snapshot.not_finite(written=True)
+            return acknowledge(records, state, cover_difference(snapshot.plan), snapshot.freshness, spoiled)
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
 

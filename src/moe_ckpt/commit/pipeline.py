@@ -19,14 +19,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 from moe_ckpt.commit.commit import Committer
 from moe_ckpt.commit.persisting import SnapshotResolver, Stages
-from moe_ckpt.commit.room import Preallocator, Room
+from moe_ckpt.commit.room import Room
 from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.policies.base import Sends, needs_of
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.assignment import ComputeTypes
@@ -35,7 +33,6 @@ from moe_ckpt.slices.copier import Copier, Copy
 from moe_ckpt.slices.mirroring import MirroredShares
 from moe_ckpt.slices.snapshot import Encode, Snapshot, buffer_sizes, copy_at_once, placed
 from moe_ckpt.tiers import host_tier
-from moe_ckpt.tiers.buffers import WorkThread
 from moe_ckpt.tiers.host_memory import HostMemory
 from moe_ckpt.tiers.limits import requires_room
 from moe_ckpt.tiers.memory_tier import MemoryTier
@@ -51,6 +48,9 @@ class Pipeline:
 
     Attributes:
         tier: What memory keeps.
+        memory: The tier, if what it keeps outlives the process.
+        compiler: Turns contents into what this rank copies and writes.
+        snapshot_bytes: The most that one snapshot of this rank may have.
         stages: What snapshots pass through.
         room: Host memory for the next snapshot.
         next_number: That of the next snapshot.
@@ -63,72 +63,37 @@ class Pipeline:
         memory: HostMemory,
         committer: Committer | None,
     ) -> None:
-        rank, settings = run.comm.rank, run.settings
+        rank = run.comm.rank
         self._run_id, self._life, self.next_number = run_id, memory.life, 0
-        self.tier = memory.tier
-        self._pool = memory.pool
-        self._catalog = run.catalog
-        self._compiler = PlanCompiler(run.catalog, run.placement, "adaptive", rank, run.comm.world_size)
+        self.tier, self._pool = memory.tier, memory.pool
+        self.memory = memory.tier if isinstance(memory.tier, MemoryTier) else None
+        self.compiler = PlanCompiler(run.catalog, run.placement, "adaptive", rank, run.comm.world_size)
         if self.memory is not None and self.memory.replicator is not None:
             replicator = self.memory.replicator
             replicator.store.expects_mirrors = True
             sources = replicator.roster.placement.sources_of[rank]
-            self._compiler.mirrors = MirroredShares(run.catalog, run.placement, sources)
-        self._settings = settings
+            self.compiler.mirrors = MirroredShares(run.catalog, run.placement, sources)
         self._gate = run.gate
         self._copier = Copier(run.on_phase, run.gate)
         stages: Stages | None = None
-        require = None if self.memory is None else requires_room(self.memory.files.path, settings.local_ranks)
-        needs, is_wanted = needs_of(run.policy), self.memory is not None or settings.pinned
-        always_whole = not (needs.partial or needs.windows or needs.gradients)
-        count, self._always_whole = len(run.catalog.operators), always_whole
+        require = None if self.memory is None else requires_room(self.memory.files.path, run.settings.local_ranks)
         try:
             resolver = SnapshotResolver(run, run_id, committer, self.tier)
             self.stages = stages = Stages(run, self.memory, resolver)
-            maker, at_hand = WorkThread(), (self._pool, self.tier, self.stages, settings)
-            self.room = Room(*at_hand, rank, count, require=require, always_whole=always_whole, maker=maker)
-            self._preallocator = Preallocator(run, self.room, maker, is_wanted=is_wanted, always_whole=always_whole)
+            self.room = Room(run, self._pool, self.tier, stages, require=require)
         except BaseException:  # no thread to be had, for instance
             if stages is not None:
                 stages.close(_IDLE_SECS, lambda: None)
             self._copier.close()
             raise
+        # The most that one snapshot may have, where as many as may be under way are of that size.
+        self.snapshot_bytes = self._pool.budget_bytes // run.settings.max_in_flight
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
-
-    @property
-    def memory(self) -> MemoryTier | None:
-        """The tier, if what it keeps outlives the process."""
-        return self.tier if isinstance(self.tier, MemoryTier) else None
 
     def identify(self, step: int, generation: int) -> Step:
         """Returns the identity of the next snapshot."""
         return Step(self._run_id, self._life, generation, step, self.next_number)
-
-    @property
-    def storage_busy(self) -> bool:
-        """True if storage is so far behind that it should be left alone, while memory takes the next snapshot."""
-        return self.stages.persister.in_flight >= self._settings.max_in_flight
-
-    @property
-    def sends(self) -> Sends:
-        """See ``MirroredShares.sends``."""
-        return self._compiler.mirrors.sends
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """The most that one snapshot of this rank may have, where as many as may be under way are of that size."""
-        return self._pool.budget_bytes // self._settings.max_in_flight
-
-    def training_begins(self, *, whole: bool) -> None:
-        """See ``Preallocator``.
-
-        Raises:
-            HostMemoryError: The state that there is now does not fit the budget, so that no checkpoint ever would.
-        """
-        if whole or self._always_whole:
-            self.room.require(self._preallocator.least_nbytes)
-        self._preallocator.training_begins(whole=whole)
 
     def begin(
         self,
@@ -164,7 +129,7 @@ class Pipeline:
             patience_secs: Longest wait for host memory that earlier snapshots use. A snapshot that gets none fails on
                 every rank, because peers may have begun it already: see ``Snapshot.refused``.
             gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
-            last: Of the run: see ``BufferTier.drop``.
+            last: Of the run: see ``MemoryTier.drop``.
             waits: See ``Room.find``.
             agree: Takes whether this rank has memory for the snapshot, and says, equally on every rank, whether it
                 begins. None: it begins in any case.
@@ -177,23 +142,24 @@ class Pipeline:
         self.join()  # an earlier one of this step: on a GPU its writing waits for the join
         refused: str | None = None
         try:
-            encoded, side = plain(**_log_entry(contents, gradients))
+            log_entry = None if gradients is None else {**gradients.plain, "since": contents.since}
+            encoded, side = plain() if log_entry is None else plain(gradient_log=log_entry)
         except Exception as error:  # of user code, or of state that cannot be encoded
             if not self.next_number:
                 raise
             encoded, side, refused = None, [], f"{type(error).__name__}: {error}"
         consumed = gradients.tensors if gradients is not None and contents.gradients else ()
         entries = [entry for entry, _ in side]
-        plan = self._compiler.compile(contents, tensors, specs, entries, consumed, compute_types)
+        plan = self.compiler.compile(contents, tensors, specs, entries, consumed, compute_types)
         sizes, began = buffer_sizes(plan), time.monotonic()
         buffers, waited = None, False
         if refused is None:
             patience = {"last": last, "waits": waits, "starts": starts}
             buffers, waited = self.room.find(identity, contents, sizes, patience_secs, **patience)
+        self.room.note_use(contents, sizes)
         if agree is not None and not agree(refused is not None or not self.room.trouble):
             for buffer in buffers or ():
                 self._pool.give_back(buffer)
-            self._note_use(contents, sizes)
             return None
         if buffers is None:
             refused = (
@@ -209,7 +175,8 @@ class Pipeline:
         parts = list(placed(plan, buffers))
         self._consumed = tuple(part for part, _ in parts if part.is_consumed)
         on_device = copy_at_once(parts, side)
-        self.step_begins()
+        if self._gate is not None:  # the next iteration begins, in which it may hold copies and sends back
+            self._gate.step_begins()
         self._copy = self._copier.start([(part.copies, memory) for part, memory in parts], on_device=on_device)
         snapshot = Snapshot(
             identity=identity,
@@ -226,22 +193,7 @@ class Pipeline:
         )
         self.next_number += not identity.parting
         self.stages.submit(snapshot)
-        self._note_use(contents, sizes)
         return snapshot
-
-    def _note_use(self, contents: Contents, sizes: Sequence[int]) -> None:
-        if self.room.note_use(contents, sizes):
-            self._preallocator.top_up()
-
-    def step_begins(self) -> None:
-        """The next iteration begins, in which a gate may hold copies and sends back."""
-        if self._gate is not None:
-            self._gate.step_begins()
-
-    def _let_go(self) -> None:
-        """Training waits: nothing is held back until the next iteration begins."""
-        if self._gate is not None:
-            self._gate.release()
 
     def join(self) -> None:
         """Return when the snapshot under way no longer reads live tensors. A copy that breaks fails that snapshot."""
@@ -256,7 +208,7 @@ class Pipeline:
         for part in consumed:
             part.release()
         if copy.changed:
-            self._compiler.add_unstable(copy.changed)
+            self.compiler.add_unstable(copy.changed)
             log.warning(
                 "%d tensors (%s, ...) changed outside optimizer steps while they were being copied; from now on "
                 "training waits until they are copied, which takes time",
@@ -275,7 +227,8 @@ class Pipeline:
         Raises:
             RuntimeError: a peer is gone.
         """
-        self._let_go()
+        if self._gate is not None:
+            self._gate.release()  # training waits: nothing is held back until the next iteration begins
         return self.stages.wait_for_all(timeout_secs)
 
     def wait_for_room(self, timeout_secs: float) -> bool:
@@ -284,7 +237,8 @@ class Pipeline:
         Raises:
             RuntimeError: a peer is gone.
         """
-        self._let_go()
+        if self._gate is not None:
+            self._gate.release()  # training waits: nothing is held back until the next iteration begins
         return self.room.wait(timeout_secs)
 
     def close(self, timeout_secs: float, *, keep: bool, afterwards: Callable[[], None]) -> bool:
@@ -298,22 +252,18 @@ class Pipeline:
         Returns:
             False if writing was still going on.
         """
-        self._let_go()
+        if self._gate is not None:
+            self._gate.release()  # training waits: nothing is held back until the next iteration begins
         try:
             self.join()
         finally:
-            self._preallocator.close()
+            self.room.close()
             try:
                 ended = self.stages.close(timeout_secs, afterwards)
             finally:
                 self._copier.close()
                 host_tier.leave(self.tier, keep=keep)
         return ended
-
-
-def _log_entry(contents: Contents, gradients: StepGradients | None) -> dict[str, Any]:
-    """What the plain state says of the gradients that are logged."""
-    return {} if gradients is None else {"gradient_log": {**gradients.plain, "since": contents.since}}
 
 
 def _overwritten(names: Sequence[str]) -> str:

@@ -16,11 +16,11 @@ from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.pace.cadence import are_behind
+from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
-from moe_ckpt.run.options import Settings
 from moe_ckpt.slices.expected import ExpectedShare
 from moe_ckpt.tiers.buffers import BufferPool, WorkThread
-from moe_ckpt.tiers.tiers import BufferTier
+from moe_ckpt.tiers.host_tier import BufferTier
 
 log = logging.getLogger("moe_ckpt")
 
@@ -35,44 +35,39 @@ _SLACK, _PLAIN_NBYTES = 64, 64 << 10
 class Room:
     """The buffers of one rank, as the training thread asks for them.
 
+    Memory is made and freed on a thread of its own, since the kernel takes long to clear pages: as soon as the size of
+    the next snapshots is known. The training thread never does that.
+
     Args:
+        run: The session's.
         pool: Of the buffers.
         tier: What is kept in them.
         stages: What is on its way in them.
-        settings: The user's.
-        rank: For messages.
-        operators: Of the model: how many.
         require: Called before memory is made for what survivors of a failure seal; see ``BufferPool.acquire``.
-        always_whole: Each snapshot of the policy holds everything.
-        maker: Makes and frees memory, which the training thread never does. None: there is no training thread.
 
     Attributes:
-        is_topping_up: Buffers are being made ahead of time.
         trouble: Why ``find`` found nothing; empty if the budget is used up.
     """
 
     def __init__(
         self,
+        run: RunContext,
         pool: BufferPool,
         tier: BufferTier,
         stages: Stages,
-        settings: Settings,
-        rank: int,
-        operators: int,
         *,
         require: Callable[[int], None] | None = None,
-        always_whole: bool = False,
-        maker: WorkThread | None = None,
     ) -> None:
-        self._pool, self._tier, self._stages, self._settings = pool, tier, stages, settings
-        self._always_whole = always_whole
-        self._maker = maker or WorkThread()
+        self._run, self._settings, needs = run, run.settings, needs_of(run.policy)
+        self._pool, self._tier, self._stages, self._require = pool, tier, stages, require
+        self._always_whole = not (needs.partial or needs.windows or needs.gradients)
+        self._takes_long = tier.outlives_process or run.settings.pinned  # else the copying thread makes the pages
+        self._maker = WorkThread()
         self._asked: Future[list[Buffer] | None] | None = None
-        self._rank, self._operators, self._require = rank, operators, require
         self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
         self._window_size = 1
         self._snapshots = self._next_nbytes = self._usual_nbytes = self._two_nbytes = 0
-        self._gave_up = self.is_topping_up = self._said = False
+        self._has_begun = self._is_topping_up = self._gave_up = self._said = False
         self.trouble = ""
 
     @property
@@ -89,12 +84,7 @@ class Room:
         without a gap only if there is as much as it needs."""
         if self._next_nbytes <= _QUICK_NBYTES or not self._takes_long:
             return False
-        return (self.is_topping_up and self._window_size > 1) or not self._pool.has_ready(self._next_nbytes)
-
-    @property
-    def _takes_long(self) -> bool:
-        """Of private memory the copying thread makes the pages."""
-        return self._tier.outlives_process or self._settings.pinned
+        return (self._is_topping_up and self._window_size > 1) or not self._pool.has_ready(self._next_nbytes)
 
     def ask(self) -> None:
         """Have memory made, if that is what the next snapshot lacks."""
@@ -125,8 +115,9 @@ class Room:
     def copies_behind(self) -> bool:
         """True if peers still have so many copies to take that those of another checkpoint would only wait."""
         replicator = self._tier.replicator
-        most = self._settings.max_in_flight
-        return replicator is not None and are_behind(replicator.in_flight, most, self._window_size)
+        return replicator is not None and are_behind(
+            replicator.in_flight, self._settings.max_in_flight, self._window_size
+        )
 
     def find(
         self,
@@ -148,7 +139,7 @@ class Room:
             contents: Likewise.
             sizes: As of ``BufferPool.take``.
             patience_secs: Longest wait.
-            last: See ``BufferTier.drop``.
+            last: See ``MemoryTier.drop``.
             waits: Also for memory that is made, however long that takes.
             starts: The run does: no room is an error still, and no reason to leave checkpoints out.
 
@@ -159,7 +150,7 @@ class Room:
         """
         nbytes, self.trouble = sum(sizes), ""
         if nbytes > self._pool.budget_bytes:
-            error = self._too_small(identity.step, nbytes, whole=len(contents.full) == self._operators)
+            error = self._too_small(identity.step, nbytes, whole=contents.is_complete(self._run.catalog.everything))
             if starts:
                 raise error
             self._say(identity.step, str(error))
@@ -174,7 +165,7 @@ class Room:
         waited = False
         while True:
             waited = waited or self._stages.in_flight > most
-            if not self._stages.wait(most, max(0.0, until - time.monotonic())):
+            if self._stages.in_flight > most and not self._stages.wait(most, max(0.0, until - time.monotonic())):
                 return None, waited
             buffers = self._acquire(identity, sizes, until, waits=waits, starts=starts)
             while buffers is None and not self.trouble:
@@ -244,10 +235,10 @@ class Room:
                 return False
         return not self.is_unmade
 
-    def note_use(self, contents: Contents, sizes: Sequence[int]) -> bool:
-        """A snapshot began with these buffers. Returns True if more should be made ahead of time (``top_up``)."""
+    def note_use(self, contents: Contents, sizes: Sequence[int]) -> None:
+        """A snapshot begins with buffers of these sizes. More are made ahead of time where the next ones need them."""
         nbytes, total = sizes[0], sum(sizes)
-        partial = len(contents.full) < self._operators and contents.window is None
+        partial = contents.window is None and len(contents.full) < len(self._run.catalog.operators)
         self._last_nbytes, self._most_nbytes = total, max(self._most_nbytes, total)
         self._partial_nbytes = max(self._partial_nbytes, total if partial else 0)
         # The first one is full, whatever the policy; one that is full again shows that they all are. Private memory
@@ -261,43 +252,74 @@ class Room:
         if partial or again:
             more |= nbytes > self._usual_nbytes
             self._usual_nbytes = max(nbytes, self._usual_nbytes)
-        return more or (partial and self._tier.retained_count > 0)
+        if more or (partial and self._tier.retained_count > 0):
+            self._is_topping_up = True
+            self._is_topping_up = self._maker.start(self._top_up)
 
-    def make_ready(self, share: Callable[[], int] | None) -> bool:
-        """Make memory for one of the first snapshots of this life; False if there is enough.
-
-        On another thread, which does not have to hurry.
-
-        Args:
-            share: Bytes of the first snapshot, roughly; None where nobody knows.
-        """
-        try:
-            return self._make_foreseen(share) or self._pool.warm_up()
-        except (OSError, RuntimeError) as error:
-            log.info("no memory is made before the first snapshot: %s", error)
-            return False
-
-    def _make_foreseen(self, share: Callable[[], int] | None) -> bool:
-        count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
-        if share is None or self._snapshots or not share():
-            return False  # a rank that saves nothing needs no room, either
-        slack = share() // _SLACK + min(_PLAIN_NBYTES, share() // 2)
-        return self._pool.make_ahead(share() + slack, count, early=True)
-
-    def top_up(self) -> bool:
-        """Make memory for one of the next snapshots; False if there is enough. On another thread."""
-        self.is_topping_up = self._make_one_more()
-        return self.is_topping_up
-
-    def _make_one_more(self) -> bool:
+    def _top_up(self) -> bool:
+        """Makes memory for one of the next snapshots; False if there is enough. On the thread."""
+        more = False
         try:
             early = self._tier.outlives_process and self._snapshots == 1  # from the second one on it is due
-            return self._pool.make_ahead(self._usual_nbytes, self._buffers + self._tier.retained_count, early=early)
+            more = self._pool.make_ahead(self._usual_nbytes, self._buffers + self._tier.retained_count, early=early)
         except OSError as error:  # a snapshot makes it, at the expense of something, or says why it cannot
             log.info("no memory is made before it is needed: %s", error)
         except RuntimeError as error:
             log.warning("no further host memory could be made in advance, snapshots will retry: %s", error)
-        return False
+        self._is_topping_up = more
+        return more
+
+    def training_begins(self, *, whole: bool) -> None:
+        """Has memory made for the first snapshots, once. The state is complete, except for optimizer state to come.
+
+        Only memory that outlives the process, or is page-locked, takes long to make.
+
+        Args:
+            whole: The first snapshot will have everything, whatever the policy.
+
+        Raises:
+            HostMemoryError: The state that there is now does not fit the budget, so that no checkpoint ever would.
+        """
+        run, whole = self._run, whole or self._always_whole
+        if whole:  # at least what no other rank shares
+            tensors = [tensor for tensor in run.state.tensors() if not tensor.duplicate]
+            alone = run.comm.world_size == 1
+            least = sum(tensor.local.nbytes for tensor in tensors if alone or not tensor.replicated)
+            if least > self._pool.budget_bytes:
+                raise self._too_small(None, least, whole=True)
+        if self._has_begun or not self._takes_long:
+            return
+        self._has_begun = True
+        every, specs = run.state.tensors(), run.state.specs()
+
+        @functools.cache
+        def share() -> int:
+            """Bytes of the first snapshot, roughly. It takes long to tell."""
+            return ExpectedShare(every, specs).nbytes(run.catalog, run.placement, run.comm.rank)
+
+        self._maker.start(lambda: self._make_ready(share if whole else None))
+
+    def _make_ready(self, share: Callable[[], int] | None) -> bool:
+        """Makes memory for one of the first snapshots of this life; False if there is enough. On the thread.
+
+        Args:
+            share: Bytes of the first snapshot, roughly; None where nobody knows.
+        """
+        count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
+        try:
+            # A rank that saves nothing needs no room, either.
+            if share is not None and not self._snapshots and (nbytes := share()):
+                nbytes += nbytes // _SLACK + min(_PLAIN_NBYTES, nbytes // 2)
+                if self._pool.make_ahead(nbytes, count, early=True):
+                    return True
+            return self._pool.warm_up()
+        except (OSError, RuntimeError) as error:
+            log.info("no memory is made before the first snapshot: %s", error)
+            return False
+
+    def close(self) -> None:
+        """Ends the thread, as ``WorkThread.close`` does."""
+        self._maker.close()
 
     @property
     def _buffers(self) -> int:
@@ -307,15 +329,6 @@ class Room:
         """
         windows = 2 * (self._window_size - 1) if self._tier.outlives_process else 0
         return self._settings.max_in_flight + 1 + windows
-
-    def require(self, least_nbytes: Callable[[], int]) -> None:
-        """Raises ``HostMemoryError`` if a complete checkpoint has more bytes than there is room for.
-
-        Args:
-            least_nbytes: Of one, at least.
-        """
-        if (nbytes := least_nbytes()) > self._pool.budget_bytes:
-            raise self._too_small(None, nbytes, whole=True)
 
     def _too_small(self, step: int | None, nbytes: int, *, whole: bool) -> HostMemoryError:
         """Returns the error for a snapshot that can never fit: names it, the budget, and the setting to change."""
@@ -330,10 +343,10 @@ class Room:
             advice += " Every policy first saves everything, so no other one needs less; more ranks share it."
         else:
             advice += " A policy that saves fewer experts at once also needs less."
-        return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._rank)
+        return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._run.comm.rank)
 
     def _give_up_recovery(self, nbytes: int, *, chain: bool, last: bool) -> bool:
-        """Give up what only a failure would need; True if there was something. chain, last: see ``BufferTier.drop``."""
+        """Give up what only a failure would need; True if there was something. chain, last: see ``MemoryTier.drop``."""
         costs_tokens = self._tier.has_more
         dropped = self._tier.drop(chain=chain, last=last)
         if dropped and costs_tokens and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
@@ -342,7 +355,7 @@ class Room:
                 "the budget of host memory on rank %d, %s bytes%s, holds no %d snapshots of %s bytes: the newest "
                 "committed one is not kept in memory while others are under way, so a failure may cost more tokens. "
                 "Set host_memory_bytes to %d or more",
-                self._rank,
+                self._run.comm.rank,
                 f"{self._pool.budget_bytes:,}",
                 "" if self._settings.host_memory_bytes is not None else " (half of what was free at the start)",
                 self._buffers,
@@ -350,64 +363,3 @@ class Room:
                 self._buffers * nbytes,
             )
         return dropped
-
-
-class Preallocator:
-    """Allocates the buffers of a rank's next snapshots as soon as their size is known. For the training thread.
-
-    Args:
-        run: The session's.
-        room: Of the buffers.
-        thread: That makes them.
-        is_wanted: Also for the first snapshots: memory that outlives the process takes long to allocate, and so does
-            memory that is page-locked.
-        always_whole: Each snapshot of the policy holds everything.
-    """
-
-    def __init__(self, run: RunContext, room: Room, thread: WorkThread, *, is_wanted: bool, always_whole: bool) -> None:
-        self._run, self._room, self._always_whole = run, room, always_whole
-        self._is_due = is_wanted
-        self._thread = thread
-
-    def training_begins(self, *, whole: bool) -> None:
-        """Allocates for the first snapshots. The state is complete, except for optimizer state that does not exist yet.
-
-        Does nothing the second time.
-
-        Args:
-            whole: The first snapshot will have everything, whatever the policy.
-        """
-        if not self._is_due:
-            return
-        self._is_due = False
-        share = self._share() if whole or self._always_whole else None
-        self._thread.start(lambda: self._room.make_ready(share))
-
-    def least_nbytes(self) -> int:
-        """Returns the least bytes of a complete snapshot: of what there is now, as far as no other rank shares it."""
-        run = self._run
-        tensors = [tensor for tensor in run.state.tensors() if not tensor.duplicate]
-        alone = run.comm.world_size == 1
-        return sum(tensor.local.nbytes for tensor in tensors if alone or not tensor.replicated)
-
-    def _share(self) -> Callable[[], int]:
-        """Returns a function that estimates the bytes of a snapshot of everything. It is slow, and may run anywhere."""
-        run = self._run
-        tensors, specs = run.state.tensors(), run.state.specs()
-
-        @functools.cache
-        def share() -> int:
-            expected = ExpectedShare(tensors, specs)
-            return expected.nbytes(run.catalog, run.placement, run.comm.rank)
-
-        return share
-
-    def top_up(self) -> None:
-        """A snapshot began after which more are needed."""
-        self._room.is_topping_up = True
-        if not self._thread.start(self._room.top_up):
-            self._room.is_topping_up = False
-
-    def close(self) -> None:
-        """Closes the thread as ``WorkThread.close`` does."""
-        self._thread.close()

@@ -68,7 +68,7 @@ class Ledger:
         """
         places = self.catalog.places_of(operators)
         self._stored.record(places, step)
-        self._build_upon(places, whole=whole)
+        self._built_upon[places if whole else slice(None)] = whole
         experts = self._experts(places)
         self.tokens.mark_saved(Tier.STORAGE, experts, seen)
         if in_host is not None:
@@ -107,15 +107,9 @@ class Ledger:
         """
         places = self.catalog.places_of(tuple(steps))
         self._stored.replace(places, list(steps.values()))
-        self._build_upon(places, whole=whole)
+        self._built_upon[places if whole else slice(None)] = whole
         # Of experts that memory had newer than storage. What was routed since would be routed again.
         self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
-
-    def _build_upon(self, places: npt.NDArray[np.int64], *, whole: bool) -> None:
-        if whole:
-            self._built_upon[places] = True
-        else:
-            self._built_upon[:] = False
 
     def forget(self) -> None:
         """Forgets the versions on storage, as far as they may be built upon: as if nothing had ever been saved."""

@@ -16,13 +16,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import TypeVar
 
 from moe_ckpt.core.step import Contents, Step
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MemoryStep:
-    """A snapshot in memory.
+    """A snapshot in memory, and what has become of it.
 
     Attributes:
         identity: Names it.
@@ -65,6 +66,9 @@ class MemoryStep:
     def groups(self) -> frozenset[int]:
         """All groups of ``gradient_slots``."""
         return frozenset(chain.from_iterable(self.gradient_slots))
+
+
+Held = TypeVar("Held", bound=MemoryStep)
 
 
 def with_newest_experts(in_memory: Iterable[MemoryStep]) -> tuple[int, ...]:
@@ -137,7 +141,7 @@ def is_live(step: MemoryStep, groups: Collection[int], live: Live) -> bool:
     return any(step.number <= number and not alive.isdisjoint(groups) for number, alive in live)
 
 
-def newest_checkpoint(in_memory: Iterable[MemoryStep]) -> list[MemoryStep]:
+def newest_checkpoint(in_memory: Iterable[Held]) -> list[Held]:
     """The snapshots of the newest checkpoint that is complete, in order; none if there is none."""
     steps = sorted(in_memory, key=lambda step: step.number)
     for step in reversed(steps):

@@ -17,7 +17,7 @@ import sys
 import threading
 from bisect import bisect, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ class FreeSpace:
         taken: list[Span] = []
         for nbytes in sizes:
             room = rounded(nbytes)
-            begin = next((low for low, high in self.gaps() if high - low >= room), None)
+            begin = next((low for low, high in _gaps(self._used, self.end) if high - low >= room), None)
             if begin is None:
                 for span in taken:
                     self._used.remove(span)
@@ -97,7 +97,7 @@ class FreeSpace:
 
     def fits(self, nbytes: int) -> bool:
         """True if ``take`` finds a room of so many bytes."""
-        return any(high - low >= rounded(nbytes) for low, high in self.gaps())
+        return any(high - low >= rounded(nbytes) for low, high in _gaps(self._used, self.end))
 
     @property
     def used_end(self) -> int:
@@ -227,7 +227,9 @@ class Arena:
             begins = self._space.take(sizes)
         if begins is None:
             return None
-        return [self._buffer(begin, nbytes) for begin, nbytes in zip(begins, sizes, strict=True)]
+        return [
+            Buffer(begin, self._pages.bytes(begin, nbytes), self) for begin, nbytes in zip(begins, sizes, strict=True)
+        ]
 
     def adopt(self, begin: int, nbytes: int) -> Buffer:
         """Lend the room that an earlier process has filled.
@@ -240,10 +242,7 @@ class Arena:
         with self._lock:
             self._space.adopt(begin, nbytes)
             self._adopted += nbytes
-        return replace(self._buffer(begin, nbytes), is_adopted=True)
-
-    def _buffer(self, begin: int, nbytes: int) -> Buffer:
-        return Buffer(begin, self._pages.bytes(begin, nbytes), self)
+        return Buffer(begin, self._pages.bytes(begin, nbytes), self, is_adopted=True)
 
     def free(self, buffer: Buffer) -> None:
         """Nobody reads or writes the buffer any more.
@@ -288,7 +287,8 @@ class Arena:
             if self.path is not None and more > 0:
                 self._require_free(more, spare)
             while self._space.end < end:
-                self._grow(min(end, (self._space.end // _PIECE_NBYTES + 1) * _PIECE_NBYTES), touches=touches)
+                piece = min(end, (self._space.end // _PIECE_NBYTES + 1) * _PIECE_NBYTES)
+                self._grow(piece if touches or self._locks else end, touches=touches)
             return True
 
     def _require_free(self, more: int, spare: int) -> None:

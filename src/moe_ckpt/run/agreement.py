@@ -1,6 +1,6 @@
 """The numbers that ranks send each other once per step, so that all plan from the same numbers.
 
-``StepConsensus`` declares it: its fields say how values of all ranks become one, and what is sent follows from that.
+``StepConsensus`` declares it: the types of its fields say how values of all ranks become one.
 Token counts are summed; everything else is sent as numbers of which a maximum is right. On several ranks, and where
 counts come from a device, the messages of a step travel while the next one is computed: no rank waits for them, and a
 plan is made from what was true a step before. ``Deferred`` is a value that may still be on its way from a device.
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import islice
-from operator import attrgetter
-from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar, get_type_hints
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,6 +26,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 _NANO = 1e9
 _PICO = 1e12
+_RATE = "_per_sec"
 _MOST_ENDED = 32
 """Snapshots that a step says have ended; more than can be in flight, so none is ever left for later."""
 
@@ -67,82 +67,16 @@ class Deferred(Generic[T]):
         return Deferred(lambda: change(self.result()))
 
 
-class Way(NamedTuple):
-    """The form in which a field travels: as whole numbers, the largest of which over all ranks is what they agree on.
-
-    Attributes:
-        pack: Makes the number of a value, or its numbers: as many for any value that ranks may have at the same step.
-        unpack: Makes the value of its number, or takes as many numbers as it needs.
-        many: There are several numbers, or may be.
-    """
-
-    pack: Callable[[Any], Any]
-    unpack: Callable[[Any], Any]
-    many: bool = False
-
-
-def _record(kind: Callable[..., Any], ways: Mapping[str, Way]) -> Way:
-    """Returns the way of a record whose fields travel so."""
-    values, singles = attrgetter(*ways), [not way.many for way in ways.values()]
-    packers, unpackers = [way.pack for way in ways.values()], [way.unpack for way in ways.values()]
-
-    def pack_fields(record: Any) -> list[int]:
-        numbers: list[int] = []
-        for value, packs, single in zip(values(record), packers, singles, strict=True):
-            if single:
-                numbers.append(packs(value))
-            else:
-                numbers += packs(value)
-        return numbers
-
-    def unpack_fields(numbers: Iterator[int]) -> Any:
-        ways = zip(unpackers, singles, strict=True)
-        return kind(*[unpacks(next(numbers) if single else numbers) for unpacks, single in ways])
-
-    return Way(pack_fields, unpack_fields, many=True)
-
-
-def _optional(to_number: Callable[[float], float], to_value: Callable[[int], float]) -> Way:
-    """Returns the way of a positive value that may be None, which travels as 0."""
-    return Way(
-        lambda value: 0 if value is None else max(1, int(to_number(value))),
-        lambda number: to_value(number) if number else None,
-    )
-
-
 Ended = tuple[tuple[bool, bool], ...]
 """Snapshots for storage that ended, in the order in which they began: whether they were committed, and whether files
 that they build upon are gone from storage."""
 
 
-def _pack_ended(ended: Ended) -> tuple[int, int]:
-    committed = lost = 1  # this bit says how many there are
-    for is_committed, is_lost in ended[:_MOST_ENDED]:
-        committed, lost = committed << 1 | is_committed, lost << 1 | is_lost
-    return committed, lost
-
-
-def _unpack_ended(numbers: Iterator[int]) -> Ended:
-    committed, lost = islice(numbers, 2)
-    return tuple((one == "1", other == "1") for one, other in zip(f"{committed:b}"[1:], f"{lost:b}"[1:], strict=True))
-
-
-ANY = Way(int, bool)
-LONGEST = _optional(lambda secs: secs * _NANO, lambda nanos: nanos / _NANO)
-SLOWEST = _optional(lambda per_sec: _PICO / per_sec, lambda picos: _PICO / picos)
-LARGEST = Way(lambda values: (len(values), *values), lambda numbers: tuple(islice(numbers, next(numbers))), many=True)
-"""Number by number, of a list that is as long on every rank."""
-ENDED = Way(_pack_ended, _unpack_ended, many=True)
-MEASURED = _record(Measured, {f.name: SLOWEST if f.name.endswith("_per_sec") else LONGEST for f in fields(Measured)})
-SENDS = _record(Sends, dict.fromkeys(Sends._fields, ANY))
-OF_FIRST = "rank 0's"
-"""Marks a field of which only rank 0's value counts: ranks that learned of a commit at different times would plan
-differently."""
-
-
 @dataclass(frozen=True)
 class StepConsensus:
     """A rank's message at the end of a step, and what the ranks agree on: equal on every rank then.
+
+    Flags are true if they are on any rank; times are the longest, and rates the slowest.
 
     Attributes:
         busy: Some rank cannot take another snapshot now.
@@ -153,48 +87,89 @@ class StepConsensus:
         edited: On some rank, something other than the optimizer changed weights or optimizer state, so that the step
             does not follow from its gradients.
         gone: The newest checkpoint is no longer on storage.
-        ended: Snapshots that ended since the last step, in order.
-        persist_secs: The longest time one of them took from beginning to commit.
+        persist_secs: The longest time one of those that ``ended`` took from beginning to commit.
         secs: Rank 0's clock; None before the ranks have agreed on a step.
+        ended: Snapshots that ended since the last step, in order.
         sends: What must be sent to some rank's peers (``MirroredShares.sends``).
         measured: Times and rates.
-        in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about.
+        in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about: number by number
+            the largest, of a list that is as long on every rank.
     """
 
-    busy: Annotated[bool, ANY] = False
-    storage_busy: Annotated[bool, ANY] = False
-    copies_behind: Annotated[bool, ANY] = False
-    used_up: Annotated[bool, ANY] = False
-    tight: Annotated[bool, ANY] = False
-    edited: Annotated[bool, ANY] = False
-    gone: Annotated[bool, ANY, OF_FIRST] = False
-    ended: Annotated[Ended, ENDED, OF_FIRST] = ()
-    persist_secs: Annotated[float | None, LONGEST, OF_FIRST] = None
-    secs: Annotated[float | None, LONGEST, OF_FIRST] = None
-    sends: Annotated[Sends, SENDS] = ALL_SENT
-    measured: Annotated[Measured, MEASURED] = field(default_factory=Measured)
-    in_memory: Annotated[tuple[int, ...], LARGEST] = ()
+    busy: bool = False
+    storage_busy: bool = False
+    copies_behind: bool = False
+    used_up: bool = False
+    tight: bool = False
+    edited: bool = False
+    gone: bool = False
+    persist_secs: float | None = None
+    secs: float | None = None
+    ended: Ended = ()
+    sends: Sends = ALL_SENT
+    measured: Measured = field(default_factory=Measured)
+    in_memory: tuple[int, ...] = ()
 
 
-_DECLARED = {name: hint.__metadata__ for name, hint in get_type_hints(StepConsensus, include_extras=True).items()}
-_STEP = _record(StepConsensus, {name: declared[0] for name, declared in _DECLARED.items()})
-_OF_FIRST: dict[str, Any] = {f.name: f.default for f in fields(StepConsensus) if OF_FIRST in _DECLARED[f.name]}
+_FLAGS = [f.name for f in fields(StepConsensus) if f.type == "bool"]
+_TIMES = [f.name for f in fields(StepConsensus) if f.type == "float | None"]
+_MEASURED = [f.name for f in fields(Measured)]
+_OF_FIRST: dict[str, Any] = {
+    f.name: f.default for f in fields(StepConsensus) if f.name in ("gone", "persist_secs", "secs", "ended")
+}
+"""Fields of which only rank 0's value counts: ranks that learned of a commit at different times would plan
+differently."""
+_LENGTHS = [len(_FLAGS), len(_TIMES) + len(_MEASURED), len(Sends._fields), 2]
+"""Numbers of each kind, in the order in which they travel; those of memory come last."""
 
 
 def pack(status: StepConsensus, *, leads: bool) -> Counts:
     """Returns what a rank sends, such that the maximum over ranks is what they agree on.
 
+    A time or rate that is not known travels as 0, and of times and rates the least is 1.
+
     Args:
         status: Of the rank.
         leads: It is rank 0.
     """
-    return np.array(_STEP.pack(status if leads else replace(status, **_OF_FIRST)), dtype=np.int64)
+    facts = vars(status) if leads else {**vars(status), **_OF_FIRST}
+    times = [*((name, facts[name]) for name in _TIMES), *vars(status.measured).items()]
+    committed = lost = 1  # this bit says how many there are
+    for is_committed, is_lost in facts["ended"][:_MOST_ENDED]:
+        committed, lost = committed << 1 | is_committed, lost << 1 | is_lost
+    numbers = [
+        *(facts[name] for name in _FLAGS),
+        *(
+            0 if value is None else max(1, int(_PICO / value if name.endswith(_RATE) else value * _NANO))
+            for name, value in times
+        ),
+        *status.sends,
+        committed,
+        lost,
+        *status.in_memory,
+    ]
+    return np.array(numbers, dtype=np.int64)
 
 
 def unpack(largest: Counts) -> StepConsensus:
     """Returns what the ranks agreed on, from the maxima over ranks of what they sent."""
-    consensus: StepConsensus = _STEP.unpack(iter(largest.tolist()))
-    return consensus
+    numbers = iter(largest.tolist())
+    flags, times, sends, bits = (tuple(islice(numbers, count)) for count in _LENGTHS)
+    values = [
+        (_PICO / number if name.endswith(_RATE) else number / _NANO) if number else None
+        for name, number in zip((*_TIMES, *_MEASURED), times, strict=True)
+    ]
+    scalars: dict[str, Any] = {
+        **dict(zip(_FLAGS, map(bool, flags), strict=True)),
+        **dict(zip(_TIMES, values, strict=False)),
+    }
+    return StepConsensus(
+        **scalars,
+        ended=tuple(zip(*([bit == "1" for bit in f"{number:b}"[1:]] for number in bits), strict=True)),
+        sends=Sends(*map(bool, sends)),
+        measured=Measured(*values[len(_TIMES) :]),
+        in_memory=tuple(numbers),
+    )
 
 
 @dataclass(frozen=True)

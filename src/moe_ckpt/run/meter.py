@@ -23,79 +23,61 @@ _COMPARED_LAPS = 128
 _LOOK_LAPS = 8
 
 
-class _Copying:
-    """What copying makes a lap longer (``pace.interference``).
-
-    Attributes:
-        nbytes: Copied beside the lap under way.
-        secs: What that makes recent laps longer; None until known.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.secs: float | None = None
-        self._beside: deque[Lap] = deque(maxlen=_COMPARED_LAPS)
-        self._laps = 0
-        self._per_byte: float | None = None
-
-    def lap(self, secs: float) -> None:
-        """One ended that took ``secs``, without waits."""
-        self._beside.append(Lap(secs, self.nbytes))
-        self._laps += 1
-        if self._laps % _LOOK_LAPS == 0:
-            slope = secs_per_byte(self._beside)
-            self._per_byte = self._per_byte if slope is None else slope
-        if self._per_byte is not None:
-            self.secs = self._per_byte * median(sample.nbytes for sample in list(self._beside)[-_RECENT_LAPS:])
-
-
 class Meter:
     """Fed once per optimizer step; tells clean iterations from those that ran beside a checkpoint.
 
     The cost of a checkpoint is what its iterations took longer than a clean one: that covers stalls and
-    the slowdown of compute alike (CheckFreq, section 4.1).
+    the slowdown of compute alike (CheckFreq, section 4.1). What copying alone adds to a lap: ``pace.interference``.
+
+    Attributes:
+        copied_nbytes: Copied beside the lap under way.
+        send_bytes_per_sec: To peers; None as long as it is not known.
+        update_began: When copies were joined in the lap under way, so that an update may follow; None before.
     """
 
     def __init__(self) -> None:
+        self.copied_nbytes = 0
+        self.send_bytes_per_sec: float | None = None
         self._recent: dict[str, deque[float]] = {
             **{name: deque(maxlen=_RECENT_LAPS) for name in _OF_LAPS},
             **{name: deque(maxlen=_RECENT_CHECKPOINTS) for name in _OF_CHECKPOINTS},
         }
         self._last: float | None = None
-        self._waited = 0.0
         self._extra = 0.0
         self._moved = -1
-        self._update_began: float | None = None
-        self._sent: float | None = None
-        self._copying = _Copying()
+        self.update_began: float | None = None
+        self._laps: deque[Lap] = deque(maxlen=_COMPARED_LAPS)
+        self._counted = 0
+        self._secs_per_byte: float | None = None
+        self._interference_secs: float | None = None
 
-    def lap(self, now: float, *, loaded: bool) -> None:
-        """One step ended at ``now`` (seconds); ``loaded`` if a checkpoint was in flight during it."""
+    def lap(self, now: float, *, loaded: bool, waited_secs: float = 0.0) -> None:
+        """One step ended.
+
+        Args:
+            now: Then, in seconds.
+            loaded: A checkpoint was in flight during it.
+            waited_secs: That training waited for checkpointing in it.
+        """
         if self._last is not None:
             took, clean = now - self._last, self._recent["iteration_secs"]
-            alone = max(0.0, took - self._waited)
+            alone = max(0.0, took - waited_secs)
             self._recent["recent_iteration_secs"].append(alone)
-            self._copying.lap(alone)
+            self._laps.append(Lap(alone, self.copied_nbytes))
+            self._counted += 1
+            if self._counted % _LOOK_LAPS == 0:
+                slope = secs_per_byte(self._laps)
+                self._secs_per_byte = self._secs_per_byte if slope is None else slope
+            if self._secs_per_byte is not None:
+                nbytes = median(sample.nbytes for sample in list(self._laps)[-_RECENT_LAPS:])
+                self._interference_secs = self._secs_per_byte * nbytes
             if not loaded:
                 clean.append(took)
             elif clean:
                 self._extra += max(0.0, took - median(clean))
-        if self._update_began is not None:
-            self._recent["update_secs"].append(now - self._update_began)
-        self._last, self._waited, self._update_began = now, 0.0, None
-        self._copying.nbytes = 0
-
-    def update_begins(self, now: float) -> None:
-        """Notes that copies are joined at ``now``, and that the update of the lap under way may change it."""
-        self._update_began = now
-
-    def copies(self, nbytes: int) -> None:
-        """Notes that so many bytes are copied beside the lap that begins."""
-        self._copying.nbytes = nbytes
-
-    def waited(self, secs: float) -> None:
-        """Training waited for checkpointing in the lap under way."""
-        self._waited += secs
+        if self.update_began is not None:
+            self._recent["update_secs"].append(now - self.update_began)
+        self._last, self.update_began, self.copied_nbytes = now, None, 0
 
     def resolved(self, persist_secs: float) -> None:
         """A checkpoint left the pipeline ``persist_secs`` after it began."""
@@ -112,17 +94,13 @@ class Meter:
                 self._recent["copy_bytes_per_sec"].append(fate.nbytes / max(fate.copy_secs, _TICK_SECS))
                 self._recent["persist_bytes_per_sec"].append(fate.nbytes / max(fate.write_secs, _TICK_SECS))
 
-    def sends(self, bytes_per_sec: float | None) -> None:
-        """Sets the send rate of peers; None keeps the known one."""
-        self._sent = bytes_per_sec or self._sent
-
     def resume(self, before: Mapping[str, float]) -> None:
         """Begin with what ``Manifest.measured`` tells of the run before it was restarted."""
         for name, history in self._recent.items():
             if name in before:
                 history.extend([before[name]] * (_KNOWN_LAPS if name in _OF_LAPS else 1))
-        self.sends(before.get("send_bytes_per_sec"))
-        self._copying.secs = before.get("copy_interference_secs")
+        self.send_bytes_per_sec = before.get("send_bytes_per_sec")
+        self._interference_secs = before.get("copy_interference_secs")
 
     @property
     def measurements(self) -> dict[str, float]:
@@ -132,6 +110,6 @@ class Meter:
     def measured(self) -> Measured:
         return Measured(
             **{name: median(history) for name, history in self._recent.items() if history},
-            send_bytes_per_sec=self._sent,
-            copy_interference_secs=self._copying.secs,
+            send_bytes_per_sec=self.send_bytes_per_sec,
+            copy_interference_secs=self._interference_secs,
         )

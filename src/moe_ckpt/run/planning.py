@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.plan import SnapshotPlan, save_logged
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.window import OperatorBytes, lanes_of, share_bytes
 from moe_ckpt.format.gathering import Numbers, ranges
 from moe_ckpt.ledger.ledger import Ledger
@@ -57,7 +57,7 @@ class LiveState:
         self.compute_types: ComputeTypes = {}
         self.sizes: Mapping[str, OperatorBytes] = {}
         self.coupled: tuple[frozenset[str], ...] = ()
-        self._catalog = ledger.catalog
+        self._ledger, self._catalog = ledger, ledger.catalog
         self._here: _Here | None = None
         self._state = state
         self._gradient_dtype = gradient_dtype
@@ -74,20 +74,16 @@ class LiveState:
 
     def describe_for(self, plan: SnapshotPlan) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
         """Describes as ``describe`` does, with the current addresses of what the plan saves or the ledger requires."""
-        listed = self._described is not None
-        tensors = self._state.tensors(of=self._read_by(plan), listed=listed)
+        saved = plan.full, plan.memory_only, plan.compute, self._ledger.mandatory
+        read: Reading | None = None  # all tensors
+        if self._here is not None and sum(map(len, saved)) * _MANY < len(self._catalog.everything):
+            chosen = np.concatenate([places_of(self._catalog, operators) for operators in saved if operators])
+            read = self._here.of(chosen)
+        tensors = self._state.tensors(of=read, listed=self._described is not None)
         if self._here is None or self._here.tensors is not tensors:
             self._here = _Here(self._catalog, tensors)
         self._described = tensors, self._state.specs()
         return self._described
-
-    def _read_by(self, plan: SnapshotPlan) -> Reading | None:
-        """This rank's tensors of which the plan's operators have a part; None for all."""
-        saved = plan.full, plan.memory_only, plan.compute, self.layout.mandatory
-        if self._here is None or sum(map(len, saved)) * _MANY >= len(self._catalog.everything):
-            return None
-        chosen = np.concatenate([places_of(self._catalog, operators) for operators in saved if operators])
-        return self._here.of(chosen)
 
     def forget(self) -> None:
         """Drops the list of ``describe``: the tensors may change from now on."""
@@ -165,17 +161,12 @@ class Layout:
         self._seen: Sequence[TensorSpec] | None = None
         self.changes = 0
 
-    @property
-    def mandatory(self) -> Mapping[str, int]:
-        """Returns operators to be saved in any case: see ``Ledger.mandatory``."""
-        return self._ledger.mandatory
-
     def update(self, specs: Sequence[TensorSpec]) -> Mapping[str, int]:
         """Note the tensors that exist now. Returns the operators to be saved in any case: see ``Ledger.mandatory``."""
         if specs is not self._seen:
             self._compare(specs)
             self._seen = specs
-        return self.mandatory
+        return self._ledger.mandatory
 
     def _compare(self, specs: Sequence[TensorSpec]) -> None:
         keys: dict[str, set[str]] = {}
@@ -232,8 +223,13 @@ class Planner:
         )
         context = replace(context, model=model, memory=memory)
         if not needs.windows:
-            self._say_warning(context)
-            return _with_coupled(policy.plan(context), live.coupled)
+            if self._rank == 0 and not self._warned:
+                self._warned = self._warn(context) or context.measured.copy_bytes() is not None
+            plan = policy.plan(context)
+            if not plan.gradients or not live.coupled:
+                return plan
+            anchored = frozenset(plan.full)
+            return anchoring(plan, anchored.union(*(group for group in live.coupled if not group.isdisjoint(anchored))))
         run = replace(context.run, dense_step=self.dense_step)
         if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
             run = replace(run, window=None, next_slot=0)
@@ -258,15 +254,11 @@ class Planner:
         if size == 1 and self._window_size > 1:  # a dense checkpoint between two windows
             return
         if size != self._window_size and self._rank == 0 and context.run.step:
-            log.info("step %d: %s", context.run.step, _begins(size))
+            dense = "all operators are saved in one step, as a dense checkpoint"
+            log.info("step %d: %s", context.run.step, dense if size == 1 else f"a sparse window of {size} steps begins")
             self._warn(context)
         if context.run.step:  # before training, everything is one snapshot
             self._window_size = size
-
-    def _say_warning(self, context: PolicyContext) -> None:
-        """Tell, once and on one rank, what the policy cannot do in this run (``Needs.warning``)."""
-        if self._rank == 0 and not self._warned:
-            self._warned = self._warn(context) or context.measured.copy_bytes() is not None
 
     def _warn(self, context: PolicyContext) -> bool:
         """Returns whether there was a warning."""
@@ -274,21 +266,6 @@ class Planner:
         if why is not None:
             log.warning("%s", why)
         return why is not None
-
-    def begun(self, step: int, *, is_complete: bool) -> None:
-        """A snapshot began.
-
-        Args:
-            step: Of it.
-            is_complete: Storage gets a dense checkpoint by it.
-        """
-        if is_complete:
-            self.dense_step = step
-
-    def ended(self, step: int, *, committed: bool) -> None:
-        """It was committed, or failed."""
-        if not committed and step == self.dense_step:
-            self.dense_step = 0
 
 
 def gradient_factor(plan: SnapshotPlan, sizes: Mapping[str, OperatorBytes]) -> float | None:
@@ -308,32 +285,13 @@ def gradient_factor(plan: SnapshotPlan, sizes: Mapping[str, OperatorBytes]) -> f
     return whole / sent if sent else None
 
 
-def _with_coupled(plan: SnapshotPlan, groups: Sequence[frozenset[str]]) -> SnapshotPlan:
-    """The plan; of a gradient log, operators that an optimizer couples with anchored ones are anchored, too."""
-    if not plan.gradients or not groups:
-        return plan
-    anchored = frozenset(plan.full)
-    return anchoring(plan, anchored.union(*(group for group in groups if not group.isdisjoint(anchored))))
-
-
 def anchoring(plan: SnapshotPlan, operators: Collection[str]) -> SnapshotPlan:
-    """The plan; those of ``operators`` of which it saves the gradients are saved in full."""
+    """The plan; those of ``operators`` of which it saves the gradients are saved in full.
+
+    Such are operators that an optimizer couples with anchored ones.
+    """
     moved = tuple(op for op in plan.gradients if op in operators)
     if not moved:
         return plan
     logged = tuple(op for op in plan.gradients if op not in operators)
-    host_only = plan.memory_only
-    return save_logged(
-        plan.step,
-        (*plan.full, *moved),
-        logged,
-        host_only=host_only,
-        k=plan.k,
-        sends_host_only=plan.sends_host_only,
-    )
-
-
-def _begins(size: int) -> str:
-    if size == 1:
-        return "all operators are saved in one step, as a dense checkpoint"
-    return f"a sparse window of {size} steps begins"
+    return replace(plan, full=(*plan.full, *moved), gradients=logged)

@@ -306,7 +306,8 @@ class RunLedger:
             in_host = None if self.outlives_process else contents.memory_only
             stored, whole = contents.brings(Tier.STORAGE, everything), contents.window is None
             self.ledger.record(snapshot.step, stored, snapshot.applied, in_host=in_host, whole=whole)
-            self.ledger.pay(snapshot.relaid)
+            if snapshot.relaid:
+                self.ledger.pay(snapshot.relaid)
             self._lacks.everything = self._lacks.everything and not contents.is_complete(everything)
             self.committed_step = snapshot.step
         return snapshot

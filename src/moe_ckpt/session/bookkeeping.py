@@ -43,6 +43,7 @@ class Bookkeeper:
         meter: What this rank measured.
         failures: Checkpoints that failed.
         agreement: Of the ranks on each step.
+        consensus: The newest that was received.
         committed_directory: Of the newest checkpoint; None before the first.
         sent_step: The step that was sent last.
         applied: ``[L, E]`` tokens that experts have processed by its end, when the ranks have agreed on it.
@@ -58,7 +59,8 @@ class Bookkeeper:
         self.agreement = StepAgreement(comm)
         self._booked = booked
         self._logs_for_peers, self._leads = logs_for_peers, comm.rank == 0
-        self._consensus = StepConsensus()
+        self._max_in_flight = settings.max_in_flight
+        self.consensus = StepConsensus()
         self._newest_ended = -1
         self._awaited: Future[Counts] | None = None
         self.sent_step = -1
@@ -68,13 +70,6 @@ class Bookkeeper:
     def anchors(self) -> Anchors:
         """The anchors of the gradient log, if the policy keeps one."""
         return self.run_ledger.ledger.anchors
-
-    @property
-    def measured(self) -> dict[str, float]:
-        """Returns measurements for a restarted run: what this rank measured, and the interference of copying as ranks
-        agreed on it, for that is not measured again."""
-        agreed = self._consensus.measured.copy_interference_secs
-        return self.meter.measurements | ({} if agreed is None else {"copy_interference_secs": agreed})
 
     def tokens_at(self, *, step_is_agreed: bool) -> Future[Counts]:
         """``[L, E]`` tokens that experts have processed by the end of the step at hand, for a snapshot that begins now.
@@ -100,23 +95,25 @@ class Bookkeeper:
             edited: See ``StepConsensus``; of this rank.
         """
         before = self.run_ledger.tokens.applied.copy()
-        ended, memory = pipeline.stages.persister.fates(self._newest_ended), pipeline.memory
+        persister, memory, room = pipeline.stages.persister, pipeline.memory, pipeline.room
+        ended, outlives, newest = persister.fates(self._newest_ended), memory is not None, self.committed_directory
         self.meter.record_transfers(ended)
         if memory is not None and memory.replicator is not None:
-            self.meter.sends(memory.replicator.send_bytes_per_sec)
-        room, outlives, newest = pipeline.room, memory is not None, self.committed_directory
+            sent = memory.replicator.send_bytes_per_sec
+            self.meter.send_bytes_per_sec = sent or self.meter.send_bytes_per_sec
         status = StepConsensus(
             busy=room.is_short,
-            storage_busy=pipeline.storage_busy,
+            # Storage is to be left alone, while memory takes the next snapshot.
+            storage_busy=persister.in_flight >= self._max_in_flight,
             copies_behind=room.copies_behind,
             used_up=outlives and room.is_used_up,
             tight=outlives and room.is_tight,
             edited=edited,
-            gone=outlives and self._leads and newest is not None and pipeline.stages.persister.is_gone(newest),
+            gone=outlives and self._leads and newest is not None and persister.is_gone(newest),
             ended=tuple((fate.committed, fate.lost) for fate in ended),
             persist_secs=max((fate.persist_secs for fate in ended), default=None),
             secs=time.monotonic(),
-            sends=pipeline.sends,
+            sends=pipeline.compiler.mirrors.sends,
             measured=self.meter.measured(),
             in_memory=() if memory is None else memory.reports(),
         )
@@ -149,7 +146,7 @@ class Bookkeeper:
         received = self.agreement.receive()
         if received is not None:
             step, tokens, consensus = received
-            self.run_ledger.routed(tokens.applied, tokens.soft, tokens.popularity)
+            self.run_ledger.routed(tokens.applied, tokens.soft, tokens.assigned)
             self.run_ledger.exact(step)
             if tokens.deficit is not None:
                 self.run_ledger.deficit = tokens.deficit
@@ -165,15 +162,15 @@ class Bookkeeper:
                 self.failures.note(snapshot.contents.window, committed=committed)
             if consensus.gone and not any(committed for committed, _ in consensus.ended):
                 self._forget()
-            self._consensus = replace(consensus, ended=(), in_memory=(), gone=False)
-        return self._consensus
+            self.consensus = replace(consensus, ended=(), in_memory=(), gone=False)
+        return self.consensus
 
     def settle(self, memory: MemoryTier, reduced: Sequence[int]) -> None:
         """Book what the ranks agreed on of ``memory.reports()``; no other agreement on that may be under way."""
         for settled in memory.settle(reduced):
-            self.run_ledger.in_memory(settled.sequence, complete=settled.complete, copied=settled.copied)
+            self.run_ledger.in_memory(settled.number, complete=settled.complete, copied=settled.copied)
             if not settled.complete or (self._logs_for_peers and not settled.copied):
-                self._broken(settled.sequence)
+                self._broken(settled.number)
 
     def _broken(self, sequence: int) -> None:
         """Snapshot ``sequence`` lacks some rank's share, or, where that matters, its copy."""

@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.step import Fate
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.policies.base import Measured, PolicyContext, needs_of
+from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.agreement import Deferred, StepConsensus, StepTokens
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.events import (
@@ -152,14 +152,14 @@ class CheckpointSession:
         if same_store:
             stored = beneath or manifest
             self._snapshots.live.layout.update(self._run.state.specs())
-            self._snapshots.flush.resumed(stored.step)
+            self._snapshots.backlog.resumed(stored.step)
             self._booking.committed_directory = stored.directory
             if needs_of(self._run.policy).windows:
                 dense_step = 0 if committer is None else committer.keeper.dense_step(stored)
                 [self._planner.dense_step] = largest(self.comm, [dense_step])
         if rebuilds:
             self.run_ledger.forget()
-        self._resources.pipeline.training_begins(whole=self.run_ledger.needs_everything)
+        self._resources.pipeline.room.training_begins(whole=self.run_ledger.needs_everything)
         self._run.tell(Resumed(manifest.step))
         self._since_record.take()  # what a replay took is no stall of the next step
         self._since_lap.take()
@@ -176,7 +176,7 @@ class CheckpointSession:
         self.tier.left_slots.training_begins()
         ledger = self.run_ledger
         is_new = ledger.newest is None and ledger.committed_step is None
-        self._resources.pipeline.training_begins(whole=is_new or ledger.needs_everything)
+        self._resources.pipeline.room.training_begins(whole=is_new or ledger.needs_everything)
         self._run.tell(TrainingBegins())
         self._since_record.take()
         self._since_lap.take()
@@ -191,16 +191,12 @@ class CheckpointSession:
             step: Optimizer steps done.
             wait: False where ranks arrive one after the other; ``drain`` before the first update waits for it then.
         """
-        plan = self._planner.plan(self._context(step))
+        plan = self._snapshots.plan(step)
         if plan:
             plain = plain_of(capture, self.comm.rank)
             self._snapshots.carry_out(plan, plain, StepConsensus(), step_is_agreed=True, before_training=True)
             if wait:
                 self.drain(step)
-
-    def _context(self, step: int, measured: Measured | None = None) -> PolicyContext:
-        popularity = needs_of(self._run.policy).popularity
-        return self.run_ledger.context(step, self._snapshots.live.placement, measured, popularity)
 
     def set_compute_types(self, types: ComputeTypes) -> None:
         """Sets the types in which kernels read the parameters, equal on every rank; by default, their own types."""
@@ -265,7 +261,7 @@ class CheckpointSession:
                 self._resources.pipeline.stages.wait_for_seal(self._run.settings.timeout_secs)
             if self._follower is not None:
                 self._follower.update_begins(received)
-            self._booking.meter.update_begins(received)
+            self._booking.meter.update_began = received
             self._run.tell(Joined(received))
 
     @timed
@@ -298,24 +294,17 @@ class CheckpointSession:
         if self._follower is not None:
             self._follower.step_ends(step, plain, tokens)
         self._snapshots.step_begins(updated=updated)
-        self.tier.left_slots.step_ended()
         booking, pipeline = self._booking, self._resources.pipeline
+        pipeline.tier.left_slots.step_ended()
         pipeline.stages.raise_fatal()
         pipeline.join()
         loaded = bool(self.run_ledger.pending or self.run_ledger.sealing)
-        booking.meter.waited(self._since_lap.take(final_at))
-        booking.meter.lap(final_at, loaded=loaded)
+        booking.meter.lap(final_at, loaded=loaded, waited_secs=self._since_lap.take(final_at))
         edited = self._run.gradients is not None and self._run.gradients.edited(step)
         if not self.comm.agrees_late:
             booking.send(step, tokens, pipeline, edited=edited)
         consensus = self._receive()
-        ledger = self.run_ledger
-        if ledger.needs_everything:
-            plan = save_full(step, self.catalog.everything)
-        else:
-            context = self._snapshots.with_memory_facts(self._context(step, consensus.measured), consensus)
-            plan = self._planner.plan(context)
-            plan = self._snapshots.with_anchors(plan, edited=consensus.edited)
+        plan = self._snapshots.plan(step, consensus)
         record = StepRecord(step)
         if plan:
             self._newest_plan = plan
@@ -324,14 +313,15 @@ class CheckpointSession:
             self._follower.keep_plain(described=record.begun)
         if self._run.gradients is not None:
             self._run.gradients.forget()
-            if not record.begun:
-                self._snapshots.not_logged(updated=updated)
+            if updated and not record.begun:  # what comes after it cannot be applied to what came before
+                booking.anchors.broken()
         if self.comm.agrees_late:
             booking.send(step, tokens, pipeline, edited=edited)
         if plan.wait and record.begun:
             self._receive()
             self.wait(step)
-        pipeline.step_begins()
+        if self._run.gate is not None:
+            self._run.gate.step_begins()
         record = self.completed(replace(record, halt=plan.halt, agree_secs=self._agree_secs))
         self._agree_secs = 0.0
         record = replace(record, stall_secs=self._since_record.take())
@@ -359,7 +349,7 @@ class CheckpointSession:
             record,
             bubble_nbytes=0 if gate is None else gate.bubble_nbytes,
             beside_nbytes=0 if gate is None else gate.beside_nbytes,
-            skips=snapshots.skips,
+            skips=snapshots.backlog.skips,
             waits=snapshots.backlog.waits,
             k=plan.k,
             plt_budget_left=None if plan.plt_budget is None else plan.plt_budget - tokens.plt,

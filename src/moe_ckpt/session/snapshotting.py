@@ -14,13 +14,13 @@ from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
 from moe_ckpt.core.step import Contents, Facts, Fate, PeerPart, WindowPlace
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import SaveFailedError
-from moe_ckpt.policies.base import PolicyContext, needs_of
+from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.agreement import StepConsensus
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.events import SnapshotBegan, SnapshotEnded, StepRecord
 from moe_ckpt.run.planning import LiveState, Planner, anchoring, gradient_factor
 from moe_ckpt.run.run_ledger import InFlight, places
-from moe_ckpt.session.backlog import Backlog, PeerCopies, StorageFlush
+from moe_ckpt.session.backlog import Backlog
 from moe_ckpt.session.bookkeeping import Bookkeeper
 from moe_ckpt.session.session_resources import SessionResources
 from moe_ckpt.slices.snapshot import Encode, Snapshot, plain_of
@@ -42,9 +42,7 @@ class Snapshotter:
         booking: Updates the ledger.
         live: The training state.
         planner: Asks the policy.
-        backlog: Counts snapshots that were left out or waited for.
-        flush: Says which snapshots go to storage.
-        copies: Says which go to peers.
+        backlog: Says which snapshots begin, and where they go; counts those that were left out or waited for.
         updates: That changed weights in this process.
         newest: The snapshot that began last.
     """
@@ -52,12 +50,11 @@ class Snapshotter:
     def __init__(self, run: RunContext, resources: SessionResources) -> None:
         needs = needs_of(run.policy)
         self._leaves_out = needs.gradients is not None and needs.partial
+        self._popularity = needs.popularity
         self.booking = Bookkeeper(run.catalog, run.comm, run.settings, self._ended, logs_for_peers=self._leaves_out)
         self.live = LiveState(self.booking.run_ledger.ledger, run.state, run.placement, needs.stored_gradients)
         self.planner = Planner(run.policy, self.live, run.comm.rank, run.settings)
-        self.backlog = Backlog(run.settings, run.comm)
-        self.flush = StorageFlush(run.settings, windows=needs.windows, rank=run.comm.rank)
-        self.copies = PeerCopies(run.settings, rank=run.comm.rank)
+        self.backlog = Backlog(run.settings, run.comm, windows=needs.windows)
         self.updates = 0
         self.newest: Snapshot | None = None
         self._run = run
@@ -65,11 +62,6 @@ class Snapshotter:
         self._end_secs = run.settings.timeout_secs
         self._anchored_as: dict[str, int] = {}
         self._begun: set[tuple[int, ...]] = set()
-
-    @property
-    def skips(self) -> int:
-        """Checkpoints that storage did not get because it was behind, whether memory has them or nothing has."""
-        return self.backlog.skips + self.flush.skips
 
     def step_begins(self, *, updated: bool = True) -> None:
         """The state of another step is final: tensors may differ from before, and the time to wait at the end is reset.
@@ -81,22 +73,35 @@ class Snapshotter:
         self.live.forget()
         self._end_secs = self._run.settings.timeout_secs
 
-    def with_memory_facts(self, context: PolicyContext, consensus: StepConsensus) -> PolicyContext:
-        """The context with what the policy may know of memory: where this step's snapshot will go from there."""
-        memory, settings = context.memory, self._run.settings.memory
-        if self._run.gradients is not None:
+    def plan(self, step: int, consensus: StepConsensus | None = None) -> SnapshotPlan:
+        """Returns what to save at ``step``, equally on every rank.
+
+        Args:
+            step: Optimizer steps done.
+            consensus: What the ranks agreed on; None before training.
+        """
+        ledger, run = self.booking.run_ledger, self._run
+        if consensus is not None and ledger.needs_everything:
+            return save_full(step, run.catalog.everything)
+        measured = None if consensus is None else consensus.measured
+        context = ledger.context(step, self.live.placement, measured, self._popularity)
+        memory, settings = context.memory, run.settings.memory
+        if consensus is not None and run.gradients is not None:
             memory = replace(memory, anchored_at=self.booking.anchors.steps)
-        if settings is not None:
+        if consensus is not None and settings is not None:  # where this step's snapshot will go
             tiers = {Tier.HOST}
-            if self.flush.expects(context.run.step, consensus, self.booking.run_ledger):
+            if self.backlog.expects_storage(step, consensus, ledger):
                 tiers.add(Tier.STORAGE)
-            pipeline = self._resources.pipeline
-            if settings.replicas and pipeline.memory is not None and pipeline.memory.replicator is not None:
+            in_memory = self._resources.pipeline.memory
+            if settings.replicas and in_memory is not None and in_memory.replicator is not None:
                 tiers.add(Tier.PEER)
             memory = replace(memory, tiers=frozenset(tiers), sends=consensus.sends)
-        return replace(context, memory=memory)
+        plan = self.planner.plan(context if memory is context.memory else replace(context, memory=memory))
+        if consensus is None or not plan.gradients:
+            return plan
+        return self._with_anchors(plan, edited=consensus.edited)
 
-    def with_anchors(self, plan: SnapshotPlan, *, edited: bool = False) -> SnapshotPlan:
+    def _with_anchors(self, plan: SnapshotPlan, *, edited: bool) -> SnapshotPlan:
         """Returns the plan, with operators in full instead of gradients that no recovery could apply.
 
         Gradients need an anchor, which is a full copy of the operator at an earlier step. If an operator lacks one, the
@@ -106,28 +111,18 @@ class Snapshotter:
             plan: Equal on every rank.
             edited: The step does not follow from its gradients, or, where ranks agree late, the step before does not.
         """
-        if edited and plan.gradients:
-            everything, planned = self._run.catalog.everything, {*plan.full, *plan.gradients}
+        everything, planned = self._run.catalog.everything, {*plan.full, *plan.gradients}
+        if edited:
             return save_full(plan.step, everything) if planned.issuperset(everything) else anchoring(plan, planned)
-        if not plan.gradients or self._since(plan.full, plan.gradients) is not None:
+        if self._since(plan.full, plan.gradients) is not None:
             return plan
         if not self._leaves_out:
-            return save_full(plan.step, self._run.catalog.everything)
-        without = self.booking.anchors.without_anchor(plan.gradients)
-        return anchoring(plan, without)
+            return save_full(plan.step, everything)
+        return anchoring(plan, self.booking.anchors.without_anchor(plan.gradients))
 
     def _since(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> int | None:
         number = self._resources.pipeline.next_number
         return self.booking.anchors.since(number, anchored, gradients if self._leaves_out else None)
-
-    def not_logged(self, *, updated: bool) -> None:
-        """No snapshot of this step began.
-
-        Args:
-            updated: Weights changed in it.
-        """
-        if updated:
-            self.booking.anchors.broken()
 
     def carry_out(
         self,
@@ -150,7 +145,7 @@ class Snapshotter:
         pipeline = self._resources.pipeline
         if pipeline.memory is not None:
             pipeline.memory.goes_on(None if plan.window is None else plan.window.start)
-        if not self.backlog.admits(plan, pipeline, busy=consensus.busy, measured=consensus.measured):
+        if not self.backlog.begins(plan, pipeline, consensus):
             if plan.window is not None:  # the first slot too: one under way was to end, since its tensors changed
                 self.booking.run_ledger.give_up_window()
             return StepRecord(plan.step, skipped=True)
@@ -158,7 +153,7 @@ class Snapshotter:
             self._settle_memory()
         outlives = self._run.settings.memory is not None
         tight = outlives and not plan.gradients and (consensus.tight or self.planner.is_tight(plan))
-        stored = self.flush.goes(plan, consensus, self.booking.run_ledger, tight=tight)
+        stored = self.backlog.to_storage(plan, consensus, self.booking.run_ledger, tight=tight)
         if tight and not stored and not plan.slot:  # it would take the place of the newest one that memory has
             self.backlog.leave_out(plan, "earlier ones are still being written, and memory has no room for two")
             return StepRecord(plan.step, skipped=True)
@@ -168,23 +163,23 @@ class Snapshotter:
             last=plan.halt is not None,
             step_is_agreed=step_is_agreed,
             to_storage=stored,
-            to_peers=self.copies.go(plan, consensus),
+            to_peers=self.backlog.to_peers(plan, consensus),
             before_training=before_training,
         )
         if snapshot is None:
             return StepRecord(plan.step, skipped=True)
-        self.booking.meter.copies(snapshot.plan.total_nbytes)
+        self.booking.meter.copied_nbytes = snapshot.plan.total_nbytes
         return StepRecord(
             plan.step,
             begun=True,
             waited=snapshot.waited,
             nbytes=snapshot.nbytes,
             experts_saved=len(places(self._run.catalog, snapshot.contents.full)),
-            frozen_nbytes=snapshot.frozen_nbytes,
+            frozen_nbytes=sum(part.frozen_nbytes for part in snapshot.written),
             window=0 if plan.window is None else plan.window.size,
             slot=plan.slot,
             to_storage=stored,
-            gradient_factor=gradient_factor(plan, self.live.sizes),
+            gradient_factor=gradient_factor(plan, self.live.sizes) if plan.gradients else None,
         )
 
     def save_complete(self, step: int, capture: Capture) -> None:
@@ -321,20 +316,25 @@ class Snapshotter:
             gradients=consumed,
             last=last,
             waits=last or before_training or plan.wait or settings.when_busy == "wait",
-            agree=None if last or before_training else self._agree_on(plan),
+            agree=None if last or before_training else bool if self._run.comm.world_size == 1 else self._agree_on(plan),
             starts=not last and self.newest is None and self.updates <= 1,
         )
         if snapshot is None:
-            self._left_out(plan, contents)
+            self.backlog.leave_out(plan, self._resources.pipeline.room.trouble)
+            if to_storage:
+                self.backlog.failed(plan.step, contents.window)
+            if plan.window is not None:
+                self.booking.run_ledger.give_up_window()
             return None
         self.newest = snapshot
-        self._note_anchors(entry, plan.together)
+        if self._run.gradients is not None:  # else nobody asks for anchors
+            self._note_anchors(entry, plan.together)
         if last:
             self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
         self.backlog.waits += snapshot.waited
         self.booking.run_ledger.begun(entry, None if contents.window is None else plan.window)
-        if to_storage:
-            self.planner.begun(plan.step, is_complete=contents.is_complete(self._run.catalog.everything))
+        if to_storage and contents.is_complete(self._run.catalog.everything):
+            self.planner.dense_step = plan.step
         self._run.tell(SnapshotBegan(snapshot.nbytes, *layout_facts))
         return snapshot
 
@@ -343,8 +343,6 @@ class Snapshotter:
 
         They do once for plans of a shape: after that, each knows beforehand what it lacks (``Room.is_short``).
         """
-        if self._run.comm.world_size == 1:
-            return bool
         saved = plan.full, plan.memory_only, plan.compute, plan.gradients
         shape = 0 if plan.window is None else plan.window.size, plan.slot, *map(len, saved)
         if shape in self._begun:
@@ -358,17 +356,8 @@ class Snapshotter:
 
         return agree
 
-    def _left_out(self, plan: SnapshotPlan, contents: Contents) -> None:
-        self.backlog.leave_out(plan, self._resources.pipeline.room.trouble)
-        if contents.to_storage:
-            self.flush.failed(plan.step, contents.window)
-        if plan.window is not None:
-            self.booking.run_ledger.give_up_window()
-
     def _note_anchors(self, snapshot: InFlight, together: Sequence[tuple[str, ...]]) -> None:
         """A snapshot of a gradient log began, or another one, which is an anchor if it has everything."""
-        if self._run.gradients is None:  # nobody asks for anchors
-            return
         anchors, contents, number = self.booking.anchors, snapshot.contents, snapshot.identity.number
         if self._leaves_out:
             anchors.begun(number, snapshot.step, contents.full, contents.gradients)
@@ -423,14 +412,19 @@ class Snapshotter:
         )
 
     def _facts(self) -> Facts:
-        tokens = self.booking.run_ledger.tokens
+        tokens, measured = self.booking.run_ledger.tokens, self.booking.meter.measurements
+        agreed = (
+            self.booking.consensus.measured.copy_interference_secs
+        )  # for that is not measured again after a restart
+        if agreed is not None:
+            measured["copy_interference_secs"] = agreed
         return Facts(
             index=self.booking.run_ledger.index,
             base=self.booking.committed_directory or "",
             applied=tokens.applied.copy(),
             faults=tuple(tokens.faults),
             policy=self._run.policy.describe(),
-            measured=self.booking.measured,
+            measured=measured,
             lost=tokens.lost_since if tokens.lost_since.any() else None,
             updates=self.updates,
         )
@@ -438,9 +432,10 @@ class Snapshotter:
     def _ended(self, snapshot: InFlight, committed: bool) -> None:
         """A snapshot was booked as ended."""
         self._run.tell(SnapshotEnded(committed))
-        self.planner.ended(snapshot.step, committed=committed)
         if not committed:
-            self.flush.failed(snapshot.step, snapshot.contents.window)
+            if snapshot.step == self.planner.dense_step:
+                self.planner.dense_step = 0
+            self.backlog.failed(snapshot.step, snapshot.contents.window)
 
     def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
         """What to raise when earlier snapshots were not out of the way after so long."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, Checksums, of_all
 from moe_ckpt.slices.compiling import GRADIENTS
-from moe_ckpt.slices.snapshot import Snapshot
-from moe_ckpt.slices.writing import SealedPart
+from moe_ckpt.slices.snapshot import SealedPart, Snapshot
 
 
 class FreshnessWatch:
@@ -20,8 +17,8 @@ class FreshnessWatch:
         self._of_window = UNKNOWN
         self._fresh_after = -1
 
-    def seen(self, snapshot: Snapshot, parts: Sequence[SealedPart]) -> int:
-        """Returns what the checksums of a snapshot's parts show: ``UNKNOWN``, ``STALE`` or ``FRESH``.
+    def seen(self, snapshot: Snapshot) -> int:
+        """Returns what the checksums of a sealed snapshot show: ``UNKNOWN``, ``STALE`` or ``FRESH``.
 
         In a logged step, all operators saved in full may belong to an optimizer that made no update. Gradients that
         another optimizer consumed show that training continues; their checksums say nothing about the state.
@@ -32,7 +29,7 @@ class FreshnessWatch:
         Two snapshots after the same update agree: if one is fresh, so is the other. A complete one at the end, beside
         a partial one, may have nothing to compare but frozen experts.
         """
-        updates, window = snapshot.facts.updates, snapshot.contents.window
+        updates, window, parts = snapshot.facts.updates, snapshot.contents.window, snapshot.sealed or ()
         verdict = of_all(
             self._of(sealed, updates) for sealed in parts if sealed.part.cuts and sealed.part.kind != GRADIENTS
         )

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,22 +14,38 @@ from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.manifest import step_dir
-from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.format.shard import Checksums, SliceEntry
 from moe_ckpt.format.tree import encode_tree
+from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart, CompiledPlan
 from moe_ckpt.slices.copier import Copy
 from moe_ckpt.slices.copying import copy_here
 from moe_ckpt.slices.mirroring import Mirror
 
-if TYPE_CHECKING:
-    from moe_ckpt.slices.writing import SealedShare
-
-
 Plain = tuple[Any, list[tuple[SliceEntry, torch.Tensor]]]
 """A rank's plain state, encoded, and the tensors of it."""
 Encode = Callable[..., Plain]
 """Returns the plain state as of its first call, with further entries that are given by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class SealedPart:
+    """A part of a snapshot whose bytes have been read for the first time, and may not change any more.
+
+    Attributes:
+        begin: Its first byte in the snapshot's buffer.
+        part: Of the plan.
+        checksums: Of its slices.
+        header: Head and seal of its shard (``format.shard``).
+        not_finite: Key of the first slice with NaN or infinity; empty without any.
+    """
+
+    begin: int
+    part: CompiledPart
+    checksums: Checksums
+    header: tuple[bytes, ...]
+    not_finite: str = ""
 
 
 @dataclass(eq=False)
@@ -48,7 +64,9 @@ class Snapshot:
         began_at: ``time.perf_counter`` of its beginning.
         waited: Training waited for an earlier snapshot before this one could begin.
         refused: Why this rank could not even copy it, so that it fails on every rank; None if it could.
-        share: Its bytes and state with checksums, once they are sealed in memory.
+        sealed: Its parts, and behind them ``plan.pieces``, with checksums, once these were taken.
+        state_file: The bytes of the state file, from then on.
+        freshness: What its checksums show beside those before (``ledger.freshness``).
     """
 
     identity: Step
@@ -62,7 +80,9 @@ class Snapshot:
     began_at: float
     waited: bool = False
     refused: str | None = None
-    share: SealedShare | None = None
+    sealed: tuple[SealedPart, ...] | None = None
+    state_file: bytes = b""
+    freshness: int = UNKNOWN
 
     @property
     def buffer(self) -> Buffer:
@@ -94,14 +114,18 @@ class Snapshot:
         return sum(part.nbytes for part in parts if part.is_written or part.kind == GRADIENTS)
 
     @property
-    def frozen_nbytes(self) -> int:
-        """Returns the bytes, of ``nbytes``, of weights of operators that the window anchors later."""
-        return sum(part.frozen_nbytes for part in self.written)
-
-    @property
     def written(self) -> tuple[CompiledPart, ...]:
         """The parts that become shards."""
         return tuple(part for _, part in self.plan.parts if part.is_written)
+
+    def not_finite(self, *, written: bool = False) -> str:
+        """Key of the first slice with NaN or infinity; empty if there is none.
+
+        Args:
+            written: Of what goes to storage only.
+        """
+        every = (sealed for sealed in self.sealed or () if sealed.part.is_written or not written)
+        return next((sealed.not_finite for sealed in every if sealed.not_finite), "")
 
     def mirrors(self) -> dict[int, Mirror]:
         """Rank -> the part of that rank's share of the same snapshot that this rank's state also holds."""

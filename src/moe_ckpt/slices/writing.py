@@ -19,14 +19,14 @@ from moe_ckpt.errors import StoreUnwritableError, torn_snapshot
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.finite import all_finite, first_not_finite, judged_in
 from moe_ckpt.format.gathering import Numbers
-from moe_ckpt.format.manifest import GROUPS, KINDS, FileRecord, StateRecord, file_row, shard_path, state_path, state_row
+from moe_ckpt.format.manifest import GROUPS, FileRecord, StateRecord, file_row, shard_path, state_path, state_row
 from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import Checksums, seal_of
 from moe_ckpt.ledger.cover_sum import PRIME
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.ledger.freshness import STALE, UNKNOWN, of_all
+from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.slices.compiling import CompiledPart
-from moe_ckpt.slices.snapshot import Snapshot
+from moe_ckpt.slices.snapshot import SealedPart, Snapshot
 from moe_ckpt.storage.base import Chunk, Storage
 
 _COVER_NBYTES = 16
@@ -67,13 +67,7 @@ class Acknowledgement:
     @property
     def columns(self) -> list[bytes]:
         """The fields as columns for ``Communicator.combine``."""
-        files = [self.experts, self.others, self.states, self.file_rows, self.state_rows]
-        return [self.errors, self.covers, *files, self.freshness, self.not_finite]
-
-    @property
-    def ranks(self) -> int:
-        """Returns the number of ranks it is of."""
-        return len(self.covers) // _COVER_NBYTES
+        return [*vars(self).values()]
 
     @property
     def causes(self) -> tuple[str, ...]:
@@ -85,11 +79,6 @@ class Acknowledgement:
         """The first tensor with NaN or infinity, for people; empty if all values are finite."""
         rows = json.loads(b"[%b]" % self.not_finite[:-1])
         return f"{rows[0][1]} on rank {rows[0][0]}" if rows else ""
-
-    @property
-    def is_stale(self) -> bool:
-        """No rank has seen anything change that updates change."""
-        return of_all(self.freshness) == STALE
 
     @property
     def cover(self) -> int:
@@ -104,25 +93,6 @@ class Acknowledgement:
         return {group: lines for group, lines in columns if lines}
 
 
-@dataclass(frozen=True, eq=False)
-class SealedPart:
-    """A part of a snapshot whose bytes have been read for the first time, and may not change any more.
-
-    Attributes:
-        begin: Its first byte in the snapshot's buffer.
-        part: Of the plan.
-        checksums: Of its slices.
-        header: Head and seal of its shard (``format.shard``).
-        not_finite: Key of the first slice with NaN or infinity; empty without any.
-    """
-
-    begin: int
-    part: CompiledPart
-    checksums: Checksums
-    header: tuple[bytes, ...]
-    not_finite: str = ""
-
-
 def acknowledge(
     files: Sequence[FileRecord], state: StateRecord, cover: int, freshness: int = UNKNOWN, not_finite: str = ""
 ) -> Acknowledgement:
@@ -133,12 +103,12 @@ def acknowledge(
         freshness: Of its share.
         not_finite: As of ``SealedPart``, of what it wrote.
     """
-    names = {kind: b"".join(_line(record.path) for record in files if record.kind == kind) for kind in KINDS}
+    lines = {record.kind: record.path.rpartition("/")[2].encode() + b"\n" for record in files}
     return Acknowledgement(
         covers=cover.to_bytes(_COVER_NBYTES, "little"),
-        experts=names["expert"],
-        others=names["non_expert"],
-        states=_line(state.path),
+        experts=lines.get("expert", b""),
+        others=lines.get("non_expert", b""),
+        states=state.path.rpartition("/")[2].encode() + b"\n",
         file_rows=b"".join(map(file_row, files)),
         state_rows=state_row(state),
         freshness=bytes([freshness]),
@@ -151,38 +121,8 @@ def names_in(lines: bytes) -> frozenset[str]:
     return frozenset(lines.decode().split())
 
 
-def _line(path: str) -> bytes:
-    return path.rpartition("/")[2].encode() + b"\n"
-
-
-@dataclass(frozen=True, eq=False)
-class SealedShare:
-    """One rank's share of a snapshot, as it goes to storage.
-
-    Attributes:
-        parts: What it consists of.
-        state: The bytes of the state file.
-        freshness: What its checksums show beside those before (``ledger.freshness``).
-        pieces: Gradients in buffers of their own.
-    """
-
-    parts: tuple[SealedPart, ...]
-    state: bytes
-    freshness: int = UNKNOWN
-    pieces: tuple[SealedPart, ...] = ()
-
-    def not_finite(self, *, written: bool = False) -> str:
-        """Key of the first slice with NaN or infinity; empty without any.
-
-        Args:
-            written: Of what goes to storage only.
-        """
-        every = (sealed for sealed in (*self.parts, *self.pieces) if sealed.part.is_written or not written)
-        return next((sealed.not_finite for sealed in every if sealed.not_finite), "")
-
-
-def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> SealedShare:
-    """Wait for the copy, take the checksums of all slices, and look whether their values are finite.
+def seal_snapshot(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> None:
+    """Waits for the copy, takes the checksums of all slices, and looks whether their values are finite.
 
     Raises:
         StoreError: Tensors changed while they were being copied.
@@ -190,20 +130,15 @@ def seal_share(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> S
     snapshot.copy.wait_on_host()
     if snapshot.copy.changed:
         raise torn_snapshot(snapshot.step, snapshot.copy.changed)
-
-    judged = judged_in(snapshot.state)
-
-    def sealed(begin: int, part: CompiledPart) -> SealedPart:
+    judged, step, generation = judged_in(snapshot.state), snapshot.step, snapshot.identity.generation
+    sealed = []
+    for begin, part in (*snapshot.plan.share_parts, *((0, part) for _, part in snapshot.plan.pieces)):
         memory = snapshot.bytes_of(part)
         checksums = checksums_of(part, memory)
-        seal = seal_of(snapshot.step, snapshot.identity.generation, checksums)
-        header = part.head(run_id, rank, snapshot.step), seal
-        return SealedPart(begin, part, checksums, header, not_finite_in(part, memory, judged))
-
-    parts = tuple(sealed(begin, part) for begin, part in snapshot.plan.share_parts)
-    pieces = tuple(sealed(0, part) for _, part in snapshot.plan.pieces)
-    of = snapshot.step, snapshot.identity.generation
-    return SealedShare(parts, state_file(snapshot.state, *of, run_id, rank, world_size), pieces=pieces)
+        header = part.head(run_id, rank, step), seal_of(step, generation, checksums)
+        sealed.append(SealedPart(begin, part, checksums, header, not_finite_in(part, memory, judged)))
+    snapshot.state_file = state_file(snapshot.state, step, generation, run_id, rank, world_size)
+    snapshot.sealed = tuple(sealed)
 
 
 def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, world_size: int) -> bytes:
@@ -226,20 +161,17 @@ def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, w
     )
 
 
-def write_share(
-    storage: Storage, snapshot: Snapshot, share: SealedShare, rank: int
-) -> tuple[tuple[FileRecord, ...], StateRecord]:
+def write_share(storage: Storage, snapshot: Snapshot, rank: int) -> tuple[tuple[FileRecord, ...], StateRecord]:
     """Write this rank's shards and state durably. Raises ``OSError`` when storage fails."""
-    files = tuple(_write_shard(storage, snapshot, sealed, rank) for sealed in share.parts if sealed.part.is_written)
+    files = []
+    for sealed in snapshot.sealed or ():
+        if sealed.part.is_written:
+            header, path = sealed.header, shard_path(snapshot.directory, rank, sealed.part.kind)
+            nbytes = write_named(storage, path, [*header, snapshot.bytes_of(sealed.part).numpy().data])
+            files.append(FileRecord(path, nbytes, sum(map(len, header)), digest(*header), snapshot.step, rank))
     path = state_path(snapshot.directory, rank)
-    write_named(storage, path, [share.state])
-    return files, StateRecord(path, len(share.state), digest(share.state), rank)
-
-
-def _write_shard(storage: Storage, snapshot: Snapshot, sealed: SealedPart, rank: int) -> FileRecord:
-    header, path = sealed.header, shard_path(snapshot.directory, rank, sealed.part.kind)
-    nbytes = write_named(storage, path, [*header, snapshot.bytes_of(sealed.part).numpy().data])
-    return FileRecord(path, nbytes, sum(map(len, header)), digest(*header), snapshot.step, rank)
+    write_named(storage, path, [snapshot.state_file])
+    return tuple(files), StateRecord(path, len(snapshot.state_file), digest(snapshot.state_file), rank)
 
 
 def checksums_of(part: CompiledPart, memory: torch.Tensor) -> Checksums:

@@ -271,7 +271,7 @@ class Survivor:
             return
         if not in_time:
             raise TimeoutError
-        first = "" if snapshot.share is None else snapshot.share.not_finite()
+        first = snapshot.not_finite()
         if first:
             raise NotFiniteError("it", first)
         raise RuntimeError(snapshot.refused or "its slot could not be sealed; see the warning above")

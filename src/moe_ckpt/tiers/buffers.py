@@ -58,11 +58,20 @@ class BufferPool:
         self._released: list[Buffer] = []
         self._making = 0
         self._retired = self._said_private = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def _arenas(self) -> tuple[Arena, ...]:
         return (self._private,) if self._files is None else (self._files.arena, self._private)
+
+    def map_private(self) -> None:
+        """Map all of private memory, unless CUDA must lock it: whoever copies into it makes its pages.
+
+        Where the machine does not overcommit, it is mapped piece by piece as it is taken.
+        """
+        if not self._pinned:
+            with contextlib.suppress(OSError):
+                self._private.grow(self._private.limit, touches=False)
 
     def take(self, sizes: Sequence[int]) -> list[Buffer] | None:
         """Buffers of these sizes in bytes, of memory that is ready; None if there are not all of them.
@@ -85,7 +94,7 @@ class BufferPool:
 
     def _lend(self, arena: Arena, sizes: Sequence[int]) -> list[Buffer] | None:
         with self._lock:
-            if self._lent_nbytes + sum(sizes) > self.budget_bytes:
+            if self.lent_bytes + sum(sizes) > self.budget_bytes:
                 return None
             buffers = arena.take(sizes)
             self._lent |= {buffer: not at for at, buffer in enumerate(buffers or ())}
@@ -199,7 +208,7 @@ class BufferPool:
         """
         arena, files = self._arenas[0], self._files
         with self._lock:
-            in_use, free = sum(self._lent.values()), self.budget_bytes - self._lent_nbytes
+            in_use, free = sum(self._lent.values()), self.budget_bytes - self.lent_bytes
         lacking = min(count - in_use, free // max(1, nbytes))
         sizes = next(
             (sizes for more in range(1, lacking + 1) if arena.end_for(sizes := [nbytes] * more) > arena.ready), None
@@ -280,11 +289,7 @@ class BufferPool:
     def lent_bytes(self) -> int:
         """Bytes lent out."""
         with self._lock:
-            return self._lent_nbytes
-
-    @property
-    def _lent_nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._lent)
+            return sum(buffer.nbytes for buffer in self._lent)
 
     @property
     def held_bytes(self) -> int:

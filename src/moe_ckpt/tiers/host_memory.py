@@ -83,6 +83,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         ranks = settings.local_ranks
         budget = settings.host_memory_bytes or default_budget_bytes(ranks, left_here * ranks)  # each has left as much
         pool = BufferPool(budget, pinned=settings.pinned)
+        pool.map_private()
         return HostMemory(pool, host_tier.claim(run, run_id, pool), generation, agreed.life)
     generation = max(generation, agreed.newest + 1)
     files, slots = _take_over_on_all_ranks(run, memory, run_id, generation, agreed)

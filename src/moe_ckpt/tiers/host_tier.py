@@ -40,11 +40,10 @@ from moe_ckpt.peers.replication import Replicator
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.compiling import HOST_ONLY
 from moe_ckpt.slices.snapshot import Snapshot
-from moe_ckpt.slices.writing import SealedShare
 from moe_ckpt.storage import open_storage
 from moe_ckpt.tiers.buffers import BufferPool
+from moe_ckpt.tiers.memory_tier import MemoryTier
 from moe_ckpt.tiers.sealing import SlotHeaders
-from moe_ckpt.tiers.tiers import BufferTier
 
 log = logging.getLogger("moe_ckpt")
 
@@ -92,7 +91,7 @@ class HostTier:
         run_id: str,
         model: ModelRecord,
         pool: BufferPool,
-        describe: Callable[[Snapshot, SealedShare], SlotHeader],
+        describe: Callable[[Snapshot], SlotHeader],
         *,
         inherited: Sequence[FoundSlot] = (),
     ) -> None:
@@ -119,25 +118,18 @@ class HostTier:
             self.left_slots.forget()
             return every
 
-    def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
+    def offer(self, snapshot: Snapshot) -> None:
         """This rank's share is written, and will be acknowledged next: it may become committed from here on."""
         if snapshot.contents.window is None:  # one step of a window is no state
-            self.hold(self._describe(snapshot, share), snapshot.buffer)
-
-    def hold(self, header: SlotHeader, room: Buffer) -> None:
-        """Holds a checkpoint, which may become committed from here on."""
-        name = f"{step_dir(header.step, header.generation)} in memory of process {os.getpid()}"
-        with self._lock:
-            self._offered = FoundSlot(PrivateSlot(name, room), header)
+            header = self._describe(snapshot)
+            name = f"{step_dir(header.step, header.generation)} in memory of process {os.getpid()}"
+            with self._lock:
+                self._offered = FoundSlot(PrivateSlot(name, snapshot.buffer), header)
 
     def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
-        """The outcome of a snapshot was announced."""
-        self.resolve(snapshot.buffer, committed=committed)
+        """The outcome of a snapshot was announced, offered or not.
 
-    def resolve(self, buffer: Buffer, *, committed: bool) -> None:
-        """The outcome was announced. ``buffer`` is that of the snapshot, offered or not.
-
-        Committed and offered, it becomes the recovery buffer and the former one is free. Committed, but not
+        Committed and offered, its buffer becomes the recovery buffer and the former one is free. Committed, but not
         offered (a step of a sparse window), memory holds nothing. Not committed, the former recovery buffer stays what
         it is.
         """
@@ -147,20 +139,20 @@ class HostTier:
                 self.drop()
                 self._kept = offered
             if not committed or offered is None:
-                self._pool.give_back(buffer)
+                self._pool.give_back(snapshot.buffer)
 
     def drop(self, *, chain: bool = True, last: bool = False) -> bool:
         """Give the recovery buffer up early, because there is no other; True if there was one.
 
         Args:
-            chain: Not used here; see ``BufferTier.drop``.
+            chain: Not used here; see ``MemoryTier.drop``.
             last: Not used here.
         """
         with self._lock:
             newest, self._kept = self._kept, None
             if newest is not None:
-                self._free([newest])
-            return self.left_slots.remove() or newest is not None
+                self._pool.give_back(_room(newest))
+            return bool(self.left_slots.slots and self.left_slots.remove()) or newest is not None
 
     def _free(self, checkpoints: list[FoundSlot]) -> None:
         for checkpoint in checkpoints:
@@ -181,18 +173,28 @@ class HostTier:
     def droppable_bytes(self) -> int:
         """Host memory that ``drop`` would free."""
         with self._lock:
-            return sum(_room(checkpoint).nbytes for checkpoint in self.holds() if checkpoint is not self._offered)
+            return self.left_slots.nbytes + (0 if self._kept is None else self._kept.slot.memory.numel())
 
     @property
     def nbytes(self) -> int:
         """Host memory that survives a fault here."""
-        return sum(_room(checkpoint).nbytes for checkpoint in self.holds())
+        return sum(checkpoint.slot.memory.numel() for checkpoint in self.holds())
 
 
 def _room(checkpoint: FoundSlot) -> Buffer:
     if not isinstance(checkpoint.slot, PrivateSlot):
         raise TypeError(f"{checkpoint.slot.path} is a slot of memory that outlives the process")
     return checkpoint.slot.room
+
+
+BufferTier = HostTier | MemoryTier
+"""Owner of the buffers of one rank that are kept for a recovery.
+
+For each snapshot that goes to storage the persist thread calls ``offer`` and then ``ended``; the training thread calls
+``drop`` where it finds no buffer; ``retire`` ends it. Storage has no such class, for its unit is the commit of all
+ranks (``commit.persisting``), not a buffer of one. What each of the three has after a failure:
+``recovery.sources.Source``.
+"""
 
 
 @dataclass(eq=False)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.step import Contents, PeerPart
+from moe_ckpt.core.step import PeerPart
 from moe_ckpt.errors import MemoryGoneError
 from moe_ckpt.ledger.freshness import CAUSE, STALE, UNKNOWN
 from moe_ckpt.ledger.memory_retention import (
@@ -34,7 +34,6 @@ from moe_ckpt.peers.messages import SealedSlot
 from moe_ckpt.peers.replication import Replicator
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.snapshot import Snapshot
-from moe_ckpt.slices.writing import SealedShare
 from moe_ckpt.tiers.buffers import BufferPool
 
 log = logging.getLogger("moe_ckpt")
@@ -57,21 +56,21 @@ class Settled(NamedTuple):
     """The outcome of a snapshot.
 
     Attributes:
+        number: Of the snapshot.
         complete: Every rank has it.
         copied: So have the peers of every rank.
     """
 
-    sequence: int
+    number: int
     complete: bool
     copied: bool
 
 
 @dataclass(eq=False)
-class _Entry:
-    """One snapshot.
+class _Entry(MemoryStep):
+    """One snapshot of this life.
 
     Attributes:
-        step: What it is, and what has become of it.
         buffer: Its bytes; None once it was given up.
         readers: Snapshots that are to be written to storage from the buffer still: it stays.
         state: Of this rank's share.
@@ -81,9 +80,8 @@ class _Entry:
         mirrored: Duplicates of other ranks' shares, until those have been copied.
     """
 
-    step: MemoryStep
-    buffer: Buffer | None
-    readers: int
+    buffer: Buffer | None = None
+    readers: int = 0
     state: int = NOT_YET
     freshness: int = UNKNOWN
     reported: bool = False
@@ -91,67 +89,21 @@ class _Entry:
     mirrored: Buffer | None = None
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of its memory."""
-        buffers = (self.buffer, self.mirrored, *self.pieces.values())
-        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+    def buffers(self) -> list[Buffer]:
+        """All of its memory."""
+        every = (self.buffer, self.mirrored, *self.pieces.values())
+        return [buffer for buffer in every if buffer is not None]
 
     @property
     def gone(self) -> str:
         """One of its slots that was sealed and that somebody has deleted; empty if all are there."""
-        slots = (None if buffer is None else buffer.slot for buffer in (self.buffer, *self.pieces.values()))
+        slots = (buffer.slot for buffer in self.buffers if buffer is not self.mirrored)
         sealed = (slot for slot in slots if slot is not None)
         return next((str(slot.path) for slot in sealed if not (slot.is_there and slot.is_sealed)), "")
 
-    def take_unneeded(self, places: Collection[int]) -> list[Buffer]:
-        """Returns what is not needed once the ranks know what became of the snapshot: duplicates, and gradients."""
-        mirrored, self.mirrored = self.mirrored, None
-        buffers = [self.pieces.pop(index) for index in places]
-        return buffers if mirrored is None else [mirrored, *buffers]
-
-    def take_all(self) -> list[Buffer]:
-        """Returns all that it has."""
-        buffer, self.buffer = self.buffer, None
-        buffers = self.take_unneeded(tuple(self.pieces))
-        return buffers if buffer is None else [buffer, *buffers]
-
-
-@dataclass
-class Unsettled:
-    """Snapshots of one rank, by sequence, of which the ranks do not know yet whether all have them.
-
-    The order is the same on all ranks.
-
-    Attributes:
-        open: Those that began, the oldest first.
-        asked: Those of them that the agreement under way is about.
-        next: The sequence after the newest that began.
-    """
-
-    open: list[int] = field(default_factory=list)
-    asked: list[int] = field(default_factory=list)
-    next: int = 0
-
-    def begun(self, sequence: int) -> None:
-        """A snapshot began."""
-        self.open.append(sequence)
-        self.next = sequence + 1
-
-    def ask(self, most: int, copied: Callable[[int], bool]) -> list[int]:
-        """Returns the oldest, at most so many that peers get and so many others: what the next agreement is about."""
-        sent = [sequence for sequence in self.open if copied(sequence)]
-        others = [sequence for sequence in self.open if not copied(sequence)]
-        self.asked = [*sent[:most], *others[:most]]
-        return self.asked
-
-    def answered(self) -> list[int]:
-        """Returns what the agreement that has ended was about."""
-        asked, self.asked = self.asked, []
-        return asked
-
-    def ended(self, sequences: Collection[int]) -> None:
-        """The ranks know what became of them."""
-        self.open = [sequence for sequence in self.open if sequence not in sequences]
+    def fail(self) -> None:
+        """This rank will never have it."""
+        self.state, self.complete = FAILED, False
 
 
 class MemoryTier:
@@ -193,11 +145,13 @@ class MemoryTier:
         self._catalog = run.catalog
         self._pool = pool
         self._entries: dict[int, _Entry] = {}
-        self._unsettled = Unsettled()
+        self._open: list[int] = []  # those of which the ranks do not know yet whether all have them, oldest first
+        self._asked: list[int] = []  # those of them that the agreement under way is about: the same on all ranks
+        self._next = 0
         self._given_up: set[int | None] = set()
         self._lock = threading.RLock()
 
-    def offer(self, snapshot: Snapshot, share: SealedShare) -> None:
+    def offer(self, snapshot: Snapshot) -> None:
         """Does nothing: the share was sealed before it went to storage."""
 
     def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
@@ -209,8 +163,8 @@ class MemoryTier:
             entry.readers -= 1
             if committed and snapshot.contents.is_checkpoint:
                 for other in self._entries.values():
-                    if other is entry or (entry.step.window is not None and other.step.window == entry.step.window):
-                        other.step = replace(other.step, on_storage=True)
+                    if other is entry or (entry.window is not None and other.window == entry.window):
+                        other.on_storage = True
             self._release_unneeded()
 
     def give_up(self) -> bool:
@@ -229,7 +183,7 @@ class MemoryTier:
             return True
         with self._lock:
             for entry in _superseded(self._entries.values())[:1]:
-                _give_up(entry, self._pool)
+                self._free(entry)
                 return True
             return False
 
@@ -240,20 +194,26 @@ class MemoryTier:
         """
         if snapshot.identity.parting:
             return
-        contents = snapshot.contents
-        experts, sent = (self._experts(contents, tier) for tier in (Tier.HOST, Tier.PEER))
-        step = MemoryStep(snapshot.identity, contents, experts, sent, copied=bool(contents.to_peers))
-        entry = _Entry(step, snapshot.buffer, int(contents.to_storage), mirrored=snapshot.mirrored)
-        places = (index for index, _ in snapshot.plan.pieces)
-        entry.pieces = dict(zip(places, snapshot.pieces, strict=True))
+        contents, number, sets = snapshot.contents, snapshot.identity.number, self._catalog.sets
+        experts, sent = (  # a bit each; none of a sparse window
+            0 if contents.window else sets.experts & sets.of(contents.brings(tier, self._catalog.everything))
+            for tier in (Tier.HOST, Tier.PEER)
+        )
+        entry = _Entry(
+            snapshot.identity,
+            contents,
+            experts,
+            sent,
+            copied=bool(contents.to_peers),
+            buffer=snapshot.buffer,
+            readers=int(contents.to_storage),
+            pieces=dict(zip((index for index, _ in snapshot.plan.pieces), snapshot.pieces, strict=True)),
+            mirrored=snapshot.mirrored,
+        )
         with self._lock:
-            self._unsettled.begun(step.number)
-            self._entries[step.number] = entry
-
-    def _experts(self, contents: Contents, tier: Tier) -> int:
-        """The experts that a tier has by a snapshot alone, a bit each; none of a sparse window."""
-        sets = self._catalog.sets
-        return 0 if contents.window else sets.experts & sets.of(contents.brings(tier, self._catalog.everything))
+            self._open.append(number)
+            self._next = number + 1
+            self._entries[number] = entry
 
     def sealed(self, snapshot: Snapshot, headers: Sequence[bytes]) -> None:
         """This rank's share is sealed, and goes to peers; or, without headers, it never will be.
@@ -266,30 +226,30 @@ class MemoryTier:
         """
         if snapshot.identity.parting:
             return
-        slot, sequence, replicator = snapshot.buffer.slot, snapshot.identity.number, self.replicator
+        slot, number, replicator = snapshot.buffer.slot, snapshot.identity.number, self.replicator
         to_peers = snapshot.contents.to_peers
-        freshness = UNKNOWN if snapshot.share is None else snapshot.share.freshness
+        freshness = snapshot.freshness
         if replicator is not None and to_peers:
-            replicator.store.mirrored(sequence, {} if snapshot.share is None else snapshot.mirrors())
+            replicator.store.mirrored(number, {} if snapshot.sealed is None else snapshot.mirrors())
         if not headers or slot is None:
-            self._sealed(sequence, FAILED)
+            self._sealed(number, FAILED)
         elif replicator is None:
-            self._sealed(sequence, SEALED, freshness)
+            self._sealed(number, SEALED, freshness)
         elif not to_peers:
             replicator.left_out(snapshot.step)
-            self._sealed(sequence, ALONE, freshness)
+            self._sealed(number, ALONE, freshness)
         else:
             end = snapshot.plan.own_nbytes(host_only=to_peers is PeerPart.EVERYTHING)
             views = [*(snapshot.bytes_of(part) for _, part in snapshot.plan.pieces), slot.memory[:end]]
             shares = [SealedSlot(snapshot.step, view, raw) for view, raw in zip(views, headers, strict=True)]
-            copies = replicator.submit(sequence, *shares)
+            copies = replicator.submit(number, *shares)
             copies.add_done_callback(
-                lambda done: self._sealed(sequence, SEALED if replicator.all_hold(done) else ALONE, freshness)
+                lambda done: self._sealed(number, SEALED if replicator.all_hold(done) else ALONE, freshness)
             )
 
-    def _sealed(self, sequence: int, state: int, freshness: int = UNKNOWN) -> None:
+    def _sealed(self, number: int, state: int, freshness: int = UNKNOWN) -> None:
         with self._lock:
-            entry = self._entries.get(sequence)  # none once the session has ended
+            entry = self._entries.get(number)  # none once the session has ended
             if entry is not None:
                 entry.state, entry.freshness = state, freshness
                 self._release_unneeded()
@@ -299,8 +259,10 @@ class MemoryTier:
         (``ledger.freshness``). Their count is always the same.
         """
         with self._lock:
-            asked = self._unsettled.ask(_REPORTED, lambda sequence: self._entries[sequence].step.copied)
-            entries = [self._entries[sequence] for sequence in asked]
+            sent = [number for number in self._open if self._entries[number].copied]
+            others = [number for number in self._open if not self._entries[number].copied]
+            self._asked = [*sent[:_REPORTED], *others[:_REPORTED]]
+            entries = [self._entries[number] for number in self._asked]
             for entry in entries:
                 entry.reported = entry.state in _SAFE
             filler = (NOT_YET, UNKNOWN) * (2 * _REPORTED - len(entries))
@@ -313,41 +275,40 @@ class MemoryTier:
             Those whose fate is known now, in order.
         """
         with self._lock:
-            answers = list(zip(self._unsettled.answered(), reduced[::2], reduced[1::2], strict=False))
-            ended = {sequence: _judged(*answer) for sequence, *answer in answers if answer[0] != NOT_YET}
-            for sequence, state, freshness in answers:
-                if freshness == STALE and state not in (NOT_YET, FAILED) and self.rank == 0:
-                    step = self._entries[sequence].step.identity.step
-                    log.warning("memory does not hold the checkpoint of step %d: %s", step, CAUSE)
-            for sequence, state in ended.items():
-                entry = self._entries[sequence]
-                complete = state != FAILED and entry.state != FAILED  # the latter: deleted since this rank reported it
-                entry.step = replace(entry.step, complete=complete, copied=state == SEALED)
-            self._unsettled.ended(ended)
+            asked, self._asked = self._asked, []
+            settled = []
+            for number, state, freshness in zip(asked, reduced[::2], reduced[1::2], strict=False):
+                if state == NOT_YET:
+                    continue
+                entry = self._entries[number]
+                if freshness == STALE and state != FAILED:
+                    state = FAILED
+                    if self.rank == 0:
+                        log.warning("memory does not hold the checkpoint of step %d: %s", entry.identity.step, CAUSE)
+                settled.append(Settled(number, state != FAILED, state == SEALED))
+                # Its own may be deleted since this rank reported it.
+                entry.complete, entry.copied = state != FAILED and entry.state != FAILED, state == SEALED
+                self._open.remove(number)
             newest = self._note_newest()
-            if newest and (gone := self._entries[newest[-1].number].gone):
+            if newest and (gone := newest[-1].gone):
                 log.warning(
                     "memory does not hold the checkpoint of step %d: %s", self.complete_step, MemoryGoneError(gone)
                 )
                 self.forget_gone()
             self._release_unneeded()
-            steps = [entry.step for entry in self._entries.values()]
-            retained = {
-                *self._needed(steps),
-                *self._unsettled.open,
-                *range(self._unsettled.next, self._unsettled.next + _AHEAD),
-            }
-            spare = set(with_newest_experts(steps)) - retained
-            over = _over(self._entries.values())
+            entries = self._entries.values()
+            retained = {*self._needed(), *self._open, *range(self._next, self._next + _AHEAD)}
+            spare = set(with_newest_experts(entries)) - retained
+            over = _over(entries)
         if newest:
             self.left_slots.remove()
-        if self.replicator is not None and ended:
+        if self.replicator is not None and settled:
             self.replicator.release_except(retained | spare, spare, over)
-        return [Settled(sequence, state != FAILED, state == SEALED) for sequence, state in sorted(ended.items())]
+        return sorted(settled)
 
-    def _note_newest(self) -> list[MemoryStep]:
+    def _note_newest(self) -> list[_Entry]:
         """Returns the snapshots of the newest checkpoint of this life that the ranks hold."""
-        newest = newest_checkpoint(entry.step for entry in self._entries.values())
+        newest = newest_checkpoint(self._entries.values())
         if newest:
             self.complete_step = newest[-1].identity.step
             self.complete_since = newest[0].identity.step
@@ -360,37 +321,45 @@ class MemoryTier:
             window: First step of the one that goes on, or begins; None: none does.
         """
         with self._lock:
-            slots = Counter(entry.step.window for entry in self._entries.values())
-            steps = [entry.step for entry in self._entries.values()]
-            given_up = {step.window for step in steps if slots[step.window] < step.size} - {window, None}
+            entries = self._entries.values()
+            slots = Counter(entry.window for entry in entries)
+            given_up = {entry.window for entry in entries if slots[entry.window] < entry.size} - {window, None}
             if given_up != self._given_up:
                 self._given_up = given_up
                 self._release_unneeded()
 
-    def _needed(self, steps: Sequence[MemoryStep]) -> frozenset[int]:
-        return needed(step for step in steps if step.window not in self._given_up)
+    def _needed(self) -> frozenset[int]:
+        return needed(entry for entry in self._entries.values() if entry.window not in self._given_up)
 
     def _release_unneeded(self) -> None:
-        steps = [entry.step for entry in self._entries.values()]
-        retained = self._needed(steps) | frozenset(with_newest_experts(steps))
-        for sequence, entry in list(self._entries.items()):
-            if sequence in retained or entry.readers or entry.state == NOT_YET or entry.step.complete is None:
-                continue
-            if sequence in self._unsettled.open:  # given up here, of which the others are still to hear
-                continue
-            del self._entries[sequence]
-            _give_up(entry, self._pool)
+        retained = self._needed() | frozenset(with_newest_experts(self._entries.values()))
+        # Of one that was given up here the others may still have to hear.
+        settled = {
+            number: entry
+            for number, entry in self._entries.items()
+            if not entry.readers and entry.state != NOT_YET and entry.complete is not None and number not in self._open
+        }
+        for number in settled.keys() - retained:
+            self._free(self._entries.pop(number))
         over = _over(self._entries.values())
-        for sequence, entry in self._entries.items():
-            is_settled = entry.state != NOT_YET and entry.step.complete is not None
-            if is_settled and sequence not in self._unsettled.open and not entry.readers:
-                for buffer in entry.take_unneeded({index for index in entry.pieces if (sequence, index) in over}):
-                    self._pool.give_back(buffer)
+        for number in settled.keys() & retained:  # duplicates, and gradients that are needed no more
+            entry = settled[number]
+            mirrored, entry.mirrored = entry.mirrored, None
+            unneeded = [entry.pieces.pop(index) for index in tuple(entry.pieces) if (number, index) in over]
+            for buffer in unneeded if mirrored is None else (mirrored, *unneeded):
+                self._pool.give_back(buffer)
+
+    def _free(self, entry: _Entry) -> None:
+        """Gives up all that it has."""
+        buffers = entry.buffers
+        entry.buffer, entry.mirrored, entry.pieces = None, None, {}
+        for buffer in buffers:
+            self._pool.give_back(buffer)
 
     @property
     def is_settled(self) -> bool:
         """Returns whether it is known of every snapshot that all ranks have it, or not; equal on all ranks."""
-        return not self._unsettled.open
+        return not self._open
 
     def drop(self, *, chain: bool = True, last: bool = False) -> bool:
         """Give up what a failure could do without, because there is no other room; True if there was any.
@@ -404,20 +373,20 @@ class MemoryTier:
         """
         with self._lock:
             for entry in _superseded(self._entries.values())[:1]:
-                _give_up(entry, self._pool)
+                self._free(entry)
                 return True
             idle = [entry for entry in self._entries.values() if not entry.readers and entry.state in _SAFE]
             logged = _logged(self._entries.values())
-            newest = {step.number for step in newest_checkpoint(entry.step for entry in self._entries.values())}
+            newest = newest_checkpoint(self._entries.values())
             for going in (
-                [entry for entry in idle if entry.step.complete is None and not entry.reported and entry not in logged],
-                [entry for entry in idle if entry.step.complete and entry.step.on_storage and entry not in logged],
+                [entry for entry in idle if entry.complete is None and not entry.reported and entry not in logged],
+                [entry for entry in idle if entry.complete and entry.on_storage and entry not in logged],
                 [entry for entry in idle if entry in logged] if chain else [],
-                [entry for entry in idle if entry.step.number not in newest and entry not in logged] if last else [],
+                [entry for entry in idle if entry not in newest and entry not in logged] if last else [],
             ):
                 for entry in going:
-                    entry.state, entry.step = FAILED, replace(entry.step, complete=False)
-                    _give_up(entry, self._pool)
+                    entry.fail()
+                    self._free(entry)
                 if going:
                     return True
             return False
@@ -427,9 +396,9 @@ class MemoryTier:
         with self._lock:
             for entry in self._entries.values():
                 if entry.state in _SAFE and entry.gone:
-                    entry.state, entry.step = FAILED, replace(entry.step, complete=False)
+                    entry.fail()
                     if not entry.readers:
-                        _give_up(entry, self._pool)
+                        self._free(entry)
             if not self._note_newest():
                 self.complete_step = None
 
@@ -449,17 +418,18 @@ class MemoryTier:
         """Host memory that ``drop`` would free, and that is not needed."""
         with self._lock:
             entries = self._entries.values()
-            stored = [entry for entry in entries if entry.step.complete and entry.step.on_storage]
-            logged = [entry for entry in _logged(entries) if entry.step.complete and not entry.readers]
+            stored = [entry for entry in entries if entry.complete and entry.on_storage]
+            logged = [entry for entry in _logged(entries) if entry.complete and not entry.readers]
             going = {*stored, *_superseded(entries), *logged}
-            return sum(entry.nbytes for entry in going if entry.buffer is not None)
+            return sum(buffer.nbytes for entry in going if entry.buffer is not None for buffer in entry.buffers)
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of memory of what is kept."""
         with self._lock:
             copies = 0 if self.replicator is None else self.replicator.held_bytes
-            return self.left_slots.nbytes + copies + sum(entry.nbytes for entry in self._entries.values())
+            in_slots = sum(buffer.nbytes for entry in self._entries.values() for buffer in entry.buffers)
+            return self.left_slots.nbytes + copies + in_slots
 
     def retire(self, *, keep: bool) -> None:
         """The session ended.
@@ -473,43 +443,33 @@ class MemoryTier:
             self._pool.retire()
             self.left_slots.forget()
             self.left_slots.checker.close()
-            self._unsettled.open.clear()
+            self._open.clear()
             self._entries.clear()  # whoever still uses their bytes keeps them
             self.files.close(keep=keep)
 
 
-def _give_up(entry: _Entry, pool: BufferPool) -> None:
-    for buffer in entry.take_all():
-        pool.give_back(buffer)
-
-
 def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
-    """(sequence, index) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
-    live = live_groups(entry.step for entry in entries)
+    """(number, index) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
+    live = live_groups(entries)
     return {
-        (entry.step.number, index)
+        (entry.number, index)
         for entry in entries
-        for index, groups in enumerate(entry.step.gradient_slots)
-        if not is_live(entry.step, groups, live)
+        for index, groups in enumerate(entry.gradient_slots)
+        if not is_live(entry, groups, live)
     }
 
 
 def _logged(entries: Collection[_Entry]) -> set[_Entry]:
     """Those of a gradient log that the newest step of it, complete or not, needs."""
-    steps = [entry.step for entry in entries if entry.step.contents.since is not None]
-    since = max(steps, key=lambda step: step.number).contents.since if steps else None
-    return set() if since is None else {entry for entry in entries if entry.step.number >= since}
+    logs = [entry for entry in entries if entry.contents.since is not None]
+    since = max(logs, key=lambda entry: entry.number).contents.since if logs else None
+    return set() if since is None else {entry for entry in entries if entry.number >= since}
 
 
 def _superseded(entries: Collection[_Entry]) -> list[_Entry]:
     """Those with memory that stay for their copies or for experts only, the oldest first: a newer checkpoint is
     complete, but not at all peers, or without those experts."""
-    newest = newest_checkpoint(entry.step for entry in entries)
-    older = [entry for entry in entries if newest and entry.step.number < newest[0].number]
-    superseded = [entry for entry in older if entry.step.complete and not entry.readers and entry.buffer is not None]
-    return sorted(superseded, key=lambda entry: entry.step.number)
-
-
-def _judged(state: int, freshness: int) -> int:
-    """Returns the state of a snapshot, which is ``FAILED`` if it is stale."""
-    return FAILED if freshness == STALE else state
+    newest = newest_checkpoint(entries)
+    older = [entry for entry in entries if newest and entry.number < newest[0].number]
+    superseded = [entry for entry in older if entry.complete and not entry.readers and entry.buffer is not None]
+    return sorted(superseded, key=lambda entry: entry.number)

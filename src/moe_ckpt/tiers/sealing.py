@@ -21,8 +21,8 @@ from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.claims import SavedOperators
 from moe_ckpt.slices.compiling import HOST_ONLY
 from moe_ckpt.slices.freshness import FreshnessWatch
-from moe_ckpt.slices.snapshot import Snapshot
-from moe_ckpt.slices.writing import SealedPart, SealedShare, seal_share
+from moe_ckpt.slices.snapshot import SealedPart, Snapshot
+from moe_ckpt.slices.writing import seal_snapshot
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
 log = logging.getLogger("moe_ckpt")
@@ -52,17 +52,16 @@ class MemorySealer:
         try:
             if trouble is None:
                 writer = snapshot.contents.writer(self._comm.rank)
-                share = seal_share(snapshot, self._tier.files.run_id, writer, self._comm.world_size)
-                freshness = self._watch.seen(snapshot, (*share.parts, *share.pieces))
-                snapshot.share = replace(share, freshness=freshness)
-                trouble = self._spoiled(snapshot, snapshot.share)
-                header = [] if trouble else self._seal_somehow(snapshot, snapshot.share)
+                seal_snapshot(snapshot, self._tier.files.run_id, writer, self._comm.world_size)
+                snapshot.freshness = self._watch.seen(snapshot)
+                trouble = self._spoiled(snapshot)
+                header = [] if trouble else self._seal_somehow(snapshot)
         except Exception as error:  # whatever it is, the other ranks must learn that this one has nothing
             trouble = f"{type(error).__name__}: {error}"
             log.warning("memory does not hold the checkpoint of step %d: %s", snapshot.step, trouble)
             if isinstance(error, MemoryGoneError):
                 self._tier.forget_gone()
-            if snapshot.share is None:
+            if snapshot.sealed is None:
                 snapshot.refused = trouble
         if snapshot.refused is not None and snapshot.contents.since is not None and snapshot.refused not in self._said:
             self._said.add(snapshot.refused)
@@ -71,20 +70,20 @@ class MemorySealer:
         if snapshot.contents.to_storage:
             self._to_storage(snapshot)
 
-    def _seal_somehow(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
+    def _seal_somehow(self, snapshot: Snapshot) -> list[bytes]:
         """Seal, on a full file system at the expense of headers that are needed less."""
         while True:
             try:
                 self._tier.files.describe()
-                return self._seal(snapshot, share)
+                return self._seal(snapshot)
             except MemoryFullError:
                 if not self._tier.give_up() and not self._tier.files.shrink():
                     raise
 
-    def _spoiled(self, snapshot: Snapshot, share: SealedShare) -> str | None:
+    def _spoiled(self, snapshot: Snapshot) -> str | None:
         """Why the snapshot is not sealed, though storage may have it: the newest that memory holds stays a finite one.
         Said once, where snapshots begin to hold NaN or infinity."""
-        first, before = share.not_finite(), self._is_spoiled
+        first, before = snapshot.not_finite(), self._is_spoiled
         self._is_spoiled = bool(first)
         if not first:
             return None
@@ -93,21 +92,22 @@ class MemorySealer:
             log.warning("memory keeps the newest finite step: %s", problem)
         return f"{type(problem).__name__}: {problem}"
 
-    def _seal(self, snapshot: Snapshot, share: SealedShare) -> list[bytes]:
+    def _seal(self, snapshot: Snapshot) -> list[bytes]:
         """Headers of the slots, as peers get them, that of the snapshot's own after those of gradients beside it; none
         if something lies in private memory, for want of room."""
         own_slot, headers = snapshot.buffer.slot, list[bytes]()
         piece_slots = [buffer.slot for buffer in snapshot.pieces if buffer.slot is not None]
         if own_slot is None or len(piece_slots) < len(snapshot.pieces):
             return headers
-        for (index, _), sealed, slot in zip(snapshot.plan.pieces, share.pieces, piece_slots, strict=True):
-            headers.append(encode_slot(self._headers.of_gradients(snapshot, share, index, sealed)))
+        sealed_pieces = (snapshot.sealed or ())[len(snapshot.plan.share_parts) :]
+        for (index, _), sealed, slot in zip(snapshot.plan.pieces, sealed_pieces, piece_slots, strict=True):
+            headers.append(encode_slot(self._headers.of_gradients(snapshot, index, sealed)))
             slot.seal(headers[-1])
         # The one that says which others belong to it comes last: it is never there without them.
-        return [*headers, self._seal_own(snapshot, share, own_slot)]
+        return [*headers, self._seal_own(snapshot, own_slot)]
 
-    def _seal_own(self, snapshot: Snapshot, share: SealedShare, slot: Slot) -> bytes:
-        header, full = self._headers.of_share(snapshot, share), self._headers.operators(snapshot)
+    def _seal_own(self, snapshot: Snapshot, slot: Slot) -> bytes:
+        header, full = self._headers.of_share(snapshot), self._headers.operators(snapshot)
         raw = encode_slot(header, full)
         slot.seal(raw)
         sent_parts = tuple(part for part in header.parts if part.kind != HOST_ONLY)
@@ -130,19 +130,17 @@ class SlotHeaders:
         needs = needs_of(run.policy)
         self._names_gradients = needs.gradients and needs.partial  # else they are of all others
 
-    def of_gradients(self, snapshot: Snapshot, share: SealedShare, index: int, sealed: SealedPart) -> SlotHeader:
+    def of_gradients(self, snapshot: Snapshot, index: int, sealed: SealedPart) -> SlotHeader:
         """Returns the header of a slot of gradients. It does not repeat the facts that the share's header has.
 
         Args:
             snapshot: That the gradients belong to.
-            share: Of the snapshot.
             index: Of the gradients, among those of the snapshot.
             sealed: The gradients.
         """
         part = SlotPart(sealed.part.kind, 0, b"".join(sealed.header))
         return self._header(
             snapshot,
-            share,
             nbytes=max(1, sealed.part.nbytes),
             contents=Contents((), since=snapshot.contents.since),
             facts=Facts(snapshot.facts.index, snapshot.facts.base, NO_COUNTS),
@@ -152,7 +150,7 @@ class SlotHeaders:
             place=index,
         )
 
-    def of_share(self, snapshot: Snapshot, share: SealedShare) -> SlotHeader:
+    def of_share(self, snapshot: Snapshot) -> SlotHeader:
         """Returns the header of the slot that has a rank's share of a snapshot. Waits for the step's tokens."""
         contents, everything = snapshot.contents, self._catalog.everything
         without_state = contents.on_behalf_of is not None and contents.is_whole(everything)
@@ -161,14 +159,14 @@ class SlotHeaders:
             contents = replace(contents, full=tuple(map(everything.__getitem__, saved.tolist())))
         if not self._names_gradients:
             contents = replace(contents, gradients=())
+        sealed_parts = (snapshot.sealed or ())[: len(snapshot.plan.share_parts)]
         return self._header(
             snapshot,
-            share,
             nbytes=max(1, snapshot.plan.own_nbytes()),
             contents=contents,
             facts=replace(snapshot.facts, applied=snapshot.applied.result()),
-            parts=tuple(SlotPart(sealed.part.kind, sealed.begin, b"".join(sealed.header)) for sealed in share.parts),
-            state=share.state,
+            parts=tuple(SlotPart(sealed.part.kind, sealed.begin, b"".join(sealed.header)) for sealed in sealed_parts),
+            state=snapshot.state_file,
             only=TENSORS if without_state else "",
             beside=tuple(index for index, _ in snapshot.plan.pieces),
         )
@@ -177,7 +175,7 @@ class SlotHeaders:
         """Returns the operators in full of ``of_share``, encoded."""
         return self._saved_operators.of(snapshot.contents.full, snapshot.plan.claims)[0]
 
-    def _header(self, snapshot: Snapshot, share: SealedShare, **of_slot: Any) -> SlotHeader:
+    def _header(self, snapshot: Snapshot, **of_slot: Any) -> SlotHeader:
         """of_slot: fields of this slot alone."""
         identity = snapshot.identity
         return SlotHeader(
@@ -189,6 +187,6 @@ class SlotHeaders:
             rank=snapshot.contents.writer(self._rank),
             sealer=self._rank if identity.parting else None,
             world_size=self._ranks,
-            freshness=share.freshness,
+            freshness=snapshot.freshness,
             **of_slot,
         )

@@ -71,9 +71,9 @@ def test_an_optimizer_that_rests_is_not_stale_where_another_one_consumes_gradien
     watch, anchors = FreshnessWatch(), _part("expert", "optim/0/state/w/exp_avg", 7)
     parts = [anchors, *([_part(GRADIENTS, "grad/0/v", 1)] if logged else [])]
     snapshot = SimpleNamespace(facts=SimpleNamespace(updates=1), contents=Contents(()))
-    assert watch.seen(snapshot, parts) == UNKNOWN, "nothing was sealed before"
+    assert watch.seen(SimpleNamespace(**vars(snapshot), sealed=parts)) == UNKNOWN, "nothing was sealed before"
     snapshot.facts.updates = 2
-    assert watch.seen(snapshot, parts) == shows
+    assert watch.seen(SimpleNamespace(**vars(snapshot), sealed=parts)) == shows
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_sparse_window_is_stale_if_nothing_in_all_its_slots_has_changed(digest
         part = SimpleNamespace(kind="expert", cuts=(1,), slices=slices)
         contents, facts = Contents((), window=WindowPlace(1, 2, slot)), SimpleNamespace(updates=updates)
         sealed = SimpleNamespace(part=part, checksums=np.asarray([digest], dtype=np.uint64))
-        return watch.seen(SimpleNamespace(contents=contents, facts=facts), [sealed])
+        return watch.seen(SimpleNamespace(contents=contents, facts=facts, sealed=(sealed,)))
 
     assert [seen(1, 0, 7), seen(2, 1, 7)] == [UNKNOWN, UNKNOWN], "nothing was sealed before"
     assert [seen(3, 0, digests[0]), seen(4, 1, digests[1])] == shows

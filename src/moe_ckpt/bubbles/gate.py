@@ -19,13 +19,11 @@ from statistics import median
 
 import torch
 
-from moe_ckpt.bubbles.schedule import MARGIN, Bubble, Pace, clipped, one_f_one_b, typical
+from moe_ckpt.bubbles.schedule import MARGIN, Bubble, Pace, clipped, tail_secs, typical
 
 CHUNK_NBYTES = 1 << 20
 """So little at a time: a copy that began in a bubble ends soon after it."""
 _RECENT = 5
-_ESTIMATED = 3
-"""The first iterations are no measure: connections, allocators and kernels come into being."""
 _TICK_SECS = 1e-6
 
 
@@ -78,14 +76,14 @@ class Tally:
 
 
 class Forecast:
-    """The forecast of an iteration's bubbles: by 1F1B's formula, then by those of the newest iterations.
+    """The forecast of an iteration's bubbles, by those of the newest iterations.
 
     Changed by the training thread alone; any thread may read the attributes.
 
     Args:
         stage: This rank's place in the pipeline.
         stages: Their number.
-        chunks: Parts of the model on each rank; with several (interleaved 1F1B) nothing is estimated.
+        chunks: Parts of the model on each rank; with several (interleaved 1F1B) no idle end is expected.
         stamps: What moments are.
 
     Attributes:
@@ -108,7 +106,6 @@ class Forecast:
         self._periods: deque[float] = deque(maxlen=_RECENT)
         self._seen: deque[tuple[Bubble, ...]] = deque(maxlen=_RECENT)
         self._iterations = 0
-        self._measured = False
         self._last: tuple[object, list[tuple[object, object]]] | None = None
 
     def period(self, secs: float) -> None:
@@ -131,14 +128,9 @@ class Forecast:
         self._iterations += 1
         if last is not None:
             self._measure(*last)
-        stage, stages = self._pipeline
-        self._measured = self._iterations > _ESTIMATED
-        by_formula = one_f_one_b(stage, stages, microbatches, span_secs) if microbatches and self._estimates else ()
         # What the pipeline's end leaves idle is spent in the update, behind the last wait that can be seen.
-        self.tail_secs = sum(window.secs for window in by_formula if window.begin >= span_secs)
-        if not self._measured:
-            self.windows = by_formula
-            return
+        estimates = microbatches > 0 and self._estimates
+        self.tail_secs = tail_secs(*self._pipeline, microbatches, span_secs) if estimates else 0.0
         seen = typical(self._seen)
         end = max([span_secs, *(window.end for window in seen[-1:])])
         self.windows = (*seen, Bubble(end, end + self.tail_secs)) if self.tail_secs else seen
@@ -151,12 +143,12 @@ class Forecast:
                 return
             at = max(at, first)
             windows.append(Bubble(at, at := max(at, then)))
-        if self._iterations > 2:  # the first one is no measure
+        if self._iterations > 2:  # the first is no measure: connections, allocators and kernels come into being
             self._seen.append(tuple(windows))
 
     def wait_secs(self, number: int) -> float:
         """Returns how long the wait of this number is expected to be; 0 until any was measured."""
-        return self.windows[number].secs if self._measured and number < len(self.windows) else 0.0
+        return self.windows[number].secs if self._seen and number < len(self.windows) else 0.0
 
 
 class BubbleGate:

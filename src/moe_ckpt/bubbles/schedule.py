@@ -36,61 +36,20 @@ class Bubble(NamedTuple):
         return self.end - self.begin
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int, secs: float) -> tuple[Bubble, ...]:
-    """Returns the bubbles of one stage under 1F1B without interleaving, by its dependencies alone.
+def tail_secs(stage: int, stages: int, microbatches: int, secs: float) -> float:
+    """Returns how long a stage is idle under 1F1B between its own last backward pass and that of the first stage.
 
-    Of the whole iteration they are ``(p - 1) / (m + p - 1)`` on every stage, wherever they lie: a stage waits for its
-    first forward pass, between its first forward and backward passes, in the cool-down, and at the end for stages
-    before it.
+    With a forward pass of 1, the pipeline takes ``(m + p - 1) * (1 + BACKWARD)``, and ends with one backward pass on
+    each stage before this one.
 
     Args:
         stage: From 0.
         stages: ``p``, at least 1.
         microbatches: ``m``, at least 1.
-        secs: From the beginning of the iteration to the end of the stage's own last backward pass, where the last
-            window begins, if there is one.
+        secs: From the beginning of the iteration to the end of the stage's own last backward pass.
     """
-    ends = _ends(stages, microbatches)
-    bubbles, at = [], 0.0
-    for begin, end in ends[stage]:
-        if begin > at:
-            bubbles.append(Bubble(at, begin))
-        at = end
-    if (last := ends[0][-1][1]) > at:
-        bubbles.append(Bubble(at, last))
-    scale = secs / at
-    return tuple(Bubble(begin * scale, end * scale) for begin, end in bubbles)
-
-
-def _ends(stages: int, microbatches: int) -> list[list[Bubble]]:
-    """When each stage computes, in its order; a forward pass takes 1."""
-    orders = [_order(stage, stages, microbatches) for stage in range(stages)]
-    done: dict[tuple[int, bool, int], float] = {}
-    passes: list[list[Bubble]] = [[] for _ in orders]
-    moved = True
-    while moved:
-        moved = False
-        for stage, order in enumerate(orders):
-            while len(passes[stage]) < len(order):
-                forward, number = order[len(passes[stage])]
-                before = stage - 1 if forward else stage + 1
-                dependency = (before, forward, number)
-                if 0 <= before < stages and dependency not in done:
-                    break
-                begin = max(done.get(dependency, 0.0), passes[stage][-1].end if passes[stage] else 0.0)
-                done[stage, forward, number] = end = begin + (1.0 if forward else BACKWARD)
-                passes[stage].append(Bubble(begin, end))
-                moved = True
-    return passes
-
-
-def _order(stage: int, stages: int, microbatches: int) -> list[tuple[bool, int]]:
-    """(whether forward, number of the micro-batch): forwards first, then one of each in turn, backwards last."""
-    ahead = min(stages - 1 - stage, microbatches)
-    order = [(True, number) for number in range(ahead)]
-    for number in range(microbatches - ahead):
-        order += [(True, number + ahead), (False, number)]
-    return order + [(False, number) for number in range(microbatches - ahead, microbatches)]
+    tail = stage * BACKWARD
+    return secs * tail / ((microbatches + stages - 1) * (1 + BACKWARD) - tail)
 
 
 def typical(seen: Sequence[Sequence[Bubble]]) -> tuple[Bubble, ...]:

@@ -118,9 +118,10 @@ class LogExchange:
             for message, tensor in sealed.messages():
                 for rank in alone:
                     if is_for(message.channel, rank, alone, writer):
-                        channel = message.channel
-                        head = [sealed.header.step, channel.kind, channel.ranks, message.dtype, message.shape]
-                        heads[rank].append([*head, message.nbytes, message.checksum, message.number])
+                        channel, columns = message.channel, [message.number, message.dtype, message.shape]
+                        heads[rank].append(
+                            [sealed.header.step, channel.kind, channel.ranks, *columns, message.checksum]
+                        )
                         bodies[rank].append(tensor.reshape(-1).view(torch.uint8))
         return {rank: (json.dumps(heads[rank]).encode(), torch.cat(bodies[rank])) for rank in heads}
 
@@ -144,12 +145,12 @@ def _unpacked(expected: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, Recei
     received: dict[int, dict[Channel, list[tuple[Message, torch.Tensor]]]] = defaultdict(lambda: defaultdict(list))
     for holder, (head, data) in sorted(expected.items()):
         at = 0
-        for step, kind, ranks, dtype, shape, nbytes, checksum, number in json.loads(bytes(head.numpy())):
-            raw = data[at : at + nbytes]
+        for step, kind, ranks, number, dtype, shape, checksum in json.loads(bytes(head.numpy())):
+            message = Message(Channel(kind, tuple(ranks)), number, dtype, tuple(shape), checksum)
+            raw = data[at : at + message.nbytes]
             if xxhash.xxh3_64_hexdigest(raw.numpy().data) != checksum:
                 raise DamagedError(f"upstream log on rank {holder}", "a message arrived damaged", step=step)
-            message = Message(Channel(kind, tuple(ranks)), dtype, tuple(shape), at, nbytes, checksum, number=number)
             tensor = raw.clone().view(TORCH_DTYPES[dtype]).view(message.shape)
             received[step][message.channel].append((message, tensor))
-            at += nbytes
+            at += message.nbytes
     return dict(received)

@@ -71,8 +71,7 @@ class LogWriter:
                 free = shutil.disk_usage(self._path.parent).free
                 raise MemoryFullError(str(self._path.parent), len(raw), free) from error
             raise
-        columns = dtype_name(tensor.dtype), tuple(tensor.shape), self.nbytes, len(raw), checksum
-        self._messages.append(Message(channel, *columns, number))
+        self._messages.append(Message(channel, number, dtype_name(tensor.dtype), tuple(tensor.shape), checksum))
         self.nbytes += len(raw)
 
     def seal(self, header: LogHeader) -> None:
@@ -81,7 +80,7 @@ class LogWriter:
         Args:
             header: What those of other steps have as well.
         """
-        header = replace(header, step=self._step, nbytes=self.nbytes, messages=tuple(self._messages))
+        header = replace(header, step=self._step, messages=tuple(self._messages))
         unfinished = self._path.with_suffix(".tmp")
         try:
             with open(PRIVATE.create(str(unfinished), _WRITE), "wb") as file:

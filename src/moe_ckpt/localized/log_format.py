@@ -10,27 +10,24 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.manifest import MOST_RANKS
-from moe_ckpt.format.schema import listing, one_of, record, require, text, whole
+from moe_ckpt.format.schema import listing, one_of, record, require, row, text, whole
 from moe_ckpt.format.sealed import seal, unseal
 
 KIND = "moe_ckpt.upstream"
 SEND = "send"
 _NOT_OURS = "not the header of an upstream log of this format: "
 _CHANNEL = record({"kind": text, "ranks": listing(whole(0, MOST_RANKS)), "messages": whole(1)})
-_MESSAGE = record(
+_MESSAGE = row(
     {
         "channel": whole(),
         "number": whole(),
         "dtype": one_of(*TORCH_DTYPES),
         "shape": listing(whole()),
-        "begin": whole(),
-        "nbytes": whole(),
         "xxh3_64": text,
     }
 )
@@ -46,7 +43,6 @@ _BODY = record(
         "world_size": whole(1, MOST_RANKS),
         "layout": text,
         "step": whole(1),
-        "nbytes": whole(),
         "channels": listing(_CHANNEL),
         "messages": listing(_MESSAGE),
     }
@@ -77,21 +73,22 @@ class Message:
 
     Attributes:
         channel: It came through.
+        number: Of the message in its channel and step, from 0, in the order of the program.
         dtype: As named in headers (``format.dtypes``).
         shape: Of the tensor.
-        begin: First byte in the file.
-        nbytes: In the file.
         checksum: XXH3-64 of its bytes.
-        number: Of the message in its channel and step, from 0, in the order of the program.
     """
 
     channel: Channel
+    number: int
     dtype: str
     shape: tuple[int, ...]
-    begin: int
-    nbytes: int
     checksum: str
-    number: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file, in which messages follow one another."""
+        return math.prod(self.shape) * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,6 @@ class LogHeader:
         world_size: Ranks of that life.
         layout: Degrees of parallelism of that life, as text.
         step: In which it was sent.
-        nbytes: Of the file.
         messages: In the order in which they were sent.
     """
 
@@ -120,41 +116,36 @@ class LogHeader:
     world_size: int
     layout: str
     step: int = 0
-    nbytes: int = 0
     messages: tuple[Message, ...] = ()
 
     @property
-    def counts(self) -> Counter[Channel]:
-        """The number of messages that went through each channel."""
-        return Counter(message.channel for message in self.messages)
+    def nbytes(self) -> int:
+        """The bytes of all messages."""
+        return sum(message.nbytes for message in self.messages)
 
 
-_SCALARS = ("run_id", "life", "generation", "history", "rank", "world_size", "layout", "step", "nbytes")
+_SCALARS = ("run_id", "life", "generation", "history", "rank", "world_size", "layout", "step")
 
 
 def encode_log(header: LogHeader) -> bytes:
     """Returns the bytes of the header's file."""
-    channels = list(dict.fromkeys(message.channel for message in header.messages))
-    number_of = {channel: number for number, channel in enumerate(channels)}
-    messages = [
+    counts = Counter(message.channel for message in header.messages)
+    place = {channel: at for at, channel in enumerate(counts)}
+    return seal(
         {
-            "channel": number_of[sent.channel],
-            "number": sent.number,
-            "dtype": sent.dtype,
-            "shape": list(sent.shape),
-            "begin": sent.begin,
-            "nbytes": sent.nbytes,
-            "xxh3_64": sent.checksum,
+            "kind": KIND,
+            "format_version": FORMAT_VERSION,
+            **{name: getattr(header, name) for name in _SCALARS},
+            "channels": [
+                {"kind": channel.kind, "ranks": list(channel.ranks), "messages": count}
+                for channel, count in counts.items()
+            ],
+            "messages": [
+                [place[sent.channel], sent.number, sent.dtype, list(sent.shape), sent.checksum]
+                for sent in header.messages
+            ],
         }
-        for sent in header.messages
-    ]
-    body: dict[str, Any] = {"kind": KIND, "format_version": FORMAT_VERSION}
-    body |= {name: getattr(header, name) for name in _SCALARS}
-    counts = header.counts
-    counted = [
-        {"kind": channel.kind, "ranks": list(channel.ranks), "messages": counts[channel]} for channel in channels
-    ]
-    return seal(body | {"channels": counted, "messages": messages})
+    )
 
 
 def decode_log(raw: bytes, path: str) -> LogHeader:
@@ -170,22 +161,15 @@ def decode_log(raw: bytes, path: str) -> LogHeader:
     body = unseal(raw, path)
     require(_BODY, body, path, _NOT_OURS)
     channels = [Channel(entry["kind"], tuple(entry["ranks"])) for entry in body["channels"]]
-    messages: list[Message] = []
-    end = 0
-    for entry in body["messages"]:
-        shape = tuple(entry["shape"])
-        fits = entry["channel"] < len(channels) and entry["begin"] == end
-        if not fits or entry["nbytes"] != math.prod(shape) * TORCH_DTYPES[entry["dtype"]].itemsize:
-            raise DamagedError(path, f"{_NOT_OURS}message {len(messages)} does not fit")
-        end += entry["nbytes"]
-        channel = channels[entry["channel"]]
-        columns = entry["dtype"], shape, entry["begin"], entry["nbytes"], entry["xxh3_64"]
-        messages.append(Message(channel, *columns, entry["number"]))
-    if end != body["nbytes"]:
-        raise DamagedError(path, f"{_NOT_OURS}its messages have {end:,} bytes, but it says {body['nbytes']:,}")
+    if any(at >= len(channels) for at, *_ in body["messages"]):
+        raise DamagedError(path, f"{_NOT_OURS}a message is of no channel")
+    messages = tuple(
+        Message(channels[at], number, dtype, tuple(shape), checksum)
+        for at, number, dtype, shape, checksum in body["messages"]
+    )
     sent = {channel: entry["messages"] for channel, entry in zip(channels, body["channels"], strict=True)}
     _require_every_message(messages, sent, path)
-    return LogHeader(**{name: body[name] for name in _SCALARS}, messages=tuple(messages))
+    return LogHeader(**{name: body[name] for name in _SCALARS}, messages=messages)
 
 
 def _require_every_message(messages: Sequence[Message], sent: Mapping[Channel, int], path: str) -> None:

@@ -5,6 +5,7 @@ A stack dump or a profiler shows the names.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,3 +48,35 @@ def named_pool(name: ThreadName, most: int = 1) -> ThreadPoolExecutor:
     Python waits for them when the process ends.
     """
     return ThreadPoolExecutor(most, thread_name_prefix=name.value)
+
+
+class TaskThread:
+    """Carries out tasks in order, on a daemon thread that starts at once.
+
+    Args:
+        name: Of the thread.
+        failed: Called on the thread with what a task raised; the next one follows all the same.
+    """
+
+    def __init__(self, name: ThreadName, failed: Callable[[Exception], None]) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._failed = failed
+        self._thread = named_thread(name, self._run)
+        self._thread.start()
+
+    def put(self, task: Callable[[], object]) -> None:
+        """Returns at once; ``task`` runs when those before it are done."""
+        self._tasks.put(task)
+
+    def close(self, timeout_secs: float | None = None) -> bool:
+        """Waits for the tasks that were put; returns False if they took longer. Twice does no harm."""
+        self._tasks.put(None)
+        self._thread.join(timeout_secs)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception as error:  # a thread's edge
+                self._failed(error)

@@ -47,7 +47,7 @@ def one_step(log: UpstreamLog, step: int, *messages: tuple[Channel, torch.Tensor
     log.step_begins(step)
     for channel, tensor in messages:
         log.append(channel, tensor)
-    log.step_ends().result(30)
+    log.step_ends().wait(30)
 
 
 def test_what_is_written_comes_back(log, tmp_path):
@@ -60,7 +60,7 @@ def test_what_is_written_comes_back(log, tmp_path):
     log.append(NORM, count)
     log.append(TO_PREVIOUS, nothing)
     log.append(TO_NEXT, before.t())
-    log.step_ends().result(30)
+    log.step_ends().wait(30)
     [found] = sealed_logs(tmp_path)
     assert (found.header.step, found.header.rank, found.header.world_size) == (8, 1, 4)
     channels, tensors = zip(*((each.channel, tensor) for each, tensor in found.messages()), strict=True)
@@ -351,7 +351,7 @@ def test_an_evaluation_is_not_logged_and_not_met_halfway(log, tmp_path):
     with torch.no_grad():
         boundary.sends(TO_NEXT, torch.ones(4))
         boundary.receives(Channel(SEND, (0, 1)), torch.ones(4))
-    log.step_ends().result(30)
+    log.step_ends().wait(30)
     one_step(log, 2, (TO_NEXT, torch.ones(4)))
     assert log.steps == (2,)
     assert [each.header.step for each in sealed_logs(tmp_path)] == [2]

@@ -24,6 +24,10 @@ class RouterPort(BoostPort):
     Args:
         layer: Name of the MoE layer.
         router: Its ``TopKRouter``.
+
+    Attributes:
+        real: ``[T]`` of the pass under way, False for padding; None without any.
+        watch: Sees what the router drops, in a pass of training.
     """
 
     def __init__(self, layer: str, router: nn.Module) -> None:
@@ -32,8 +36,8 @@ class RouterPort(BoostPort):
         self._router: Any = router
         config: Any = router.config
         self.experts = int(config.num_moe_experts)
-        self._real: torch.Tensor | None = None
-        self._watch = Watch()
+        self.real: torch.Tensor | None = None
+        self.watch = Watch()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._replaced: _BoostedChoice | None = None
 
@@ -56,8 +60,8 @@ class RouterPort(BoostPort):
 
     def attach(self, boost: LayerBoost) -> None:
         if self._router.config.moe_expert_capacity_factor is not None:
-            self._watch.adjust = lambda dropping: _put_back(dropping, boost, self._real)
-            attach(self._watch)
+            self.watch.adjust = lambda dropping: _put_back(dropping, boost, self.real)
+            attach(self.watch)
         else:
             self._replaced = _BoostedChoice(self._router.router_replay, boost, self)
             self._router.router_replay = self._replaced
@@ -68,28 +72,18 @@ class RouterPort(BoostPort):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        detach(self._watch)
+        detach(self.watch)
         if self._replaced is not None and self._router.router_replay is self._replaced:
             self._router.router_replay = self._replaced.before
         self._replaced = None
 
-    @property
-    def real(self) -> torch.Tensor | None:
-        """Returns ``[T]`` of the pass under way, False for padding; None without any."""
-        return self._real
-
-    @property
-    def running(self) -> bool:
-        """A pass of training is under way."""
-        return self._watch.running
-
     def _before(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
-        self._real = None if padding is None else ~padding.reshape(-1).bool()
-        self._watch.running = router.training
+        self.real = None if padding is None else ~padding.reshape(-1).bool()
+        self.watch.running = router.training
 
     def _after(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._watch.running, self._real = False, None
+        self.watch.running, self.real = False, None
 
 
 class _BoostedChoice:
@@ -112,7 +106,7 @@ class _BoostedChoice:
             values, chosen = self.before.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         else:
             values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
-        if not self._port.running:
+        if not self._port.watch.running:
             return values, chosen
         within = _of_chosen_groups(chosen, scores, num_groups) if group_topk and num_groups else None
         chosen = self._boost.select(scores.detach(), chosen, real=self._port.real, within=within)

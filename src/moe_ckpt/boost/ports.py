@@ -32,32 +32,36 @@ def boost_ports(
         passes: Tells which forward passes are training's. None: those of modules in training mode.
     """
     training_passes = passes or TrainingPasses()
-    return {
-        layer.info.index: _port(layer, training_passes) if shared is None else NoPort(layer, shared) for layer in layers
-    }
+    return {layer.info.index: _port(layer, training_passes, shared) for layer in layers}
 
 
-def _port(layer: FoundLayer, passes: TrainingPasses) -> BoostPort:
+def _port(layer: FoundLayer, passes: TrainingPasses, refused: str | None) -> BoostPort:
     """Of the first module that has the attribute: a router, or the layer."""
     owner = next((module for module in (*layer.routers, layer.layer) if hasattr(module, ATTRIBUTE)), None)
-    return TopKPort(layer, passes) if owner is None else AttributePort(layer, owner, passes)
-
-
-def _router_of(layer: FoundLayer) -> str:
-    return type((*layer.routers, layer.layer)[0]).__name__
+    if owner is None:
+        return TopKPort(layer, layer.layer, passes, refused)
+    return AttributePort(layer, owner, passes, refused)
 
 
 class _Port:
-    """What the ports have in common: hooks on one module."""
+    """What the ports have in common: hooks on one module.
 
-    def __init__(self, layer: FoundLayer, module: nn.Module) -> None:
+    Args:
+        layer: Of the model.
+        module: Of the layer.
+        passes: As of ``boost_ports``.
+        refused: Why it can take no boost; None if it can.
+    """
+
+    def __init__(self, layer: FoundLayer, module: nn.Module, passes: TrainingPasses, refused: str | None) -> None:
         self.layer, self.experts = layer.info.name, layer.info.experts
-        self.router = _router_of(layer)
-        self._module = module
+        self.router = type((*layer.routers, layer.layer)[0]).__name__
+        self._module, self._passes, self._refused = module, passes, refused
+        self._k = layer.info.top_k
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def refusal(self) -> str | None:
-        return None
+        return self._refused
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -65,26 +69,8 @@ class _Port:
         self._handles = []
 
 
-class NoPort(_Port):
-    """The port of a layer that cannot take a boost."""
-
-    def __init__(self, layer: FoundLayer, why: str) -> None:
-        super().__init__(layer, layer.layer)
-        self._why = why
-
-    def refusal(self) -> str | None:
-        return self._why
-
-    def attach(self, boost: LayerBoost) -> None:
-        """Attaches nothing: it is not called."""
-
-
 class AttributePort(_Port):
     """The port of a module whose forward asks ``self.moe_boost``, unless that is None."""
-
-    def __init__(self, layer: FoundLayer, module: nn.Module, passes: TrainingPasses) -> None:
-        super().__init__(layer, module)
-        self._passes = passes
 
     def attach(self, boost: LayerBoost) -> None:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -100,15 +86,11 @@ class AttributePort(_Port):
 class TopKPort(_Port):
     """The port of a layer that calls ``topk`` once per forward pass, over the last dimension, of E scores."""
 
-    def __init__(self, layer: FoundLayer, passes: TrainingPasses) -> None:
-        super().__init__(layer, layer.layer)
-        self._passes = passes
-        self._k = layer.info.top_k
-        self._asked = self._choices = 0
+    _asked = _choices = 0
 
     def refusal(self) -> str | None:
         if self._choices == self._asked:
-            return None
+            return self._refused
         how = (
             "calls torch.topk over the scores of its experts more than once" if self._choices else "calls no torch.topk"
         )

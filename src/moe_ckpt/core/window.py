@@ -116,23 +116,6 @@ def slot_plan(window: Window, slot: int, step: int) -> SnapshotPlan:
     return save_slot(step, window.slots[slot], window.frozen(slot), window, slot)
 
 
-def operators_at_step(
-    operators: tuple[str, ...], everything: tuple[str, ...], window: Window | None, slot: int
-) -> tuple[str, ...]:
-    """Returns the operators that a checkpoint brings to the step of its newest snapshot.
-
-    Of a sparse window's last slot that is every operator, since the replay computes the others; of earlier slots none.
-
-    Args:
-        operators: What the snapshot has in full.
-        everything: All operators of the model.
-        window, slot: That the snapshot is a part of; None where it stands by itself.
-    """
-    if window is None:
-        return operators
-    return everything if slot + 1 == window.size else ()
-
-
 def slot_bytes(slots: Sequence[Collection[str]], sizes: Mapping[str, OperatorBytes]) -> tuple[int, ...]:
     """Bytes of each slot's snapshot, all ranks together: its anchors in full, later slots' operators as compute."""
     full = [sum(sizes[op].full for op in slot) for slot in slots]

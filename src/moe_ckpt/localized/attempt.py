@@ -16,7 +16,7 @@ from moe_ckpt.format.manifest import Manifest, age_of
 from moe_ckpt.localized.answers import Received
 from moe_ckpt.localized.exchange import KeptLogs, LogExchange
 from moe_ckpt.localized.kept_state import KeptState
-from moe_ckpt.localized.segments import LocalRecovery, LogGap, local_recoveries
+from moe_ckpt.localized.segments import LocalRecovery, local_recoveries
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
 from moe_ckpt.reading.index import StoredSlice
@@ -65,16 +65,12 @@ MOST_LOCAL_STARTS = 2
 enough if a step that was computed again is known to be another one."""
 
 
-class _NoLogError(Exception):
-    """A log that is needed is nowhere; on every rank. Caught in this module.
+class _AllGoBackError(Exception):
+    """Why all ranks go back, though some kept a step; on every rank. Caught in this module."""
 
-    Args:
-        gap: Which.
-    """
 
-    def __init__(self, gap: LogGap) -> None:
-        super().__init__(gap)
-        self.gap = gap
+class _NoLogError(_AllGoBackError):
+    """A log that is needed is nowhere. An older step may do without."""
 
 
 class LocalAttempt:
@@ -107,24 +103,25 @@ class LocalAttempt:
             why, if somebody need not have to.
         """
         tried, self._tried = self._tried, True
-        lacking: tuple[LocalRecovery, LogGap] | None = None
+        refusals: list[tuple[LocalRecovery, str]] = []
         for local in () if tried else local_recoveries(self._logs.stage_of, self._kept_state.steps()):
             if age_of(directory)[1] > local.step:
                 break
             try:
                 return self._made(local, directory, opener)
             except _NoLogError as error:
-                lacking = lacking or (local, error.gap)
+                refusals.append((local, str(error)))
+                continue
+            except _AllGoBackError as error:
+                refusals = [(local, str(error))]
             except NotUsableError as error:
                 if error.problem is not None:
                     message = "rank %d cannot use the kept state of step %d: %s"
                     log.warning(message, self._recovery.comm.rank, local.step, error.problem)
-                self._say_global(local, f"rank {error.rank} cannot use its kept state; see its warning")
-                return None
-        if lacking is not None:
-            local, (rank, step) = lacking
-            why = ", which it may not have ended" if step == local.step else ""
-            self._say_global(local, f"rank {rank} has no upstream log of step {step}{why}")
+                refusals = [(local, f"rank {error.rank} cannot use its kept state; see its warning")]
+            break
+        for local, why in refusals[:1]:
+            self._say_global(local, why)
         return None
 
     def _made(self, local: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:
@@ -133,32 +130,29 @@ class LocalAttempt:
         sealed = self._kept_state.of_step(local.step)
         starts = max(share.starts for share in sealed.shares)
         if starts >= MOST_LOCAL_STARTS:
-            self._say_global(local, f"the last {starts} starts, in which some stages went back, completed no step")
-            return None
-        [diverged] = largest(comm, [self._logs.diverged])
-        if diverged:
-            why = "what some stages computed again, at a start since, was not what it had been the first time"
-            self._say_global(local, why)
-            return None
+            raise _AllGoBackError(f"the last {starts} starts, in which some stages went back, completed no step")
+        if any(largest(comm, [self._logs.diverged])):
+            raise _AllGoBackError(
+                "what some stages computed again, at a start since, was not what it had been the first time"
+            )
         opened = None if opener is None else together(comm, opener())
         if opened is not None and opened.logged:
-            self._say_global(local, f"{directory} in memory is a step of a gradient log")
-            return None
+            raise _AllGoBackError(f"{directory} in memory is a step of a gradient log")
         reader = recovery.reader if opened is None else opened.reader
         manifest = together(comm, lambda: reader.manifest(directory)) if opened is None else opened.manifest
         if not manifest.window and any(record.step != manifest.step for record in manifest.operators.values()):
-            self._say_global(local, f"{manifest.directory} has older experts, so steps cannot be repeated exactly")
-            return None
+            raise _AllGoBackError(f"{manifest.directory} has older experts, so steps cannot be repeated exactly")
         since = manifest.window[0].step if manifest.window else manifest.step
         if since >= local.step:
             return None
         if manifest.generation > self._kept_state.generation:
-            self._say_global(local, f"{manifest.directory} is of a later start than their kept state")
-            return None
+            raise _AllGoBackError(f"{manifest.directory} is of a later start than their kept state")
         lives = range(manifest.generation, self._kept_state.generation + 1)
         exchange = LogExchange(comm, self._logs, local, since, lives)
         if exchange.gap is not None:
-            raise _NoLogError(exchange.gap)
+            rank, step = exchange.gap
+            why = ", which it may not have ended" if step == local.step else ""
+            raise _NoLogError(f"rank {rank} has no upstream log of step {step}{why}")
         together(comm, lambda: reader.prove(manifest))
         retained = together(comm, self._kept_state.ask(sealed, local.ranks, reader, manifest, opened))
         together(comm, lambda: retained.reader.prove(retained.manifest))

@@ -9,13 +9,12 @@ import torch
 
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.localized.answers import Answers
-from moe_ckpt.localized.interception import Traffic
 from moe_ckpt.localized.log_format import Channel
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.stopwatch import Stopwatch, timed
 
 
-class Boundary(Traffic):
+class Boundary:
     """The boundary of this rank's stage (see the module). On the training thread.
 
     Args:
@@ -93,19 +92,22 @@ class Boundary(Traffic):
         elif self._log is not None:
             self._log.leave_out()
 
-    # --- Traffic ---
+    # --- what crosses it ---
 
     def crosses(self, ranks: tuple[int, ...]) -> bool:
+        """Returns whether some of ``ranks`` are of another stage than others."""
         return len({self._stage_of[rank] for rank in ranks}) > 1
 
     @timed
     def sends(self, channel: Channel, tensor: torch.Tensor) -> bool:
+        """A message is sent. Returns whether it really is to be."""
         self._passes()
         self._keep(channel, [tensor])
         return self._answers is None or channel.ranks[1] in self._alone
 
     @timed
     def receives(self, channel: Channel, tensor: torch.Tensor) -> bool:
+        """A message is awaited. Returns whether it was written into ``tensor``, so that no rank need send it."""
         self._passes()
         if self._answers is None or channel.ranks[0] in self._alone:
             return False
@@ -114,6 +116,7 @@ class Boundary(Traffic):
 
     @timed
     def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
+        """A group is about to agree. Returns whether its ``results`` were written, so that it need not."""
         if self._resting and self._came_up is not None:
             raise ReplayDivergedError(
                 self._came_up, f"{channel} is needed right after it, but ranks that kept their state take no part"
@@ -127,10 +130,12 @@ class Boundary(Traffic):
 
     @timed
     def agreed(self, channel: Channel, results: Sequence[torch.Tensor]) -> None:
+        """A group has agreed."""
         self._keep(channel, results)
 
     @timed
     def refused(self, channel: Channel) -> None:
+        """A call crosses a boundary whose results differ between ranks, or whose sender is not known."""
         if self._log is not None:
             self._log.give_up(f"{channel}: its results are not the same on all ranks, or its sender is not known")
 

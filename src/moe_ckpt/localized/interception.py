@@ -12,37 +12,16 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from moe_ckpt.localized.boundary import Boundary
 from moe_ckpt.localized.log_format import SEND, Channel
 
 Call = Callable[..., Any]
-
-
-class Traffic(Protocol):
-    """Handles the messages that cross a boundary. Called on the training thread."""
-
-    def crosses(self, ranks: tuple[int, ...]) -> bool:
-        """Returns whether some of ``ranks`` are of another stage than others."""
-
-    def sends(self, channel: Channel, tensor: torch.Tensor) -> bool:
-        """A message is sent. Returns whether it really is to be."""
-
-    def receives(self, channel: Channel, tensor: torch.Tensor) -> bool:
-        """A message is awaited. Returns whether it was written into ``tensor``, so that no rank need send it."""
-
-    def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
-        """A group is about to agree. Returns whether its ``results`` were written, so that it need not."""
-
-    def agreed(self, channel: Channel, results: Sequence[torch.Tensor]) -> None:
-        """A group has agreed."""
-
-    def refused(self, channel: Channel) -> None:
-        """A call crosses a boundary whose results differ between ranks, or whose sender is not known."""
 
 
 _Results = Callable[[Callable[[int, str], Any]], Sequence[torch.Tensor]]
@@ -74,11 +53,11 @@ class Interception:
     """Replaces the functions of ``torch.distributed`` until ``close``; they act on this thread only.
 
     Args:
-        traffic: Called for each message; may answer in its place.
+        boundary: Called for each message; may answer in its place.
     """
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    def __init__(self, boundary: Boundary) -> None:
+        self._boundary = boundary
         self._thread = threading.get_ident()
         self._within = False
         self._groups: dict[int, tuple[Any, tuple[int, ...], bool]] = {}
@@ -135,7 +114,7 @@ class Interception:
         entry = self._groups.get(id(group))
         if entry is None or entry[0] is not group:
             ranks = tuple(sorted(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)))
-            entry = group, ranks, self._traffic.crosses(ranks)
+            entry = group, ranks, self._boundary.crosses(ranks)
             self._groups[id(group)] = entry
         return entry[1], entry[2]
 
@@ -155,9 +134,9 @@ class Interception:
         ) -> Any:
             call = functools.partial(original, tensor, dst, group, tag, group_dst)
             peer = self._peer(dst, group, group_dst) if self._is_ours() else None
-            if peer is None or not self._traffic.crosses((self._rank, peer)):
+            if peer is None or not self._boundary.crosses((self._rank, peer)):
                 return call()
-            if self._traffic.sends(Channel(SEND, (self._rank, peer)), tensor):
+            if self._boundary.sends(Channel(SEND, (self._rank, peer)), tensor):
                 return self._through(call)
             return None if name == "send" else Done()
 
@@ -178,11 +157,11 @@ class Interception:
             if peer is None:
                 ranks, crossing = self._ranks(group)
                 if crossing:
-                    self._traffic.refused(Channel(name, ranks))
+                    self._boundary.refused(Channel(name, ranks))
                 return call()
-            if not self._traffic.crosses((peer, self._rank)):
+            if not self._boundary.crosses((peer, self._rank)):
                 return call()
-            if self._traffic.receives(Channel(SEND, (peer, self._rank)), tensor):
+            if self._boundary.receives(Channel(SEND, (peer, self._rank)), tensor):
                 return peer if name == "recv" else Done()
             return self._through(call)
 
@@ -203,10 +182,10 @@ class Interception:
                 return original(*args, **kwargs)
             channel, results = Channel(name, ranks), results_of(argument)
             waits = not argument(position + 1, "async_op")
-            if self._traffic.answers(channel, results):
+            if self._boundary.answers(channel, results):
                 return None if waits else Done()
             work = self._through(functools.partial(original, *args, **kwargs))
-            agreed = functools.partial(self._traffic.agreed, channel, results)
+            agreed = functools.partial(self._boundary.agreed, channel, results)
             if waits or work is None:
                 agreed()
                 return work
@@ -221,7 +200,7 @@ class Interception:
             if self._is_ours():
                 ranks, crossing = self._ranks(args[position] if position < len(args) else kwargs.get("group"))
                 if crossing and self._rank in ranks:
-                    self._traffic.refused(Channel(name, ranks))
+                    self._boundary.refused(Channel(name, ranks))
             return original(*args, **kwargs)
 
         return refuse

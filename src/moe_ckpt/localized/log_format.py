@@ -130,7 +130,7 @@ _SCALARS = ("run_id", "life", "generation", "history", "rank", "world_size", "la
 def encode_log(header: LogHeader) -> bytes:
     """Returns the bytes of the header's file."""
     counts = Counter(message.channel for message in header.messages)
-    place = {channel: at for at, channel in enumerate(counts)}
+    numbers = {channel: at for at, channel in enumerate(counts)}
     return seal(
         {
             "kind": KIND,
@@ -141,7 +141,7 @@ def encode_log(header: LogHeader) -> bytes:
                 for channel, count in counts.items()
             ],
             "messages": [
-                [place[sent.channel], sent.number, sent.dtype, list(sent.shape), sent.checksum]
+                [numbers[sent.channel], sent.number, sent.dtype, list(sent.shape), sent.checksum]
                 for sent in header.messages
             ],
         }

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from moe_ckpt.driver.guests import LocalizedRecovery
@@ -95,7 +94,7 @@ class PipelineStage(LocalizedRecovery):
         self._attempt: LocalAttempt | None = None
         self._rejoining: Rejoining | None = None
         self._interception: Interception | None = None
-        self._sealed: Future[None] | None = None
+        self._sealed: threading.Event | None = None
 
     def open(self, session: CheckpointSession) -> None:
         tier, comm = session.tier, session.comm
@@ -167,10 +166,7 @@ class PipelineStage(LocalizedRecovery):
 
     def write_log(self, secs: float) -> None:
         if self._sealed is not None:
-            try:
-                self._sealed.result(secs)
-            except FutureTimeoutError:
-                return  # all ranks go back
+            self._sealed.wait(secs)  # if that is not enough, all ranks go back
 
     def close(self) -> None:
         """Releases ``torch.distributed``. May be called twice."""

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +20,9 @@ from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.localized.log_files import LogWriter, SealedLog, remove_log
 from moe_ckpt.localized.log_format import Channel, LogHeader
 from moe_ckpt.memory.directory import log_path
-from moe_ckpt.threads import ThreadName, named_thread
+from moe_ckpt.threads import TaskThread, ThreadName
 
 log = logging.getLogger("moe_ckpt")
-
-_Task = Callable[[], None]
 
 
 class UpstreamLog:
@@ -58,9 +54,7 @@ class UpstreamLog:
         self._lock = threading.Lock()
         self._writer: LogWriter | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread = named_thread(ThreadName.UPSTREAM, self._run)
-        self._thread.start()
+        self._tasks = TaskThread(ThreadName.UPSTREAM, self._failed)
 
     @property
     def nbytes(self) -> int:
@@ -156,9 +150,12 @@ class UpstreamLog:
         self._step = -1
         self._tasks.put(self._abandon)
 
-    def step_ends(self) -> Future[None]:
-        """The step under way has ended. Returns what is done when its log is sealed."""
-        return self._done(self._seal)
+    def step_ends(self) -> threading.Event:
+        """The step under way has ended. Returns what is set when its log is sealed."""
+        sealed = threading.Event()
+        self._tasks.put(self._seal)
+        self._tasks.put(sealed.set)
+        return sealed
 
     def drop(self, step: int) -> None:
         """Drops the logs up to ``step``, which no recovery needs any more, those of earlier lives too."""
@@ -180,32 +177,16 @@ class UpstreamLog:
 
     def close(self) -> None:
         """Waits for what is to be written. What is sealed stays. Twice does no harm."""
-        self._tasks.put(None)
-        self._thread.join()
+        self._tasks.close()
         if self._writer is not None:
             self._abandon()
 
     # --- on the thread ---
 
-    def _done(self, task: _Task) -> Future[None]:
-        done: Future[None] = Future()
-
-        def carry_out() -> None:
-            try:
-                task()
-            finally:
-                done.set_result(None)
-
-        self._tasks.put(carry_out)
-        return done
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except Exception as error:  # whatever it is, training goes on, without a log
-                self._abandon()
-                self._failure = str(error)  # the training thread says so
+    def _failed(self, error: Exception) -> None:
+        """Training goes on, without a log; the training thread says so."""
+        self._abandon()
+        self._failure = str(error)
 
     def _begin(self, step: int) -> None:
         self._abandon()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,14 +28,11 @@ from moe_ckpt.format.profile import (
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.slices.assignment import ComputeTypes, operator_bytes
 from moe_ckpt.storage.local import read_whole, remove_temporaries_of, replace_file
-from moe_ckpt.threads import ThreadName, named_thread
+from moe_ckpt.threads import TaskThread, ThreadName
 
 log = logging.getLogger("moe_ckpt")
 
 _MOST_LIVES = 1000
-
-
-_Job = tuple[Life, Sequence[TensorSpec] | None, ComputeTypes]
 
 
 class ProfileWriter:
@@ -44,7 +41,6 @@ class ProfileWriter:
     def __init__(self, path: str, catalog: Catalog, placement: Placement) -> None:
         self._path = path
         self._catalog, self._placement, self._fingerprint = catalog, placement, catalog.fingerprint()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._model = encode_model(None)
@@ -55,8 +51,7 @@ class ProfileWriter:
         except OSError as error:
             self._off = True
             log.warning("the profile %s cannot be used, so this run writes no profile: %s", path, error)
-        self._thread = named_thread(ThreadName.PROFILE, self._run)
-        self._thread.start()
+        self._thread = TaskThread(ThreadName.PROFILE, self._failed)
 
     def _take_up(self) -> None:
         """Continue the file that is there, if it is one of this model."""
@@ -97,7 +92,8 @@ class ProfileWriter:
             return False
         if not self._off:
             self._idle.clear()
-            self._jobs.put((life, specs, compute))
+            self._thread.put(functools.partial(self._write, life, specs, compute))
+            self._thread.put(self._idle.set)
         return True
 
     def wait(self, timeout_secs: float) -> None:
@@ -106,24 +102,19 @@ class ProfileWriter:
 
     def close(self, timeout_secs: float) -> None:
         """Stop after the writes that were requested; abandon a thread that does not end."""
-        self._jobs.put(None)
-        self._thread.join(timeout_secs)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._write(*job)
-            self._idle.set()
+        self._thread.close(timeout_secs)
 
     def _write(self, life: Life, specs: Sequence[TensorSpec] | None, compute: ComputeTypes) -> None:
-        try:
-            if specs is not None:
-                self._model = encode_model(weighed(self._catalog, self._placement, specs, compute))
-            lives = (*self._earlier, encode_life(life))
-            replace_file(self._path, encode_profile(self._fingerprint, self._model, lives))
-        except Exception as error:  # a thread's edge: a report is no reason to end training
-            if not self._complained:
-                log.warning("the profile %s cannot be written, training continues: %s", self._path, error)
-            self._complained = True
+        if specs is not None:
+            self._model = encode_model(weighed(self._catalog, self._placement, specs, compute))
+        lives = (*self._earlier, encode_life(life))
+        replace_file(self._path, encode_profile(self._fingerprint, self._model, lives))
+
+    def _failed(self, error: Exception) -> None:
+        """A report is no reason to end training."""
+        if not self._complained:
+            log.warning("the profile %s cannot be written, training continues: %s", self._path, error)
+        self._complained = True
 
 
 def weighed(

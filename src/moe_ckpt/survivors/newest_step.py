@@ -221,26 +221,28 @@ class Survivor:
 
     def _seal(self, step: int, plain: Encode, until: float) -> int:
         """Returns bytes of tensors."""
-        rank, catalog, newest = self._run.comm.rank, self._run.catalog, self._snapshots.newest
+        catalog, newest = self._run.catalog, self._snapshots.newest
         tokens = self._counted(step, until)
-        whole = newest is not None and newest.step == step and newest.contents.is_whole(catalog.everything)
-        whole = whole and tokens[1] is None  # else it waits for tokens that no rank will tell any more
-        if not whole:
-            _require_room(self._run, self._resources)
-        snapshots = [] if newest is None or not whole else [newest]
+        agreed = tokens[1] is None  # else the newest snapshot waits for tokens that no rank will tell any more
+        if agreed and newest is not None and newest.step == step and newest.contents.is_whole(catalog.everything):
+            self._wait(newest, until)
+            return 0
+        _require_room(self._run, self._resources)
         begin = functools.partial(self._begin, tokens, until)
-        if not whole:
-            snapshots.append(begin(save_full(step, catalog.everything), plain, None))
-        peer, logs = _lent(self._run) if self.lends else None, needs_of(self._run.policy).gradients
-        if peer is not None and not whole:
+        own = begin(save_full(step, catalog.everything), plain, None)
+        nbytes = own.nbytes
+        peer = _lent(self._run) if self.lends else None
+        if peer is not None:
             # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
-            every = catalog.everything if self._is_lent_whole or logs else tuple(op.id for op in catalog.experts)
+            is_whole = self._is_lent_whole or needs_of(self._run.policy).gradients
+            operators = catalog.everything if is_whole else tuple(op.id for op in catalog.experts)
             try:
-                snapshots.append(begin(save_full(step, every), lambda **_: ({}, []), peer))
+                nbytes += begin(save_full(step, operators), lambda **_: ({}, []), peer).nbytes
             except (MoECheckpointError, OSError) as error:  # its own goes on
-                log.warning("rank %d does not keep what rank %d writes of step %d: %s", rank, peer, step, error)
-        self._wait(snapshots[0], until)
-        return sum(snapshot.nbytes for snapshot in snapshots if snapshot is not newest)
+                message = "rank %d does not keep what rank %d writes of step %d: %s"
+                log.warning(message, self._run.comm.rank, peer, step, error)
+        self._wait(own, until)
+        return nbytes
 
     def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int | None) -> Snapshot:
         applied, own_counts = tokens

@@ -7,8 +7,8 @@ that: see ``survivors.newest_step``.
 
 from __future__ import annotations
 
+import functools
 import logging
-import queue
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from moe_ckpt.slices.copying import target
 from moe_ckpt.slices.cuts import no_cuts
 from moe_ckpt.slices.snapshot import Plain
 from moe_ckpt.slices.writing import checksums_of, state_file
-from moe_ckpt.threads import ThreadName, named_thread
+from moe_ckpt.threads import TaskThread, ThreadName
 
 log = logging.getLogger("moe_ckpt")
 
@@ -55,10 +55,8 @@ class StateKeeper:
         self._files, self._world_size = files, world_size
         self._sealed: list[tuple[int, Slot]] = []
         self._part: CompiledPart | None = None
-        self._failing = False
-        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
-        self._thread = named_thread(ThreadName.STATE, self._run)
-        self._thread.start()
+        self._newest, self._is_failing = 0, False
+        self._thread = TaskThread(ThreadName.STATE, self._failed)
 
     def keep(self, step: int, index: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:
         """Returns at once. For the training thread.
@@ -68,7 +66,7 @@ class StateKeeper:
             plain: Of the step; no longer written to.
             tokens: Of the step, as this rank counts them.
         """
-        self._steps.put(_Step(step, index, plain, _ready(plain[1]), tokens))
+        self._thread.put(functools.partial(self._keep, _Step(step, index, plain, _ready(plain[1]), tokens)))
 
     def close(self, timeout_secs: float) -> None:
         """Waits for what is under way. What is sealed stays. Twice does no harm.
@@ -76,25 +74,20 @@ class StateKeeper:
         Args:
             timeout_secs: The longest that it may take: a device whose peers died gives nothing any more.
         """
-        self._steps.put(None)
-        self._thread.join(timeout_secs)
-        if self._thread.is_alive():
+        if not self._thread.close(timeout_secs):
             log.warning("the plain state of the newest step is still not in memory; nobody waits for it any longer")
 
     # --- on the thread ---
 
-    def _run(self) -> None:
-        while (step := self._steps.get()) is not None:
-            try:
-                self._keep(step)
-                self._failing = False
-            except Exception as error:  # whatever it is, training goes on, and a kill may cost a step more
-                if not self._failing:
-                    problem = f"{type(error).__name__}: {error}"
-                    log.warning("memory does not hold the plain state of step %d: %s", step.number, problem)
-                self._failing = True
+    def _failed(self, error: Exception) -> None:
+        """Training goes on, and a kill may cost a step more."""
+        if not self._is_failing:
+            problem = f"{type(error).__name__}: {error}"
+            log.warning("memory does not hold the plain state of step %d: %s", self._newest, problem)
+        self._is_failing = True
 
     def _keep(self, step: _Step) -> None:
+        self._newest = step.number
         if step.ready is not None:
             step.ready.synchronize()
         slot = self._seal(step)
@@ -103,6 +96,7 @@ class StateKeeper:
                 older.remove()
         self._sealed = [(number, older) for number, older in self._sealed if number == step.number - 1]
         self._sealed.append((step.number, slot))
+        self._is_failing = False
 
     def _seal(self, step: _Step) -> Slot:
         encoded, side = step.plain

@@ -229,8 +229,8 @@ class Survivor:
             return 0
         _require_room(self._run, self._resources)
         begin = functools.partial(self._begin, tokens, until)
-        own = begin(save_full(step, catalog.everything), plain, None)
-        nbytes = own.nbytes
+        mine = begin(save_full(step, catalog.everything), plain, None)
+        nbytes = mine.nbytes
         peer = _lent(self._run) if self.lends else None
         if peer is not None:
             # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
@@ -241,7 +241,7 @@ class Survivor:
             except (MoECheckpointError, OSError) as error:  # its own goes on
                 message = "rank %d does not keep what rank %d writes of step %d: %s"
                 log.warning(message, self._run.comm.rank, peer, step, error)
-        self._wait(own, until)
+        self._wait(mine, until)
         return nbytes
 
     def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int | None) -> Snapshot:

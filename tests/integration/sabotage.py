@@ -24,7 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks import host
 from moe_ckpt.callbacks.windows.freezing import ClipNorms, SparingRecompute
-from moe_ckpt.driver import replaying
 from moe_ckpt.gradient_log import optimizers, returning, shares
 from moe_ckpt.gradient_log import replaying as log_replaying
 from moe_ckpt.gradient_log.recording import RunLog
@@ -34,7 +33,8 @@ from moe_ckpt.memory.slot import Slot
 from moe_ckpt.modeling.state import module_state, param_groups
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.reading.index import TensorIndex
-from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.recovery import replay
+from moe_ckpt.recovery.replay import WindowReplay
 from moe_ckpt.run import planning
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.snapshot import Snapshot
@@ -99,7 +99,7 @@ def _router_state_not_loaded() -> None:
 
 def _unchecked() -> None:
     """Replay does not look whether it repeats what was recorded."""
-    replaying.require_repeated = lambda step, parts, recorded, captured: None
+    replay.require_repeated = lambda step, parts, recorded, captured: None
 
 
 def _steps_not_loaded() -> None:
@@ -116,19 +116,19 @@ def _slices_not_replaced() -> None:
 
 def _change_windows(leave_out: Callable[[TensorIndex, int, str], bool]) -> None:
     """Replay does not see what ``leave_out`` names of what only replay needs, by step and key."""
-    begin = Replay.__post_init__
+    begin = WindowReplay.__init__
 
-    def changed(self: Replay) -> None:
-        index = self.index
+    def changed(self: WindowReplay, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        index = self._index
         left = {
             step: {key: group for key, group in groups.items() if not leave_out(index, step, key)}
             for step, groups in index.replay.items()
         }
         assert left != index.replay, "the window has nothing of this kind"
-        self.index = replace(index, replay=left)
-        begin(self)
+        self._index = replace(index, replay=left)
 
-    Replay.__post_init__ = changed
+    WindowReplay.__init__ = changed
 
 
 def _frozen_in_bf16() -> None:

@@ -80,9 +80,9 @@ def replay_one_step_late() -> None:
     _load_steps(lambda window, step: step == window.steps[0])
 
 
-def _load_steps(wanted: Callable[[replay.Replay, int], bool]) -> None:
-    stored = replay.Replay._stored
-    replay.Replay._stored = lambda self, step: stored(self, step) if wanted(self, step) else {}
+def _load_steps(wanted: Callable[[replay.WindowReplay, int], bool]) -> None:
+    stored = replay.WindowReplay._stored
+    replay.WindowReplay._stored = lambda self, step: stored(self, step) if wanted(self, step) else {}
 
 
 def step_count_not_loaded() -> None:

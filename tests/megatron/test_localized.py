@@ -157,7 +157,7 @@ def test_ranks_that_go_back_read_once_what_they_hold_alike(policy, directory, st
     noted = [json.loads((tmp_path / f"reads.{rank}").read_text()) for rank in range(4)]
     read = [sum(nbytes for _, nbytes in reads) for reads in noted]
     # Verified first, then loaded; each rank's own generators when a step is opened, and again when it is repeated.
-    # What a window's replay repeats each rank reads by itself (``Replay.repeat``).
+    # What a window's replay repeats each rank reads by itself (``WindowReplay.repeat``).
     repeated = sum(read) - 2 * stage - states * own
     assert 0 < repeated < 2 * stage if policy is WINDOWS else repeated == 0
     assert max(read) < 0.6 * sum(read)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from moe_ckpt.core.operators import Span
-from moe_ckpt.driver.replaying import same_plain
 from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError, UnsupportedError
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.gradient_log.capture import GradientCapture
@@ -28,6 +27,7 @@ from moe_ckpt.gradient_log.optimizers import (
 from moe_ckpt.gradient_log.replaying import coupled_with, require_together
 from moe_ckpt.gradient_log.units import Pieces, whole_unit
 from moe_ckpt.ledger.gradient_chain import Chain
+from moe_ckpt.recovery.replay import same_plain
 from tests.support.gradient_log import (
     Copier,
     MemoryLog,

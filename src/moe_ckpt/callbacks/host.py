@@ -23,7 +23,6 @@ from moe_ckpt.callbacks.lightning_state import (
 from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.driver.changes import Change, differing, plain_values, same
 from moe_ckpt.driver.host import End, Host, loading_state
-from moe_ckpt.driver.replaying import Repeated
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights, load_weights
@@ -34,6 +33,7 @@ from moe_ckpt.modeling.state import module_state
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored, rank_of_state
+from moe_ckpt.recovery.replay import Repeated
 from moe_ckpt.recovery.resume import other_ranks
 from moe_ckpt.run.options import Options
 

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from moe_ckpt.driver.changes import Change
-from moe_ckpt.driver.replaying import Repeated
 from moe_ckpt.errors import ConfigError, MoECheckpointError, state_refused
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored
+from moe_ckpt.recovery.replay import Repeated
 
 _REFUSALS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
 
@@ -67,7 +67,7 @@ class Host(Protocol):
         """
 
     def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:
-        """Returns the parts of the plain state that a replayed step must repeat (see ``driver.replaying``)."""
+        """Returns the parts of the plain state that a replayed step must repeat (see ``recovery.replay``)."""
 
     def capture(self, *, described: bool = False) -> Mapping[str, Any]:
         """Returns this rank's plain state.

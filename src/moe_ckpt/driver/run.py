@@ -19,7 +19,6 @@ from moe_ckpt.driver.changes import say_changes
 from moe_ckpt.driver.guests import CapacityBoost, GradientLogging, LocalizedRecovery, MakeSurvivors, SealingSurvivors
 from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.messages import Messages
-from moe_ckpt.driver.replaying import Replaying
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, Moment, State
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
@@ -28,6 +27,7 @@ from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import AlongLog, Recovery, Restored, versions_of
+from moe_ckpt.recovery.replay import WindowReplay
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
@@ -79,7 +79,7 @@ class Driver:
         self.last: StepRecord | None = None
         self.restored_step: int | None = None
         self.restored: Restored | None = None
-        self.replaying: Replaying | None = None
+        self.replaying: WindowReplay | None = None
         self.boost: CapacityBoost | None = None
         self.localized: LocalizedRecovery | None = None
         self.gradients: GradientLogging | None = None
@@ -242,14 +242,9 @@ class Driver:
             self.localized.rejoin(restored.joined)
             self.restored_step = restored.joined.manifest.step
         if restored.replay is not None:
-            self.replaying = Replaying(
-                restored.replay,
-                restored.plain,
-                self._host.repeated,
-                until=self.restored_step,
-                going_on=restored.going_on,
-                changed="; ".join(map(str, changes)),
-            )
+            self.replaying = restored.replay
+            changed = "; ".join(map(str, changes))
+            self.replaying.resume(restored.plain, self._host.repeated, until=self.restored_step, changed=changed)
             self.lifecycle.move(Action.RESUME_WINDOW, "resume()")
         if restored.joined is not None:
             if restored.replay is None:
@@ -353,7 +348,7 @@ class Driver:
         captured = self._host.capture(described=described)
         return captured if self.boost is None else {**self.boost.captured(), **captured}
 
-    def _replayed(self, replaying: Replaying, step: int, tokens: Deferred[StepTokens]) -> StepRecord:
+    def _replayed(self, replaying: WindowReplay, step: int, tokens: Deferred[StepTokens]) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
         equal = False
         try:
@@ -374,8 +369,8 @@ class Driver:
             self.lifecycle.move(Action.REPLAYED, "replay")
         if local is not None:
             local.step_replayed(tokens, last=replaying.done)
-        elif replaying.done:
-            self.session.resume_from(replaying.manifest, **replaying.going_on)
+        elif replaying.done and self.restored is not None:
+            self.session.resume_from(replaying.manifest, **self.restored.going_on)
         self.last = StepRecord(step, replayed=True, committed_step=replaying.manifest.step)
         self._tell(StepReplayed(self.last, self.session.run_ledger))
         if self.gradients is not None:  # a step that is computed again is not logged

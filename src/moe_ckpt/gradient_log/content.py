@@ -1,172 +1,96 @@
-"""Contents of a gradient log, on storage and in memory, for a replay without a model.
-
-Nothing is verified here: see ``gradients.densifying``.
-"""
+"""Contents of a gradient log, in memory and on storage: anchors, gradients, what ranks recorded of their updates."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from moe_ckpt.core.operators import Span
-from moe_ckpt.errors import CoverageError, NoCheckpointError
+from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.shard import GRADIENT
 from moe_ckpt.gradient_log.survivor_slices import NOTHING, SurvivorSlices
-from moe_ckpt.gradient_log.units import UpdateLayout
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.reading.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.index import StoredSlice, TensorIndex
+from moe_ckpt.reading.memory.opened_memory import LoggedSnapshot, OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 
 PLAIN = "gradient_log"
 """Its key in the plain state of a step."""
-_MODEL = "model/"
 
 
-class LogContent:
-    """Slices, rows of operators and plain state of a log, as far as they lead to its last step.
+class LoggedSteps:
+    """A gradient log from its oldest anchor to its last step, as the units of one rank need it.
 
     Args:
-        opened: The log, or a checkpoint that stands by itself.
+        opened: The last step.
+        snapshots: Of the log, from the oldest anchor on.
+        anchors: Operator -> the step that it is loaded as of.
+        homes: Parameter -> the operator that has optimizer state of it without having rows of it.
+        rank: Whose units they are.
+        boxes: Parameter -> its blocks in these units.
 
     Attributes:
-        anchors: Operator -> step of the anchor that its last step is made from.
-        homes: As ``ports.LoggedSteps.homes``.
-        layouts: Of each rank's updates; none where nothing was logged.
-
-    Raises:
-        NoCheckpointError: An operator does not reach the step.
-        CoverageError: The log tells nothing of what it was written from.
-        DamagedError: What it tells is damaged.
+        steps: Of the snapshots, ascending.
+        anchors, homes: As given.
+        needed: Step -> the gradients of these blocks that the step consumed, of operators with older anchors.
     """
 
-    def __init__(self, opened: OpenedMemory) -> None:
-        self._opened, self._reader = opened, opened.reader
+    def __init__(
+        self,
+        opened: OpenedMemory,
+        snapshots: Sequence[LoggedSnapshot],
+        anchors: Mapping[str, int],
+        homes: Mapping[str, str],
+        rank: int,
+        boxes: Mapping[str, Sequence[Box]],
+    ) -> None:
+        self.anchors, self.homes = anchors, homes
+        self._reader, self._rank = opened.reader, rank
         self._index: TensorIndex = opened.reader.index(opened.manifest)
-        self.anchors: Mapping[str, int] = anchors_of(opened.manifest, opened.chained)
-        self.homes: Mapping[str, str] = homes_of(self._index.tensors)
-        _require_reached(opened)
-        ranks = range(opened.manifest.world_size)
-        self.layouts: list[UpdateLayout] = [self._layout(rank) for rank in ranks] if opened.logged else []
-        self._updated = {p.parameter for layout in self.layouts for unit in layout.units for p in unit.pieces}
+        self._snapshots = {snapshot.manifest.step: snapshot.manifest for snapshot in snapshots}
+        self._plain: dict[int, Mapping[str, Any]] = {}
+        self.steps: Sequence[int] = list(self._snapshots)
+        self.needed = {one.manifest.step: list(needed_gradients(one, anchors, boxes)) for one in snapshots}
 
-    def _layout(self, rank: int) -> UpdateLayout:
-        snapshot = self._opened.logged[-1].manifest
-        path = state_path(snapshot.directory, rank)
-        return UpdateLayout.decoded(plain_of(self._reader, snapshot, rank)["layout"], path)
+    def plain(self, step: int) -> Mapping[str, Any]:
+        """Returns ``StepGradients.plain`` of the rank.
 
-    @property
-    def side(self) -> Mapping[str, StoredSlice]:
-        """The tensors of the ranks' plain state, by key."""
-        return self._index.side
+        Raises:
+            CoverageError, DamagedError: As ``plain_of``.
+        """
+        if step not in self._plain:
+            self._plain[step] = self._recorded(plain_of(self._reader, self._snapshots[step], self._rank))
+        return self._plain[step]
 
-    @cached_property
-    def written(self) -> Mapping[int, Sequence[StoredSlice]]:
-        """The slices that each rank wrote, each element of each tensor once."""
-        slices: dict[int, list[StoredSlice]] = defaultdict(list)
-        for stored in self._index.live:
-            slices[stored.file.rank].append(stored)
-        return slices
+    def _recorded(self, plain: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns what of a step's plain state is about these units."""
+        return plain
 
-    def is_updated(self, parameter: str) -> bool:
-        """Returns whether an optimizer of any rank updates a parameter."""
-        return parameter in self._updated
+    def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Returns (key, offsets, shape) of the gradients of operators with older anchors."""
+        return [(stored.entry.key, stored.entry.offsets, stored.entry.shape) for stored in self.needed[step]]
 
-    def stored_of(self, parameters: Mapping[str, Sequence[Box]]) -> Iterator[StoredSlice]:
-        """Yields all anchors of these blocks: weights, and optimizer state of them."""
-        for key, group in self._index.tensors.items():
-            fqn = split_key(key).fqn
-            if fqn not in parameters:
-                continue
-            if self.is_shaped(key):
-                yield from dict.fromkeys(s for box in parameters[fqn] for s, _ in overlapping(group, box))
-            else:
-                yield from group
+    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """Yields (key, offsets, values) of the same."""
+        for stored, values in self._reader.read_many(self.needed[step]):
+            yield stored.entry.key, stored.entry.offsets, values
 
-    def is_shaped(self, key: str) -> bool:
-        """Returns whether a tensor has the elements of its parameter. (A step count has not, even of a parameter of
-        one.)"""
-        shape = self._index.meta(f"{_MODEL}{split_key(key).fqn}").global_shape
-        return key.startswith(_MODEL) or (bool(shape) and self._index.meta(key).global_shape == shape)
-
-    def gradients_of(self, parameters: Mapping[str, Sequence[Box]]) -> Mapping[int, Sequence[StoredSlice]]:
-        """Returns step -> the gradients that these blocks consumed since their operators' anchors."""
-        gradients: dict[int, list[StoredSlice]] = {}
-        for snapshot in self._opened.logged:
-            step = snapshot.manifest.step
-            gradients[step] = [
-                stored
-                for stored in snapshot.gradients
-                if self.anchors[stored.entry.operator] < step
-                and any(stored.entry.box.overlap(box) for box in parameters.get(parameter_of(stored.entry.key), ()))
-            ]
-        return gradients
-
-    def plain(self, rank: int) -> Mapping[int, Mapping[str, Any]]:
-        """Returns step -> what a rank recorded of its updates."""
-        return {
-            snapshot.manifest.step: plain_of(self._reader, snapshot.manifest, rank) for snapshot in self._opened.logged
-        }
-
-    def read(self, slices: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
-        """Yields slices with their values."""
-        return self._reader.read_many(slices)
-
-    @cached_property
-    def spans(self) -> Mapping[str, Sequence[Span]]:
-        """The rows of parameters of each operator."""
-        return merged_spans(self._index.tensors)
+    def load(self, step: int) -> None:
+        """Writes the anchors of ``step`` into the units."""
+        raise NotImplementedError
 
 
-def merged_spans(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, Sequence[Span]]:
-    """Returns operator -> its rows of parameters, of all slices of weights.
-
-    Args:
-        tensors: Key -> slices.
-    """
-    rows: dict[str, dict[str, set[tuple[int, int] | None]]] = defaultdict(lambda: defaultdict(set))
-    for key, group in tensors.items():
-        for stored in group if key.startswith(_MODEL) else ():
-            box = stored.entry.box
-            of = rows[stored.entry.operator][split_key(key).fqn]
-            if box.volume:
-                of.add((box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else None)
-    return {op: [s for name, these in of.items() for s in _merged(name, these)] for op, of in rows.items()}
-
-
-def _merged(parameter: str, rows: set[tuple[int, int] | None]) -> Iterator[Span]:
-    """Yields ranges of rows that do not touch."""
-    if None in rows:
-        yield Span(parameter)
-        return
-    run: tuple[int, int] | None = None
-    for first, stop in sorted(span for span in rows if span is not None):
-        if run is not None and first <= run[1]:
-            run = run[0], max(run[1], stop)
-        else:
-            if run is not None:
-                yield Span(parameter, *run)
-            run = first, stop
-    if run is not None:
-        yield Span(parameter, *run)
-
-
-def _require_reached(opened: OpenedMemory) -> None:
-    manifest = opened.manifest
-    behind = {op: rec.step for op, rec in manifest.operators.items() if op not in opened.chained}
-    behind = {op: step for op, step in behind.items() if step != manifest.step}
-    if behind:
-        shown = ", ".join(f"{op} (step {step})" for op, step in list(behind.items())[:4])
-        more = f" and {len(behind) - 4} more" if len(behind) > 4 else ""
-        raise NoCheckpointError(
-            f"step {manifest.step} cannot be made: its policy did not log every operator. {shown}{more} are older, and "
-            "no gradients bring them to it"
-        )
+def needed_gradients(
+    snapshot: LoggedSnapshot, anchors: Mapping[str, int], boxes: Mapping[str, Sequence[Box]]
+) -> Iterator[StoredSlice]:
+    """Yields the gradients of a snapshot that are applied to these blocks: of operators with older anchors."""
+    for stored in snapshot.gradients:
+        if anchors[stored.entry.operator] < snapshot.manifest.step and any(
+            box.overlap(stored.entry.box) for box in boxes.get(_parameter_of(stored.entry.key), ())
+        ):
+            yield stored
 
 
 def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str, Any]:
@@ -190,6 +114,5 @@ def anchors_of(manifest: Manifest, chained: Collection[str], survivors: Survivor
     return steps | dict.fromkeys(survivors.operators, manifest.step)
 
 
-def parameter_of(key: str) -> str:
-    """Returns the parameter that the gradient with ``key`` is of."""
+def _parameter_of(key: str) -> str:
     return key.removeprefix(GRADIENT).partition("/")[2]

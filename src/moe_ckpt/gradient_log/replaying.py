@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError
 from moe_ckpt.format.shard import GRADIENT as KEY
+from moe_ckpt.gradient_log.content import LoggedSteps
 from moe_ckpt.gradient_log.optimizers import GRADIENT, OptimizerReplay, TensorBlock, Update
 from moe_ckpt.gradient_log.units import UpdateLayout
 from moe_ckpt.ledger.coverage import Box
@@ -19,36 +19,6 @@ from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS
 
 Spans = Mapping[str, Sequence[Span]]
 """Operator -> its rows of parameters."""
-
-
-class LoggedSteps(Protocol):
-    """A gradient log from its oldest anchor to the step that is returned to, as this rank needs it; verified.
-
-    Attributes:
-        steps: Of its snapshots, ascending.
-        anchors: Operator -> the step that it is loaded as of.
-        homes: Parameter -> the operator that has optimizer state of it without having rows of it.
-    """
-
-    steps: Sequence[int]
-    anchors: Mapping[str, int]
-    homes: Mapping[str, str]
-
-    def plain(self, step: int) -> Mapping[str, Any]:
-        """``StepGradients.plain`` of this rank."""
-        ...
-
-    def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """(key, offsets, shape) of the gradients of operators with older anchors."""
-        ...
-
-    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """(key, offsets, values) of the same."""
-        ...
-
-    def load(self, step: int) -> None:
-        """Write the anchors of ``step`` into the training state."""
-        ...
 
 
 class LogReplayer:

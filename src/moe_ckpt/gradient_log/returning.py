@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
+from itertools import chain
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.quantities import human_bytes
 from moe_ckpt.errors import OtherLayoutError
-from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.gradient_log.content import anchors_of, parameter_of, plain_of
+from moe_ckpt.gradient_log.content import LoggedSteps, anchors_of, needed_gradients
 from moe_ckpt.gradient_log.densify import densify_together
-from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer
+from moe_ckpt.gradient_log.replaying import LogReplayer
 from moe_ckpt.gradient_log.survivor_slices import NOTHING, SurvivorSlices, kept_here, plan_along_log
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.notices import announce
-from moe_ckpt.ports import StateTensor, TrainingState
-from moe_ckpt.reading.index import StoredSlice, homes_of, overlapping
+from moe_ckpt.ports import TrainingState
+from moe_ckpt.reading.index import StoredSlice, homes_of
 from moe_ckpt.reading.memory.opened_memory import LoggedSnapshot, OpenedMemory
 from moe_ckpt.reading.memory.slot_storage import Span
-from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import box_of, copy_slices, parameters_of, require_fitting
 from moe_ckpt.reading.slices import find_damage
 from moe_ckpt.reading.together import together
@@ -63,8 +59,8 @@ class LogReturn:
             return
         opened, survivors = self._opened, self._survivors
         anchors = anchors_of(opened.manifest, opened.chained, survivors)
-        logged, parameters = since(opened.logged, anchors, survivors), parameters_of(self._recovery.state)
-        gradients = [stored for snapshot in logged for stored in needed_gradients(snapshot, anchors, parameters)]
+        logged, boxes = since(opened.logged, anchors, survivors), updated_boxes(self._recovery.state)
+        gradients = [stored for snapshot in logged for stored in needed_gradients(snapshot, anchors, boxes)]
         slots = [snapshot.manifest for snapshot in logged]
         besides = [*gradients, *survivors.read]
         yield from self._recovery.spans(opened, slots, without=survivors.operators, besides=besides)
@@ -78,7 +74,7 @@ class LogReturn:
         if any(largest(comm, [here is None])) or here is None:
             return self._by_dense()
         restored, source = here
-        log_here = together(comm, self._stored_log)
+        log_here = together(comm, lambda: StoredLog(opened, self._recovery.state, comm.rank, self._survivors))
         if any(largest(comm, [not self._replayer.fits(log_here)])):
             return self._by_dense()
         plan = plan_along_log(comm, opened, self._survivors, log_here.steps[0])
@@ -113,18 +109,6 @@ class LogReturn:
         log.info("rank %d repeated %d updates", comm.rank, made)
         self._replayer.finish()
 
-    def _stored_log(self) -> StoredLog:
-        opened, recovery = self._opened, self._recovery
-        return StoredLog(
-            opened.reader,
-            opened.manifest,
-            opened.logged,
-            recovery.state,
-            recovery.comm.rank,
-            chained=opened.chained,
-            survivors=self._survivors,
-        )
-
     def _source(self) -> tuple[Restored, StorageSource] | None:
         """Opens the step; None if parallel degrees differ, with which only a dense one goes on."""
         try:
@@ -145,80 +129,45 @@ class LogReturn:
 
 
 class StoredLog(LoggedSteps):
-    """The stored steps of a log (``LoggedSteps``). Made after what other nodes hold was fetched.
+    """The stored steps of a log, loaded into a run's training state. Made after what other nodes hold was fetched.
 
     Args:
-        reader: Of the slots.
-        manifest: With the anchors' steps.
-        snapshots: From the oldest anchor on.
+        opened: The log's last step.
         state: Of this run.
         rank: This one.
-        chained: Operators whose anchors gradients bring to the last step.
-        kept: What is taken from survivors instead, as if it were anchored at the last step.
+        survivors: What is taken from survivors instead, as if it were anchored at the last step.
     """
 
     def __init__(
-        self,
-        reader: StoreReader,
-        manifest: Manifest,
-        snapshots: Sequence[LoggedSnapshot],
-        state: TrainingState,
-        rank: int,
-        *,
-        chained: Collection[str],
-        survivors: SurvivorSlices = NOTHING,
+        self, opened: OpenedMemory, state: TrainingState, rank: int, survivors: SurvivorSlices = NOTHING
     ) -> None:
-        self.anchors = anchors_of(manifest, chained, survivors)
-        snapshots = since(snapshots, self.anchors, survivors)
-        self.steps = [snapshot.manifest.step for snapshot in snapshots]
-        self._survivors = survivors
-        self._reader, self._index, self._state = reader, reader.index(manifest), state
-        self.homes = homes_of(self._index.tensors)
-        parameters = parameters_of(state)
-        numbered = zip(self.steps, snapshots, strict=True)
-        self._needed = {step: list(needed_gradients(snapshot, self.anchors, parameters)) for step, snapshot in numbered}
-        self._rank, self._told_at = rank, time.monotonic()
-        self._plain = {
-            snapshot.manifest.step: dict(plain_of(reader, snapshot.manifest, rank)) for snapshot in snapshots
-        }
+        anchors = anchors_of(opened.manifest, opened.chained, survivors)
+        snapshots = since(opened.logged, anchors, survivors)
+        homes = homes_of(opened.reader.index(opened.manifest).tensors)
+        super().__init__(opened, snapshots, anchors, homes, rank, updated_boxes(state))
+        self._state, self._survivors, self._told_at = state, survivors, time.monotonic()
+        for step in self.steps:
+            self.plain(step)  # so that whatever is wrong with it is known on all ranks now
 
     def verify(self) -> None:
         """Raises ``DamagedError`` if a gradient is damaged that this rank reads, or what it takes from survivors."""
-        gradients = (stored_gradient for group in self._needed.values() for stored_gradient in group)
-        for stored, error in find_damage(
-            self._reader.storage, [*gradients, *self._reader.unverified(self._survivors.read)]
-        ):
+        gradients = chain.from_iterable(self.needed.values())
+        unread = self._reader.unverified(self._survivors.read)
+        for stored, error in find_damage(self._reader.storage, [*gradients, *unread]):
             if error is not None:
                 raise error
             if stored.entry.key in self._survivors.slices:
                 self._reader.note_verified(stored)
 
-    # --- LoggedSteps ---
-
-    def plain(self, step: int) -> Mapping[str, Any]:
-        return self._plain[step]
-
-    def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        return [(needed.entry.key, needed.entry.offsets, needed.entry.shape) for needed in self._needed[step]]
-
-    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        for stored, values in self._reader.read_many(self._needed[step]):
-            yield stored.entry.key, stored.entry.offsets, values
-
     def load(self, step: int) -> None:
         self._tell(step)
-        anchors, survivors = self.anchors, self._survivors
-        slices = {
-            key: chosen
-            for key, group in self._index.tensors.items()
-            if (
-                chosen := tuple(
-                    stored
-                    for stored in group
-                    if anchors[stored.entry.operator] == step and stored.entry.operator not in survivors.operators
-                )
-            )
-        }
+        survivors = self._survivors
+
+        def is_due(stored: StoredSlice) -> bool:
+            operator = stored.entry.operator
+            return self.anchors[operator] == step and operator not in survivors.operators
+
+        slices = {key: due for key, group in self._index.tensors.items() if (due := tuple(filter(is_due, group)))}
         if step == self.steps[-1]:
             slices |= {key: (*slices.get(key, ()), *group) for key, group in survivors.slices.items()}
         copy_slices(self._reader, slices, self._state.tensors())
@@ -242,17 +191,10 @@ def since(
     return [snapshot for snapshot in snapshots if snapshot.manifest.step >= first]
 
 
-def needed_gradients(
-    snapshot: LoggedSnapshot, anchors: Mapping[str, int], parameters: Sequence[StateTensor]
-) -> Iterator[StoredSlice]:
-    """Yields what a rank with these parameters reads of a snapshot's gradients: of operators with older anchors."""
+def updated_boxes(state: TrainingState) -> Mapping[str, Sequence[Box]]:
+    """Returns the blocks of each parameter that this rank's optimizers update."""
     boxes: dict[str, list[Box]] = {}
-    for tensor in parameters:
+    for tensor in parameters_of(state):
         if tensor.updated_here:
             boxes.setdefault(tensor.parameter, []).append(box_of(tensor))
-    for stored in snapshot.gradients:
-        mine = boxes.get(parameter_of(stored.entry.key), ())
-        if anchors[stored.entry.operator] < snapshot.manifest.step and any(
-            True for box in mine for _ in overlapping((stored,), box)
-        ):
-            yield stored
+    return boxes

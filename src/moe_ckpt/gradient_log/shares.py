@@ -10,40 +10,43 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 
-from moe_ckpt.errors import CoverageError
+from moe_ckpt.core.operators import Span
+from moe_ckpt.errors import CoverageError, NoCheckpointError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.gradient_log.content import PLAIN, LogContent
+from moe_ckpt.gradient_log.content import PLAIN, LoggedSteps, anchors_of, plain_of
 from moe_ckpt.gradient_log.made_dense import WrittenShare, state_without, write_made_share
-from moe_ckpt.gradient_log.optimizers import WEIGHT, OptimizerKind, OptimizerReplay, TensorBlock, detached
-from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer
+from moe_ckpt.gradient_log.optimizers import WEIGHT, OptimizerKind, TensorBlock, detached
+from moe_ckpt.gradient_log.replaying import LogReplayer
 from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.reading.index import StateKey, StoredSlice, split_key
+from moe_ckpt.reading.index import StateKey, StoredSlice, homes_of, overlapping, split_key
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.slices import block, find_damage
 from moe_ckpt.storage.base import Storage
 
+_MODEL = "model/"
 Tell = Callable[[int, str], None]
 """(bytes read or made, what is being done) -> None."""
 
 
-class RankShare:
-    """The anchors that one rank wrote of a log, as of its last step, with all that they follow from.
+class RankShare(LoggedSteps):
+    """The share that one rank wrote of a log, as of its last step, made by optimizers without a model that step again.
 
     Args:
         log: The log.
         rank: That wrote the share, and has the units.
     """
 
-    def __init__(self, log: LogContent, rank: int) -> None:
-        self._log, self._rank = log, rank
-        self._slices = log.written.get(rank, ())
+    def __init__(self, log: Densifier, rank: int) -> None:
+        self._log, self._slices = log, log.written.get(rank, ())
         self._layout = log.layouts[rank] if log.layouts else None
         written = {split_key(stored.entry.key).fqn for stored in self._slices}
         self._units: tuple[Unit, ...] = tuple(
@@ -55,16 +58,13 @@ class RankShare:
         for unit in self._units:
             for piece in unit.pieces:
                 boxes[piece.parameter].append(piece.box)
-        self.anchors = list(log.stored_of(boxes))
-        self.gradients = log.gradients_of(boxes)
+        super().__init__(log.opened, log.opened.logged, log.anchors, log.homes, rank, boxes)
+        self._anchors = list(log.stored_of(boxes))
 
     @property
     def inputs(self) -> Iterator[StoredSlice]:
         """Yields all slices that are read."""
-        yield from self._slices
-        yield from self.anchors
-        for group in self.gradients.values():
-            yield from group
+        yield from chain(self._slices, self._anchors, *self.needed.values())
 
     def made(self, device: torch.device | str, tell: Tell) -> list[tuple[SliceEntry, torch.Tensor]]:
         """Returns what the rank writes of the checkpoint: entries without place and checksum, with their bytes.
@@ -74,27 +74,33 @@ class RankShare:
             UnsupportedError: A class of optimizers is not known here.
             ReplayDivergedError: Step counts become others than were recorded.
         """
-        replay = self._replayed(device, tell)
+        self._tell, self._replay = tell, detached(self._kinds(torch.device(device)), self._units, device)
+        if self._layout is not None:
+            self._make_state()
+            replayer = LogReplayer(self._log.spans, lambda: self._replay)
+            replayer.check(self)
+            replayer.replay(self)
         slices = []
-        for stored, values in self._log.read(self._slices):
+        for stored, values in self._reader.read_many(self._slices):
             if self._layout is not None and self._log.is_updated(split_key(stored.entry.key).fqn):
-                values = self.read(replay, stored.entry)
+                values = self.read(stored.entry)
             slices.append((unplaced(stored.entry), bytes_of(values)))
             tell(stored.nbytes, f"writing the share of rank {self._rank}")
+        del self._replay  # the memory of the next rank's
         return slices
 
-    def _replayed(self, device: torch.device | str, tell: Tell) -> OptimizerReplay:
-        """Returns optimizers that hold the units as of the last step."""
-        plain = self._log.plain(self._rank)
-        replay = detached(_kinds(self._layout, plain, torch.device(device)), self._units, device)
-        if self._layout is not None:
-            steps = _RankLog(self._log, self, replay, self._layout, plain, tell)
-            replayer = LogReplayer(self._log.spans, lambda: replay)
-            replayer.check(steps)
-            replayer.replay(steps)
-        return replay
+    def _make_state(self) -> None:
+        """Makes optimizer state of other shapes than its parameters'."""
+        for stored in self._anchors:
+            key = split_key(stored.entry.key)
+            if key.state is not None and not self._log.is_shaped(stored.entry.key):
+                empty = torch.zeros(stored.entry.global_shape, dtype=TORCH_DTYPES[stored.entry.dtype])
+                for number, unit, _ in self._pieces_of(key):
+                    tensor = self._replay.tensors[number, unit.name]
+                    where = tensor.device if stored.entry.on_param_device else torch.device("cpu")
+                    self._replay.state_of(number, unit.name).setdefault(key.state, empty.to(where))
 
-    def read(self, replay: OptimizerReplay, entry: SliceEntry) -> torch.Tensor:
+    def read(self, entry: SliceEntry) -> torch.Tensor:
         """Returns a slice as the optimizers have it.
 
         Raises:
@@ -104,12 +110,12 @@ class RankShare:
         whole = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
         shaped = self._log.is_shaped(entry.key)
         missing = entry.box.volume
-        for number, unit, piece in () if self._layout is None else _pieces_of(replay, self._layout, key):
+        for number, unit, piece in self._pieces_of(key):
             if not missing:
                 break
-            source = replay.tensors[number, unit.name]
+            source = self._replay.tensors[number, unit.name]
             if key.state is not None and key.state != unit.stored:
-                source = replay.state_of(number, unit.name)[key.state]
+                source = self._replay.state_of(number, unit.name)[key.state]
             if not shaped:
                 return block(source.detach(), (0,) * source.dim(), entry.box) if entry.shape else source.detach()
             part = piece.part(entry.box)
@@ -120,6 +126,69 @@ class RankShare:
             reason = f"{entry.name} of {entry.operator} is updated on another rank: {missing:,} are not of this rank"
             raise CoverageError(f"the share of rank {self._rank}", (reason,))
         return whole
+
+    def _pieces_of(self, key: StateKey) -> Iterator[tuple[int, Unit, UnitBlock]]:
+        """Yields (number of the optimizer, unit, piece) of a tensor of the checkpoint."""
+        for number, prefix in enumerate(() if self._layout is None else self._layout.keys):
+            if key.optimizer in (None, prefix):
+                for unit, piece in self._replay.pieces.of(number, key.fqn):
+                    yield number, unit, piece
+
+    def _kinds(self, device: torch.device) -> list[OptimizerKind]:
+        """Returns what the optimizers were at their first update that is made once more."""
+        if self._layout is None:
+            return []
+        groups: dict[int, Sequence[Mapping[str, Any]]] = {}
+        for step in self.steps[1:]:
+            for update in self.plain(step)["updates"]:
+                groups.setdefault(int(update["optimizer"]), update["groups"])
+        kinds: list[OptimizerKind] = []
+        for number, name in enumerate(self._layout.classes):
+            # One at least, though none of these units is the optimizer's: torch makes none without a group.
+            count = 1 + max((unit.group for unit in self._layout.units if unit.optimizer == number), default=0)
+            settings = groups.get(number, [{}] * count)
+            kinds.append((name, [_on(device, group) for group in settings]))
+        return kinds
+
+    # --- LoggedSteps ---
+
+    def _recorded(self, plain: Mapping[str, Any]) -> Mapping[str, Any]:
+        names, counts = {(unit.optimizer, unit.name) for unit in self._units}, []
+        for entry in plain["counts"]:
+            here = [at for at, name in enumerate(entry["units"]) if (entry["optimizer"], name) in names]
+            counts.append({**entry, "units": [entry["units"][at] for at in here], "values": entry["values"][here]})
+        return {**plain, "counts": counts}
+
+    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        for key, offsets, values in super().gradients(step):
+            self._tell(values.nbytes, f"repeating the updates of step {step}")
+            yield key, offsets, values
+
+    def load(self, step: int) -> None:
+        due = [stored for stored in self._anchors if self.anchors[stored.entry.operator] == step]
+        for stored, values in self._reader.read_many(due):
+            if self._log.is_shaped(stored.entry.key):
+                self._replay.load(self._blocks(stored.entry, values))
+            elif stored.entry.shape:  # factors; step counts are in the log's plain state
+                self._load_factors(stored.entry, values)
+            self._tell(stored.nbytes, f"loading the anchors of step {step}")
+
+    def _blocks(self, entry: SliceEntry, values: torch.Tensor) -> Iterator[TensorBlock]:
+        key = split_key(entry.key)
+        kinds: dict[int, str] = {}
+        for number, unit, _ in self._pieces_of(key):
+            if key.state is None and unit.stored:
+                continue  # the weights follow from their masters
+            kinds[number] = WEIGHT if key.state in (None, unit.stored) else str(key.state)
+        for number, kind in kinds.items():
+            yield TensorBlock(number, key.fqn, kind, entry.box, values)
+
+    def _load_factors(self, entry: SliceEntry, values: torch.Tensor) -> None:
+        """State of another shape than its parameter's, of which each operator has rows or the home has all."""
+        key = split_key(entry.key)
+        for number, unit, _ in self._pieces_of(key):
+            whole = self._replay.state_of(number, unit.name)[str(key.state)]
+            block(whole, (0,) * whole.dim(), entry.box).copy_(values)
 
 
 def unplaced(entry: SliceEntry) -> SliceEntry:
@@ -132,112 +201,9 @@ def bytes_of(values: torch.Tensor) -> torch.Tensor:
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
 
 
-def _pieces_of(replay: OptimizerReplay, layout: UpdateLayout, key: StateKey) -> Iterator[tuple[int, Unit, UnitBlock]]:
-    """Yields (number of the optimizer, unit, piece) of a tensor of the checkpoint."""
-    for number, prefix in enumerate(layout.keys):
-        if key.optimizer in (None, prefix):
-            for unit, piece in replay.pieces.of(number, key.fqn):
-                yield number, unit, piece
-
-
-def _kinds(
-    layout: UpdateLayout | None, plain: Mapping[int, Mapping[str, Any]], device: torch.device
-) -> list[OptimizerKind]:
-    """Returns what the optimizers were at their first update that is made once more."""
-    groups: dict[int, Sequence[Mapping[str, Any]]] = {}
-    for step in sorted(plain)[1:]:
-        for update in plain[step]["updates"]:
-            groups.setdefault(int(update["optimizer"]), update["groups"])
-    if layout is None:
-        return []
-    kinds: list[OptimizerKind] = []
-    for number, name in enumerate(layout.classes):
-        # One at least, though none of these units is the optimizer's: torch makes none without a group.
-        count = 1 + max((unit.group for unit in layout.units if unit.optimizer == number), default=0)
-        settings = groups.get(number, [{}] * count)
-        kinds.append((name, [_on(device, group) for group in settings]))
-    return kinds
-
-
 def _on(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of what only a GPU can do nothing is asked of a CPU: results are as exact as they can be on another device."""
     return {**settings, "capturable": False} if settings.get("capturable") and device.type == "cpu" else {**settings}
-
-
-class _RankLog(LoggedSteps):
-    """``LoggedSteps`` of one rank's units, whose anchors go into optimizers without a model."""
-
-    def __init__(
-        self,
-        log: LogContent,
-        share: RankShare,
-        replay: OptimizerReplay,
-        layout: UpdateLayout,
-        plain: Mapping[int, Mapping[str, Any]],
-        tell: Tell,
-    ) -> None:
-        self.steps, self.anchors, self.homes = sorted(plain), log.anchors, log.homes
-        self._log, self._share, self._replay, self._layout, self._tell = log, share, replay, layout, tell
-        self._plain = {step: self._ours(recorded) for step, recorded in plain.items()}
-        for stored in share.anchors:
-            key = split_key(stored.entry.key)
-            if key.state is not None and not log.is_shaped(stored.entry.key):
-                empty = torch.zeros(stored.entry.global_shape, dtype=TORCH_DTYPES[stored.entry.dtype])
-                for number, unit, _ in _pieces_of(replay, layout, key):
-                    tensor = replay.tensors[number, unit.name]
-                    where = tensor.device if stored.entry.on_param_device else torch.device("cpu")
-                    replay.state_of(number, unit.name).setdefault(key.state, empty.to(where))
-
-    def _ours(self, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the plain state without entries of units that this rank does not hold."""
-        counts = []
-        for entry in recorded["counts"]:
-            here = [at for at, name in enumerate(entry["units"]) if (entry["optimizer"], name) in self._replay.tensors]
-            counts.append(
-                {
-                    **entry,
-                    "units": [entry["units"][at] for at in here],
-                    "values": entry["values"][here],
-                }
-            )
-        return {**recorded, "counts": counts}
-
-    def plain(self, step: int) -> Mapping[str, Any]:
-        return self._plain[step]
-
-    def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        return [(s.entry.key, s.entry.offsets, s.entry.shape) for s in self._share.gradients[step]]
-
-    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        for stored, values in self._log.read(self._share.gradients[step]):
-            self._tell(stored.nbytes, f"repeating the updates of step {step}")
-            yield stored.entry.key, stored.entry.offsets, values
-
-    def load(self, step: int) -> None:
-        due = [stored for stored in self._share.anchors if self.anchors[stored.entry.operator] == step]
-        for stored, values in self._log.read(due):
-            if self._log.is_shaped(stored.entry.key):
-                self._replay.load(self._blocks(stored.entry, values))
-            elif stored.entry.shape:  # factors; step counts are in the log's plain state
-                self._load_factors(stored.entry, values)
-            self._tell(stored.nbytes, f"loading the anchors of step {step}")
-
-    def _blocks(self, entry: SliceEntry, values: torch.Tensor) -> Iterator[TensorBlock]:
-        key = split_key(entry.key)
-        kinds: dict[int, str] = {}
-        for number, unit, _ in _pieces_of(self._replay, self._layout, key):
-            if key.state is None and unit.stored:
-                continue  # the weights follow from their masters
-            kinds[number] = WEIGHT if key.state in (None, unit.stored) else str(key.state)
-        for number, kind in kinds.items():
-            yield TensorBlock(number, key.fqn, kind, entry.box, values)
-
-    def _load_factors(self, entry: SliceEntry, values: torch.Tensor) -> None:
-        """State of another shape than its parameter's, of which each operator has rows or the home has all."""
-        key = split_key(entry.key)
-        for number, unit, _ in _pieces_of(self._replay, self._layout, key):
-            whole = self._replay.state_of(number, unit.name)[str(key.state)]
-            block(whole, (0,) * whole.dim(), entry.box).copy_(values)
 
 
 class Densifier:
@@ -246,6 +212,12 @@ class Densifier:
     Args:
         opened: The log, or a checkpoint that stands by itself.
 
+    Attributes:
+        manifest: Of it.
+        anchors: Operator -> step of the anchor that its last step is made from.
+        homes: As of ``LoggedSteps``.
+        layouts: Of each rank's updates; none where nothing was logged.
+
     Raises:
         NoCheckpointError: An operator does not reach the step.
         CoverageError: The log tells nothing of what it was written from.
@@ -253,19 +225,30 @@ class Densifier:
     """
 
     def __init__(self, opened: OpenedMemory) -> None:
-        self._opened, self._reader, self.manifest = opened, opened.reader, opened.manifest
-        self._log = LogContent(opened)
+        self.opened, self.manifest = opened, opened.manifest
+        self._reader, self._index = opened.reader, opened.reader.index(opened.manifest)
+        self.anchors: Mapping[str, int] = anchors_of(opened.manifest, opened.chained)
+        self.homes: Mapping[str, str] = homes_of(self._index.tensors)
+        _require_reached(opened)
+        ranks = range(opened.manifest.world_size)
+        self.layouts: list[UpdateLayout] = [self._layout(rank) for rank in ranks] if opened.logged else []
+        self._updated = {p.parameter for layout in self.layouts for unit in layout.units for p in unit.pieces}
         self._shares: dict[int, RankShare] = {}
+
+    def _layout(self, rank: int) -> UpdateLayout:
+        snapshot = self.opened.logged[-1].manifest
+        path = state_path(snapshot.directory, rank)
+        return UpdateLayout.decoded(plain_of(self._reader, snapshot, rank)["layout"], path)
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """Devices on which updates were made, each once."""
-        return tuple(dict.fromkeys(layout.device for layout in self._log.layouts))
+        return tuple(dict.fromkeys(layout.device for layout in self.layouts))
 
     @property
     def updates(self) -> int:
         """Steps whose updates are replayed."""
-        return max(0, len(self._opened.logged) - 1)
+        return max(0, len(self.opened.logged) - 1)
 
     def nbytes(self, ranks: Iterable[int]) -> int:
         """Returns how many bytes are read or written for the shares of these ranks."""
@@ -304,9 +287,9 @@ class Densifier:
         """
         slices = self._rank(rank).made(device, tell)
         prefix = f"side/{rank}/"
-        side = {key: stored for key, stored in self._log.side.items() if key.startswith(prefix)}
+        side = {key: stored for key, stored in self._index.side.items() if key.startswith(prefix)}
         plain = [stored for key, stored in side.items() if not key.startswith(f"{prefix}{PLAIN}/")]
-        slices += [(unplaced(stored.entry), bytes_of(values)) for stored, values in self._log.read(plain)]
+        slices += [(unplaced(stored.entry), bytes_of(values)) for stored, values in self._reader.read_many(plain)]
         path = state_path(self.manifest.directory, rank)
         state = state_without(self._reader.storage.read(path), PLAIN, path)
         return write_made_share(storage, self.manifest, rank, slices, state)
@@ -314,7 +297,7 @@ class Densifier:
     @property
     def parent(self) -> str | None:
         """The parent of the checkpoint, as ``Manifest.parent``: what the life that wrote the log came from."""
-        beneath = self._opened.beneath
+        beneath = self.opened.beneath
         if beneath is None or beneath.generation != self.manifest.generation:
             return None if beneath is None else beneath.directory
         return beneath.parent
@@ -332,5 +315,87 @@ class Densifier:
 
     def _rank(self, rank: int) -> RankShare:
         if rank not in self._shares:
-            self._shares[rank] = RankShare(self._log, rank)
+            self._shares[rank] = RankShare(self, rank)
         return self._shares[rank]
+
+    # --- contents of the log, for shares ---
+
+    @cached_property
+    def written(self) -> Mapping[int, Sequence[StoredSlice]]:
+        """The slices that each rank wrote, each element of each tensor once."""
+        slices: dict[int, list[StoredSlice]] = defaultdict(list)
+        for stored in self._index.live:
+            slices[stored.file.rank].append(stored)
+        return slices
+
+    def is_updated(self, parameter: str) -> bool:
+        """Returns whether an optimizer of any rank updates a parameter."""
+        return parameter in self._updated
+
+    def stored_of(self, parameters: Mapping[str, Sequence[Box]]) -> Iterator[StoredSlice]:
+        """Yields all anchors of these blocks: weights, and optimizer state of them."""
+        for key, group in self._index.tensors.items():
+            fqn = split_key(key).fqn
+            if fqn not in parameters:
+                continue
+            if self.is_shaped(key):
+                yield from dict.fromkeys(s for box in parameters[fqn] for s, _ in overlapping(group, box))
+            else:
+                yield from group
+
+    def is_shaped(self, key: str) -> bool:
+        """Returns whether a tensor has the elements of its parameter. (A step count has not, even of a parameter of
+        one.)"""
+        shape = self._index.meta(f"{_MODEL}{split_key(key).fqn}").global_shape
+        return key.startswith(_MODEL) or (bool(shape) and self._index.meta(key).global_shape == shape)
+
+    @cached_property
+    def spans(self) -> Mapping[str, Sequence[Span]]:
+        """The rows of parameters of each operator."""
+        return merged_spans(self._index.tensors)
+
+
+def merged_spans(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, Sequence[Span]]:
+    """Returns operator -> its rows of parameters, of all slices of weights.
+
+    Args:
+        tensors: Key -> slices.
+    """
+    rows: dict[str, dict[str, set[tuple[int, int] | None]]] = defaultdict(lambda: defaultdict(set))
+    for key, group in tensors.items():
+        for stored in group if key.startswith(_MODEL) else ():
+            box = stored.entry.box
+            of = rows[stored.entry.operator][split_key(key).fqn]
+            if box.volume:
+                of.add((box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else None)
+    return {op: [s for name, these in of.items() for s in _merged(name, these)] for op, of in rows.items()}
+
+
+def _merged(parameter: str, rows: set[tuple[int, int] | None]) -> Iterator[Span]:
+    """Yields ranges of rows that do not touch."""
+    if None in rows:
+        yield Span(parameter)
+        return
+    run: tuple[int, int] | None = None
+    for first, stop in sorted(span for span in rows if span is not None):
+        if run is not None and first <= run[1]:
+            run = run[0], max(run[1], stop)
+        else:
+            if run is not None:
+                yield Span(parameter, *run)
+            run = first, stop
+    if run is not None:
+        yield Span(parameter, *run)
+
+
+def _require_reached(opened: OpenedMemory) -> None:
+    manifest = opened.manifest
+    behind = {op: rec.step for op, rec in manifest.operators.items() if op not in opened.chained}
+    behind = {op: step for op, step in behind.items() if step != manifest.step}
+    if behind:
+        shown = ", ".join(f"{op} (step {step})" for op, step in list(behind.items())[:4])
+        more = f" and {len(behind) - 4} more" if len(behind) > 4 else ""
+        raise NoCheckpointError(
+            f"step {manifest.step} cannot be made: its policy did not log every operator. {shown}{more} are older, and "
+            "no gradients bring them to it"
+        )

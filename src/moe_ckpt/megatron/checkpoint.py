@@ -13,7 +13,6 @@ from torch import nn
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.guests import GradientLogging
-from moe_ckpt.driver.replaying import StepSource
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, Moment, State
 from moe_ckpt.errors import ConfigError
@@ -28,6 +27,7 @@ from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
 from moe_ckpt.recovery.recovery_plan import RecoveryPlan
+from moe_ckpt.recovery.replay import StepSource
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.events import Observer, StepRecord
 from moe_ckpt.run.options import Options, OptionValues, make_options

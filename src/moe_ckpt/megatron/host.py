@@ -10,7 +10,6 @@ from torch import nn
 
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.host import End, Host, loading_state, require_framework
-from moe_ckpt.driver.replaying import Repeated, same_plain
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
@@ -33,6 +32,7 @@ from moe_ckpt.modeling.rng import Generators
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import Restored
+from moe_ckpt.recovery.replay import Repeated, same_plain
 from moe_ckpt.run.options import Options
 from moe_ckpt.storage import open_storage
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from moe_ckpt.driver.host import loading_state
-from moe_ckpt.driver.replaying import same_plain
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
+from moe_ckpt.recovery.replay import same_plain
 
 SCHEDULER = "scheduler"
 """Name of the scheduler among what is saved beside model and optimizer."""

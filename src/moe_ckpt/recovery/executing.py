@@ -23,7 +23,7 @@ from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of, require_fitting
 from moe_ckpt.reading.together import NotUsableError, together, together_and_most
 from moe_ckpt.recovery.recovery_plan import Inventory, RecoveryPlan, plan_recovery
-from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.recovery.replay import WindowReplay
 from moe_ckpt.recovery.sources import StorageSource, WindowSource, opened_inventories
 
 log = logging.getLogger("moe_ckpt")
@@ -74,7 +74,7 @@ class Restored:
     manifest: Manifest
     plain: Mapping[str, Any]
     tokens_from_host: Counts | None = None
-    replay: Replay | None = None
+    replay: WindowReplay | None = None
     path: str = ""
     from_memory: bool = False
     beneath: Manifest | None = None
@@ -346,7 +346,7 @@ def opening(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tupl
     if recovery.admits is not None:
         recovery.admits(manifest, plain)
     require_fitting(reader, manifest, recovery.state, plain.get("plain"))
-    replay = Replay(reader, manifest, reader.index(manifest), recovery.state, rank)
+    replay = WindowReplay(reader, manifest, recovery.state, rank)
     path = state_path(manifest.slots[0].directory, rank)
     return Restored(manifest, plain, None, replay, path), WindowSource(reader, manifest, replay)
 

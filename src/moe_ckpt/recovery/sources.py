@@ -19,7 +19,7 @@ from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of, prepare, verify_needed
 from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory
-from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.recovery.replay import WindowReplay
 
 
 class StorageSource:
@@ -131,7 +131,7 @@ def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
 class WindowSource(StorageSource):
     """A sparse window: its first step is loaded, and ``replay`` computes the others."""
 
-    def __init__(self, reader: StoreReader, manifest: Manifest, replay: Replay) -> None:
+    def __init__(self, reader: StoreReader, manifest: Manifest, replay: WindowReplay) -> None:
         super().__init__(reader, manifest)
         self._replay = replay
 
@@ -145,7 +145,7 @@ class WindowSource(StorageSource):
     def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
         """Writes the window's first step; there is nothing to prepare. A collective if reading is shared."""
         self._replay.shared = self.shared
-        self._replay.load(self._replay.steps[0])
+        self._replay.load()
 
 
 def opened_inventories(opened: OpenedMemory) -> tuple[Inventory, ...]:

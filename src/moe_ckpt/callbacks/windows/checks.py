@@ -22,7 +22,6 @@ from moe_ckpt.callbacks.support import inexact
 from moe_ckpt.callbacks.windows.freezing import ClipNorms, SparingRecompute, may_leave_out
 from moe_ckpt.callbacks.windows.weight_readers import weight_readers
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.driver.replaying import Replaying, StepSource, same_plain
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.compute_types import ComputeTypeProbe
@@ -30,6 +29,7 @@ from moe_ckpt.modeling.names import has_compiled, is_compiled
 from moe_ckpt.modeling.sparing import ReentrantCheckpoints
 from moe_ckpt.modeling.state.trainable import without_gradient
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.recovery.replay import StepSource, WindowReplay, same_plain
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Stopwatch
@@ -74,7 +74,7 @@ class Windows:
         self._agreed: Callable[[], ComputeTypes] | None = None
         self._values: _OwnValues | None = None
 
-    def check(self, replaying: Replaying | None, buckets: BucketOrder | None) -> None:
+    def check(self, replaying: WindowReplay | None, buckets: BucketOrder | None) -> None:
         """Raises ``ConfigError`` if steps cannot be computed again exactly.
 
         Args:
@@ -108,7 +108,7 @@ class Windows:
             "Step the optimizers after the last backward pass, or use GradientLog, Dense or MoC."
         )
 
-    def strip_optimizer_state(self, checkpoint: dict[str, Any], replaying: Replaying) -> None:
+    def strip_optimizer_state(self, checkpoint: dict[str, Any], replaying: WindowReplay) -> None:
         """Removes optimizer state, which is invalid during a replay, from another callback's checkpoint.
 
         Without it Lightning loads the weights, and refuses to resume training from them.
@@ -133,7 +133,7 @@ class Windows:
         has_experts = bool(self._catalog.layers)
         return SparingRecompute(self._trainer, self._module, has_experts=has_experts, norms=self._norms)
 
-    def resumed(self, replaying: Replaying) -> None:
+    def resumed(self, replaying: WindowReplay) -> None:
         """Optimizers are as at the first step of the window that is replayed."""
         if replaying.steps[0] > 0:  # else hooks changed the run's, too, and the window has what they were before
             self._values = _OwnValues(self._trainer.optimizers)

@@ -35,11 +35,10 @@ from torch.utils.hooks import RemovableHandle
 from moe_ckpt.callbacks.compat import Private
 from moe_ckpt.callbacks.windows.weight_readers import overrides
 from moe_ckpt.driver.host import loading_state
-from moe_ckpt.driver.replaying import StepSource
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.modeling.names import is_compiled, parameters_of
 from moe_ckpt.modeling.sparing import WithoutGradients, with_loss
-from moe_ckpt.recovery.replay import Replay
+from moe_ckpt.recovery.replay import StepSource, WindowReplay
 
 _LOOKS_AT_GRADIENTS = (
     "backward",
@@ -113,7 +112,7 @@ class SparingRecompute(StepSource):
         self._spared: WithoutGradients | None = None
         self._step = 0
 
-    def prepare(self, replay: Replay, recorded: Mapping[str, Any]) -> None:
+    def prepare(self, replay: WindowReplay, recorded: Mapping[str, Any]) -> None:
         self._release()
         self._frozen, self._step = replay.frozen_parameters(), replay.upcoming_step
         facts = recorded["replay"]

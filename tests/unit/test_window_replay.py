@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moe_ckpt.driver.replaying import Replaying, StepSource
 from moe_ckpt.errors import ReplayDivergedError
+from moe_ckpt.recovery.replay import StepSource, WindowReplay
 
 
-class Window:
-    """Stands for a ``recovery.replay.Replay`` of the steps 4, 6 and 7; step 4 is in place."""
-
-    manifest = "the window"
-    steps = (4, 6, 7)
+class Window(WindowReplay):
+    """The replay of a window of the steps 4, 6 and 7, of which nothing is read; step 4 is in place."""
 
     def __init__(self, told: list[str]) -> None:
-        self.loaded = 1
+        slots = [SimpleNamespace(step=step) for step in (4, 6, 7)]
+        reader, manifest = SimpleNamespace(index=lambda manifest: None), SimpleNamespace(slots=slots)
+        super().__init__(reader, manifest, None, 0, loaded=1)  # type: ignore[arg-type]
         self.told = told
 
-    @property
-    def done(self) -> bool:
-        return self.loaded == len(self.steps)
-
     def upcoming(self) -> Mapping[str, Any]:
-        return {"rng": self.steps[self.loaded]}
+        return {} if self.is_loaded else {"rng": self.upcoming_step}
 
-    def advance(self, step: int) -> None:
-        assert step == self.steps[self.loaded]
-        self.loaded += 1
-        self.told.append(f"advance {step}")
+    def load(self) -> None:
+        self.told.append(f"load {self.upcoming_step}")
+        self._loaded += 1
 
     def repeat(self) -> None:
         self.told.append("repeat")
@@ -50,18 +45,20 @@ class Logged(StepSource):
         self.told.append("close")
 
 
-def replaying(told: list[str]) -> Replaying:
+def replaying(told: list[str]) -> WindowReplay:
     def repeated(before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Any:
         told.append(f"from {before['rng']} to {recorded['rng']}")
         return [("the random numbers", lambda state: state["rng"])]
 
-    return Replaying(Window(told), {"rng": 4}, repeated)  # type: ignore[arg-type]
+    window = Window(told)
+    window.resume({"rng": 4}, repeated)
+    return window
 
 
 def test_a_source_makes_each_step_and_the_window_replaces_it():
     told: list[str] = []
     window = replaying(told)
-    assert (window.steps, window.manifest) == ((4, 7), "the window")
+    assert window.steps == (4, 7)
     window.begin(Logged(told))
     window.source.before_update()
     for step in (6, 7):
@@ -69,7 +66,7 @@ def test_a_source_makes_each_step_and_the_window_replaces_it():
         window.put_back(step)  # the optimizer's end and the adapter's own may both say it
         assert window.done is (step == 7)
         window.compare(step, {"rng": step})
-    each = [["prepare 6", "advance 6", "repeat", "from 4 to 6"], ["prepare 7", "advance 7", "repeat", "from 6 to 7"]]
+    each = [["prepare 6", "load 6", "repeat", "from 4 to 6"], ["prepare 7", "load 7", "repeat", "from 6 to 7"]]
     assert told == [*each[0], *each[1], "close"]
 
 

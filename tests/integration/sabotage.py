@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks import host
-from moe_ckpt.callbacks.windows.freezing import ClipNorms, SparingRecompute
 from moe_ckpt.gradient_log import optimizers, returning, shares
 from moe_ckpt.gradient_log import replaying as log_replaying
 from moe_ckpt.gradient_log.recording import RunLog
@@ -34,12 +33,13 @@ from moe_ckpt.modeling.state import module_state, param_groups
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.reading.index import TensorIndex
 from moe_ckpt.recovery import replay
-from moe_ckpt.recovery.replay import WindowReplay
 from moe_ckpt.run import planning
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.testing import kill_process
 from moe_ckpt.tiers.sealing import MemorySealer
+from moe_ckpt.windows.freezing import ClipNorms, SparingRecompute
+from moe_ckpt.windows.replay import WindowReplay
 from tests.support import counted_return
 from tests.support.standstill import never_returns
 from tests.support.tiny_moe import Router, TinyMoE

@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from moe_ckpt.callbacks import MoECheckpoint, lightning_state
 from moe_ckpt.callbacks import fit as fit_module
-from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.gradient_log import capture
 from moe_ckpt.gradient_log.recording import RunLog
@@ -31,6 +30,7 @@ from moe_ckpt.slices import snapshot
 from moe_ckpt.slices.copier import Copy
 from moe_ckpt.slices.copying import target
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.windows.lightning import Windows
 from tests.support.acted_gpu import CUDA, ActedGPU
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 from tests.unit.test_engine_late_agreement import LateCommunicator

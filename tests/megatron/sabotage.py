@@ -14,7 +14,8 @@ from moe_ckpt.megatron import checkpoint, host, hyperparameters, trainer_state
 from moe_ckpt.megatron.model.state import MegatronTrainingState
 from moe_ckpt.modeling.rng import restore_rng
 from moe_ckpt.reading import shared_reading
-from moe_ckpt.recovery import replay, sources
+from moe_ckpt.recovery import sources
+from moe_ckpt.windows import replay
 
 
 def tracker_not_restored() -> None:

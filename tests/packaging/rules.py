@@ -21,14 +21,17 @@ LAYERS = (
     *("driver", "callbacks", "megatron"),
 )
 """Each may import itself and what stands before it."""
-GUESTS = ("boost", "bubbles", "localized", "inprocess", "gradient_log", "survivors")
+GUESTS = ("boost", "bubbles", "localized", "inprocess", "gradient_log", "survivors", "windows")
 """Features that a run may do without: each may import every layer, but no other guest."""
 DOORS = {
-    "callbacks.fit": ("boost", "gradient_log", "survivors"),
+    "callbacks.fit": ("boost", "gradient_log", "survivors", "windows"),
+    "callbacks.host": ("windows",),
     "megatron.checkpoint": ("boost", "bubbles", "localized", "gradient_log", "survivors"),
+    "recovery.executing": ("windows",),
     "cli.densify": ("gradient_log",),
 }
-"""Module -> the guests that it imports, in a function, where a policy, an option or a command asks for them."""
+"""Module -> the guests that it imports, in a function, where a policy, an option, a checkpoint or a command asks for
+them; or for the type checker only."""
 ADAPTERS = ("callbacks", "megatron")
 """One per training framework; though one stands before the other, neither may import the other."""
 ON_TOP = ("testing", "conf")
@@ -57,7 +60,7 @@ KNOW_POLICIES = ("policies", "cli", "conf", "testing", "")
 POLICY_PARTS = tuple(f"{PACKAGE}.policies.{name}." for name in ("base", "by_name", "guard", "wrapper"))
 """What others may import of ``policies``: the protocol and its facts, policies by users' names for them, wrappers."""
 HOMES = {
-    "lightning": ("callbacks", "interop"),
+    "lightning": ("callbacks", "interop", "windows"),
     "pytorch_lightning": (),
     "torchmetrics": ("metrics",),
     "hydra": ("conf",),
@@ -79,7 +82,15 @@ PRIVATE_NAMES_OF_OTHERS = frozenset(
     {
         *("_backward_hooks", "_comm_hooks", "_delay_all_reduce_params", "_fsdp_param_groups", "_get_ddp_logging_data"),
         *("_get_fsdp_state", "_growth_tracker", "_has_rebuilt_buckets", "_in_backward_optimizers", "_last_lr"),
-        *("_module_parameters", "_post_accumulate_grad_hooks", "_rebuild_buckets", "_scale", "_use_python_reducer"),
+        *(
+            "_module_parameters",
+            "_parameters",
+            "_to_copy",
+            "_post_accumulate_grad_hooks",
+            "_rebuild_buckets",
+            "_scale",
+            "_use_python_reducer",
+        ),
         *("_getframe", "_fit"),
     }
 )
@@ -175,10 +186,11 @@ def direction(module: Module) -> Iterator[str]:
 
 
 def guests_at_doors(module: Module) -> Iterator[str]:
-    """A run without a guest does not import it: doors do, in a function; everybody else knows protocols."""
+    """A run without a guest does not import it: doors do, when it is asked for; everybody else knows protocols."""
     if module.part in GUESTS:
         return
-    late = {line for node in _functions(module) for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    blocks = (*_functions(module), *_for_types(module.tree))
+    late = {line for node in blocks for line in range(node.lineno, (node.end_lineno or 0) + 1)}
     for line, target in imports(module):
         guest = target.removeprefix(f"{PACKAGE}.").partition(".")[0] if target.startswith(f"{PACKAGE}.") else ""
         if guest in GUESTS and not (line in late and guest in DOORS.get(module.name, ())):
@@ -206,7 +218,7 @@ def _may_import(part: str, target: str) -> bool:
     if part in ON_TOP:
         return target in LAYERS or target == ""
     if target in GUESTS:
-        return part in ADAPTERS
+        return part in {door.partition(".")[0] for door in DOORS}
     if part in GUESTS:
         return target in LAYERS
     if part in ADAPTERS and target in ADAPTERS:
@@ -278,12 +290,7 @@ def ports_without_torch(module: Module) -> Iterator[str]:
     if module.name not in EVERYWHERE:
         return
     tree = module.tree
-    guarded = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
+    guarded = {id(inner) for node in _for_types(tree) for inner in ast.walk(node)}
     for node in ast.walk(tree):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -418,6 +425,13 @@ _SECTION = re.compile(r"^(?:Args|Attributes|Returns|Raises):", re.MULTILINE)
 def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(module.tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def _for_types(tree: ast.AST) -> Iterator[ast.If]:
+    """Blocks that only a type checker runs."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING":
             yield node
 
 

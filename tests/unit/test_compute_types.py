@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ckpt.modeling.compute_types import ComputeTypeProbe
+from moe_ckpt.windows.compute_types import ComputeTypeProbe
 from tests.support.tiny_moe import TinyMoE
 
 BF16 = torch.bfloat16

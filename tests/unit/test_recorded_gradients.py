@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
-from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.stopwatch import Stopwatch
+from moe_ckpt.windows.lightning import Windows
 
 
 def test_parameters_that_came_since_the_step_before_leave_it_unrecorded():

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from moe_ckpt.errors import ReplayDivergedError
-from moe_ckpt.recovery.replay import StepSource, WindowReplay
+from moe_ckpt.recovery.replay import StepSource
+from moe_ckpt.windows.replay import WindowReplay
 
 
 class Window(WindowReplay):
@@ -18,7 +19,8 @@ class Window(WindowReplay):
     def __init__(self, told: list[str]) -> None:
         slots = [SimpleNamespace(step=step) for step in (4, 6, 7)]
         reader, manifest = SimpleNamespace(index=lambda manifest: None), SimpleNamespace(slots=slots)
-        super().__init__(reader, manifest, None, 0, loaded=1)  # type: ignore[arg-type]
+        super().__init__(reader, manifest, None, 0)  # type: ignore[arg-type]
+        self._loaded = 1
         self.told = told
 
     def upcoming(self) -> Mapping[str, Any]:
@@ -38,7 +40,7 @@ class Logged(StepSource):
     def __init__(self, told: list[str]) -> None:
         self.told = told
 
-    def prepare(self, replay: Any, recorded: Mapping[str, Any]) -> None:
+    def prepare(self, recorded: Mapping[str, Any]) -> None:
         self.told.append(f"prepare {recorded['rng']}")
 
     def close(self) -> None:

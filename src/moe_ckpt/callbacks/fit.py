@@ -24,8 +24,8 @@ from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit,
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import inexact, require_restartable, warn_of_timers
 from moe_ckpt.callbacks.update_watch import UpdateWatch
-from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.core.operators import Catalog
 from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, Moment, State
@@ -115,7 +115,7 @@ class Fit:
             self._counter.close()
             raise
         if options.needs.windows:
-            self.host.windows = Windows(trainer, module, catalog, self.host.state, self._policy, stopwatch)
+            self._watch_windows(catalog)
         after_batch = lambda: self.after_batch()  # noqa: E731  which may be timed
         updated = lambda: None if self._is_searching() else self.driver.note(Moment.WRITTEN)  # noqa: E731
         self._own_callbacks: Collection[Callback] = ()
@@ -134,6 +134,12 @@ class Fit:
         from moe_ckpt.gradient_log.lightning import fit_log
 
         return fit_log(self.host.trainer, self.host.module, self.driver)
+
+    def _watch_windows(self, catalog: Catalog) -> None:
+        from moe_ckpt.windows.lightning import Windows
+
+        host = self.host
+        host.windows = Windows(host.trainer, host.module, catalog, host.state, self._policy, self.stopwatch)
 
     @property
     def session(self) -> CheckpointSession:
@@ -175,8 +181,7 @@ class Fit:
             if ended and driver.restored_step is not None:
                 driver.say.gone_back(driver.restored_step, before)
         if driver.replaying is not None and host.windows is None:
-            catalog = self.session.catalog
-            host.windows = Windows(host.trainer, host.module, catalog, host.state, self._policy, self.stopwatch)
+            self._watch_windows(self.session.catalog)
         if driver.replaying is not None and host.windows is not None:
             host.windows.resumed(driver.replaying)
 
@@ -226,7 +231,7 @@ class Fit:
             end_whole_epoch(host.trainer)
         host.generators.put_back()
         if host.windows is not None and driver.replaying is not None:
-            driver.replaying.begin(host.windows.step_source(ours))
+            driver.replaying.begin(host.windows.step_source(driver.replaying, ours))
         new = host.step == 0 and driver.restored_step is None
         if new:
             require_restartable(host.trainer)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -20,7 +20,6 @@ from moe_ckpt.callbacks.lightning_state import (
     plain_hparams,
     restore_checkpoint,
 )
-from moe_ckpt.callbacks.windows.checks import Windows
 from moe_ckpt.driver.changes import Change, differing, plain_values, same
 from moe_ckpt.driver.host import End, Host, loading_state
 from moe_ckpt.format.manifest import Manifest, state_path
@@ -36,6 +35,9 @@ from moe_ckpt.recovery.executing import Restored, rank_of_state
 from moe_ckpt.recovery.replay import Repeated
 from moe_ckpt.recovery.resume import other_ranks
 from moe_ckpt.run.options import Options
+
+if TYPE_CHECKING:
+    from moe_ckpt.windows.lightning import Windows
 
 _Plain = Mapping[str, Any]
 

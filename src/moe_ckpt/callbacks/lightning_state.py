@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from moe_ckpt.callbacks.compat import NAMES, Private
 from moe_ckpt.callbacks.loop_position import interrupted
-from moe_ckpt.callbacks.windows.weight_readers import overrides
+from moe_ckpt.callbacks.support import overrides
 from moe_ckpt.driver.host import loading_state, require_framework
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.schema import like, listing, record, require

@@ -27,7 +27,7 @@ from moe_ckpt.profiling.recorder import profilers
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import AlongLog, Recovery, Restored, versions_of
-from moe_ckpt.recovery.replay import WindowReplay
+from moe_ckpt.recovery.replay import StepReplay
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
@@ -79,7 +79,7 @@ class Driver:
         self.last: StepRecord | None = None
         self.restored_step: int | None = None
         self.restored: Restored | None = None
-        self.replaying: WindowReplay | None = None
+        self.replaying: StepReplay | None = None
         self.boost: CapacityBoost | None = None
         self.localized: LocalizedRecovery | None = None
         self.gradients: GradientLogging | None = None
@@ -348,7 +348,7 @@ class Driver:
         captured = self._host.capture(described=described)
         return captured if self.boost is None else {**self.boost.captured(), **captured}
 
-    def _replayed(self, replaying: WindowReplay, step: int, tokens: Deferred[StepTokens]) -> StepRecord:
+    def _replayed(self, replaying: StepReplay, step: int, tokens: Deferred[StepTokens]) -> StepRecord:
         """Compares a replayed step; after the last one the session resumes from the window."""
         equal = False
         try:

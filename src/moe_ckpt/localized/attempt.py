@@ -27,7 +27,7 @@ from moe_ckpt.reading.restore import needed_slices, parameters_of
 from moe_ckpt.reading.shared_reading import SharedReading, divide
 from moe_ckpt.reading.together import NotUsableError, together
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
-from moe_ckpt.recovery.replay import WindowReplay
+from moe_ckpt.recovery.replay import StepReplay
 from moe_ckpt.recovery.sources import in_order
 
 log = logging.getLogger("moe_ckpt")
@@ -166,8 +166,7 @@ class LocalAttempt:
         restored, source = together(comm, lambda: opening(recovery, *mine))
         together(comm, lambda: None if goes_back else require_all_kept(retained, state, local.step))
         if goes_back and restored.replay is None:
-            replay = WindowReplay(reader, manifest, state, comm.rank, loaded=len(manifest.slots))
-            restored = replace(restored, replay=replay)
+            restored = replace(restored, replay=StepReplay(manifest))
         if comm.rank == 0:
             self._say_local(local, since, manifest)
         shared = self._divide(reader, manifest, opened, goes_back=goes_back)

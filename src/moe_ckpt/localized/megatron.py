@@ -23,7 +23,7 @@ from moe_ckpt.localized.rejoining import Rejoining
 from moe_ckpt.megatron.model.topology import layout
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored
-from moe_ckpt.recovery.replay import Plain, StepSource, WindowReplay
+from moe_ckpt.recovery.replay import Plain, StepSource
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.options import Options
 from moe_ckpt.session.session import CheckpointSession
@@ -190,7 +190,7 @@ class _Alone(StepSource):
         self._is_done = False
         self._answers: Answers | None = None
 
-    def prepare(self, replay: WindowReplay, recorded: Plain) -> None:
+    def prepare(self, recorded: Plain) -> None:
         self._require_all_given()
         step = next(self._steps)
         self._answers = Answers(step, self._part.received.pop(step, {}), self._diverges)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import human_bytes, name_ranks
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.errors import ConfigError, NotFiniteError, OtherLayoutError
+from moe_ckpt.errors import ConfigError, NotFiniteError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState
@@ -23,8 +23,8 @@ from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of, require_fitting
 from moe_ckpt.reading.together import NotUsableError, together, together_and_most
 from moe_ckpt.recovery.recovery_plan import Inventory, RecoveryPlan, plan_recovery
-from moe_ckpt.recovery.replay import WindowReplay
-from moe_ckpt.recovery.sources import StorageSource, WindowSource, opened_inventories
+from moe_ckpt.recovery.replay import StepReplay
+from moe_ckpt.recovery.sources import StorageSource, opened_inventories
 
 log = logging.getLogger("moe_ckpt")
 
@@ -74,7 +74,7 @@ class Restored:
     manifest: Manifest
     plain: Mapping[str, Any]
     tokens_from_host: Counts | None = None
-    replay: WindowReplay | None = None
+    replay: StepReplay | None = None
     path: str = ""
     from_memory: bool = False
     beneath: Manifest | None = None
@@ -335,31 +335,13 @@ def opening(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tupl
     """Opens the checkpoint, if this run can resume from it. Changes nothing, and reads no slice."""
     if manifest.not_finite:
         raise NotFiniteError(manifest.directory, manifest.not_finite)
-    rank = recovery.comm.rank
-    if not manifest.window:
-        restored = open_dense(reader, manifest, rank, recovery.admits)
-        require_fitting(reader, manifest, recovery.state, restored.plain.get("plain"))
-        return restored, StorageSource(reader, manifest)
-    _require_same_ranks(manifest, recovery.comm.world_size)
-    reader.prove(manifest)
-    plain, *_ = (reader.state(slot, rank) for slot in manifest.slots)  # the others are read again when due
-    if recovery.admits is not None:
-        recovery.admits(manifest, plain)
-    require_fitting(reader, manifest, recovery.state, plain.get("plain"))
-    replay = WindowReplay(reader, manifest, recovery.state, rank)
-    path = state_path(manifest.slots[0].directory, rank)
-    return Restored(manifest, plain, None, replay, path), WindowSource(reader, manifest, replay)
+    if manifest.window:
+        from moe_ckpt.windows.replay import open_window
 
-
-def _require_same_ranks(manifest: Manifest, world_size: int) -> None:
-    """Raises ``OtherLayoutError`` for a window of another number of ranks: they would compute other steps."""
-    if world_size != manifest.world_size:
-        raise OtherLayoutError(
-            manifest.directory,
-            f"that {manifest.world_size} ranks computed, and this run has {world_size}",
-            f"Start {manifest.world_size} ranks; a dense checkpoint, such as the last of a run that ended well, can be "
-            "loaded by any number.",
-        )
+        return open_window(recovery, reader, manifest)
+    restored = open_dense(reader, manifest, recovery.comm.rank, recovery.admits)
+    require_fitting(reader, manifest, recovery.state, restored.plain.get("plain"))
+    return restored, StorageSource(reader, manifest)
 
 
 def open_dense(reader: StoreReader, manifest: Manifest, rank: int, admits: Admits | None) -> Restored:

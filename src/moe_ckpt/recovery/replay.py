@@ -1,16 +1,12 @@
-"""Sparse-to-dense conversion: from the first step of a window to one state, by computing its steps again.
+"""The replay of steps after a recovery: training computes them again, and the run goes on when they are as recorded.
 
-A window (MoEvement, section 3.2) has each operator in full as of one of its steps, and as compute weights as of the
-steps before. Training resumes at the first step; a ``StepSource`` computes the others again. After each replayed step,
-what the window has of it replaces the optimizer's result: operators anchored there in full, and compute weights of
-those anchored later. An anchored operator has had exact gradients since, because every pass read exact weights; so at
-the window's end all are exact, to the last bit. Updates of operators that are not anchored yet are meaningless, and are
-overwritten before anything reads them. What does not depend on weights must be as recorded.
+A ``StepSource`` computes each step. What a sparse window has of it is then loaded (``windows.replay``), and what does
+not depend on weights must be as recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,14 +14,10 @@ import torch
 
 from moe_ckpt.core.tokens import WINDOW_BEGAN, Counts, window_began
 from moe_ckpt.errors import ReplayDivergedError
-from moe_ckpt.format.manifest import Manifest, state_path
-from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
-from moe_ckpt.reading.index import StoredSlice, TensorIndex, split_key
-from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.shared_reading import SharedReading, load_slices
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.shared_reading import SharedReading
 from moe_ckpt.run.agreement import Deferred, StepTokens
-
-_MODEL = "model/"
 
 Plain = Mapping[str, Any]
 """A rank's plain state."""
@@ -38,13 +30,12 @@ RepeatedOf = Callable[[Plain, Plain], Iterable[Repeated]]
 
 
 class StepSource:
-    """Computes the steps of a window: by itself, by training's own passes, which continue from its first step."""
+    """Computes steps again: by itself, by training's own passes, which continue from the first one."""
 
-    def prepare(self, replay: WindowReplay, recorded: Plain) -> None:
+    def prepare(self, recorded: Plain) -> None:
         """Called before each step.
 
         Args:
-            replay: Of the window.
             recorded: The plain state after it, the first time.
         """
 
@@ -61,15 +52,12 @@ class StepSource:
         """Called when no step is left, and when training ends."""
 
 
-class WindowReplay:
-    """The replay of one window, step by step; the same on all ranks. Recovery loads its first step.
+class StepReplay:
+    """The replay of steps, one by one; the same on all ranks. By itself of steps of which nothing is recorded.
 
     Args:
-        reader: Of the checkpoint.
-        manifest: Of the window.
-        state: Is written.
-        rank: This one.
-        loaded: How many of its steps are loaded.
+        manifest: Of the checkpoint that was loaded: a sparse window, or the step that the replay begins at.
+        loaded: How many of the checkpoint's steps are loaded; None for all.
 
     Attributes:
         manifest: As given.
@@ -77,45 +65,39 @@ class WindowReplay:
         source: Computes the steps.
     """
 
-    def __init__(
-        self, reader: StoreReader, manifest: Manifest, state: TrainingState, rank: int, loaded: int = 0
-    ) -> None:
-        self.manifest, self._reader, self._state, self._rank = manifest, reader, state, rank
-        self._index: TensorIndex = reader.index(manifest)
+    def __init__(self, manifest: Manifest, loaded: int | None = None) -> None:
+        self.manifest = manifest
         self._steps = tuple(slot.step for slot in manifest.slots)
-        self._loaded = loaded
+        self._loaded = len(self._steps) if loaded is None else loaded
         self.shared: SharedReading | None = None
         self.source = StepSource()
         self._reached = self._until = 0
         self._tokens: list[Deferred[StepTokens]] = []
 
-    # --- loading: by recovery the first step, then by the methods below ---
-
-    @property
-    def is_loaded(self) -> bool:
-        """True if all that the window has is loaded."""
-        return self._loaded == len(self._steps)
+    # --- of the checkpoint ---
 
     def load(self) -> None:
-        """Loads the step that comes next. Other ranks do not learn of an error."""
-        step = self._steps[self._loaded]
-
-        def prepared() -> Sequence[StateTensor]:
-            self._state.prepare(self._optimizer_tensors(step))
-            return self._state.tensors()
-
-        load_slices(self._reader, self._stored(step), prepared, self.shared)
+        """Loads what the checkpoint has of the step that comes next. Other ranks do not learn of an error."""
         self._loaded += 1
 
     def repeat(self) -> None:
-        """Loads the newest step once more: batch-end hooks may have changed weights since.
+        """Loads the newest step once more: batch-end hooks may have changed weights since."""
 
-        Always, since torch does not tell of every change: ``.data``, which Megatron's QK-clip writes to, has a version
-        counter of its own.
-        """
-        load_slices(self._reader, self._stored(self._steps[self._loaded - 1]), self._state.tensors)
+    def upcoming(self) -> Plain:
+        """Returns this rank's recorded plain state of the step that is computed next, if the checkpoint has one."""
+        return {}
 
-    # --- computing: by the driver ---
+    @property
+    def is_loaded(self) -> bool:
+        """True if all that the checkpoint has is loaded."""
+        return self._loaded == len(self._steps)
+
+    @property
+    def upcoming_step(self) -> int:
+        """The step that is computed next."""
+        return self._steps[self._loaded]
+
+    # --- of training ---
 
     def resume(
         self,
@@ -130,25 +112,11 @@ class WindowReplay:
         Args:
             plain: This rank's plain state at that step.
             repeated: The parts of an adapter's plain state that must repeat.
-            until: Last step to compute: the window's, or a later one.
+            until: Last step to compute: the checkpoint's, or a later one.
             changed: In what the script differs from the one that wrote the window, as text.
         """
         self._before, self._repeated, self._until, self._changed = plain, repeated, until, changed
         self._recorded: Plain = self.upcoming()
-
-    def upcoming(self) -> Plain:
-        """Returns this rank's recorded plain state of the step that is computed next, if the window has one."""
-        return {} if self.is_loaded else self._reader.state(self.manifest.slots[self._loaded], self._rank)
-
-    @property
-    def upcoming_step(self) -> int:
-        """The step that is computed next."""
-        return self._steps[self._loaded]
-
-    @property
-    def upcoming_path(self) -> str:
-        """The file of ``upcoming``, for messages."""
-        return state_path(self.manifest.slots[self._loaded].directory, self._rank)
 
     @property
     def done(self) -> bool:
@@ -157,7 +125,7 @@ class WindowReplay:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """First step of the window, and the last one to compute."""
+        """First step of the checkpoint, and the last one to compute."""
         return self._steps[0], max(self._steps[-1], self._until)
 
     def begin(self, source: StepSource) -> None:
@@ -170,20 +138,20 @@ class WindowReplay:
             self.source.done()
             self.close()
         else:
-            self.source.prepare(self, self._recorded)
+            self.source.prepare(self._recorded)
 
     def close(self) -> None:
         """No step is left, or training ends. Safe to call twice."""
         self.source.close()
 
     def put_back(self, step: int) -> None:
-        """Loads what the window has of ``step``, which was computed again. Called before anything reads weights.
+        """Loads what the checkpoint has of ``step``, which was computed again. Called before anything reads weights.
 
         A collective if reading is shared.
 
         Raises:
             ReplayDivergedError: It is not the next step.
-            DamagedError: The window was damaged since the replay began.
+            DamagedError: The checkpoint was damaged since the replay began.
             StoreError: The same on another rank.
         """
         if self.is_loaded or step == self._steps[self._loaded - 1]:
@@ -232,37 +200,6 @@ class WindowReplay:
 
         again, _ = comm.start_agreement(counted, np.zeros(0, dtype=np.int64)).result()
         return window_began(ended - again) == {WINDOW_BEGAN: began}
-
-    # --- what the window has ---
-
-    def frozen_parameters(self) -> frozenset[str]:
-        """Returns names of the parameters of which no row is anchored yet."""
-        reached = self._steps[self._loaded - 1]
-        return frozenset(
-            split_key(key).fqn
-            for key, group in self._index.tensors.items()
-            if key.startswith(_MODEL) and all(stored.file.step > reached for stored in group)
-        )
-
-    def _optimizer_tensors(self, step: int) -> dict[str, TensorMeta]:
-        """Returns the optimizer state at ``step``: of parameters that are anchored in part or whole."""
-        trained = {
-            split_key(key).fqn
-            for key, group in self._index.tensors.items()
-            if key.startswith(_MODEL) and any(stored.file.step <= step for stored in group)
-        }
-        optimizer = (key for key in self._index.tensors if not key.startswith(_MODEL))
-        return {key: self._index.meta(key) for key in optimizer if split_key(key).fqn in trained}
-
-    def _stored(self, step: int) -> dict[str, list[StoredSlice]]:
-        """Returns what the window has of a step, by key: what is anchored there, and compute weights of the rest."""
-        slices: dict[str, list[StoredSlice]] = {}
-        for key, group in self._index.tensors.items():
-            if anchored := [stored for stored in group if stored.file.step == step]:
-                slices[key] = anchored
-        for key, later in self._index.replay.get(step, {}).items():
-            slices[key] = [*slices.get(key, ()), *later]
-        return slices
 
 
 def require_repeated(step: int, parts: Iterable[Repeated], recorded: Plain, captured: Plain, changed: str = "") -> None:

@@ -19,7 +19,6 @@ from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of, prepare, verify_needed
 from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory
-from moe_ckpt.recovery.replay import WindowReplay
 
 
 class StorageSource:
@@ -126,26 +125,6 @@ class StorageSource:
 def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
     """Returns slices of a checkpoint, each once, in an order that is the same on every rank."""
     return sorted(set(slices), key=lambda stored: (stored.path, stored.offset))
-
-
-class WindowSource(StorageSource):
-    """A sparse window: its first step is loaded, and ``replay`` computes the others."""
-
-    def __init__(self, reader: StoreReader, manifest: Manifest, replay: WindowReplay) -> None:
-        super().__init__(reader, manifest)
-        self._replay = replay
-
-    def _kinds(self, operators: Collection[str]) -> tuple[Mapping[str, Sequence[StoredSlice]], ...]:
-        """Returns all that the replay will read, so that it cannot fail half way."""
-        return (self._index.tensors, *self._index.replay.values())
-
-    def prepare(self, state: TrainingState) -> None:
-        """Does nothing: the replay creates optimizer state step by step."""
-
-    def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
-        """Writes the window's first step; there is nothing to prepare. A collective if reading is shared."""
-        self._replay.shared = self.shared
-        self._replay.load()
 
 
 def opened_inventories(opened: OpenedMemory) -> tuple[Inventory, ...]:

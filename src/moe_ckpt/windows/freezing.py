@@ -33,12 +33,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.callbacks.compat import Private
-from moe_ckpt.callbacks.windows.weight_readers import overrides
+from moe_ckpt.callbacks.support import overrides
 from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.modeling.names import is_compiled, parameters_of
-from moe_ckpt.modeling.sparing import WithoutGradients, with_loss
-from moe_ckpt.recovery.replay import StepSource, WindowReplay
+from moe_ckpt.recovery.replay import StepSource
+from moe_ckpt.windows.replay import WindowReplay
+from moe_ckpt.windows.sparing import WithoutGradients, with_loss
 
 _LOOKS_AT_GRADIENTS = (
     "backward",
@@ -97,13 +98,17 @@ class SparingRecompute(StepSource):
     """Training's own passes, without gradients and updates of parameters that are not anchored yet.
 
     Args:
+        replay: Of the window.
         trainer: Of the fit.
         module: The model.
         has_experts: It has MoE layers.
         norms: Of clipping.
     """
 
-    def __init__(self, trainer: Any, module: pl.LightningModule, *, has_experts: bool, norms: ClipNorms) -> None:
+    def __init__(
+        self, replay: WindowReplay, trainer: Any, module: pl.LightningModule, *, has_experts: bool, norms: ClipNorms
+    ) -> None:
+        self._replay = replay
         self._module, self._norms, self._has_experts = module, norms, has_experts
         self._parameters = dict(parameters_of(module))
         self._reducing = _Reducing.of(trainer, module)
@@ -112,8 +117,9 @@ class SparingRecompute(StepSource):
         self._spared: WithoutGradients | None = None
         self._step = 0
 
-    def prepare(self, replay: WindowReplay, recorded: Mapping[str, Any]) -> None:
+    def prepare(self, recorded: Mapping[str, Any]) -> None:
         self._release()
+        replay = self._replay
         self._frozen, self._step = replay.frozen_parameters(), replay.upcoming_step
         facts = recorded["replay"]
         with loading_state("the steps of a sparse window", replay.upcoming_path):

@@ -19,20 +19,21 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.support import inexact
-from moe_ckpt.callbacks.windows.freezing import ClipNorms, SparingRecompute, may_leave_out
-from moe_ckpt.callbacks.windows.weight_readers import weight_readers
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
-from moe_ckpt.modeling.compute_types import ComputeTypeProbe
 from moe_ckpt.modeling.names import has_compiled, is_compiled
-from moe_ckpt.modeling.sparing import ReentrantCheckpoints
 from moe_ckpt.modeling.state.trainable import without_gradient
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
-from moe_ckpt.recovery.replay import StepSource, WindowReplay, same_plain
+from moe_ckpt.recovery.replay import StepReplay, StepSource, same_plain
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Stopwatch
+from moe_ckpt.windows.compute_types import ComputeTypeProbe
+from moe_ckpt.windows.freezing import ClipNorms, SparingRecompute, may_leave_out
+from moe_ckpt.windows.replay import WindowReplay
+from moe_ckpt.windows.sparing import ReentrantCheckpoints
+from moe_ckpt.windows.weight_readers import weight_readers
 
 log = logging.getLogger("moe_ckpt")
 
@@ -74,7 +75,7 @@ class Windows:
         self._agreed: Callable[[], ComputeTypes] | None = None
         self._values: _OwnValues | None = None
 
-    def check(self, replaying: WindowReplay | None, buckets: BucketOrder | None) -> None:
+    def check(self, replaying: StepReplay | None, buckets: BucketOrder | None) -> None:
         """Raises ``ConfigError`` if steps cannot be computed again exactly.
 
         Args:
@@ -108,7 +109,7 @@ class Windows:
             "Step the optimizers after the last backward pass, or use GradientLog, Dense or MoC."
         )
 
-    def strip_optimizer_state(self, checkpoint: dict[str, Any], replaying: WindowReplay) -> None:
+    def strip_optimizer_state(self, checkpoint: dict[str, Any], replaying: StepReplay) -> None:
         """Removes optimizer state, which is invalid during a replay, from another callback's checkpoint.
 
         Without it Lightning loads the weights, and refuses to resume training from them.
@@ -122,18 +123,19 @@ class Windows:
                 replaying.steps[1],
             )
 
-    def step_source(self, ours: Collection[Callback]) -> StepSource:
+    def step_source(self, replaying: StepReplay, ours: Collection[Callback]) -> StepSource:
         """Returns what computes steps again.
 
         Args:
+            replaying: The window that is replayed.
             ours: Callbacks that do not read gradients.
         """
-        if not may_leave_out(self._trainer, self._module, self._norms, ours):
+        if not isinstance(replaying, WindowReplay) or not may_leave_out(self._trainer, self._module, self._norms, ours):
             return StepSource()
         has_experts = bool(self._catalog.layers)
-        return SparingRecompute(self._trainer, self._module, has_experts=has_experts, norms=self._norms)
+        return SparingRecompute(replaying, self._trainer, self._module, has_experts=has_experts, norms=self._norms)
 
-    def resumed(self, replaying: WindowReplay) -> None:
+    def resumed(self, replaying: StepReplay) -> None:
         """Optimizers are as at the first step of the window that is replayed."""
         if replaying.steps[0] > 0:  # else hooks changed the run's, too, and the window has what they were before
             self._values = _OwnValues(self._trainer.optimizers)

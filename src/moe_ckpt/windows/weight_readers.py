@@ -14,6 +14,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from moe_ckpt.callbacks.support import overrides
+
 _HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
@@ -46,12 +48,6 @@ def _may_keep(callback: Callback) -> bool:
     return (any(_of_others(callback, _HOOKS)) and any(overrides(callback, name) for name in _KEEPS)) or (
         any(_of_others(callback, _KEEPS)) and any(overrides(callback, name) for name in _HOOKS)
     )
-
-
-def overrides(callback: Callback, name: str) -> bool:
-    """Returns whether the callback overrides a hook of ``Callback``, also where it is set on the object."""
-    override, plain = getattr(type(callback), name, None), getattr(Callback, name, None)
-    return plain is not None and (name in vars(callback) or override is not plain)
 
 
 def _of_others(callback: Callback, names: tuple[str, ...]) -> Iterator[bool]:

@@ -1,0 +1,138 @@
+"""Sparse-to-dense conversion: from the first step of a window to one state, by computing its steps again.
+
+A window (MoEvement, section 3.2) has each operator in full as of one of its steps, and as compute weights as of the
+steps before. Training resumes at the first step, and computes the others again (``recovery.replay``). After each of
+them, what the window has of it replaces the optimizer's result: operators anchored there in full, and compute weights
+of those anchored later. An anchored operator has had exact gradients since, because every pass read exact weights; so
+at the window's end all are exact, to the last bit. Updates of operators that are not anchored yet are meaningless, and
+are overwritten before anything reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from moe_ckpt.errors import OtherLayoutError
+from moe_ckpt.format.manifest import Manifest, state_path
+from moe_ckpt.ports import StateTensor, TensorMeta, TrainingState
+from moe_ckpt.reading.index import StoredSlice, TensorIndex, split_key
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.restore import require_fitting
+from moe_ckpt.reading.shared_reading import load_slices
+from moe_ckpt.recovery.executing import Recovery, Restored
+from moe_ckpt.recovery.replay import Plain, StepReplay
+from moe_ckpt.recovery.sources import StorageSource
+
+_MODEL = "model/"
+
+
+def open_window(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:
+    """Opens a sparse window as ``recovery.executing.opening`` does.
+
+    Raises:
+        OtherLayoutError: Another number of ranks computed it: this run would compute other steps.
+    """
+    rank, world_size = recovery.comm.rank, recovery.comm.world_size
+    if world_size != manifest.world_size:
+        raise OtherLayoutError(
+            manifest.directory,
+            f"that {manifest.world_size} ranks computed, and this run has {world_size}",
+            f"Start {manifest.world_size} ranks; a dense checkpoint, such as the last of a run that ended well, can be "
+            "loaded by any number.",
+        )
+    reader.prove(manifest)
+    plain, *_ = (reader.state(slot, rank) for slot in manifest.slots)  # the others are read again when due
+    if recovery.admits is not None:
+        recovery.admits(manifest, plain)
+    require_fitting(reader, manifest, recovery.state, plain.get("plain"))
+    replay = WindowReplay(reader, manifest, recovery.state, rank)
+    path = state_path(manifest.slots[0].directory, rank)
+    return Restored(manifest, plain, None, replay, path), WindowSource(reader, manifest, replay)
+
+
+class WindowReplay(StepReplay):
+    """The replay of one window. Recovery loads its first step.
+
+    Args:
+        reader: Of the checkpoint.
+        manifest: Of the window.
+        state: Is written.
+        rank: This one.
+    """
+
+    def __init__(self, reader: StoreReader, manifest: Manifest, state: TrainingState, rank: int) -> None:
+        super().__init__(manifest, loaded=0)
+        self._reader, self._state, self._rank = reader, state, rank
+        self._index: TensorIndex = reader.index(manifest)
+
+    def load(self) -> None:
+        step = self.upcoming_step
+
+        def prepared() -> Sequence[StateTensor]:
+            self._state.prepare(self._optimizer_tensors(step))
+            return self._state.tensors()
+
+        load_slices(self._reader, self._stored(step), prepared, self.shared)
+        super().load()
+
+    def repeat(self) -> None:
+        # Always, since torch does not tell of every change: ``.data``, which Megatron's QK-clip writes to, has a
+        # version counter of its own.
+        load_slices(self._reader, self._stored(self._steps[self._loaded - 1]), self._state.tensors)
+
+    def upcoming(self) -> Plain:
+        return {} if self.is_loaded else self._reader.state(self.manifest.slots[self._loaded], self._rank)
+
+    @property
+    def upcoming_path(self) -> str:
+        """The file of ``upcoming``, for messages."""
+        return state_path(self.manifest.slots[self._loaded].directory, self._rank)
+
+    def frozen_parameters(self) -> frozenset[str]:
+        """Returns names of the parameters of which no row is anchored yet."""
+        reached = self._steps[self._loaded - 1]
+        return frozenset(
+            split_key(key).fqn
+            for key, group in self._index.tensors.items()
+            if key.startswith(_MODEL) and all(stored.file.step > reached for stored in group)
+        )
+
+    def _optimizer_tensors(self, step: int) -> dict[str, TensorMeta]:
+        """Returns the optimizer state at ``step``: of parameters that are anchored in part or whole."""
+        trained = {
+            split_key(key).fqn
+            for key, group in self._index.tensors.items()
+            if key.startswith(_MODEL) and any(stored.file.step <= step for stored in group)
+        }
+        optimizer = (key for key in self._index.tensors if not key.startswith(_MODEL))
+        return {key: self._index.meta(key) for key in optimizer if split_key(key).fqn in trained}
+
+    def _stored(self, step: int) -> dict[str, list[StoredSlice]]:
+        """Returns what the window has of a step, by key: what is anchored there, and compute weights of the rest."""
+        slices: dict[str, list[StoredSlice]] = {}
+        for key, group in self._index.tensors.items():
+            if anchored := [stored for stored in group if stored.file.step == step]:
+                slices[key] = anchored
+        for key, later in self._index.replay.get(step, {}).items():
+            slices[key] = [*slices.get(key, ()), *later]
+        return slices
+
+
+class WindowSource(StorageSource):
+    """A sparse window: its first step is loaded, and ``replay`` computes the others."""
+
+    def __init__(self, reader: StoreReader, manifest: Manifest, replay: WindowReplay) -> None:
+        super().__init__(reader, manifest)
+        self._replay = replay
+
+    def _kinds(self, operators: Collection[str]) -> tuple[Mapping[str, Sequence[StoredSlice]], ...]:
+        """Returns all that the replay will read, so that it cannot fail half way."""
+        return (self._index.tensors, *self._index.replay.values())
+
+    def prepare(self, state: TrainingState) -> None:
+        """Does nothing: the replay creates optimizer state step by step."""
+
+    def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
+        """Writes the window's first step; there is nothing to prepare. A collective if reading is shared."""
+        self._replay.shared = self.shared
+        self._replay.load()

@@ -33,7 +33,6 @@ from rich.table import Table
 
 from benchmarks.report import RESULTS, machine, write_json
 from moe_ckpt.comm.communicator import GlooCommunicator
-from moe_ckpt.core.tree import hops
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.run.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
 
@@ -129,7 +128,13 @@ def main(argv: list[str] | None = None) -> None:
                 found = measure(ranks, delay_ms / 1e3, given.iteration_ms / 1e3, given.steps)
             late_ms, waited_ms = (round(found[name] * 1e3, 2) for name in ("late", "waited for"))
             rows.append(
-                {"ranks": ranks, "delay_ms": delay_ms, "hops": hops(ranks), "late_ms": late_ms, "waited_ms": waited_ms}
+                {
+                    "ranks": ranks,
+                    "delay_ms": delay_ms,
+                    "hops": 2 * (ranks - 1).bit_length(),
+                    "late_ms": late_ms,
+                    "waited_ms": waited_ms,
+                }
             )
             if given.json:
                 write_json(given.json, {**head, "rows": rows})

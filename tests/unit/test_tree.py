@@ -7,11 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.core.tree import TreeNode, hops, most_messages
+from moe_ckpt.core.tree import TreeNode
 from moe_ckpt.run.agreement import StepConsensus, pack
 from moe_ckpt.tiers import memory_tier
 
 SCALE = Path(__file__).parents[2] / "docs" / "scale.md"
+
+
+def hops(ranks: int) -> int:
+    """Messages one after the other until every rank has the combined value: up the tree, and down."""
+    return 2 * (ranks - 1).bit_length()
+
+
+def most_messages(ranks: int) -> int:
+    """The most that any one rank sends for one combined value: rank 0, one to each child."""
+    return (ranks - 1).bit_length()
+
+
 GENERATIONS = 2
 """Numbers that a lane adds to each agreement: the run's generation, twice."""
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 64, 100]

@@ -66,10 +66,6 @@ class WrittenPart:
     window: WindowPlace | None = None
     applied: Future[Counts] | None = None
 
-    def is_of(self, window: WindowPlace | None) -> bool:
-        """Returns whether it is a step of this window."""
-        return self.window is not None and window is not None and self.window.start == window.start
-
 
 @dataclass(frozen=True, eq=False)
 class View:
@@ -197,7 +193,11 @@ class Committer:
         if len(acknowledged.freshness) != self.world_size or acknowledged.cover:
             raise CoverDiffersError(where, ("the ranks' shares do not cover it exactly",))
         slot = snapshot.contents.slot
-        before = [part for part in self._window_parts if slot and part.is_of(window)]
+        before = [
+            part
+            for part in self._window_parts
+            if slot and window is not None and part.window is not None and part.window.start == window.start
+        ]
         if len(before) != slot:
             raise SaveFailedError(snapshot.step, ("an earlier step of its window was not saved",))
         if before != self._window_parts:

@@ -175,7 +175,7 @@ class Room:
             if buffers is not None or self.trouble:
                 return buffers, waited
             if self._tier.outlives_process and not self._stages.in_flight:
-                logged = contents.since is not None and not self._pool.is_making  # a full snapshot takes its place
+                logged = contents.since is not None and not self._pool.making  # a full snapshot takes its place
                 if logged or not self._comes_back(until):
                     return None, waited
             most = max(0, min(most, self._stages.in_flight) - 1)
@@ -220,7 +220,7 @@ class Room:
 
     def _comes_back(self, until: float) -> bool:
         """Wait for a buffer that storage is reading, or that is being made; False if none will come in time."""
-        if self._pool.is_making and time.monotonic() < until:
+        if self._pool.making and time.monotonic() < until:
             time.sleep(_MAKING_SECS)
             return True
         return self._stages.wait_for_storage(max(0.0, until - time.monotonic()))

@@ -40,13 +40,3 @@ class TreeNode:
     def messages(self) -> int:
         """Messages that this rank sends for one value combined at rank 0 and broadcast."""
         return len(self.children) + (0 if self.parent is None else 1)
-
-
-def hops(ranks: int) -> int:
-    """Messages one after the other until every rank has the combined value: up the tree, and down."""
-    return 2 * (ranks - 1).bit_length()
-
-
-def most_messages(ranks: int) -> int:
-    """The most that any one rank sends for one combined value: rank 0, one to each child."""
-    return (ranks - 1).bit_length()

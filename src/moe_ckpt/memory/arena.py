@@ -47,24 +47,25 @@ class FreeSpace:
 
     Attributes:
         end: Rooms are taken below this byte.
+        used: The rooms, in order.
     """
 
     def __init__(self) -> None:
         self.end = 0
-        self._used: list[Span] = []
+        self.used: list[Span] = []
 
     def take(self, sizes: Sequence[int]) -> list[int] | None:
         """Take rooms of so many bytes, all or none; returns where they begin."""
         taken: list[Span] = []
         for nbytes in sizes:
             room = rounded(nbytes)
-            begin = next((low for low, high in _gaps(self._used, self.end) if high - low >= room), None)
+            begin = next((low for low, high in _gaps(self.used, self.end) if high - low >= room), None)
             if begin is None:
                 for span in taken:
-                    self._used.remove(span)
+                    self.used.remove(span)
                 return None
             taken.append((begin, begin + room))
-            insort(self._used, taken[-1])
+            insort(self.used, taken[-1])
         return [begin for begin, _ in taken]
 
     def end_for(self, sizes: Sequence[int]) -> int:
@@ -73,7 +74,7 @@ class FreeSpace:
         end = self.end
         for nbytes in sizes:
             room = rounded(nbytes)
-            begin = next(low for low, high in _gaps([*self._used, *taken], sys.maxsize) if high - low >= room)
+            begin = next(low for low, high in _gaps([*self.used, *taken], sys.maxsize) if high - low >= room)
             taken.append((begin, begin + room))
             end = max(end, begin + room)
         return end
@@ -85,28 +86,23 @@ class FreeSpace:
             ValueError: Another room has some of its bytes, or it begins where none can.
         """
         span = begin, begin + rounded(nbytes)
-        at = bisect(self._used, span)
-        neighbours = self._used[max(0, at - 1) : at + 1]
+        at = bisect(self.used, span)
+        neighbours = self.used[max(0, at - 1) : at + 1]
         if begin < 0 or begin % ALIGNMENT or any(low < span[1] and begin < high for low, high in neighbours):
             raise ValueError(f"a room of {nbytes} bytes at {begin} overlaps another one, or begins at no room's place")
-        self._used.insert(at, span)
+        self.used.insert(at, span)
 
     def free(self, begin: int, nbytes: int) -> None:
         """Give a room back. Raises ``ValueError``: nobody has taken it."""
-        self._used.remove((begin, begin + rounded(nbytes)))
+        self.used.remove((begin, begin + rounded(nbytes)))
 
     def fits(self, nbytes: int) -> bool:
         """True if ``take`` finds a room of so many bytes."""
-        return any(high - low >= rounded(nbytes) for low, high in _gaps(self._used, self.end))
-
-    @property
-    def used_end(self) -> int:
-        """End of the last room; 0 without any."""
-        return self._used[-1][1] if self._used else 0
+        return any(high - low >= rounded(nbytes) for low, high in _gaps(self.used, self.end))
 
     def gaps(self) -> Iterator[Span]:
         """Yields the free spans below ``end``."""
-        return _gaps(self._used, self.end)
+        return _gaps(self.used, self.end)
 
 
 def _gaps(used: Sequence[Span], end: int) -> Iterator[Span]:
@@ -317,7 +313,7 @@ class Arena:
         """Give back what lies behind ``end`` and behind the last room. On a background thread."""
         with self._growing:
             with self._lock:
-                end = max(end, self._space.used_end)
+                end = max([end, *(high for _, high in self._space.used)])
                 if end >= max(self._space.end, self._pages.file_nbytes):
                     return
                 before, self._space.end = self._space.end, min(self._space.end, end)

@@ -147,13 +147,15 @@ class RankDirectory:
         Raises:
             OSError: It cannot be written down.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        os.close(PRIVATE.create(str(self.path / f"names_{generation:06d}"), flags))
+        self._note(f"names_{generation:06d}")
 
     def note_divergence(self) -> None:
         """Notes a divergence: see ``DIVERGED``. Raises ``OSError``: it cannot be written down."""
+        self._note(DIVERGED)
+
+    def _note(self, name: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        os.close(PRIVATE.create(str(self.path / DIVERGED), flags))
+        os.close(PRIVATE.create(str(self.path / name), flags))
 
     @property
     def diverged(self) -> bool:

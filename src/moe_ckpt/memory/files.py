@@ -79,9 +79,8 @@ class MemoryFiles:
         self._is_closed = False
         self._numbers = itertools.count()
         self._limit, self._locks = 0, False
-        self._arena: Arena | None = None
-        self._copies: Arena | None = None
-        self._remover = SlotRemover(self._tidy)
+        self._arenas: dict[str, Arena] = {}
+        self._removing: list[threading.Thread] = []
 
     @property
     def path(self) -> Path:
@@ -108,8 +107,7 @@ class MemoryFiles:
         self._limit, self._locks = limit, locks
         for name in (ARENA, COPIES):
             self._link(name)
-        self._arena = Arena(limit, path=self.path / ARENA, locks=locks)
-        self._copies = self._new_copies()
+            self._arena_at(name)
 
     def _link(self, name: str) -> None:
         """Go on with the file of the newest life that had one. Without it a new one is made, which takes longer."""
@@ -120,15 +118,23 @@ class MemoryFiles:
                 os.link(directory.path / name, self.path / name, follow_symlinks=False)
                 return
 
-    def _new_copies(self) -> Arena:
-        return Arena(_most_nbytes(str(self.path)), path=self.path / COPIES)
+    def _arena_at(self, name: str) -> Arena:
+        """Returns an arena of this life. If somebody has deleted it, it is made again."""
+        with self._making:
+            arena = self._arenas.get(name)
+            if arena is None or self._own.is_gone or arena.is_gone:
+                self._make_again()
+                if name == ARENA:
+                    arena = Arena(self._limit, path=self.path / name, locks=self._locks)
+                else:
+                    arena = Arena(_most_nbytes(str(self.path)), path=self.path / name)
+                self._arenas[name] = arena
+            return arena
 
     @property
     def arena(self) -> Arena:
-        """This life's own. Raises ``RuntimeError`` before ``open_arena``."""
-        if self._arena is None:
-            raise RuntimeError("the memory of this life has no arena yet")
-        return self._arena
+        """This life's own, after ``open_arena``."""
+        return self._arenas[ARENA]
 
     def adopt(self, slots: Sequence[FoundSlot]) -> list[FoundSlot]:
         """Keep slots of the arena from being overwritten.
@@ -139,7 +145,7 @@ class MemoryFiles:
         sound = []
         for leftover in newest_first(slots):
             try:
-                for arena in filter(None, (self._arena, self._copies)):
+                for arena in self._arenas.values():
                     leftover.slot.adopt(arena)
                 sound.append(leftover)
             except ValueError as error:
@@ -153,17 +159,13 @@ class MemoryFiles:
 
     def grow(self, end: int, **how: Any) -> bool:
         """Grows the arena as ``Arena.grow`` does, once deletions have ended, and in a directory of this life."""
-        with self._making:
-            if self._own.is_gone or self.arena.is_gone:
-                self._make_again()
-                self._arena = Arena(self._limit, path=self.path / ARENA, locks=self._locks)
-        return self._grow(self.arena, end, **how)
+        return self._grow(self._arena_at(ARENA), end, **how)
 
     def _grow(self, arena: Arena, end: int, **how: Any) -> bool:
         try:
             return arena.grow(end, **how)
         except MemoryFullError:
-            if not self._remover.wait():
+            if not self.wait_removed():
                 raise
             return arena.grow(end, **how)
 
@@ -177,23 +179,11 @@ class MemoryFiles:
                     raise
                 raise MemoryFullError(str(self.path), PAGE_NBYTES, free_bytes(str(self.path))) from error
 
-    def _tidy(self) -> None:
-        """Give back what only slots of earlier lives took."""
-        for directory in tuple(self._left):
-            directory.drop_arenas()
-        arena = self._arena
-        if arena is not None and not arena.adopted_nbytes and arena.nbytes > self._limit:
-            arena.shrink(self._limit)
-
     def shrink(self) -> bool:
         """Give back memory at the arena's end that nobody has, for headers; False if there is none. On any thread."""
         before = self.arena.nbytes
         self.arena.shrink(0)
         return self.arena.nbytes < before
-
-    def wait_removed(self) -> None:
-        """Return when the rooms of what ``remove`` was given are free."""
-        self._remover.wait()
 
     def _next_path(self, kind: str) -> Path:
         return self.path / f"{kind}_{next(self._numbers):03d}"
@@ -212,11 +202,7 @@ class MemoryFiles:
         with self._copying:
             if self._is_closed:
                 raise OSError(errno.EBADF, f"the memory of this start of the run is closed: {self.path}")
-            with self._making:
-                if self._copies is None or self._own.is_gone or self._copies.is_gone:
-                    self._make_again()
-                    self._copies = self._new_copies()
-                arena = self._copies
+            arena = self._arena_at(COPIES)
             self.describe()
             while (rooms := arena.take([nbytes])) is None:
                 self._grow(arena, arena.end_for([nbytes]), require=require)
@@ -270,14 +256,45 @@ class MemoryFiles:
             directory.forget_divergence()
 
     def remove(self, leftovers: list[FoundSlot]) -> None:
-        """Delete slots of earlier lives, in the background. Their memory is free when nobody else knows them.
+        """Delete slots of earlier lives. When this returns no later life comes back to them.
+
+        The rest is done on a thread of its own: to give their pages back takes the kernel a tenth of a second per GB.
+        Their memory is free when nobody else knows them. On any thread.
 
         Args:
             leftovers: Emptied.
         """
         slots = [leftover.slot for leftover in leftovers]
         leftovers.clear()
-        self._remover.remove(slots)
+        for slot in slots:
+            with contextlib.suppress(OSError):  # said when the rest cannot be removed either
+                slot.unseal()
+        if not slots:
+            return
+        thread = named_thread(ThreadName.REMOVE, self._remove, slots)
+        try:
+            with self._making:
+                thread.start()
+                self._removing = [*(other for other in self._removing if other.is_alive()), thread]
+        except RuntimeError:  # no thread to be had
+            self._remove(slots)
+
+    def _remove(self, slots: list[Slot]) -> None:
+        while slots:
+            slots.pop().remove()
+        for directory in tuple(self._left):  # what only slots of earlier lives took
+            directory.drop_arenas()
+        arena = self._arenas.get(ARENA)
+        if arena is not None and not arena.adopted_nbytes and arena.nbytes > self._limit:
+            arena.shrink(self._limit)
+
+    def wait_removed(self) -> bool:
+        """Returns when the rooms of what ``remove`` was given are free; False if nothing was under way."""
+        with self._making:
+            threads = [thread for thread in self._removing if thread.is_alive()]
+        for thread in threads:
+            thread.join()
+        return bool(threads)
 
     def take_left(self, *, same_rank: bool) -> list[FoundSlot]:
         """Take over what ended lives left on this node, except what living processes hold, or a copy's life left.
@@ -341,10 +358,10 @@ class MemoryFiles:
             keep: Leave sealed slots to whoever starts the run again. Else nothing that this rank made stays, nor of
                 earlier lives on this node but what living processes hold.
         """
-        self._remover.wait()
+        self.wait_removed()
         with self._copying:
             self._is_closed = True
-        self._arena = self._copies = None  # their memory lives as long as its users
+        self._arenas.clear()  # their memory lives as long as its users
         directories, self._left = self._left, []
         for directory in (self._own, *directories):
             if keep:
@@ -514,52 +531,3 @@ def remove_run(run: Path) -> bool:
         remove_empty(generation)
     remove_empty(run)
     return True
-
-
-class SlotRemover:
-    """Removes slots on threads of its own, one for each call that has something to delete. Any thread may call it.
-
-    Args:
-        afterwards: Called on such a thread when the slots of a call are deleted.
-    """
-
-    def __init__(self, afterwards: Callable[[], None] = lambda: None) -> None:
-        self._afterwards = afterwards
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-
-    def remove(self, slots: list[Slot]) -> None:
-        """Delete slots. When this returns no later life comes back to them; their memory follows.
-
-        Args:
-            slots: Emptied. Who else knows one of them keeps its memory.
-        """
-        if not slots:
-            return
-        _unseal(slots)
-        thread = named_thread(ThreadName.REMOVE, self._remove, slots)
-        try:
-            with self._lock:
-                thread.start()
-                self._threads = [*(other for other in self._threads if other.is_alive()), thread]
-        except RuntimeError:  # no thread to be had
-            self._remove(slots)
-
-    def _remove(self, slots: list[Slot]) -> None:
-        while slots:
-            slots.pop().remove()
-        self._afterwards()
-
-    def wait(self) -> bool:
-        """Waits until all is deleted; False if nothing was under way."""
-        with self._lock:
-            threads = [thread for thread in self._threads if thread.is_alive()]
-        for thread in threads:
-            thread.join()
-        return bool(threads)
-
-
-def _unseal(slots: list[Slot]) -> None:
-    for slot in slots:
-        with contextlib.suppress(OSError):  # said when the rest cannot be removed either
-            slot.unseal()

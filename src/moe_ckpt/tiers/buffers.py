@@ -45,6 +45,7 @@ class BufferPool:
         files: Has the arena in a file, which is open; None for anonymous memory alone.
 
     Attributes:
+        making: How many other threads are making memory.
         give_up: Makes room on the file system at the expense of what only a failure would need; False if there is none
             such.
     """
@@ -56,7 +57,7 @@ class BufferPool:
         self._private = Arena(arena_limit(budget_bytes), locks=pinned)
         self._lent: dict[Buffer, bool] = {}
         self._released: list[Buffer] = []
-        self._making = 0
+        self.making = 0
         self._retired = self._said_private = False
         self._lock = threading.RLock()
 
@@ -233,17 +234,12 @@ class BufferPool:
     @contextlib.contextmanager
     def _being_made(self) -> Iterator[None]:
         with self._lock:
-            self._making += 1
+            self.making += 1
         try:
             yield
         finally:
             with self._lock:
-                self._making -= 1
-
-    @property
-    def is_making(self) -> bool:
-        """Memory is being made by another thread."""
-        return self._making > 0
+                self.making -= 1
 
     def adopt(self, buffer: Buffer) -> None:
         """Count a buffer as lent out by this pool although another one made it, even beyond the budget."""

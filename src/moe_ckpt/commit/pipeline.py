@@ -156,10 +156,10 @@ class Pipeline:
         if refused is None:
             patience = {"last": last, "waits": waits, "starts": starts}
             buffers, waited = self.room.find(identity, contents, sizes, patience_secs, **patience)
-        self.room.note_use(contents, sizes)
         if agree is not None and not agree(refused is not None or not self.room.trouble):
             for buffer in buffers or ():
                 self._pool.give_back(buffer)
+            self.room.note_use(contents, sizes)
             return None
         if buffers is None:
             refused = (
@@ -193,6 +193,7 @@ class Pipeline:
         )
         self.next_number += not identity.parting
         self.stages.submit(snapshot)
+        self.room.note_use(contents, sizes)
         return snapshot
 
     def join(self) -> None:

@@ -7,7 +7,7 @@ each snapshot, ``resume_from`` after a restore.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -91,7 +91,7 @@ class RoutingActivity:
         return self._hard if unweighed.any() else counts
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class InFlight:
     """A snapshot whose outcome the ranks have not agreed on yet.
 
@@ -118,21 +118,6 @@ def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
         return catalog.all_experts
     at = catalog.places_of(tuple(operators))
     return catalog.layer_and_expert[at[catalog.is_expert[at]]]
-
-
-@dataclass
-class _Lacks:
-    """What is missing.
-
-    Attributes:
-        in_memory: First step of the newest sparse window of which some rank's memory will not have a step.
-        on_storage: The same of storage.
-        everything: Nothing on storage may be built upon (``RunLedger.forget``).
-    """
-
-    in_memory: int | None = None
-    on_storage: int | None = None
-    everything: bool = False
 
 
 class RunLedger:
@@ -170,7 +155,10 @@ class RunLedger:
         self.next_slot = 0
         self.deficit: Counts | None = None
         self._rescued: frozenset[str] = frozenset()
-        self._lacks = _Lacks()
+        # First step of the newest sparse window of which some rank's memory, or storage, will not have a step.
+        self._lost_in_memory: int | None = None
+        self._lost_on_storage: int | None = None
+        self._lacks_everything = False  # nothing on storage may be built upon (``forget``)
 
     @property
     def tokens(self) -> TokenBook:
@@ -248,12 +236,9 @@ class RunLedger:
 
     def exact(self, step: int) -> None:
         """``tokens`` are now those of the end of ``step``; a snapshot of it that began earlier gets them."""
-        for under_way in (self.pending, self.sealing):
-            for number, snapshot in under_way.items():
-                if snapshot.step == step:
-                    updated = replace(snapshot, applied=self.tokens.applied.copy())
-                    self.newest = updated if self.newest is snapshot else self.newest
-                    under_way[number] = updated
+        for snapshot in (*self.pending.values(), *self.sealing.values()):
+            if snapshot.step == step:
+                snapshot.applied = self.tokens.applied.copy()
 
     def begun(self, snapshot: InFlight, window: Window | None = None) -> None:
         """A snapshot began.
@@ -292,7 +277,7 @@ class RunLedger:
                     self.ledger.hold(sent, snapshot.step, snapshot.applied, Tier.PEER)
                 self._rescued -= frozenset(operators)
         elif contents.window is not None:
-            self._lacks.in_memory = contents.window.start
+            self._lost_in_memory = contents.window.start
             self._end_window_that_is_lost(on_storage=not contents.to_storage)
 
     def resolved(self, number: int, *, committed: bool) -> InFlight:
@@ -300,7 +285,7 @@ class RunLedger:
         snapshot = self.pending.pop(number)
         contents, everything = snapshot.contents, self.catalog.everything
         if not committed and contents.window is not None:
-            self._lacks.on_storage = contents.window.start
+            self._lost_on_storage = contents.window.start
             self._end_window_that_is_lost(in_memory=not self.outlives_process)
         if committed and contents.is_checkpoint:
             in_host = None if self.outlives_process else contents.memory_only
@@ -308,7 +293,7 @@ class RunLedger:
             self.ledger.record(snapshot.step, stored, snapshot.applied, in_host=in_host, whole=whole)
             if snapshot.relaid:
                 self.ledger.pay(snapshot.relaid)
-            self._lacks.everything = self._lacks.everything and not contents.is_complete(everything)
+            self._lacks_everything = self._lacks_everything and not contents.is_complete(everything)
             self.committed_step = snapshot.step
         return snapshot
 
@@ -317,14 +302,14 @@ class RunLedger:
         self.ledger.forget()
         self.committed_step = None
         self.give_up_window()
-        self._lacks.everything = True
+        self._lacks_everything = True
 
     @property
     def needs_everything(self) -> bool:
         """True after ``forget``, until a checkpoint of everything is under way or committed."""
         everything = self.catalog.everything
         is_coming = any(snapshot.contents.is_complete(everything) for snapshot in self.pending.values())
-        return self._lacks.everything and not is_coming
+        return self._lacks_everything and not is_coming
 
     def _end_window_that_is_lost(self, *, in_memory: bool = False, on_storage: bool = False) -> None:
         """The window under way ends here if neither will have all of it. While memory may, a bad disk costs it nothing.
@@ -334,8 +319,8 @@ class RunLedger:
             on_storage: Storage will not.
         """
         start = None if self.window is None else self.window.start
-        in_memory = in_memory or self._lacks.in_memory == start
-        if in_memory and (on_storage or self._lacks.on_storage == start):
+        in_memory = in_memory or self._lost_in_memory == start
+        if in_memory and (on_storage or self._lost_on_storage == start):
             self.give_up_window()
 
     def give_up_window(self) -> None:

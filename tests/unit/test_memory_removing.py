@@ -71,7 +71,7 @@ def test_a_forked_child_keeps_no_slot_that_its_parent_deletes(files):
     try:
         files.remove([found])
         held.remove()
-        files._remover.wait()
+        files.wait_removed()
         (files.path / COPIES).unlink()
         assert deleted_slots(files.path), "this process holds it"
         assert not deleted_slots(files.path, child.pid)
@@ -88,7 +88,7 @@ def test_nobody_comes_back_to_what_is_let_go_of_and_nobody_waits_for_it(files, l
     assert found == []
     assert not list(files.path.glob("*.head"))
     let_go.set()
-    files._remover.wait()
+    files.wait_removed()
     assert not list(files.path.glob("copy_*"))
 
 

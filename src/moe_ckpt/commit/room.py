@@ -76,7 +76,8 @@ class Room:
         memory that is made."""
         if self._stages.in_flight >= self._settings.max_in_flight or self.is_unmade:
             return True
-        return not self._pool.fits(max(self._last_nbytes, self._partial_nbytes), self._tier.droppable_bytes)
+        nbytes = max(self._last_nbytes, self._partial_nbytes)
+        return not (self._pool.fits(nbytes) or self._pool.fits(nbytes, self._tier.droppable_bytes))
 
     @property
     def is_unmade(self) -> bool:

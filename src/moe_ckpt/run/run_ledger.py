@@ -380,7 +380,7 @@ class RunLedger:
         everything, expected, chosen_at = self.catalog.everything, {}, {}
         for tier, snapshots in going.items():
             arriving = [(places(self.catalog, one.contents.brings(tier, everything)), one) for one in snapshots]
-            expected[tier] = self.tokens.expecting(((experts, one.applied) for experts, one in arriving), tier)
+            expected[tier] = self.tokens.expecting([(experts, one.applied) for experts, one in arriving], tier)
             chosen_at[tier] = self.ledger.expert_steps(tier)
             for experts, snapshot in arriving:
                 chosen_at[tier][tuple(experts.T)] = snapshot.step

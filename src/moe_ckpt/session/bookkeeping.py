@@ -97,7 +97,8 @@ class Bookkeeper:
         before = self.run_ledger.tokens.applied.copy()
         persister, memory, room = pipeline.stages.persister, pipeline.memory, pipeline.room
         ended, outlives, newest = persister.fates(self._newest_ended), memory is not None, self.committed_directory
-        self.meter.record_transfers(ended)
+        if ended:
+            self.meter.record_transfers(ended)
         if memory is not None and memory.replicator is not None:
             sent = memory.replicator.send_bytes_per_sec
             self.meter.send_bytes_per_sec = sent or self.meter.send_bytes_per_sec

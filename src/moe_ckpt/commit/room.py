@@ -254,8 +254,9 @@ class Room:
             more |= nbytes > self._usual_nbytes
             self._usual_nbytes = max(nbytes, self._usual_nbytes)
         if more or (partial and self._tier.retained_count > 0):
-            self._is_topping_up = True
-            self._is_topping_up = self._maker.start(self._top_up)
+            self._is_topping_up = True  # the thread may end, and say so, before ``start`` returns
+            if not self._maker.start(self._top_up):
+                self._is_topping_up = False
 
     def _top_up(self) -> bool:
         """Makes memory for one of the next snapshots; False if there is enough. On the thread."""

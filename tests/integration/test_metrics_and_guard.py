@@ -48,7 +48,7 @@ def fit(
     dirpath, policy=None, *, kill=None, logger=False, val=None, checkpoint=None, others=(), max_steps=14, **options
 ):  # fmt: skip
     pl.seed_everything(5, verbose=False)
-    limits = {name: options.pop(name) for name in ("guard", "plt_budget", "mlt_budget", "save_last") if name in options}
+    limits = {name: options.pop(name) for name in ("save_last",) if name in options}
     checkpoint = checkpoint or MoECheckpoint(policy or MoC(1), dirpath, when_busy="wait", **limits)
     trainer = pl.Trainer(
         callbacks=[checkpoint, *others, *([Kill(kill)] if kill else [])], accelerator="cpu", logger=logger,
@@ -401,7 +401,7 @@ def test_a_halting_checkpoint_is_never_skipped(tmp_path, monkeypatch):
 
 def test_guard_stop_ends_a_run_that_has_lost_too_much(tmp_path, caplog):
     fit(tmp_path, kill=8)
-    trainer, checkpoint = fit(tmp_path, guard="stop", plt_budget=0.01)
+    trainer, checkpoint = fit(tmp_path, Guarded(MoC(1), 0.01, "stop"))
     assert checkpoint.last.plt > 0.01
     assert trainer.global_step == 9 == complete(tmp_path)
     (said,) = [record.message for record in caplog.records if record.message.startswith("training ends")]
@@ -412,20 +412,19 @@ def test_guard_stop_ends_a_run_that_has_lost_too_much(tmp_path, caplog):
 @pytest.mark.parametrize("guard", ["escalate", "dense"])
 def test_guards_that_save_more_let_the_run_go_on(tmp_path, guard):
     fit(tmp_path, kill=8)
-    trainer, checkpoint = fit(tmp_path, guard=guard, plt_budget=0.01)
+    trainer, checkpoint = fit(tmp_path, Guarded(MoC(1), 0.01, guard))
     assert trainer.global_step == 14
     assert checkpoint.last.at_risk_plt == checkpoint.last.plt  # nothing more may be lost, and nothing would be
-    assert checkpoint.policy == Guarded(MoC(1), 0.01, guard)
 
 
 def test_a_budget_of_mlt_bounds_what_one_failure_loses(tmp_path):
     """MoC alone would leave every expert of both layers 3 steps old on average: a multiple of the budget."""
-    fit(tmp_path, guard="escalate", mlt_budget=0.1, kill=8)
-    trainer, checkpoint = fit(tmp_path, guard="escalate", mlt_budget=0.1)
+    policy = Guarded(MoC(1), None, mlt_budget=0.1)
+    fit(tmp_path, policy, kill=8)
+    trainer, checkpoint = fit(tmp_path, policy)
     assert trainer.global_step == 14
     assert 0 < checkpoint.last.mlt_newest <= 0.1
     assert checkpoint.last.at_risk_mlt <= 0.1
-    assert checkpoint.policy == Guarded(MoC(1), None, "escalate", 0.1)
 
 
 class SeesTheEnd(pl.Callback):
@@ -465,17 +464,3 @@ def _halting_ranks(rank: int, world_size: int, root: str) -> tuple[int, bool]:
 def test_all_ranks_halt_at_the_same_step(tmp_path):
     assert run_ranks(_halting_ranks, 2, str(tmp_path)) == [(4, True), (4, True)]
     assert complete(tmp_path) == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"plt_budget": 0.03}, r"plt_budget=0\.03 without guard"),
-        ({"guard": "panic"}, r"'escalate', 'dense', 'stop'"),
-        ({"guard": "stop", "plt_budget": 5}, "between 0 and 1"),
-        ({"guard": "stop", "policy": Guarded(MoC(1))}, "give the guard once"),
-    ],
-)
-def test_guards_that_contradict_themselves_are_refused(tmp_path, options, said):
-    with pytest.raises(ConfigError, match=said):
-        MoECheckpoint(dirpath=tmp_path, **options)

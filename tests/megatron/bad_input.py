@@ -266,7 +266,6 @@ def arguments(rank: int, world_size: int, root: str) -> dict[str, Said]:
         "class": said(lambda: megatron.attach(built.chunks, built.optimizer, policy=MoC, dirpath=root)),
         "resume": said(lambda: attach(built, root, resume="maybe")),
         "guard": said(lambda: attach(built, root, guard="pray")),
-        "budget": said(lambda: attach(built, root, plt_budget=2.0)),
         "stateful": said(lambda: attach(built, root, stateful={"loader": object()})),
         "two schedulers": said(lambda: attach(built, root, stateful={"scheduler": built.scheduler})),
         "made": (", ".join(sorted(os.listdir(root))), ""),

@@ -56,12 +56,12 @@ ERRORS = (
 )
 
 OPTIONS = (
-    "access budget_fraction dirpath guard host_memory_bytes memory mlt_budget on_read_error plt_budget policy profile "
-    "resume retention save_last timeout_secs weights_from when_busy"
+    "access budget_fraction dirpath host_memory_bytes memory on_read_error policy profile resume retention save_last "
+    "timeout_secs weights_from when_busy"
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
 
-RETENTION = "keep_last keep_every_n_steps max_age_secs"
+RETENTION = "keep_last keep_every_n_steps"
 
 POLICY_CONTEXT = {
     "model": "catalog placement sizes coupled",
@@ -127,7 +127,7 @@ CONFIG_GROUPS = {
     "callbacks": "moe_ckpt",
     "moe_ckpt": "default",
     "moe_ckpt/memory": "local off replicated",
-    "moe_ckpt/policy": "any_of checkfreq dense gemini gradient_log moc moc_dynamic moetion moevement",
+    "moe_ckpt/policy": "any_of checkfreq dense gemini gradient_log guarded moc moc_dynamic moetion moevement",
     "moe_ckpt/retention": "milestones recent",
     "moe_ckpt/store": "local remote",
     "simulate": "simulate",

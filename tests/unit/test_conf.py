@@ -69,7 +69,8 @@ def test_groups_are_those_that_are_documented():
     assert {name: listed for name, listed in groups.items() if not name.startswith("simulate")} == {
         "moe_ckpt": ["default"],
         "moe_ckpt/policy": [
-            *("any_of", "checkfreq", "dense", "gemini", "gradient_log", "moc", "moc_dynamic", "moetion", "moevement")
+            *("any_of", "checkfreq", "dense", "gemini", "gradient_log", "guarded"),
+            *("moc", "moc_dynamic", "moetion", "moevement"),
         ],
         "moe_ckpt/memory": ["local", "off", "replicated"],
         "moe_ckpt/store": ["local", "remote"],
@@ -149,8 +150,8 @@ def test_what_moetion_saves_is_set_by_value(user_app):
 
 @pytest.mark.parametrize("budget", ["2", "-1", "0", "foo", "nan"])
 def test_a_budget_that_is_none_is_refused_with_the_choices_by_value_too(user_app, budget):
-    for own in ("moe_ckpt.policy.plt_budget", "moe_ckpt.plt_budget"):
-        cfg = user_app("moe_ckpt/policy=moc", "moe_ckpt.guard=stop", "moe_ckpt.store.dirpath=x", f"{own}={budget}")
+    for policy, own in (("moc", "plt_budget"), ("guarded", "budget")):
+        cfg = user_app(f"moe_ckpt/policy={policy}", "moe_ckpt.store.dirpath=x", f"moe_ckpt.policy.{own}={budget}")
         with pytest.raises(InstantiationException, match=rf"budget='?{budget}'?: .*between 0 and 1.*'default'"):
             instantiate(cfg.moe_ckpt)
 
@@ -173,15 +174,15 @@ def test_memory_takes_what_its_class_takes(user_app, tmp_path):
     assert instantiate(user_app("moe_ckpt/memory=local").moe_ckpt.memory) == Memory()
 
 
-def test_the_guard_is_set_by_value(user_app, tmp_path):
-    store = f"moe_ckpt.store.dirpath={tmp_path}"
-    moc = "moe_ckpt/policy=moc"
-    cfg = user_app(moc, "moe_ckpt.guard=stop", "moe_ckpt.plt_budget=0.03", "moe_ckpt.policy.k=2", store)
-    assert instantiate(cfg.moe_ckpt).policy == Guarded(MoC(k=2), 0.03, "stop")
-    cfg = user_app(moc, "moe_ckpt.guard=stop", "moe_ckpt.mlt_budget=loose", store)
-    assert instantiate(cfg.moe_ckpt).policy == Guarded(MoC(), None, "stop", "loose")
-    cfg = user_app(moc, "moe_ckpt.guard=dense", store)
-    assert instantiate(cfg.moe_ckpt).policy == Guarded(MoC(), "default", "dense")
+def test_the_guard_is_a_policy_around_another(user_app, tmp_path):
+    store, guarded = f"moe_ckpt.store.dirpath={tmp_path}", "moe_ckpt/policy=guarded"
+    own = ("moe_ckpt.policy.action=stop", "moe_ckpt.policy.budget=0.03", "moe_ckpt.policy.policy.k=2")
+    assert instantiate(user_app(guarded, *own, store).moe_ckpt).policy == Guarded(MoC(k=2), 0.03, "stop")
+    own = ("moe_ckpt.policy.budget=null", "moe_ckpt.policy.mlt_budget=loose")
+    other = "moe_ckpt/policy@moe_ckpt.policy.policy=moetion"
+    assert instantiate(user_app(guarded, other, *own, store).moe_ckpt).policy == Guarded(
+        MoEtion(), None, mlt_budget="loose"
+    )
     assert instantiate(user_app(store).moe_ckpt).policy == CheckFreq() == MoECheckpoint(dirpath=tmp_path).policy
 
 

@@ -84,7 +84,7 @@ def test_what_a_rank_could_not_delete_goes_later(tmp_path, fail_at, caplog):
     assert "old checkpoints could not be removed" in caplog.text
     left = tree(tmp_path)
     assert {m.step for m in manifests(tmp_path)} == {8}
-    collect(LocalStorage(tmp_path), LAST, 0.0)
+    collect(LocalStorage(tmp_path), LAST)
     late = left - tree(tmp_path)
     assert not late or {path.partition("/")[0] for path in late} <= {m.directory for m in manifests(tmp_path)}
     assert_nothing_but_what_is_needed(tmp_path)

@@ -282,7 +282,7 @@ def test_wrong_needs_are_refused(given, said):
 
 
 def test_options_and_systems_tell_the_needs_of_the_guarded_policy(tmp_path):
-    given = Options(policy=MoEvement(order="soft_count"), guard="escalate", dirpath=str(tmp_path))
+    given = Options(policy=Guarded(MoEvement(order="soft_count")), dirpath=str(tmp_path))
     assert given.needs.windows
     assert given.needs.popularity == GATE_WEIGHTS
     policy = Guarded(MoEvement())

@@ -11,13 +11,11 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.ledger import retention
 from moe_ckpt.ledger.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
 
-NOW = 1_000_000.0
 
-
-def record(step, paths=None, generation=0, age_secs=0.0, parent=None):
+def record(step, paths=None, generation=0, parent=None):
     directory = f"g{generation}s{step}"
     own = frozenset({f"{directory}/MANIFEST"}) | frozenset(paths or {f"{directory}/all"})
-    return CheckpointRecord(directory, generation, step, NOW - age_secs, own, parent)
+    return CheckpointRecord(directory, generation, step, own, parent)
 
 
 def without_spares():
@@ -25,12 +23,12 @@ def without_spares():
 
 
 def steps(records, **policy):
-    kept = retained(records, RetentionPolicy(**policy), NOW)
+    kept = retained(records, RetentionPolicy(**policy))
     return sorted(r.step for r in records if r.directory in kept)
 
 
 def test_nothing_to_keep():
-    assert retained([], RetentionPolicy(), NOW) == frozenset()
+    assert retained([], RetentionPolicy()) == frozenset()
 
 
 def test_the_newest_few_stay_in_any_order_of_input():
@@ -51,7 +49,7 @@ def life(generation, of_steps, parent=None):
 
 def kept_of(records, **policy):
     with without_spares():
-        return retained(records, RetentionPolicy(**policy), NOW)
+        return retained(records, RetentionPolicy(**policy))
 
 
 def test_what_a_run_came_back_to_is_kept_beside_what_it_passed_over():
@@ -64,8 +62,8 @@ def test_what_a_run_came_back_to_is_kept_beside_what_it_passed_over():
 def test_with_keep_last_1_what_the_run_came_back_to_is_the_spare():
     old, new = life(0, (1, 2, 3)), life(1, (3, 4, 5), parent=(0, 2))
     assert kept_of(old + new[:1], keep_last=1) == {"g1s3"}
-    assert retained(old + new[:1], RetentionPolicy(keep_last=1), NOW) == {"g0s2", "g0s3", "g1s3"}
-    assert retained(old + new[:2], RetentionPolicy(keep_last=1), NOW) == {"g1s3", "g1s4"}
+    assert retained(old + new[:1], RetentionPolicy(keep_last=1)) == {"g0s2", "g0s3", "g1s3"}
+    assert retained(old + new[:2], RetentionPolicy(keep_last=1)) == {"g1s3", "g1s4"}
 
 
 def test_the_line_goes_through_all_lives():
@@ -114,18 +112,6 @@ def test_a_milestone_of_the_line_stays_before_a_newer_one_that_was_passed_over()
     assert kept_of(lives, keep_last=1, keep_every_n_steps=10) == {"g0s10", "g0s20", "g2s13"}
 
 
-def test_old_ones_go_but_never_the_newest():
-    records = [record(s, age_secs=100.0 * (5 - s)) for s in range(1, 5)]
-    assert steps(records, keep_last=4, max_age_secs=250.0) == [3, 4]
-    assert steps(records, keep_last=4, keep_every_n_steps=1, max_age_secs=250.0) == [3, 4]
-    assert kept_of(records, keep_last=4, max_age_secs=1.0) == {"g0s4"}
-
-
-def test_age_does_not_take_the_spare():
-    """After a pause of a week everything is old, and still one damaged file must not be the end."""
-    assert steps([record(s, age_secs=1e6) for s in (1, 2, 3)], max_age_secs=60.0) == [2, 3]
-
-
 def test_whole_checkpoints_need_no_extra_spare():
     assert steps([record(s) for s in range(10)], keep_last=2) == [8, 9]
 
@@ -154,8 +140,6 @@ def test_the_candidate_takes_over():
         ({"keep_last": 1.5}, r"keep_last=1\.5"),
         ({"keep_last": True}, "keep_last=True"),
         ({"keep_every_n_steps": 0}, "keep_every_n_steps=0"),
-        ({"max_age_secs": 0.0}, r"max_age_secs=0\.0: must be greater than 0"),
-        ({"max_age_secs": float("nan")}, "max_age_secs=nan"),
     ],
 )
 def test_bad_settings_are_refused(settings_, message):
@@ -208,12 +192,12 @@ class Run:
         own = {f"{directory}/{name}" for name in ("manifest", "non_expert", "state")}
         self.disk |= own
         paths = frozenset(own | set(self.versions.values()))
-        newest = CheckpointRecord(directory, self.generation, self.step, float(self.index), paths, self.parent)
+        newest = CheckpointRecord(directory, self.generation, self.step, paths, self.parent)
         self.records[directory] = newest
         self.line = [*self.line, directory]
         self.lines[directory] = self.line
         self.views[directory] = dict(self.versions)
-        kept = retained(self.records.values(), self.policy, float(self.index))
+        kept = retained(self.records.values(), self.policy)
         self.records = {d: r for d, r in self.records.items() if d in kept}
         self.disk -= set(groups_to_delete(self.disk, self.records.values()))
         return newest
@@ -279,23 +263,21 @@ def test_the_same_over_faults(run, data):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    ages=st.lists(st.floats(0, 100), min_size=1, max_size=30),
+    count=st.integers(1, 30),
     keep_last=st.integers(1, 5),
     every=st.none() | st.integers(1, 7),
-    max_age=st.none() | st.floats(1, 50),
     spare=st.booleans(),
 )
-def test_the_rules_hold_for_any_history(ages, keep_last, every, max_age, spare):
-    records = [record(s, age_secs=age) for s, age in enumerate(ages)]
-    policy = RetentionPolicy(keep_last, every, max_age)
-    kept = retained(records, policy, NOW) if spare else kept_of(records, **vars(policy))
+def test_the_rules_hold_for_any_history(count, keep_last, every, spare):
+    records = [record(s) for s in range(count)]
+    policy = RetentionPolicy(keep_last, every)
+    kept = retained(records, policy) if spare else kept_of(records, **vars(policy))
     assert records[-1].directory in kept
-    young = {r.directory for r in records if max_age is None or NOW - r.created_unix_secs <= max_age}
     wanted = {r.directory for r in records[-keep_last:] + [r for r in records if every and r.step % every == 0]}
     first = {s // every * every: s for s in reversed(range(len(records))) if every and s >= every}
-    assert {records[s].directory for s in first.values()} & young <= kept
-    assert wanted & young <= kept
-    assert len(kept - (wanted & young) - {records[-1].directory}) <= 2 * spare
+    assert {records[s].directory for s in first.values()} <= kept
+    assert wanted <= kept
+    assert len(kept - (wanted) - {records[-1].directory}) <= 2 * spare
 
 
 def not_finite(records, since):
@@ -305,9 +287,7 @@ def not_finite(records, since):
 def test_a_run_that_became_nan_keeps_its_finite_checkpoints():
     records = not_finite(life(0, range(1, 41)), since=21)
     assert kept_of(records) == {"g0s19", "g0s20", "g0s39", "g0s40"}
-    assert kept_of(records, keep_last=1, max_age_secs=1.0) == {"g0s20", "g0s40"}
-    old = [replace(each, created_unix_secs=NOW - 9.0) for each in records]
-    assert kept_of(old, keep_last=3, max_age_secs=1.0) == {"g0s20", "g0s40"}
+    assert kept_of(records, keep_last=1) == {"g0s20", "g0s40"}
 
 
 def test_the_newest_finite_dense_checkpoint_stays_beside_finite_windows_and_what_is_not_finite():
@@ -346,8 +326,8 @@ def test_a_milestone_that_was_skipped_is_the_first_of_the_line():
 
 def test_the_newest_dense_checkpoint_stays_beside_windows():
     """Only it can go on on another layout. On the run's line too: what a run passed over does not count for it."""
-    of_steps = [replace(record(step, age_secs=9.0), dense=step in (2, 5)) for step in range(1, 9)]
-    assert kept_of(of_steps, keep_last=1, max_age_secs=1.0) == {"g0s5", "g0s8"}
+    of_steps = [replace(record(step), dense=step in (2, 5)) for step in range(1, 9)]
+    assert kept_of(of_steps, keep_last=1) == {"g0s5", "g0s8"}
     back = [replace(record(step, generation=1, parent=(0, 2)), dense=False) for step in (3, 4)]
     assert kept_of([*of_steps, *back], keep_last=1) == {"g0s2", "g0s5", "g1s4"}
     assert kept_of([record(step) for step in (1, 2)], keep_last=1) == {"g0s2"}

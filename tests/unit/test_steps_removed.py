@@ -80,7 +80,7 @@ def training(run: TinyRun, at: str, times: int = 1) -> LiveStorage:
 
     def change() -> str | None:
         directory = run.save(next(steps))
-        collect(LocalStorage(run.root), KEEP_ONE, 0.0)
+        collect(LocalStorage(run.root), KEEP_ONE)
         return f"{directory}/{at}" if directory != step_dir(3 + times, 0) else None
 
     return LiveStorage(run.root, f"{NEWEST}/{at}", change)
@@ -188,7 +188,7 @@ def test_export_begins_again_if_the_step_is_removed_between_two_tensors(run, to,
     def progress(done: int, total: int) -> None:
         if COMING not in run.manifests:
             run.save(4)
-            collect(LocalStorage(run.root), KEEP_ONE, 0.0)
+            collect(LocalStorage(run.root), KEEP_ONE)
 
     export(run.root, to, tmp_path / "out", progress, chosen=lambda manifest: taken.append(manifest.directory))
     assert taken == [NEWEST, COMING]

@@ -167,7 +167,7 @@ class MoECheckpoint(_Unranked):
             ``fit(ckpt_path=...)`` is not given.
 
     Attributes:
-        policy: The policy, wrapped in its guard if there is one.
+        policy: The policy.
         dirpath: Directory or URL of the store.
         restored_step: Step of the checkpoint that training resumed from; None before, and for a new run.
         recovery_plan: Where each operator of that checkpoint came from on this rank: memory of this node, of others, or

@@ -18,7 +18,6 @@ Rules of this file:
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -212,7 +211,6 @@ class CollectReport:
 def collect(
     storage: Storage,
     retention: RetentionPolicy,
-    now_unix_secs: float,
     *,
     abandoned: Collection[str] = (),
     contents: StoreContents | None = None,
@@ -241,7 +239,7 @@ def collect(
     unjudged = {directory for directory in contents.names if age_of(directory) <= newest_damaged}
     begun = {directory for directory in contents.names if age_of(directory) > newest}
     untouchable = unjudged | (begun - set(abandoned))
-    stay = retained(tuple(records.values()), retention, now_unix_secs)
+    stay = retained(tuple(records.values()), retention)
     remaining = [record for directory, record in records.items() if directory in stay]
     dropped = tuple(directory for directory in records if directory not in stay | unjudged)
     deleted, delegated = contents.remove(storage, remaining, untouchable, others)
@@ -303,7 +301,6 @@ def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:
         directory=manifest.directory,
         generation=manifest.generation,
         step=manifest.step,
-        created_unix_secs=manifest.created_unix_secs,
         groups=frozenset([*groups, f"{manifest.directory}/{MANIFEST_NAME}"]),
         parent=None if parent is None else (parent[1], parent[0]),
         passed_over=manifest.passed_over,
@@ -436,7 +433,6 @@ class StoreKeeper:
         report = collect(
             self._storage,
             self._retention,
-            time.time(),
             abandoned=self._abandoned,
             contents=self._contents,
             others=frozenset() if failed else self._others,

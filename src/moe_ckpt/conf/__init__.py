@@ -54,19 +54,17 @@ def _of_config(hint: Any) -> Any:
     return Any if plain in ([], [type(None)]) else Union[tuple(plain)]  # noqa: UP007
 
 
-def schema_of(kind: type, target: str, **more: Any) -> type:
+def schema_of(kind: type, target: str) -> type:
     """Makes a schema with a dataclass's options and their defaults.
 
     Args:
         kind: The dataclass.
         target: What a config of this schema makes.
-        **more: Types of options that are given in another form than they have as attributes.
     """
     hints = get_type_hints(kind)
     rows = [
-        (option.name, more.get(option.name) or _of_config(hints[option.name]), field(default=option.default))
-        for option in fields(kind)
-        if option.default is not NO_DEFAULT
+        (name, _of_config(hints[name]), field(default=MISSING if default is NO_DEFAULT else default))
+        for name, default in ((option.name, option.default) for option in fields(kind))
     ]
     return make_dataclass(f"{kind.__name__}Config", [("_target_", str, field(default=target)), *rows])
 
@@ -128,17 +126,14 @@ _POLICIES = {
     "moetion": policies.MoEtion,
     "moevement": policies.MoEvement,
     "gradient_log": policies.GradientLog,
+    "guarded": policies.Guarded,
 }
 SCHEMAS: dict[str, type] = {
     "checkpoint": _checkpoint(),
     **{name: schema_of(kind, f"moe_ckpt.policies.{kind.__name__}") for name, kind in _POLICIES.items()},
     "any_of": AnyOfConfig,
     "store": StoreConfig,
-    "retention": schema_of(
-        RetentionPolicy,
-        "moe_ckpt.RetentionPolicy",
-        max_age_secs=Optional[_NUMBER],  # noqa: UP045
-    ),
+    "retention": schema_of(RetentionPolicy, "moe_ckpt.RetentionPolicy"),
     "memory": schema_of(Memory, "moe_ckpt.Memory"),
 }
 

@@ -18,10 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moe_ckpt.core.arguments import named_arguments
-from moe_ckpt.core.quantities import parse_secs
 from moe_ckpt.errors import ConfigError
-
-_LONGEST_AGE_SECS = 100 * 365 * 86_400.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class CheckpointRecord:
     directory: str
     generation: int
     step: int
-    created_unix_secs: float
     groups: frozenset[str]
     parent: tuple[int, int] | None = None
     passed_over: tuple[str, ...] = ()
@@ -74,27 +70,21 @@ class RetentionPolicy:
             made as many new ones. As many of those with finite values stay.
         keep_every_n_steps: Of every so many steps the first checkpoint stays too: that of a step divisible by it or,
             where that one was skipped, the next (one generation of it: the newest on the line, or else the newest).
-        max_age_secs: Seconds, or text such as "7d". Older checkpoints are deleted, whatever the two rules above say,
-            except the newest, the newest finite and dense ones and the spares.
 
     Raises:
-        ConfigError: A number below 1, or an age that is no duration.
+        ConfigError: A number below 1.
     """
 
     keep_last: int = 2
     keep_every_n_steps: int | None = None
-    max_age_secs: float | None = None
 
     def __post_init__(self) -> None:
         _require_whole("keep_last", self.keep_last)
         if self.keep_every_n_steps is not None:
             _require_whole("keep_every_n_steps", self.keep_every_n_steps)
-        if self.max_age_secs is not None:
-            age_secs = parse_secs(self.max_age_secs, "retention: max_age_secs", _LONGEST_AGE_SECS)
-            object.__setattr__(self, "max_age_secs", age_secs)
 
 
-def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy, now_unix_secs: float) -> frozenset[str]:
+def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy) -> frozenset[str]:
     """Directories of the checkpoints that stay."""
     if not records:
         return frozenset()
@@ -103,13 +93,12 @@ def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy, now
     finite = [[record for record in records if record.finite] for records in (ordered, line)]
     lists = [records for records in (ordered, line, *finite) if records]
     counted = [record for records in lists for record in records[-policy.keep_last :]]
-    young = [record for record in (*counted, *_milestones(lists, policy)) if _is_young(record, policy, now_unix_secs)]
     spares = [record for records in lists for record in _spares(records)]
     unread = {directory for record in ordered for directory in record.passed_over}
     by_name = [record for record in ordered if record.directory in unread]
     dense = [[record for record in records if record.dense] for records in finite]
     newest = [records[-1] for records in (*lists, *dense) if records]
-    return frozenset(record.directory for record in (*newest, *young, *spares, *by_name))
+    return frozenset(record.directory for record in (*newest, *counted, *_milestones(lists, policy), *spares, *by_name))
 
 
 def _line(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
@@ -151,10 +140,6 @@ def _milestones(lists: Iterable[Sequence[CheckpointRecord]], policy: RetentionPo
         descending = sorted(records, key=lambda record: (-record.step, record.generation))  # so the first one stays
         milestones |= {record.step // every: record for record in descending if record.step >= every or not record.step}
     return list(milestones.values())
-
-
-def _is_young(record: CheckpointRecord, policy: RetentionPolicy, now_unix_secs: float) -> bool:
-    return policy.max_age_secs is None or now_unix_secs - record.created_unix_secs <= policy.max_age_secs
 
 
 def _spares(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:

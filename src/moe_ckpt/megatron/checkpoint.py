@@ -90,7 +90,7 @@ class MegatronCheckpoint:
 
     Attributes:
         options: As given, checked.
-        policy: The policy, wrapped in its guard if there is one.
+        policy: The policy.
         dirpath: Directory or URL of the store.
         metrics: The torchmetrics of ``moe_ckpt.metrics`` for this rank in this process, updated at each step; None if
             torchmetrics is not installed.

@@ -9,7 +9,7 @@ from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Needs, Policy, PolicyContext
+from moe_ckpt.policies.base import Needs, PolicyContext
 from moe_ckpt.policies.budget import (
     MLT_BUDGETS,
     at_risk,
@@ -147,26 +147,3 @@ def _adding_all(plan: SnapshotPlan, context: PolicyContext) -> SnapshotPlan:
         (op.layer, op.expert) for op in context.model.catalog.experts if op.layer is not None and op.expert is not None
     }
     return _adding(plan, context, tuple(sorted(every - planned)))
-
-
-def guarded(
-    policy: Policy, guard: str | None, plt_budget: float | str | None, mlt_budget: float | str | None = None
-) -> Policy:
-    """``policy`` within ``Guarded``, or as it is if ``guard`` is None. Without any budget: the default one of PLT.
-
-    Raises:
-        ConfigError: an unknown action or budget, a budget without a guard, or two guards.
-    """
-    if guard is None:
-        budgets = {"plt_budget": plt_budget, "mlt_budget": mlt_budget}
-        alone = ", ".join(f"{name}={value!r}" for name, value in budgets.items() if value is not None)
-        if alone:
-            raise ConfigError(
-                f"{alone} without guard: set what happens when the budget for lost tokens would be exceeded "
-                "(guard='escalate', 'dense' or 'stop'), or give MoC(plt_budget=...), which raises K automatically"
-            )
-        return policy
-    if isinstance(policy, Guarded):
-        raise ConfigError(f"guard={guard!r} around {policy!r}: give the guard once")
-    budget = "default" if plt_budget is None and mlt_budget is None else plt_budget
-    return Guarded(policy, budget, guard, mlt_budget)

@@ -14,7 +14,6 @@ from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
 from moe_ckpt.policies.by_name import EXAMPLES, class_of, default_policy, with_option
-from moe_ckpt.policies.guard import guarded
 from moe_ckpt.storage.local import ACCESS
 
 _LONGEST_WAIT_SECS = 30 * 86_400.0
@@ -30,9 +29,6 @@ class OptionValues(TypedDict, total=False):
 
     resume: str
     save_last: bool
-    guard: str | None
-    plt_budget: float | str | None
-    mlt_budget: float | str | None
     retention: RetentionPolicy | None
     host_memory_bytes: int | str | None
     budget_fraction: float
@@ -105,20 +101,13 @@ class Options(Settings):
     """The options of ``MoECheckpoint`` and ``megatron.attach``, in addition to those of the engine (``Settings``).
 
     Attributes:
-        policy: What is saved when; see ``moe_ckpt.policies``. With ``guard`` it is wrapped in ``Guarded``.
+        policy: What is saved when; see ``moe_ckpt.policies``, also for ``Guarded``, which keeps another one within a
+            budget of lost tokens.
         dirpath: The store: a directory that all ranks see, or an fsspec URL. One run per store.
         resume: "auto" resumes from the newest good step in ``dirpath``; a finished run is extended if only its length
             was raised. "extend" continues a finished run whatever has changed (Megatron: as "auto"). "never" ignores
             the checkpoints there.
         save_last: Save a complete checkpoint of the final state when training ends without an error.
-        guard: What happens when a failure might lose more tokens than a budget allows. "escalate": the checkpoint saves
-            more experts, as many as the budget needs. "dense": it saves all. "stop": it saves all, then training stops,
-            with the reason in the log. None: nothing. Short for ``policy=Guarded(policy, plt_budget, guard,
-            mlt_budget)``.
-        plt_budget: For the guard: portion of tokens that all failures together may lose, or a name in
-            ``policies.budget.PLT_BUDGETS``; "default" if neither budget is given.
-        mlt_budget: For the guard: portion of a layer's tokens that a single failure may lose, mean over layers, or a
-            name in ``policies.budget.MLT_BUDGETS``.
         profile: File to which rank 0 writes the run's profile, for the simulator and the planner; None: no profile. See
             docs/profile.md.
         weights_from: Fine-tuning: weights that the run starts with, as long as ``dirpath`` holds no checkpoint. A store
@@ -139,9 +128,6 @@ class Options(Settings):
     dirpath: str = "checkpoints"
     resume: str = "auto"
     save_last: bool = True
-    guard: str | None = None
-    plt_budget: float | str | None = None
-    mlt_budget: float | str | None = None
     profile: str | None = None
     weights_from: str | None = None
     on_read_error: str = "stop"
@@ -167,11 +153,6 @@ class Options(Settings):
         if self.weights_from is not None:
             self._set("weights_from", require_path("weights_from", self.weights_from))
             self._require_other_store(self.weights_from)
-        self._set("policy", guarded(self.policy, self.guard, self.plt_budget, self.mlt_budget))
-        # The guard is in the policy now: a copy of these options (dataclasses.replace) must not add a second one.
-        self._set("guard", None)
-        self._set("plt_budget", None)
-        self._set("mlt_budget", None)
 
     def _require_replicas(self) -> None:
         required, available = self.needs.replicas, 0 if self.memory is None else self.memory.replicas
@@ -253,6 +234,8 @@ def _not_a_policy(value: object) -> str:
 
 
 def _hint(name: str, names: Sequence[str]) -> str:
+    if name in ("guard", "mlt_budget"):
+        return "wrap the policy: policy=Guarded(policy, budget, action, mlt_budget)"
     owner = with_option(name)
     if owner is not None:
         return f"it is an option of the policy: policy={owner}({name}=...)"

@@ -59,7 +59,7 @@ def test_flags_of_parameters_that_the_checkpoint_overrules_are_said(tmp_path, ca
     fit(tmp_path, without_head(), Dense(1), stop=5)
     caplog.clear()
     fit(tmp_path, seeded(), Dense(1), stop=6)
-    assert "requires_grad of head.weight" in caplog.text
+    assert "requires_grad of head.bias and 1 more" in caplog.text
     assert "False -> True (training continues with the checkpoint's)" in caplog.text
 
 

@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -115,11 +115,15 @@ def load_named_together(
         StoreError: Another rank could not load it, with its message; else as ``load_named``.
         PeerLostError: A peer is gone.
     """
-    comm = make_communicator(_TIMEOUT_SECS)
+    comm, text = make_communicator(_TIMEOUT_SECS), os.fspath(path)
+    reader = StoreReader(locate(text)[0])
+
+    def newest() -> Loaded:
+        directories = by_rank_zero(comm, lambda: _dense(reader, fitting), f"choose a checkpoint of {text}")
+        return _load_first(text, reader, directories, load, comm)
+
     try:
-        if is_step_path(path):
-            return _load_one(os.fspath(path), load, comm)
-        return _load_newest(os.fspath(path), load, comm, fitting)
+        return _load_one(text, load, comm) if is_step_path(text) else listed_again(newest)
     finally:
         comm.close()
 
@@ -132,16 +136,6 @@ def _load_one(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Co
         if error.kind == DAMAGED and directory is not None:
             require_committed(comm, StoreReader(storage).storage, directory)
         raise_on_all_ranks(comm, error, path)
-
-
-def _load_newest(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Communicator, fitting: bool) -> Loaded:
-    reader = StoreReader(locate(path)[0])
-
-    def newest() -> Loaded:
-        directories = by_rank_zero(comm, lambda: _dense(reader, fitting), f"choose a checkpoint of {path}")
-        return _load_first(path, reader, directories, load, comm)
-
-    return listed_again(newest)
 
 
 def _load_first(
@@ -218,13 +212,13 @@ def _shown(value: object) -> str:
 def _other(path: str, name: str) -> str:
     """Returns what is at a path that is neither a step nor a store, and what opens that."""
     files = os.listdir(path) if os.path.isdir(path) else [os.path.basename(path)]
-    if _any(files, ".safetensors"):
+    if any(file.endswith(".safetensors") for file in files):
         return (
             "an export (safetensors), which holds weights and no hyper-parameters. Build the model yourself "
             "(from_pretrained opens the export of a transformers model), set weights_from= to train from it, or pass "
             f"the step that it was exported from to load_from_checkpoint({name}, ...)"
         )
-    if _any(files, ".metadata", ".distcp"):
+    if any(file.endswith((".metadata", ".distcp")) for file in files):
         return (
             "a checkpoint of torch.distributed.checkpoint, such as moe-ckpt export --to dcp writes: open it with that "
             f"library, or pass the step that it was exported from to load_from_checkpoint({name}, ...)"
@@ -233,10 +227,6 @@ def _other(path: str, name: str) -> str:
         "neither a step directory nor a store of moe_ckpt. Files of Lightning (.ckpt) are read by "
         f"{name}.load_from_checkpoint"
     )
-
-
-def _any(files: Iterable[str], *endings: str) -> bool:
-    return any(file.endswith(endings) for file in files)
 
 
 RESUME_KEY = "moe_ckpt"

@@ -19,7 +19,7 @@ from moe_ckpt.driver.host import End
 from moe_ckpt.errors import finished_run
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
-from moe_ckpt.policies.base import Policy
+from moe_ckpt.run.options import Options
 
 log = logging.getLogger("moe_ckpt")
 
@@ -36,29 +36,6 @@ def ended(trainer: Any) -> End | None:
         return None
     states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
     return End(reason, _limits(trainer), {key: state for key, state in states.items() if state and key != STATE_KEY})
-
-
-def say_finished(finished: Finished, plt: float, until: str | None, dirpath: str, rank: int) -> None:
-    """Warns on rank 0 that the store holds a finished run.
-
-    Args:
-        finished: How it ended.
-        plt: Its portion of lost tokens.
-        until: How far it is extended, None if nothing is left to train.
-        dirpath: The store.
-        rank: Of this process.
-    """
-    if rank:
-        return
-    end = f"{dirpath} is finished ({finished.reason}, at step {finished.step}, PLT {plt:.2%})"
-    if until is None:
-        log.warning(
-            "the run in %s: nothing is left to train. For another experiment choose another dirpath; to train longer, "
-            "raise max_steps or max_epochs, or set resume='extend'",
-            end,
-        )
-    else:
-        log.warning("the run in %s and is extended: training continues to %s", end, until)
 
 
 def _reason(trainer: Any) -> str | None:
@@ -85,47 +62,49 @@ def _limits(trainer: Any) -> dict[str, int]:
 
 
 def go_on_from_end(
-    trainer: Any,
-    dirpath: str,
-    manifest: Manifest,
-    finished: Finished,
-    differences: Sequence[Change],
-    policy: Policy,
-    *,
-    extend: bool,
-) -> str | None:
-    """Decides what the start of a finished run does. The last checkpoint's state is in place.
+    trainer: Any, options: Options, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float
+) -> bool:
+    """Decides what the start of a finished run does, and warns of it. The last checkpoint's state is in place.
 
     Args:
         trainer: Of this script.
-        dirpath: The store.
+        options: Of this script.
         manifest: Of the last checkpoint.
         finished: How the run ended.
         differences: How this script's hyperparameters differ from the run's.
-        policy: This script's.
-        extend: Train on even if hyperparameters changed.
+        plt: The run's portion of lost tokens.
 
     Returns:
-        How far training goes on, for the message; None if nothing is left to train, and ``fit`` returns at once with
-        the final state.
+        False if nothing is left to train, and ``fit`` returns at once with the final state.
 
     Raises:
         ConfigError: Hyperparameters have changed, and the user did not say that they may; or nothing is left to
             train, and the run had another policy.
     """
+    dirpath, extend = options.dirpath, options.resume == "extend"
     if not extend and any(change.decides for change in differences):
         changed, retained = (
             tuple(str(change) for change in differences if change.from_checkpoint or not only) for only in (False, True)
         )
         raise finished_run(dirpath, manifest.step, finished.reason, changed, retained)
     _already_saved(trainer, finished)
-    if _something_left(trainer, finished, extend=extend):
-        return _until(trainer)
-    if not extend and (changed := _other_policy(manifest.policy, policy.describe())):
-        raise finished_run(dirpath, manifest.step, finished.reason, changed)
-    if not any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
-        _leave(trainer, finished)
-    return None
+    goes_on = _something_left(trainer, finished, extend=extend)
+    if not goes_on:
+        if not extend and (changed := _other_policy(manifest.policy, options.policy.describe())):
+            raise finished_run(dirpath, manifest.step, finished.reason, changed)
+        if not any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+            _leave(trainer, finished)
+    if trainer.is_global_zero:
+        end = f"{dirpath} is finished ({finished.reason}, at step {finished.step}, PLT {plt:.2%})"
+        limits = [f"{name}={value}" for name, value in _limits(trainer).items() if value != _UNLIMITED]
+        log.warning(
+            f"the run in %s and is extended: training continues to {', '.join(limits) or 'no limit'}"
+            if goes_on
+            else "the run in %s: nothing is left to train. For another experiment choose another dirpath; to train "
+            "longer, raise max_steps or max_epochs, or set resume='extend'",
+            end,
+        )
+    return goes_on
 
 
 def _other_policy(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
@@ -148,11 +127,6 @@ def _something_left(trainer: Any, finished: Finished, *, extend: bool) -> bool:
     limits = [(now[name], before) for name, before in finished.limits.items() if name in now]
     raised = any(old > _UNLIMITED and (new == _UNLIMITED or new > old) for new, old in limits)
     return extend or raised or not may_stop(trainer)
-
-
-def _until(trainer: Any) -> str:
-    limits = [f"{name}={value}" for name, value in _limits(trainer).items() if value != _UNLIMITED]
-    return ", ".join(limits) or "no limit"
 
 
 def _already_saved(trainer: Any, finished: Finished) -> None:

@@ -116,19 +116,8 @@ class Fit:
             raise
         if options.needs.windows:
             self._watch_windows(catalog)
-        after_batch = lambda: self.after_batch()  # noqa: E731  which may be timed
-        updated = lambda: None if self._is_searching() else self.driver.note(Moment.WRITTEN)  # noqa: E731
         self._own_callbacks: Collection[Callback] = ()
-        before, searching = self._before_bypassing, self._is_searching
-        self._watch = UpdateWatch(
-            trainer,
-            module,
-            before_update=before,
-            after_update=updated,
-            after_batch=after_batch,
-            is_searching=searching,
-            stopwatch=stopwatch,
-        )
+        self._watch = UpdateWatch(self)
 
     def _open_log(self) -> GradientLogging:
         from moe_ckpt.gradient_log.lightning import fit_log
@@ -252,7 +241,7 @@ class Fit:
 
     # --- every step ---
 
-    def _is_searching(self) -> bool:
+    def is_searching(self) -> bool:
         """Returns whether a learning rate or batch size finder runs batches that are not part of the run.
 
         Finders remove all callbacks meanwhile, and restore the trainer's state afterwards.
@@ -270,13 +259,13 @@ class Fit:
         if self.driver.lifecycle.allows(Action.JOIN):
             self.driver.before_update(receive=update)
 
-    def _before_bypassing(self) -> None:
+    def before_bypassing(self) -> None:
         """Called before an update for which Lightning calls no callback.
 
         Raises:
             ConfigError: A finder makes it during training, and the policy computes steps again after a failure.
         """
-        if self._is_searching() and self.driver.options.needs.windows:
+        if self.is_searching() and self.driver.options.needs.windows:
             # Lightning tells no callback of this exception.
             self.close(min(CLOSE_SECS, self.driver.options.timeout_secs))
             raise ConfigError(
@@ -284,8 +273,13 @@ class Fit:
                 "other: after a failure steps are computed again, and a search between them cannot be. Search before "
                 "training (with Tuner, or a finder that runs in on_fit_start), or use Dense or MoC"
             )
-        self.join(update=not self._is_searching())
+        self.join(update=not self.is_searching())
         self._counter.update_begins()
+
+    def updated(self) -> None:
+        """An optimizer has stepped."""
+        if not self.is_searching():
+            self.driver.note(Moment.WRITTEN)
 
     @timed
     def before_backward(self, loss: torch.Tensor) -> None:
@@ -316,7 +310,7 @@ class Fit:
     @timed
     def after_batch(self) -> None:
         """A batch ended; runs after every batch-end hook, when the step of the batch, if any, is final."""
-        if self._is_searching():
+        if self.is_searching():
             self._watch.forget()
             self._discard_tokens()
             if self.driver.gradients is not None:

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from moe_ckpt.callbacks.data_position import DataPosition
-from moe_ckpt.callbacks.finished import ended, go_on_from_end, say_finished
+from moe_ckpt.callbacks.finished import ended, go_on_from_end
 from moe_ckpt.callbacks.lightning_state import (
     HYPER_PARAMETERS,
     capture_checkpoint,
@@ -20,7 +20,7 @@ from moe_ckpt.callbacks.lightning_state import (
     plain_hparams,
     restore_checkpoint,
 )
-from moe_ckpt.driver.changes import Change, differing, plain_values, same
+from moe_ckpt.driver.changes import Change, differing, plain_values, same, trainable_changes
 from moe_ckpt.driver.host import End, Host, loading_state
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.run_records import Finished
@@ -66,7 +66,8 @@ class LightningHost(Host):
         self.passes = TrainingPasses()
         self.settled, self.ended = True, False
         self._options = options
-        self._configured: _Plain = configured(trainer) | {"frozen": _frozen(self.state)}
+        frozen = hashlib.sha256("\n".join(_untrained(self.state)).encode()).hexdigest()[:16]
+        self._configured: _Plain = configured(trainer) | {"frozen": frozen}
         self._retained_state: tuple[int, _Plain] | None = None
 
     @property
@@ -81,7 +82,8 @@ class LightningHost(Host):
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain
-        thawed = [*_thawed(self.state, plain["plain"], plain["configured"], self._configured)]
+        same = plain["configured"]["frozen"] == self._configured["frozen"]  # then training has frozen or thawed some
+        thawed = [] if same else trainable_changes(plain["plain"]["frozen"], _untrained(self.state))
         with loading_state("the model and its optimizers", restored.path):
             self.state.load_plain(plain["plain"])
         differences = changes(self.trainer, plain, self._configured) + thawed
@@ -108,12 +110,7 @@ class LightningHost(Host):
     def go_on_from_end(
         self, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
-        dirpath, extend = self._options.dirpath, self._options.resume == "extend"
-        until = go_on_from_end(
-            self.trainer, dirpath, manifest, finished, differences, self._options.policy, extend=extend
-        )
-        say_finished(finished, plt, until, dirpath, self.trainer.global_rank)
-        return until is not None, ""
+        return go_on_from_end(self.trainer, self._options, manifest, finished, differences, plt), ""
 
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
         return _REPEATED
@@ -148,14 +145,13 @@ class LightningHost(Host):
 
 _REPEATED: tuple[Repeated, ...] = (
     ("the state of the random number generators", lambda state: state["rng"]),
-    ("the hyperparameters of the optimizers", lambda state: _groups(state["plain"]["optimizers"])),
+    (
+        "the hyperparameters of the optimizers",
+        lambda state: [optimizer["param_groups"] for optimizer in state["plain"]["optimizers"]],
+    ),
     ("the state of the learning rate schedulers", lambda state: state["checkpoint"]["lr_schedulers"]),
     ("the number of batches", lambda state: _batches(state["checkpoint"]["loops"]["fit_loop"])),
 )
-
-
-def _groups(optimizers: list[_Plain]) -> list[Any]:
-    return [optimizer["param_groups"] for optimizer in optimizers]
 
 
 def _batches(loop: _Plain) -> Any:
@@ -186,24 +182,8 @@ def _training(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _thawed(state: TorchTrainingState, plain: Mapping[str, Any], before: _Plain, now: _Plain) -> Iterable[Change]:
-    """Yields how the parameters that require gradients differ, where another script says which."""
-    if before["frozen"] == now["frozen"]:
-        return
-    frozen, names = frozenset(plain["frozen"]), state.parameters()
-    for was, some in (
-        (False, [name for name, parameter in names.items() if name in frozen and parameter.requires_grad]),
-        (True, [name for name, parameter in names.items() if name not in frozen and not parameter.requires_grad]),
-    ):
-        if some:
-            more = f" and {len(some) - 1} more" if len(some) > 1 else ""
-            yield Change(f"requires_grad of {some[0]}{more}", str(was), str(not was), from_checkpoint=True)
-
-
-def _frozen(state: TorchTrainingState) -> str:
-    """Returns what tells the parameters that this script freezes from others."""
-    names = sorted(name for name, parameter in state.parameters().items() if not parameter.requires_grad)
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+def _untrained(state: TorchTrainingState) -> list[str]:
+    return sorted(name for name, parameter in state.parameters().items() if not parameter.requires_grad)
 
 
 def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:

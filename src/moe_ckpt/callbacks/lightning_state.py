@@ -48,7 +48,11 @@ def capture_checkpoint(trainer: Any) -> dict[str, Any]:
             "test_loop": trainer.test_loop.state_dict(),
             "predict_loop": trainer.predict_loop.state_dict(),
         },
-        "callbacks": {cb.state_key: state for cb in trainer.callbacks if (state := _state_of(cb))},
+        "callbacks": {  # ours has a shorter state for its own store
+            callback.state_key: state
+            for callback in trainer.callbacks
+            if (state := getattr(callback, "state_in_own_store", callback.state_dict)())
+        },
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
     }
     weights: Any = module.state_dict() if _has_reader(trainer) else MODEL_MARK
@@ -82,12 +86,6 @@ def _has_reader(trainer: Any) -> bool:
         or type(precision).on_save_checkpoint is not Precision.on_save_checkpoint
         or any(overrides(callback, "on_save_checkpoint") for callback in others)
     )
-
-
-def _state_of(callback: Any) -> dict[str, Any]:
-    """A callback's ``state_dict()``; ours has a shorter one for our own store."""
-    state: dict[str, Any] = getattr(callback, "state_in_own_store", callback.state_dict)()
-    return state
 
 
 def _scaler_state(precision: Any) -> dict[str, Any]:
@@ -169,6 +167,9 @@ def _add_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> None:
             checkpoint[key] = plain_hparams(owner, key)
 
 
+_warned: set[str] = set()
+
+
 def plain_hparams(owner: Any, key: str) -> dict[str, Any]:
     """Returns the hyper-parameters that can be held without pickle; warns once of each of the others.
 
@@ -180,24 +181,15 @@ def plain_hparams(owner: Any, key: str) -> dict[str, Any]:
     for name, value in owner.hparams.items():
         try:
             encode_tree(value)
-        except UnencodableStateError as error:
-            _warn_once(f"{key}/{name}", error.type_name)
-        else:
             plain[name] = value
+        except UnencodableStateError as error:
+            if (path := f"{key}/{name}") not in _warned:
+                _warned.add(path)
+                log.warning(
+                    "%s is a %s and left out of checkpoints: resuming does not need it, load_from_checkpoint() would",
+                    *(path, error.type_name),
+                )
     return plain
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(path: str, type_name: str) -> None:
-    if path not in _warned:
-        _warned.add(path)
-        log.warning(
-            "%s is a %s and is left out of checkpoints: resuming does not need it, load_from_checkpoint() would",
-            path,
-            type_name,
-        )
 
 
 _POSITIONS = record({}, {"state_dict": record({}, {"combined_loader": listing(record({}))})})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
@@ -18,7 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.callbacks.compat import call_callback_hooks, call_module_hook
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from moe_ckpt.callbacks.fit import Fit
 
 log = logging.getLogger("moe_ckpt")
 
@@ -43,34 +45,19 @@ class UpdateWatch:
     """Hooks on module and optimizers, from ``on_fit_start`` until ``close``.
 
     Args:
-        trainer: Of the fit.
-        module: The model.
-        before_update: Called before a raw optimizer steps, under manual optimization.
-        after_update: Called after each optimizer's step.
-        after_batch: Called after every batch-end hook.
-        is_searching: Whether batches are no part of the run: then ``before_update`` is called here, as no callback is.
-        stopwatch: Counts what hooks take.
+        fit: Its ``before_bypassing`` is called before a raw optimizer steps, under manual optimization and where
+            batches are no part of the run (no callback is called then), ``updated`` after each optimizer's step, and
+            ``after_batch`` after every batch-end hook.
 
     Attributes:
         steps_seldom: A batch made no step, so that others may not either.
         hooks_began: Batch-end hooks are running, so that schedules have come to the end of the step.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        *,
-        before_update: Callable[[], None],
-        after_update: Callable[[], None],
-        after_batch: Callable[[], None],
-        is_searching: Callable[[], bool],
-        stopwatch: Stopwatch,
-    ) -> None:
+    def __init__(self, fit: Fit) -> None:
+        trainer, module, stopwatch = fit.host.trainer, fit.host.module, fit.stopwatch
         self.steps_seldom = self.hooks_began = False
-        self._trainer: Any = trainer
-        self._module = module
-        self._after_update = after_update
+        self._trainer, self._module, self._after_update = trainer, module, fit.updated
         self._rates: list[Any] = []
         self._updates = self._booked = 0
         self._global_step = self._applied = 0
@@ -80,7 +67,7 @@ class UpdateWatch:
 
         def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
             theirs(*args, **kwargs)
-            after_batch()
+            fit.after_batch()
 
         setattr(module, _HOOK, on_train_batch_end)
         self._restore: Callable[[], None] = lambda: (
@@ -93,8 +80,8 @@ class UpdateWatch:
             bypassed = not module.automatic_optimization
 
             def begins(*_: Any, bypassed: bool = bypassed) -> None:
-                if bypassed or is_searching():
-                    before_update()
+                if bypassed or fit.is_searching():
+                    fit.before_bypassing()
 
             self._hooks.append(optimizer.register_step_pre_hook(stopwatch.around(begins)))
 

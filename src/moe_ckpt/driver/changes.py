@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from moe_ckpt.format.tree import encode_tree
+from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS
 
 log = logging.getLogger("moe_ckpt")
 
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options of torch's optimizers that do not change the update."""
 _ABSENT = "(not set)"
 _SHOWN = 60
 
@@ -54,13 +53,29 @@ def say_changes(changes: Collection[Change], rank: int) -> None:
     log.warning("hyperparameters differ from the checkpoint's: %s", "; ".join(texts))
 
 
+def trainable_changes(used: Collection[str], now: Collection[str]) -> list[Change]:
+    """Returns how the parameters that require gradients differ.
+
+    Args:
+        used: Names of those that require none in the checkpoint.
+        now: Those of this script.
+    """
+    differences = []
+    for names, was in ((set(used) - set(now), False), (set(now) - set(used), True)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            where = f"requires_grad of {min(names)}{more}"
+            differences.append(Change(where, str(was), str(not was), from_checkpoint=True))
+    return differences
+
+
 def plain_values(group: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns the hyperparameters in a param group or a scheduler's state: numbers, text, lists of those."""
     values = {}
     for key, value in group.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
-        if key not in _IMPLEMENTATION and not str(key).startswith("_") and _is_plain(value):
+        if key not in IMPLEMENTATION_FLAGS and not str(key).startswith("_") and _is_plain(value):
             values[str(key)] = value
     return values
 

@@ -28,7 +28,7 @@ from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableErro
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest, age_of
 from moe_ckpt.interop.lightning_dict import lightning_checkpoint
-from moe_ckpt.interop.safetensors import MAX_FILE_BYTES, write_safetensors
+from moe_ckpt.interop.safetensors import MAX_FILE_BYTES, Progress, write_safetensors
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
 from moe_ckpt.reading.memory.memory_outside import memory_step
 from moe_ckpt.reading.reader import StoreReader, locate, with_step
@@ -36,8 +36,6 @@ from moe_ckpt.storage.local import why_unwritable
 
 Target = Literal["dcp", "safetensors", "lightning"]
 TARGETS: tuple[Target, ...] = ("dcp", "safetensors", "lightning")
-Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)."""
 _Writer = Callable[[WholeCheckpoint, Path, Progress], None]
 
 _log = logging.getLogger("moe_ckpt")
@@ -99,7 +97,7 @@ def export(
         if chosen is not None:
             chosen(manifest)
         target = Path(output) if output is not None else Path(manifest.directory + suffix)
-        return _write(reader, manifest, writers[to], target, progress or _quiet)
+        return _write(reader, manifest, writers[to], target, progress or (lambda done, total: None))
 
     if not memory:
         return with_step(step_path, written)
@@ -154,15 +152,6 @@ def _remove(temporary: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _quiet(done: int, total: int) -> None:
-    """Nobody watches."""
-
-
-def _nbytes(checkpoint: WholeCheckpoint, key: str) -> int:
-    meta = checkpoint.reader.index(checkpoint.manifest).meta(key)
-    return prod(meta.global_shape) * TORCH_DTYPES[meta.dtype].itemsize
-
-
 def _write_dcp(checkpoint: WholeCheckpoint, target: Path, progress: Progress) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -182,7 +171,8 @@ def _write_dcp(checkpoint: WholeCheckpoint, target: Path, progress: Progress) ->
             value = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype], device="meta")
             keys[entry.name] = entry.key
         _plant(tree, entry.path, value)
-    total = sum(_nbytes(checkpoint, key) for key in keys.values())
+    metas = map(index.meta, keys.values())
+    total = sum(prod(meta.global_shape) * TORCH_DTYPES[meta.dtype].itemsize for meta in metas)
     done = 0
 
     class OneByOne(DefaultSavePlanner):

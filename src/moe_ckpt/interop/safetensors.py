@@ -148,6 +148,7 @@ MAX_FILE_BYTES = 50 * 10**9
 """As transformers 5 splits models."""
 
 Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,8 +41,8 @@ _MODEL = "model/"
 Result = TypeVar("Result")
 
 
-class WeightSource(Protocol):
-    """Provides weights.
+class WeightSource:
+    """Provides weights. Files have no checksums: nothing to verify, nor to know what came from another rank.
 
     Attributes:
         title: Says so.
@@ -54,18 +54,16 @@ class WeightSource(Protocol):
 
     def share(self, comm: Communicator, pairs: Sequence[tuple[str, StateTensor]]) -> None:
         """Divides among the ranks the reading of what several of them need for ``pairs``. A collective."""
-        ...
 
     def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
         """Raises ``DamagedError`` unless what this rank will read of ``pairs`` is as it was written."""
-        ...
 
     def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
         """Writes (name here, where it goes) into live tensors. A collective if reading is shared."""
-        ...
+        raise NotImplementedError
 
 
-class StoreSource:
+class StoreSource(WeightSource):
     """A dense (or partial) checkpoint of a store."""
 
     def __init__(self, reader: StoreReader, manifest: Manifest) -> None:
@@ -79,7 +77,9 @@ class StoreSource:
         tied = {alias: name for alias, name in manifest.model.aliases.items() if name in names}
         self._keys = {name: _MODEL + name for name in names} | {a: _MODEL + n for a, n in tied.items()}
         metas = {name: self._index.meta(key) for name, key in self._keys.items()}
-        self.tensors: Mapping[str, TensorMeta] = metas | {n: _meta(value) for n, value in self._buffers.items()}
+        self.tensors = metas | {
+            name: TensorMeta(dtype_name(value.dtype), tuple(value.shape)) for name, value in self._buffers.items()
+        }
         self._shared: SharedReading | None = None
 
     def _stored(self, pairs: Sequence[tuple[str, StateTensor]]) -> dict[str, Any]:
@@ -102,28 +102,18 @@ class StoreSource:
                 tensor.local.copy_(self._buffers[name])
 
 
-class FileSource:
+class FileSource(WeightSource):
     """Safetensors files: of ``moe-ckpt export``, of transformers, or of anybody else."""
 
     def __init__(self, storage: Storage, paths: Iterable[str], title: str) -> None:
         self._storage, self.title = storage, title
         self._files: Mapping[str, FileTensor] = read_tables(storage, paths)
-        self.tensors: Mapping[str, TensorMeta] = {n: TensorMeta(t.dtype, t.shape) for n, t in self._files.items()}
-
-    def share(self, comm: Communicator, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        """Such files have no checksums, by which a rank would know what it got from another: each rank reads."""
-
-    def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        """For the same reason there is nothing to compare."""
+        self.tensors = {n: TensorMeta(t.dtype, t.shape) for n, t in self._files.items()}
 
     @torch.no_grad()
     def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
         for name, tensor in pairs:
             tensor.local.copy_(read_block(self._storage, self._files[name], box_of(tensor)))
-
-
-def _meta(value: Any) -> TensorMeta:
-    return TensorMeta(dtype_name(value.dtype), tuple(value.shape))
 
 
 def open_source(path: str, directory: str | None) -> WeightSource:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_ckpt.driver.changes import Change
+from moe_ckpt.driver.changes import Change, trainable_changes
 from moe_ckpt.driver.host import End, Host, loading_state, require_framework
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
@@ -18,7 +18,7 @@ from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.hyperparameters import changes, configured, write_settings
 from moe_ckpt.megatron.loop import Loop, Progress
 from moe_ckpt.megatron.model.inventory import ModelInventory
-from moe_ckpt.megatron.model.state import RESTING, MegatronTrainingState, resting_changed
+from moe_ckpt.megatron.model.state import RESTING, MegatronTrainingState
 from moe_ckpt.megatron.model.topology import layout
 from moe_ckpt.megatron.trainer_state import (
     SCHEDULER,
@@ -118,7 +118,8 @@ class MegatronHost(Host):
             changed = changes(before, self._configured, self._settings())
         if inexact is None:
             trained.rest(stored[RESTING])
-            changed += resting_changed(before[RESTING], resting, trained.resting())
+            if list(before[RESTING]) != list(resting):  # else training has come to it
+                changed += trainable_changes(trained.resting(), resting)
             self._configured = before
             self.generators.take(plain["rng"])
         return changed, inexact  # on another layout the random numbers are of no rank here

@@ -41,7 +41,7 @@ def read(optimizer: Any) -> dict[str, Any]:
     groups = settings(optimizer)
     for number, entry in enumerate(groups):
         require_plain(entry, f"optimizer/param_groups/{number}")
-    scalers = [s.state_dict() if (s := _scaler(leaf)) is not None else None for leaf in leaves(optimizer)]
+    scalers = [None if scaler is None else scaler.state_dict() for scaler in _scalers(optimizer)]
     return {"step": read_step(optimizer), "groups": groups, "scalers": scalers}
 
 
@@ -55,8 +55,7 @@ def write(optimizer: Any, stored: Mapping[str, Any]) -> None:
     write_settings(optimizer, stored["groups"])
     write_step(optimizer, stored["step"])
     scales = [state for state in stored["scalers"] if state]  # a constant scale has no state
-    for number, leaf in enumerate(leaves(optimizer)):
-        scaler = _scaler(leaf)
+    for number, scaler in enumerate(_scalers(optimizer)):
         if scaler is not None and scales:  # by position, since each has its own overflows
             scaler.load_state_dict(scales[min(number, len(scales) - 1)])
 
@@ -68,8 +67,8 @@ def write_settings(optimizer: Any, stored: Sequence[Mapping[str, Any]]) -> None:
             group[key] = fitted(group.get(key), entry[key])
 
 
-def _scaler(leaf: Any) -> Any:
-    return getattr(leaf, "grad_scaler", None)
+def _scalers(optimizer: Any) -> list[Any]:
+    return [getattr(leaf, "grad_scaler", None) for leaf in leaves(optimizer)]
 
 
 def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:

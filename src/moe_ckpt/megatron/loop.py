@@ -121,22 +121,16 @@ class Loop:
             self.consumed_samples = consumed_samples
         elif not self._asked_for_samples:
             self._asked_for_samples = True
-            _say_no_samples(call, iteration, self.consumed_samples)
+            if is_rank_zero():
+                announce(
+                    "%s(%d) was called without consumed_samples, so the next start will be at consumed_samples=%d: a "
+                    "loop or a loader that goes on by that count would repeat data. Give the number of training "
+                    "samples consumed so far; 0 if the data are found by the iteration alone, or by an object in "
+                    "stateful=",
+                    *(call, iteration, self.consumed_samples),
+                    level=logging.WARNING,
+                )
         self.iteration, self.moved, self.is_updating = iteration, True, False
-
-
-def _say_no_samples(call: str, iteration: int, consumed_samples: int) -> None:
-    """Warns on rank 0 that a loop does not say how far it is in its data."""
-    if is_rank_zero():
-        announce(
-            "%s(%d) was called without consumed_samples, so the next start will be at consumed_samples=%d: a loop or a "
-            "loader that goes on by that count would repeat data. Give the number of training samples consumed so far; "
-            "0 if the data are found by the iteration alone, or by an object in stateful=",
-            call,
-            iteration,
-            consumed_samples,
-            level=logging.WARNING,
-        )
 
 
 class StepWatch:

@@ -97,7 +97,10 @@ def export_torch_dist(
     serialization = _serialization()
     chunks = chunks_of(model_chunks)
     require_halves(chunks)
-    _complete_weights(chunks)
+    for chunk in chunks:  # the distributed optimizer would gather weights in the next forward pass
+        if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+            wrapped: Any = chunk
+            wrapped.start_param_sync(force_sync=True)
     state = _model_state(chunks)
     if optimizer is not None:
         with buckets_in_place(optimizer):
@@ -211,14 +214,6 @@ def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, Any]]:
 
 def _model_state(chunks: Sequence[nn.Module], metadata: Mapping[str, Any] = _METADATA) -> dict[str, Any]:
     return {name: chunk.sharded_state_dict(metadata=dict(metadata)) for name, chunk in _named(chunks)}
-
-
-def _complete_weights(chunks: Sequence[nn.Module]) -> None:
-    """Gathers the weights that the distributed optimizer would gather in the next forward pass."""
-    for chunk in chunks:
-        if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
-            wrapped: Any = chunk
-            wrapped.start_param_sync(force_sync=True)
 
 
 def _make_directory(path: str) -> None:

@@ -25,9 +25,11 @@ def read(model: nn.Module) -> list[dict[str, Any]]:
         name = clean_name(raw)
         if any(name == outer or name.startswith(f"{outer}." if outer else "") for outer in passed):
             continue
-        if _adapted(module):
+        if _is_of(module, "PeftModel", "peft") or getattr(module, "_hf_peft_config_loaded", False):
             passed.append(name)
-        elif _is_pretrained(module):
+        elif _is_of(module, "PreTrainedModel", "transformers") and hasattr(
+            getattr(module, "config", None), "to_json_string"
+        ):
             passed.append(name)
             descriptions.append(_describe(f"{name}." if name else "", module))
     return descriptions
@@ -51,15 +53,7 @@ def _class_of(module: nn.Module) -> str:
     return names[1] if names[0] == f"FSDP{names[1]}" else names[0]
 
 
-def _is_pretrained(module: nn.Module) -> bool:
-    """Told by names, so that transformers need not be installed."""
-    of_transformers = any(
-        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
-        for kind in type(module).__mro__
-    )
-    return of_transformers and hasattr(getattr(module, "config", None), "to_json_string")
-
-
-def _adapted(module: nn.Module) -> bool:
-    peft = any(k.__name__ == "PeftModel" and k.__module__.startswith("peft.") for k in type(module).__mro__)
-    return peft or bool(getattr(module, "_hf_peft_config_loaded", False))
+def _is_of(module: nn.Module, name: str, package: str) -> bool:
+    """Told by names, so that neither library need be installed."""
+    kinds = type(module).__mro__
+    return any(kind.__name__ == name and kind.__module__.startswith(f"{package}.") for kind in kinds)

@@ -18,7 +18,6 @@ from moe_ckpt.format.profile import (
     MAX_PROFILE_BYTES,
     Life,
     OperatorRow,
-    Profile,
     ProfiledModel,
     decode_profile,
     encode_life,
@@ -66,9 +65,6 @@ class ProfileWriter:
         if profile.fingerprint != self._fingerprint:
             self._put_aside(f"{self._path} is of another model")
             return
-        self._take_over(profile)
-
-    def _take_over(self, profile: Profile) -> None:
         self._model = encode_model(profile.model)
         self._earlier = tuple(map(encode_life, profile.lives[1 - _MOST_LIVES :]))
 

@@ -26,19 +26,30 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from moe_ckpt.driver import run as driver
 from moe_ckpt.errors import ConfigError, StoreUnwritableError
-from moe_ckpt.storage.base import Chunk, Stamp, Stamped, Storage
+from moe_ckpt.storage.base import Stamp, Stamped, Storage
 
 PHASES = ("compute", "copy", "write", "fsync", "rename", "manifest", "gc")
 """Where a process can be killed: in the forward or backward pass, while the snapshot is copied, before a
 file is written, synced, or given its name, before the commit record is written, before a file is deleted."""
 RANK_0_PHASES = frozenset({"manifest", "gc"})
 """Phases that only rank 0 goes through."""
+
+
+def _counted(verb: str) -> Callable[..., Any]:
+    """Returns a method of ``FaultyStorage`` that counts a call and makes it."""
+
+    def call(storage: FaultyStorage, path: str = "", *args: Any, **kwargs: Any) -> Any:
+        storage._count(verb, path)
+        return getattr(storage.inner, verb)(path, *args, **kwargs)
+
+    return call
 
 
 class FaultyStorage:
@@ -86,41 +97,18 @@ class FaultyStorage:
             raise StoreUnwritableError(f"the store {self.root} cannot be written: {error}") from error
         self.inner.probe()
 
-    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
-        self._count("write", path)
-        return self.inner.write(path, chunks)
-
-    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
-        self._count("read", path)
-        return self.inner.read(path, offset, nbytes)
-
-    def size(self, path: str) -> int:
-        self._count("size", path)
-        return self.inner.size(path)
-
-    def list(self, path: str = "") -> list[str]:
-        self._count("list", path)
-        return self.inner.list(path)
-
     def stamp(self, path: str) -> Stamp | None:
         self._count("stamp", path)
         return self.inner.stamp(path) if isinstance(self.inner, Stamped) else None
 
-    def exists(self, path: str) -> bool:
-        self._count("exists", path)
-        return self.inner.exists(path)
-
-    def delete(self, path: str) -> None:
-        self._count("delete", path)
-        self.inner.delete(path)
-
-    def delete_dir(self, path: str) -> None:
-        self._count("delete_dir", path)
-        self.inner.delete_dir(path)
-
-    def clean_temporaries(self, path: str) -> int:
-        self._count("clean_temporaries", path)
-        return self.inner.clean_temporaries(path)
+    write = _counted("write")
+    read = _counted("read")
+    size = _counted("size")
+    list = _counted("list")
+    exists = _counted("exists")
+    delete = _counted("delete")
+    delete_dir = _counted("delete_dir")
+    clean_temporaries = _counted("clean_temporaries")
 
     def _count(self, verb: str, path: str) -> None:
         if self._verbs is not None and verb not in self._verbs:

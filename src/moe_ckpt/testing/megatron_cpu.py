@@ -93,57 +93,32 @@ def _device() -> None:
     replace(torch.cuda, "current_device", lambda: "cpu")
 
 
-class Event:
-    """A point in a stream; on a CPU it has always been reached."""
+class InOrder:
+    """A stream, a point in one, or a context that makes one the current: a CPU has only the program's order of work.
+
+    An object may be entered any number of times, and every point of it has been reached.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def record(self, *_: Any) -> None: ...
+    def _nothing(self, *_: Any) -> None: ...
 
-    def wait(self, *_: Any) -> None: ...
+    record = wait = synchronize = wait_stream = wait_event = __enter__ = __exit__ = _nothing
 
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class Stream:
-    """An order of work; on a CPU there is only the program's."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_stream(self, stream: Stream) -> None: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def synchronize(self) -> None: ...
+    def record_event(self, event: InOrder | None = None) -> InOrder:
+        return event or InOrder()
 
     def query(self) -> bool:
         return True
-
-
-class OnStream:
-    """Stands in for ``torch.cuda.StreamContext``: one object may be entered any number of times."""
-
-    def __init__(self, stream: Stream | None) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
 
 
 def _streams() -> None:
     """transformer/moe/token_dispatcher.py:445 and 871-895, pipeline_parallel/p2p_communication.py:242 and 398,
     transformer/moe/shared_experts.py:123-277, optimizer/optimizer.py:362, parallel_state.py:931 and 1319; of release
     0.19 distributed/param_and_grad_buffer.py, which keeps one context and enters it at every step."""
-    current = Stream()
-    replace(torch.cuda, "Stream", Stream)
-    replace(torch.cuda, "Event", Event)
-    replace(torch.cuda, "stream", OnStream)
+    current = InOrder()
+    for name in ("Stream", "Event", "stream"):
+        replace(torch.cuda, name, InOrder)
     replace(torch.cuda, "current_stream", lambda *_: current)
     replace(torch.cuda, "default_stream", lambda *_: current)
     replace(torch.cuda, "synchronize", lambda *_: None)
@@ -164,9 +139,8 @@ def _random_state() -> None:
         torch.default_generator.manual_seed(int(seed))
 
     for owner in (torch.cuda, torch.cuda.random):
-        replace(owner, "get_rng_state", get_rng_state)
-        replace(owner, "set_rng_state", set_rng_state)
-        replace(owner, "manual_seed", manual_seed)
+        for function in (get_rng_state, set_rng_state, manual_seed):
+            replace(owner, function.__name__, function)
 
 
 def _factories() -> None:

@@ -22,6 +22,8 @@ from moe_ckpt.stopwatch import Stopwatch
 
 _CAST = torch.ops.aten._to_copy.default
 _NARROW = (torch.bfloat16, torch.float16)
+AS_STORED = 1 + len(_NARROW)
+"""In ``reads``: it was read as it is stored, or in two ways. 0: not at all; else its number in ``_NARROW``."""
 
 
 class ComputeTypeProbe:
@@ -52,23 +54,21 @@ class ComputeTypeProbe:
     def _note(self, name: str, dtype: torch.dtype) -> None:
         self._seen[name].add(dtype)
 
-    def narrow(self) -> list[int]:
-        """Returns per parameter, in the model's order: 1 if it was read as bfloat16, 2 as float16, else 0."""
-        return [max((_NARROW.index(d) + 1 for d in self._seen[n] if d in _NARROW), default=0) for n in self._names]
+    def reads(self) -> list[int]:
+        """Returns how each parameter was read, in the model's order: a number of which the largest over ranks counts,
+        since a rank sees only the experts that it used."""
+        return [
+            AS_STORED if len(seen) > 1 or not seen.issubset(_NARROW) else sum(1 + _NARROW.index(kind) for kind in seen)
+            for seen in map(self._seen.__getitem__, self._names)
+        ]
 
-    def wide(self) -> list[int]:
-        """Returns per parameter 1 if it was read as it is stored, or in two ways."""
-        return [int(any(d not in _NARROW for d in self._seen[n]) or len(self._seen[n]) > 1) for n in self._names]
-
-    def types(self, narrow: Iterable[int], wide: Iterable[int]) -> dict[str, torch.dtype]:
+    def types(self, reads: Iterable[int]) -> dict[str, torch.dtype]:
         """Returns the parameters that kernels read in a narrow type only. What was never seen is left out.
 
         Args:
-            narrow, wide: The answers of ``narrow`` and ``wide``, the largest over ranks, since a rank sees only the
-                experts that it used.
+            reads: Result of ``reads``.
         """
-        readings = zip(self._names, narrow, wide, strict=True)
-        return {name: _NARROW[number - 1] for name, number, is_wide in readings if number and not is_wide}
+        return {name: _NARROW[kind - 1] for name, kind in zip(self._names, reads, strict=True) if 0 < kind < AS_STORED}
 
 
 def _owners(model: nn.Module) -> dict[int, str | None]:

@@ -29,7 +29,7 @@ from moe_ckpt.recovery.replay import StepReplay, StepSource, same_plain
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Stopwatch
-from moe_ckpt.windows.compute_types import ComputeTypeProbe
+from moe_ckpt.windows.compute_types import AS_STORED, ComputeTypeProbe
 from moe_ckpt.windows.freezing import ClipNorms, SparingRecompute, may_leave_out
 from moe_ckpt.windows.replay import WindowReplay
 from moe_ckpt.windows.sparing import ReentrantCheckpoints
@@ -195,15 +195,15 @@ class Windows:
         if self._probed == _PROBED_BATCHES:
             probe, self._probe = self._probe, None
             probe.stop()
-            seen, wide = probe.narrow(), probe.wide()
-            if self._has_readers(probe.types(seen, wide), session.comm.rank):
-                wide = [1] * len(wide)
-            mine = np.array([seen, wide], dtype=np.int64)
+            reads = probe.reads()
+            if self._has_readers(probe.types(reads), session.comm.rank):
+                reads = [AS_STORED] * len(reads)
+            mine = np.array(reads, dtype=np.int64)
             agreed = session.comm.start_agreement(lambda: np.zeros(0, dtype=np.int64), mine)
 
             def types() -> ComputeTypes:
-                narrow, broad = agreed.result()[1].tolist()
-                return {name: dtype_name(dtype) for name, dtype in probe.types(narrow, broad).items()}
+                narrow = probe.types(agreed.result()[1].tolist())
+                return {name: dtype_name(dtype) for name, dtype in narrow.items()}
 
             self._agreed = types
 

@@ -183,7 +183,8 @@ def _require_known_state(model: nn.Module) -> None:
         _require_current_scaling(config)
     for name, module in model.named_modules():
         kind = type(module)
-        if kind.get_extra_state is nn.Module.get_extra_state or _is_of_transformer_engine(kind):
+        is_of_transformer_engine = any(base.__module__.startswith("transformer_engine") for base in kind.__mro__)
+        if kind.get_extra_state is nn.Module.get_extra_state or is_of_transformer_engine:
             continue
         if module.get_extra_state() is not None:
             raise UnsupportedError(
@@ -216,10 +217,6 @@ def _require_current_scaling(config: Any) -> None:
             )
 
 
-def _is_of_transformer_engine(kind: type) -> bool:
-    return any(base.__module__.startswith("transformer_engine") for base in kind.__mro__)
-
-
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
     """Raises ``UnsupportedError`` for weights whose memory is not an array of their elements."""
     if type(parameter) is not nn.Parameter:
@@ -247,7 +244,9 @@ class _Chunk:
         self._expert = Sharding.within(state.get_expert_tensor_parallel_group())
         self._modules = dict(model.named_modules())
         self._renamed = {
-            name: _renumbered(name, module) for name, module in self._modules.items() if _is_numbered(name, module)
+            name: re.sub(r"\d+$", str(number - 1), name)  # of the whole model; Megatron counts from 1
+            for name, module in self._modules.items()
+            if isinstance(number := getattr(module, "layer_number", None), int) and re.search(r"\blayers\.\d+$", name)
         }
         self._moe: dict[str, Any] = {
             name: module for name, module in self._modules.items() if isinstance(module, core.moe_layer)
@@ -475,13 +474,3 @@ def non_expert_group(name: str) -> str:
         return ".".join(parts[: 2 if len(parts) > 2 else 1])
     attention = match[2].startswith(("input_layernorm", "self_attention", "cross_attn", "pre_cross_attn"))
     return f"{match[1]}.{'attention' if attention else 'mlp'}"
-
-
-def _is_numbered(name: str, module: nn.Module) -> bool:
-    return isinstance(getattr(module, "layer_number", None), int) and re.search(r"\blayers\.\d+$", name) is not None
-
-
-def _renumbered(name: str, module: nn.Module) -> str:
-    """``decoder.layers.0`` of a later stage is ``decoder.layers.<layer_number - 1>``; Megatron counts from 1."""
-    number: Any = module.layer_number
-    return re.sub(r"\d+$", str(number - 1), name)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ckpt.driver.changes import Change
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.fragment import FixedStrings
@@ -94,25 +93,6 @@ class Trained:
                 "its weights, set another dirpath, and set weights_from= to the store, a step directory or an exported "
                 "file."
             )
-
-
-def resting_changed(before: Sequence[str], now: Sequence[str], used: Sequence[str]) -> list[Change]:
-    """Returns how the parameters that rest differ, if the script says so and training has not come to it.
-
-    Args:
-        before: Names when the run began.
-        now: When this process began.
-        used: After the checkpoint was loaded.
-    """
-    if list(before) == list(now):
-        return []
-    differences = []
-    for names, was in ((set(used) - set(now), False), (set(now) - set(used), True)):
-        if names:
-            differences.append(
-                Change(f"requires_grad of {_named(names)}", str(was), str(not was), from_checkpoint=True)
-            )
-    return differences
 
 
 def _of_all_experts(name: str) -> str:
@@ -332,9 +312,9 @@ class MegatronTrainingState:
             states = [] if slot is None else list(_optimizer_tensors(slot, part.name))
             for placed in placed_blocks(part, part.start, part.stop):
                 replicated, writer = self._written(part.name, (placed.offsets, placed.shape), live.is_expert)
+                flags = {"replicated": replicated, "duplicate": writer is not None, "writer": writer}
                 for key, flat in [(f"model/{part.name}", weights), *states]:
-                    flags = {"replicated": replicated, "duplicate": writer is not None}
-                    yield _tensor(key, part, placed, flat[part.start :], **flags, writer=writer)
+                    yield _tensor(key, part, placed, flat[part.start :], **flags)
 
     def _sharded(
         self, live: LiveParameter, part: BlockPart, slot: StateSlot, weights: torch.Tensor
@@ -429,33 +409,20 @@ def _optimizer_tensors(slot: StateSlot, name: str) -> Iterator[tuple[str, torch.
         yield f"optim/0/{name}/{state}", value.view(-1)
 
 
-def _tensor(
-    key: str,
-    part: BlockPart,
-    placed: Placed,
-    flat: torch.Tensor,
-    *,
-    replicated: bool,
-    duplicate: bool,
-    updated_here: bool = True,
-    writer: int | None = None,
-) -> StateTensor:
-    """The view of one block. flat: memory that ``placed.first`` counts in. The rest: see ``StateTensor``."""
+def _tensor(key: str, part: BlockPart, placed: Placed, flat: torch.Tensor, **flags: Any) -> StateTensor:
+    """Returns the view of one block.
+
+    Args:
+        key: Of the tensor.
+        part: That the block is in.
+        placed: The block.
+        flat: Memory that ``placed.first`` counts in.
+        **flags: Further fields of ``StateTensor``.
+    """
     block = flat[placed.first : placed.first + prod(placed.memory_shape)].view(placed.memory_shape)
     for axis, (low, length) in enumerate(placed.narrow):
         block = block.narrow(axis, low, length)
-    block = block.permute(placed.order)
-    return StateTensor(
-        key,
-        part.name,
-        block,
-        placed.offsets,
-        part.global_shape,
-        replicated,
-        duplicate=duplicate,
-        updated_here=updated_here,
-        writer=writer,
-    )
+    return StateTensor(key, part.name, block.permute(placed.order), placed.offsets, part.global_shape, **flags)
 
 
 def _specs(world: World, states: Sequence[tuple[str, str]]) -> Iterator[TensorSpec]:

@@ -138,36 +138,46 @@ class World:
         """Raises ``CoverageError``, which names experts that no rank holds, tensors that are held in part, and tensors
         of one name that cannot be copies of one another."""
         self._require_whole()
-        groups: dict[str, list[str]] = {}
+        groups: dict[str, list[HeldTensor]] = {}
         for tensor in self.tensors.values():
-            groups.setdefault(self.operator_of[tensor.name], []).append(tensor.name)
+            groups.setdefault(self.operator_of[tensor.name], []).append(tensor)
         operators = tuple(self._operator(op, groups[op]) for op in sorted(groups, key=natural))
         return Catalog(operators, self.layers, {t.name: t.shape for t in self.tensors.values()})
 
     @cached_property
     def operator_of(self) -> Mapping[str, str]:
         """Returns tensor -> id of the operator that it belongs to."""
-        numbers = {layer.name: layer.index for layer in self.layers}
-        return {name: _operator_id(tensor, numbers) for name, tensor in self.tensors.items()}
+        return {name: self._operator_id(tensor) for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, int]:
+        """Returns MoE layer -> its number."""
+        return {layer.name: layer.index for layer in self.layers}
+
+    def _operator_id(self, tensor: HeldTensor) -> str:
+        moe, which = tensor.owner
+        if moe is None:
+            return non_expert_id(str(which))
+        return gate_id(self._numbers[moe]) if which is None else expert_id(self._numbers[moe], int(which))
 
     @cached_property
     def frozen_experts(self) -> npt.NDArray[np.bool_] | None:
         """Returns ``[L, E]`` experts of which the optimizer has no tensor, on any rank; None if there are none."""
         frozen = np.zeros(self.catalog.expert_places.shape, dtype=bool)
         frozen[tuple(self.catalog.all_experts.T)] = True
-        numbers = {layer.name: layer.index for layer in self.layers}
         for moe, expert in (tensor.owner for tensor in self.tensors.values() if tensor.trained):
             if moe is not None and expert is not None:
-                frozen[numbers[moe], int(expert)] = False
+                frozen[self._numbers[moe], int(expert)] = False
         return frozen if frozen.any() else None
 
-    def _operator(self, op: str, names: Sequence[str]) -> Operator:
-        spans = tuple(Span(name) for name in sorted(names, key=natural))
-        kind, _, rest = op.partition("/")
-        if kind == OperatorKind.NON_EXPERT.value:
+    def _operator(self, op: str, tensors: Sequence[HeldTensor]) -> Operator:
+        spans = tuple(Span(name) for name in sorted((tensor.name for tensor in tensors), key=natural))
+        moe, which = tensors[0].owner
+        if moe is None:
             return Operator(op, OperatorKind.NON_EXPERT, spans)
-        layer, _, expert = rest.partition("/")
-        return Operator(op, OperatorKind(kind), spans, int(layer), int(expert) if expert else None)
+        if which is None:
+            return Operator(op, OperatorKind.GATE, spans, self._numbers[moe])
+        return Operator(op, OperatorKind.EXPERT, spans, self._numbers[moe], int(which))
 
     def _require_whole(self) -> None:
         problems = []
@@ -243,7 +253,6 @@ class World:
         Unless ``experts_apart``, a distributed optimizer divides each expert over its holders; the first is its owner.
         """
         owners = [[0] * layer.experts for layer in self.layers]
-        numbers = {layer.name: layer.index for layer in self.layers}
         stage_of: dict[str, int] = {}
         divided = 1
         for name, tensor in self.tensors.items():
@@ -252,7 +261,7 @@ class World:
             if moe is not None and expert is not None:
                 every = self.holders_of(name)
                 writers = [self.expert_writer(name, block) for block in tensor.blocks] if experts_apart else every
-                owners[numbers[moe]][int(expert)] = writers[0]
+                owners[self._numbers[moe]][int(expert)] = writers[0]
                 divided = max(divided, len(set(writers)))
             stage_of[self.operator_of[name]] = self.stages[self.holders[name, first][0]]
         order = sorted(set(self.stages.values()))
@@ -315,13 +324,6 @@ def _agree(what: str, earlier: Any, new: Any, ranks: Sequence[int]) -> None:
         raise ConfigError(
             f"{what} is {new} on rank {ranks[0]}, but {earlier} on another: all ranks must build the same model"
         )
-
-
-def _operator_id(tensor: HeldTensor, numbers: Mapping[str, int]) -> str:
-    moe, which = tensor.owner
-    if moe is None:
-        return non_expert_id(str(which))
-    return gate_id(numbers[moe]) if which is None else expert_id(numbers[moe], int(which))
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -96,21 +96,6 @@ def mentions_experts(name: str, module: nn.Module) -> bool:
     return any("expert" in word.lower() for word in words)
 
 
-def index_argument(module: nn.Module) -> tuple[int, str] | None:
-    """Returns (position, name) of the forward argument that holds the chosen experts' indices."""
-    return _argument(module, _INDEX)
-
-
-def counts_argument(module: nn.Module) -> tuple[int, str] | None:
-    """Returns (position, name) of the forward argument that holds the number of tokens of each expert."""
-    return _argument(module, _COUNTS)
-
-
-def _argument(module: nn.Module, pattern: re.Pattern[str]) -> tuple[int, str] | None:
-    names = list(inspect.signature(module.forward).parameters)
-    return next(((at, name) for at, name in enumerate(names) if pattern.match(name)), None)
-
-
 def is_router_name(name: str) -> bool:
     return bool(_ROUTER.search(name)) and not _NO_ROUTER.search(name)
 
@@ -275,11 +260,12 @@ def _site(
 
 def _stack_source(module: nn.Module) -> RoutingSource | None:
     """How routing is seen at a module with stacked experts, if its forward says so."""
-    argument = index_argument(module)
-    if argument is not None:
-        return RoutingSource("indices", (module,), argument)
-    argument = counts_argument(module)
-    return RoutingSource("counts", (module,), argument) if argument is not None else None
+    arguments = list(enumerate(inspect.signature(module.forward).parameters))
+    for at, name in arguments:
+        if _INDEX.match(name):  # the chosen experts
+            return RoutingSource("indices", (module,), (at, name))
+    counts = next(((at, name) for at, name in arguments if _COUNTS.match(name)), None)  # tokens of each expert
+    return None if counts is None else RoutingSource("counts", (module,), counts)
 
 
 def _rows(stacked: Sequence[nn.Parameter], experts: int, names: Mapping[int, str]) -> list[list[Span]]:
@@ -294,9 +280,14 @@ def _registered(name: str, layer: nn.Module, spec: MoESpec, names: Mapping[int, 
     children = [expert_children(m) if is_container(m) else [] for m in named]
     declared = _declared(layer, named)
     listed = [expert_parameters(m, declared) for m in named]
-    stacks = [_stacked(m) for m, kids, row in zip(named, children, listed, strict=True) if not kids and not row]
+    stacked: list[nn.Parameter] = []
+    for m, kids, row in zip(named, children, listed, strict=True):
+        if isinstance(m, nn.Parameter):
+            stacked.append(m)
+        elif not kids and not row:  # a vector below a module may be shared by all experts
+            stacked += [p for p in m.parameters() if p.ndim >= 2]
     lengths = {len(kids) for kids in children if kids} | {len(row) for row in listed if row}
-    size = _registered_size(lengths, declared, [p for s in stacks for p in s], spec, who)
+    size = _registered_size(lengths, declared, stacked, spec, who)
     spans: list[list[Span]] = [[] for _ in range(size)]
     for kids in filter(None, children):
         for expert, child in enumerate(kids):
@@ -304,9 +295,9 @@ def _registered(name: str, layer: nn.Module, spec: MoESpec, names: Mapping[int, 
     for row in filter(None, listed):
         for expert, parameter in enumerate(row):
             spans[expert].append(Span(names[id(parameter)]))
-    for parameter in (p for s in stacks for p in s if not spec.flat or p.shape[0] % size == 0):
+    for parameter in stacked:
         width = parameter.shape[0] // size if spec.flat else 1
-        if spec.flat or parameter.shape[0] == size:
+        if parameter.shape[0] == width * size:
             for e in range(size):
                 spans[e].append(Span(names[id(parameter)], e * width, (e + 1) * width))
     if not all(spans):
@@ -328,13 +319,6 @@ def _member(layer: nn.Module, path: str, who: str) -> nn.Module | nn.Parameter:
     if isinstance(member, nn.Module):
         return unwrap(member)
     raise ConfigError(f"register_moe: {who} has no submodule or parameter {path!r}; name what its forward uses")
-
-
-def _stacked(member: nn.Module | nn.Parameter) -> list[nn.Parameter]:
-    """Candidates for stacks. A vector below a module may be shared by all experts, so it is no candidate."""
-    if isinstance(member, nn.Parameter):
-        return [member]
-    return [p for p in member.parameters() if p.ndim >= 2]
 
 
 def _declared(layer: nn.Module, named: Sequence[nn.Module | nn.Parameter]) -> int | None:

@@ -63,6 +63,23 @@ def _entries(experts: torch.Tensor, entries: int) -> torch.Tensor:
     return experts.reshape(-1).to(torch.int64).clamp(-1, entries - 1).remainder_(entries)
 
 
+def _operator(function: Callable[..., None]) -> Callable[..., None]:
+    """Returns ``function``, as an operator of its own where torch.compile traces it.
+
+    So the compiled model keeps its graph, and the check for backward is made at run time. Eager calls go
+    past the dispatcher, which costs more than the counting.
+    """
+    operator = torch.library.custom_op(f"moe_ckpt::{function.__name__}", function, mutates_args={"counts"})
+    operator.register_fake(lambda *args: None)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> None:
+        (operator if torch.compiler.is_compiling() else function)(*args)
+
+    return call
+
+
+@_operator
 def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
     """Add the indices ``experts`` (any shape) to ``counts`` [E + 1], whose last entry takes what is dropped."""
     if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
@@ -75,6 +92,7 @@ def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
     counts.scatter_add_(0, flat, torch.ones_like(flat))
 
 
+@_operator
 def count_weights(counts: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
     """Add ``weights``, one for each of ``experts``, to ``counts`` [E + 1], which is float64."""
     if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
@@ -83,38 +101,18 @@ def count_weights(counts: torch.Tensor, experts: torch.Tensor, weights: torch.Te
     counts.scatter_add_(0, flat, weights.reshape(-1).to(counts.dtype))
 
 
+@_operator
 def count_tokens(counts: torch.Tensor, tokens: torch.Tensor) -> None:
     """Add tokens per expert, ``tokens`` [E], to ``counts`` [E + 1]."""
     if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
         counts[:-1] += tokens.reshape(-1)
 
 
+@_operator
 def count_rows(counts: torch.Tensor, rows: torch.Tensor, expert: int) -> None:
     """Add the number of rows of ``rows`` [..., hidden] to one entry of ``counts`` [E + 1]."""
     if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD and rows.numel():
         counts[expert] += rows.numel() // rows.shape[-1]
-
-
-def _operator(function: Callable[..., None]) -> Callable[..., None]:
-    """``function``, as an operator of its own where torch.compile traces it.
-
-    So the compiled model keeps its graph, and the check for backward is made at run time. Eager calls go
-    past the dispatcher, which costs more than the counting.
-    """
-    name = f"moe_ckpt::{function.__name__}"
-    operator = torch.library.custom_op(name, function, mutates_args={"counts"})
-    operator.register_fake(lambda *args: None)
-
-    def call(*args: Any) -> None:
-        (operator if torch.compiler.is_compiling() else function)(*args)
-
-    return call
-
-
-_count_assignments = _operator(count_assignments)
-_count_weights = _operator(count_weights)
-_count_tokens = _operator(count_tokens)
-_count_rows = _operator(count_rows)
 
 
 def clear(tables: list[torch.Tensor]) -> None:
@@ -274,10 +272,16 @@ class RoutingCounter:
             yield source.modules[0].register_forward_hook(hook, with_kwargs=True)
 
     def _counted(self, hook: Callable[..., None]) -> Callable[..., None]:
-        counted = self._stopwatch.around(hook)
+        """Returns ``hook``, called in passes of training, and counted by the stopwatch where it is not compiled."""
 
-        def either(*args: Any, **kwargs: Any) -> None:
-            (hook if torch.compiler.is_compiling() else counted)(*args, **kwargs)
+        def included(module: nn.Module, *args: Any) -> None:
+            if self._passes.include(module):
+                hook(module, *args)
+
+        counted = self._stopwatch.around(included)
+
+        def either(*args: Any) -> None:
+            (included if torch.compiler.is_compiling() else counted)(*args)
 
         return either
 
@@ -294,15 +298,13 @@ class RoutingCounter:
         counts_given = source.kind == "counts"
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._passes.include(module):
-                return
             value = args[position] if len(args) > position else kwargs[name]
             if counts_given:
                 tokens = torch.as_tensor(value)
-                _count_tokens(self._table(at, tokens.device), tokens.detach())
+                count_tokens(self._table(at, tokens.device), tokens.detach())
             else:
                 _require_integers(value, layer, name)
-                _count_assignments(self._table(at, value.device), value.detach())
+                count_assignments(self._table(at, value.device), value.detach())
                 if self._soft:
                     self._weigh(at, value, (*args, *kwargs.values()))
 
@@ -312,13 +314,11 @@ class RoutingCounter:
         """Called once per expert and pass: the host knows how many rows there are, so no kernel adds them up."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._passes.include(module):
-                return
             rows = args[0] if args else None
             if not isinstance(rows, torch.Tensor):
                 rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
             if torch.compiler.is_compiling():
-                _count_rows(self._table(at, rows.device), rows.detach(), expert)
+                count_rows(self._table(at, rows.device), rows.detach(), expert)
             elif torch._C._current_graph_task_id() == _NOT_IN_BACKWARD and rows.numel():
                 self._rows[at][expert] += rows.numel() // rows.size(-1)
 
@@ -328,12 +328,11 @@ class RoutingCounter:
         self, at: int, read: Assignments
     ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if self._passes.include(module):
-                experts = _by_itself(read)(module, args, kwargs, output)
-                _count_assignments(self._table(at, experts.device), experts.detach())
-                if self._soft:
-                    shown = output.values() if isinstance(output, Mapping) else output
-                    self._weigh(at, experts, shown if isinstance(shown, (tuple, list)) else (shown,))
+            experts = _by_itself(read)(module, args, kwargs, output)
+            count_assignments(self._table(at, experts.device), experts.detach())
+            if self._soft:
+                shown = output.values() if isinstance(output, Mapping) else output
+                self._weigh(at, experts, shown if isinstance(shown, (tuple, list)) else (shown,))
 
         return hook
 
@@ -343,7 +342,7 @@ class RoutingCounter:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == experts.shape:
                 if self._soft[at].device != value.device:
                     self._soft[at] = self._soft[at].to(value.device)
-                _count_weights(self._soft[at], experts.detach(), value.detach())
+                count_weights(self._soft[at], experts.detach(), value.detach())
                 return
 
 

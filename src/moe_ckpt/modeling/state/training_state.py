@@ -89,7 +89,7 @@ class TorchTrainingState:
         Args:
             described: Those that were found last.
         """
-        return self._known_walk(described).parameters
+        return (self._walk if described and self._walk is not None else self._walked()).parameters
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Returns specs that are alike on every rank, since all hold every tensor, or a part of it."""
@@ -215,9 +215,6 @@ class TorchTrainingState:
             )
             self._walk = walk
         return walk, self._optimizer_views
-
-    def _known_walk(self, described: bool) -> Walk:
-        return self._walk if described and self._walk is not None else self._walked()
 
     def _walked(self) -> Walk:
         walk = self._walk

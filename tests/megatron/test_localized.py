@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.format.sealed import seal
-from moe_ckpt.localized.log_format import SEND, Channel, Message, decode_log, encode_log
+from moe_ckpt.localized.log_files import SEND, Channel, Message, decode_log, encode_log
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import LocalStorage, open_storage

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from moe_ckpt.localized.answers import Answers, is_for
 from moe_ckpt.localized.boundary import Boundary
 from moe_ckpt.localized.interception import Interception
-from moe_ckpt.localized.log_files import sealed_logs
-from moe_ckpt.localized.log_format import SEND, Channel, LogHeader
+from moe_ckpt.localized.log_files import SEND, Channel, LogHeader, sealed_logs
 from moe_ckpt.localized.recording import UpstreamLog
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Built, Setup

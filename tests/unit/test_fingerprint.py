@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
-from moe_ckpt.survivors.fingerprint import Fingerprint
+from moe_ckpt.survivors.newest_step import Fingerprint
 
 
 @pytest.fixture

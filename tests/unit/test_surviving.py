@@ -210,7 +210,7 @@ def test_what_is_kept_is_said_although_the_launcher_stops_the_rank_meanwhile(sur
 def test_a_signal_while_the_session_saves_is_acted_on_when_it_has(surviving, recorder, monkeypatch):
     ended: list[Moment] = []
     monkeypatch.setattr(surviving.termination, "settle", lambda: ended.append(surviving.moment))
-    with surviving.saving():
+    with surviving.booking(ended=False):
         assert surviving.ends_soon
         surviving.survive("SIGTERM")
         assert not recorder.began.is_set(), "its locks may be the session's"

@@ -23,8 +23,7 @@ from moe_ckpt.localized import exchange
 from moe_ckpt.localized.answers import Answers, is_for
 from moe_ckpt.localized.boundary import Boundary
 from moe_ckpt.localized.exchange import KeptLogs, LogExchange
-from moe_ckpt.localized.log_files import sealed_logs
-from moe_ckpt.localized.log_format import SEND, Channel, LogHeader, Message, decode_log, encode_log
+from moe_ckpt.localized.log_files import SEND, Channel, LogHeader, Message, decode_log, encode_log, sealed_logs
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.segments import LocalRecovery
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path

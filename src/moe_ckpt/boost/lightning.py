@@ -1,18 +1,158 @@
-"""The capacity boost of a Lightning fit."""
+"""The capacity boost of a Lightning fit, and ports by which the routers of torch models take it (``boost.layer``).
+
+A module that has the attribute ``moe_boost`` asks it by itself. Any other layer that chooses by ``topk`` over scores of
+its E experts is given another choice there, as torch's functions are called inside its forward pass: the scores that
+come with it are those of the chosen experts, without a bias, so the weights follow as the model computes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.boost.life import Boosting
-from moe_ckpt.boost.ports import boost_ports
 from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.modeling.moe.discover import FoundLayer
 from moe_ckpt.modeling.moe.routing import TrainingPasses
 from moe_ckpt.ports import Communicator
 from moe_ckpt.stopwatch import Stopwatch
+
+ATTRIBUTE = "moe_boost"
+
+
+def boost_ports(
+    layers: Sequence[FoundLayer], shared: str | None = None, passes: TrainingPasses | None = None
+) -> dict[int, BoostPort]:
+    """Returns the port of each MoE layer, by its number.
+
+    Args:
+        layers: Of the live model.
+        shared: Why no layer can take a boost; None if layers can.
+        passes: Tells which forward passes are training's. None: those of modules in training mode.
+    """
+    training_passes = passes or TrainingPasses()
+    return {layer.info.index: _port(layer, training_passes, shared) for layer in layers}
+
+
+def _port(layer: FoundLayer, passes: TrainingPasses, refused: str | None) -> BoostPort:
+    """Of the first module that has the attribute: a router, or the layer."""
+    owner = next((module for module in (*layer.routers, layer.layer) if hasattr(module, ATTRIBUTE)), None)
+    if owner is None:
+        return TopKPort(layer, layer.layer, passes, refused)
+    return AttributePort(layer, owner, passes, refused)
+
+
+class _Port:
+    """What the ports have in common: hooks on one module.
+
+    Args:
+        layer: Of the model.
+        module: Of the layer.
+        passes: As of ``boost_ports``.
+        refused: Why it can take no boost; None if it can.
+    """
+
+    def __init__(self, layer: FoundLayer, module: nn.Module, passes: TrainingPasses, refused: str | None) -> None:
+        self.layer, self.experts = layer.info.name, layer.info.experts
+        self.router = type((*layer.routers, layer.layer)[0]).__name__
+        self._module, self._passes, self._refused = module, passes, refused
+        self._k = layer.info.top_k
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def refusal(self) -> str | None:
+        return self._refused
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class AttributePort(_Port):
+    """The port of a module whose forward asks ``self.moe_boost``, unless that is None."""
+
+    def attach(self, boost: LayerBoost) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            setattr(module, ATTRIBUTE, boost if self._passes.include(module) else None)
+
+        self._handles.append(self._module.register_forward_pre_hook(before))
+
+    def detach(self) -> None:
+        super().detach()
+        setattr(self._module, ATTRIBUTE, None)
+
+
+class TopKPort(_Port):
+    """The port of a layer that calls ``topk`` once per forward pass, over the last dimension, of E scores."""
+
+    _asked = _choices = 0
+
+    def refusal(self) -> str | None:
+        if self._choices == self._asked:
+            return self._refused
+        how = (
+            "calls torch.topk over the scores of its experts more than once" if self._choices else "calls no torch.topk"
+        )
+        of = f"{self.experts} experts" if self._k is None else f"{self.experts} experts for the best {self._k}"
+        return (
+            f"it {how} ({of}) in an eager forward pass of {type(self._module).__name__}. Let its forward ask "
+            f"self.{ATTRIBUTE}, see docs/moetion.md"
+        )
+
+    def attach(self, boost: LayerBoost) -> None:
+        open_modes: list[_Choosing] = []
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if self._passes.include(module):
+                mode = _Choosing(self._is_choice, boost)
+                open_modes.append(mode)
+                mode.__enter__()  # type: ignore[no-untyped-call]
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if open_modes:
+                mode = open_modes.pop()
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                self._asked, self._choices = self._asked + 1, self._choices + mode.choices
+
+        self._handles.append(self._module.register_forward_pre_hook(before))
+        self._handles.append(self._module.register_forward_hook(after, always_call=True))
+
+    def _is_choice(self, scores: torch.Tensor, k: int, dim: int) -> bool:
+        last = dim in (-1, scores.ndim - 1) and scores.is_floating_point() and scores.shape[-1:] == (self.experts,)
+        # Group-limited routers take the best two of each group first, of [T, groups, E / groups], with one group too.
+        of_groups = scores.ndim > 2 and scores.shape[-2] == 1
+        return last and not of_groups and (k < self.experts if self._k is None else k == self._k)
+
+
+class _Choosing(TorchFunctionMode):
+    """While it is entered, what ``topk`` chooses among the experts is boosted."""
+
+    def __init__(self, is_choice: Callable[[torch.Tensor, int, int], bool], boost: LayerBoost) -> None:
+        super().__init__()
+        self._is_choice, self._boost = is_choice, boost
+        self.choices = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        result = func(*args, **keywords)
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        named = keywords | dict(zip(("input", "k", "dim", "largest"), args, strict=False))
+        scores: Any = named.get("input", named.get("self"))
+        if not named.get("largest", True) or not self._is_choice(scores, named["k"], named.get("dim", -1)):
+            return result
+        self.choices += 1
+        flat = scores.reshape(-1, scores.shape[-1])
+        chosen = self._boost.select(flat.detach(), result[1].reshape(len(flat), -1)).reshape(result[1].shape)
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
 def fit_boost(

@@ -136,11 +136,12 @@ class SealingSurvivors(Protocol):
             update: The optimizer is about to change them.
         """
 
-    def booking(self) -> AbstractContextManager[None]:
-        """A step is final, and the session is at work in the block."""
+    def booking(self, *, ended: bool = True) -> AbstractContextManager[None]:
+        """The session is at work in the block.
 
-    def saving(self) -> AbstractContextManager[None]:
-        """The session is at work in the block, between two steps."""
+        Args:
+            ended: A step is final with it; else it is between two steps.
+        """
 
     def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:
         """Training stops right after the update of ``step``.

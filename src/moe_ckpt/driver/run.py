@@ -395,7 +395,7 @@ class Driver:
         if self.replaying is not None or (self.is_in_part and self.restored_step == self._host.step):
             return False  # the latter: ranks that kept that step do not come by here
         self.lifecycle.require(Action.SAVE, "save()")
-        with nullcontext() if self.survivors is None else self.survivors.saving():
+        with nullcontext() if self.survivors is None else self.survivors.booking(ended=False):
             self.session.save_complete(self._host.step, self._capture)
         ended = self.session.drain(self._host.step) if wait else ()
         if ended and not ended[-1].committed:
@@ -407,7 +407,7 @@ class Driver:
     def catch_up(self) -> None:
         """Training ended: completes ``last`` with what the ranks agreed on."""
         self.lifecycle.require(Action.FINISH, "finish()")
-        with nullcontext() if self.survivors is None else self.survivors.saving():
+        with nullcontext() if self.survivors is None else self.survivors.booking(ended=False):
             self.last = self.last and self.session.catch_up(self.last)
 
     def finish(self, *, moved: bool, ended: bool = True, save: bool = True) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.dtypes import dtype_name
-from moe_ckpt.localized.log_format import SEND, Channel, Message
+from moe_ckpt.localized.log_files import SEND, Channel, Message
 
 Received = Mapping[Channel, Sequence[tuple[Message, torch.Tensor]]]
 """Of one step, what came through each channel, in order."""

@@ -9,7 +9,7 @@ import torch
 
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.localized.answers import Answers
-from moe_ckpt.localized.log_format import Channel
+from moe_ckpt.localized.log_files import Channel
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.stopwatch import Stopwatch, timed
 

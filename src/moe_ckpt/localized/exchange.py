@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,7 @@ import xxhash
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.localized.answers import Received, is_for
-from moe_ckpt.localized.log_files import SealedLog
-from moe_ckpt.localized.log_format import Channel, Message
+from moe_ckpt.localized.log_files import Channel, Message, SealedLog
 from moe_ckpt.localized.segments import LocalRecovery, LogGap, log_gap
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.together import together
@@ -47,7 +46,7 @@ class LogExchange:
         lives: Generations that logs may be of: from the checkpoint's to that of what survivors kept.
 
     Attributes:
-        history: Of the newest of these lives (``localized.log_format.LogHeader``); logs of another one do not count.
+        history: Of the newest of these lives (``localized.log_files.LogHeader``); logs of another one do not count.
         gap: What no rank has of what is needed; None if nothing lacks.
 
     Raises:
@@ -59,13 +58,14 @@ class LogExchange:
     ) -> None:
         self._comm, self._recovery = comm, recovery
         steps = range(since + 1, recovery.step + 1)
-        heads = [(sealed, sealed.header) for sealed in logs.sealed_logs]
-        ours = [sealed for sealed, head in heads if head.world_size == comm.world_size and head.generation in lives]
-        mine = {(sealed.header.rank, sealed.header.step): sealed for sealed in _newest_last(ours)}
-        keys = [
-            [*key, sealed.header.generation, sealed.header.history] for key, sealed in mine.items() if key[1] in steps
-        ]
-        every = [(holder, *entry) for holder, raw in enumerate(_exchanged(comm, keys)) for entry in raw]
+        mine: dict[tuple[int, int], SealedLog] = {}
+        for sealed in sorted(logs.sealed_logs, key=lambda one: one.header.generation):  # the newest life's counts
+            head = sealed.header
+            if head.world_size == comm.world_size and head.generation in lives and head.step in steps:
+                mine[head.rank, head.step] = sealed
+        keys = [[*key, sealed.header.generation, sealed.header.history] for key, sealed in mine.items()]
+        answers = enumerate(comm.everyone(json.dumps(keys).encode()))
+        every: list[tuple[int, ...]] = [(holder, *entry) for holder, raw in answers for entry in json.loads(raw)]
         _, self.history = max(((generation, history) for *_, generation, history in every), default=(0, 0))
         best: dict[tuple[int, int], tuple[int, int]] = {}
         for holder, writer, step, generation, history in every:
@@ -89,11 +89,11 @@ class LogExchange:
         """
         comm = self._comm
         packed = together(comm, self._packed)
-        sizes = {rank: [len(head), data.numel()] for rank, (head, data) in packed.items()}
+        sizes = {rank: [tensor.numel() for tensor in tensors] for rank, tensors in packed.items()}
         sizes_by_holder = [json.loads(raw) for raw in comm.everyone(json.dumps(sizes).encode())]
         # No rank waits for the bytes of one that has no memory for them.
-        outgoing, expected = together(comm, lambda: (_messages_of(packed), self._room_for(sizes_by_holder)))
-        comm.swap(outgoing, expected)
+        expected = together(comm, lambda: self._room_for(sizes_by_holder))
+        comm.swap(packed, expected)
         return together(comm, lambda: _unpacked(expected))
 
     def _room_for(self, sizes_by_holder: Sequence[Mapping[str, Sequence[int]]]) -> dict[int, list[torch.Tensor]]:
@@ -108,8 +108,8 @@ class LogExchange:
                 expected[holder] = [torch.empty(size, dtype=torch.uint8) for size in sizes_of[str(me)]]
         return expected
 
-    def _packed(self) -> dict[int, tuple[bytes, torch.Tensor]]:
-        """For each rank that computes steps again what this one gives: (headers, bytes)."""
+    def _packed(self) -> dict[int, list[torch.Tensor]]:
+        """For each rank that computes steps again what this one gives: headers, and bytes of messages."""
         alone = set(self._recovery.ranks)
         heads: dict[int, list[list[object]]] = defaultdict(list)
         bodies: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -123,21 +123,10 @@ class LogExchange:
                             [sealed.header.step, channel.kind, channel.ranks, *columns, message.checksum]
                         )
                         bodies[rank].append(tensor.reshape(-1).view(torch.uint8))
-        return {rank: (json.dumps(heads[rank]).encode(), torch.cat(bodies[rank])) for rank in heads}
-
-
-def _messages_of(packed: Mapping[int, tuple[bytes, torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
-    return {rank: [torch.frombuffer(bytearray(head), dtype=torch.uint8), data] for rank, (head, data) in packed.items()}
-
-
-def _exchanged(comm: Communicator, mine: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """What each rank told. A collective."""
-    return [json.loads(raw) for raw in comm.everyone(json.dumps(mine).encode())]
-
-
-def _newest_last(logs: Sequence[SealedLog]) -> Iterator[SealedLog]:
-    """Of each rank and step the log of its newest life, last."""
-    yield from sorted(logs, key=lambda sealed: sealed.header.generation)
+        texts = {rank: bytearray(json.dumps(rows).encode()) for rank, rows in heads.items()}
+        return {
+            rank: [torch.frombuffer(text, dtype=torch.uint8), torch.cat(bodies[rank])] for rank, text in texts.items()
+        }
 
 
 def _unpacked(expected: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, Received]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from moe_ckpt.localized.boundary import Boundary
-from moe_ckpt.localized.log_format import SEND, Channel
+from moe_ckpt.localized.log_files import SEND, Channel
 
 Call = Callable[..., Any]
 

@@ -12,14 +12,12 @@ from moe_ckpt.driver.guests import LocalizedRecovery
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.localized.answers import Answers
-from moe_ckpt.localized.attempt import LocalAttempt, LocalPart
+from moe_ckpt.localized.attempt import LocalAttempt, LocalPart, Rejoining
 from moe_ckpt.localized.boundary import Boundary
 from moe_ckpt.localized.exchange import KeptLogs
 from moe_ckpt.localized.interception import Interception
-from moe_ckpt.localized.log_files import sealed_logs
-from moe_ckpt.localized.log_format import LogHeader
+from moe_ckpt.localized.log_files import LogHeader, sealed_logs
 from moe_ckpt.localized.recording import UpstreamLog
-from moe_ckpt.localized.rejoining import Rejoining
 from moe_ckpt.megatron.model.topology import layout
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored

@@ -22,23 +22,25 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from moe_ckpt.core.placement import lends
 from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import MoECheckpointError, NotFiniteError
 from moe_ckpt.policies.base import needs_of
+from moe_ckpt.ports import StateTensor
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.session.session_resources import SessionResources
 from moe_ckpt.session.snapshotting import Snapshotter
 from moe_ckpt.slices.snapshot import Encode, Snapshot
-from moe_ckpt.survivors.fingerprint import Fingerprint
 from moe_ckpt.survivors.state_keeping import StateKeeper
 from moe_ckpt.tiers.limits import requires_room
 
@@ -297,3 +299,48 @@ def _lent(run: RunContext) -> int | None:
 
 def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
+
+
+_SAMPLES = 32
+"""Elements that are looked at of each tensor: torch counts no writes through ``.data``, as averaging callbacks make."""
+_MOST_SAMPLED = 2048
+"""Tensors that are looked at, at even distances where there are more: the training thread does it, at each validation.
+Averaging callbacks write to most of them."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Fingerprint:
+    """Address, write count and some elements of each tensor.
+
+    Args:
+        tensors: Of a training state, as they are now.
+    """
+
+    def __init__(self, tensors: Sequence[StateTensor]) -> None:
+        self._places = [_place(tensor) for tensor in tensors]
+        self._samples = [_sample(tensor.local) for tensor in _sampled(tensors)]
+
+    def fits(self, tensors: Sequence[StateTensor]) -> bool:
+        """Returns whether ``tensors`` are the same, and seem not to have been written to."""
+        if [_place(tensor) for tensor in tensors] != self._places:
+            return False
+        samples = (_sample(tensor.local) for tensor in _sampled(tensors))
+        return all(map(torch.equal, samples, self._samples))
+
+
+def _sampled(tensors: Sequence[StateTensor]) -> Sequence[StateTensor]:
+    return tensors[:: -(-len(tensors) // _MOST_SAMPLED) or 1]
+
+
+def _place(tensor: StateTensor) -> tuple[str, tuple[int, ...], int, int]:
+    local = tensor.local
+    return tensor.key, tuple(tensor.offsets), local.data_ptr(), local._version
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of elements at even distances, by their bits."""
+    count = tensor.numel()
+    number = min(count, _SAMPLES)
+    places = torch.arange(number, device=tensor.device) * count // max(number, 1)
+    kind = _INTEGERS.get(tensor.element_size())
+    return torch.take(tensor.detach() if kind is None else tensor.detach().view(kind), places)

@@ -123,24 +123,20 @@ class Surviving:
             self.enter(Moment.UNKNOWN)
 
     @contextlib.contextmanager
-    def booking(self) -> Iterator[None]:
-        """A step is final, and the session is at work. If SIGTERM came meanwhile, the process ends after that."""
-        self.enter(Moment.BOOKING)
-        try:
-            yield
-        finally:
-            self.enter(Moment.RESTING)
-        self.termination.settle()
+    def booking(self, *, ended: bool = True) -> Iterator[None]:
+        """The session is at work: to seal in a signal handler could wait for locks held here.
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """The session is at work between two steps: to seal in a signal handler could wait for locks held here."""
-        before = self.moment
+        If SIGTERM came meanwhile, the process ends after that.
+
+        Args:
+            ended: A step is final with it.
+        """
+        after = Moment.RESTING if ended else self.moment
         self.enter(Moment.BOOKING)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(after)
         self.termination.settle()
 
     def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:

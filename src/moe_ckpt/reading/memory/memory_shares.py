@@ -375,21 +375,20 @@ def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: 
 def beneath_of(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:
     """Those of ``snapshots``, from ``snapshots_of``, that may give experts that ``checkpoint`` lacks, oldest first.
 
-    Earlier snapshots of its life, and what survivors sealed of the very same step. Of steps of a gradient log they give
-    what was saved in full.
+    Earlier snapshots of its life that were due, and what survivors sealed of the very same step. Of steps of a gradient
+    log they give what was saved in full.
     """
-    mine = checkpoint.shares[-1]
-    first = min(share.snapshot for share in checkpoint.shares)
-    alike = [snapshot for snapshot in snapshots if snapshot.shares[0].life == mine.life]
-    beneath = [
-        snapshot
-        for snapshot in alike
-        if snapshot.shares[0].snapshot < first
-        or (snapshot.is_parting and snapshot.step == mine.step and not mine.is_parting)
-    ]
     if checkpoint.is_window:
         return []
-    return sorted(beneath, key=lambda snapshot: (snapshot.step, snapshot.shares[0].snapshot))
+    mine, first = checkpoint.shares[-1], min(share.snapshot for share in checkpoint.shares)
+
+    def lies_beneath(snapshot: MemoryCheckpoint) -> bool:
+        if snapshot.is_parting:
+            return snapshot.step == mine.step and not mine.is_parting
+        return snapshot.shares[0].snapshot < first
+
+    alike = (snapshot for snapshot in snapshots if snapshot.shares[0].life == mine.life)
+    return sorted(filter(lies_beneath, alike), key=lambda snapshot: (snapshot.step, snapshot.shares[0].snapshot))
 
 
 def sealed_beside(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoint]) -> MemoryCheckpoint | None:
@@ -399,9 +398,9 @@ def sealed_beside(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckp
         checkpoint: Which stands by itself.
         snapshots: Of ``snapshots_of``.
     """
-    last = checkpoint.shares[-1]
     if not checkpoint.is_log:
         return None
+    last = checkpoint.shares[-1]
     sealed = (snapshot for snapshot in snapshots if snapshot.is_parting)
     alike = (one for one in sealed if (one.shares[0].life, one.step) == (last.life, checkpoint.step))
     return next(alike, None)

@@ -105,7 +105,7 @@ def train(
         if step == BACK_TO:
             back = take(built)
     for each in sealed:
-        each.result(60)
+        assert each.wait(60)
     steps = list(log.steps)
     interception.close()
     log.close()

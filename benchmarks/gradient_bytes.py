@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from moe_ckpt.gradient_log.capture import ConsumedGradients, GradientCapture
 from moe_ckpt.gradient_log.units import whole_unit
-from moe_ckpt.policies.schedules.rolling import bytes_per_parameter, saved_factor
+from moe_ckpt.policies.schedules.rolling import bytes_per_parameter
 
 _EXAMPLE = "example: python benchmarks/gradient_bytes.py --markdown"
 EXPERTS, WIDTH, HIDDEN, ROUND = 8, 64, 96, 5
@@ -105,7 +105,7 @@ def table(found: Sequence[Weighed]) -> list[tuple[str, ...]]:
             each.name,
             f"{each.full:.1f}",
             f"{each.gradient:.1f}",
-            f"{saved_factor(each.gradient, each.full):.1f}",
+            f"{each.full / each.gradient:.1f}",
             f"{bytes_per_parameter(ROUND, each.gradient, each.full):.1f}",
         )
         for each in found

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from moe_ckpt.windows.sparing import ReentrantCheckpoints, WithoutGradients, with_loss, without_gradient
+from moe_ckpt.windows.freezing import ReentrantCheckpoints, WithoutGradients, with_loss, without_gradient
 from tests.support.tiny_moe import WIDTH, TinyMoE
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch import callbacks as theirs
 
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.policies import MoEvement
-from moe_ckpt.windows.weight_readers import weight_readers
+from moe_ckpt.windows.lightning import weight_readers
 from tests.support.tiny_moe import TinyMoE
 
 

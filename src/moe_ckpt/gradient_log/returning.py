@@ -16,9 +16,8 @@ from itertools import chain
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.quantities import human_bytes
 from moe_ckpt.errors import OtherLayoutError
-from moe_ckpt.gradient_log.content import LoggedSteps, anchors_of, needed_gradients
 from moe_ckpt.gradient_log.densify import densify_together
-from moe_ckpt.gradient_log.replaying import LogReplayer
+from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer, anchors_of, needed_gradients
 from moe_ckpt.gradient_log.survivor_slices import NOTHING, SurvivorSlices, kept_here, plan_along_log
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.notices import announce

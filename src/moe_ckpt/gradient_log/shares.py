@@ -21,10 +21,9 @@ from moe_ckpt.errors import CoverageError, NoCheckpointError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.gradient_log.content import PLAIN, LoggedSteps, anchors_of, plain_of
 from moe_ckpt.gradient_log.made_dense import WrittenShare, state_without, write_made_share
 from moe_ckpt.gradient_log.optimizers import WEIGHT, OptimizerKind, TensorBlock, detached
-from moe_ckpt.gradient_log.replaying import LogReplayer
+from moe_ckpt.gradient_log.replaying import PLAIN, LoggedSteps, LogReplayer, anchors_of, plain_of
 from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.reading.index import StateKey, StoredSlice, homes_of, overlapping, split_key

@@ -21,8 +21,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import AS_CONSUMED, BF16, TOKENS, ModelFacts, Needs, PolicyContext, Sends
 from moe_ckpt.policies.experts.selection import in_shape
-from moe_ckpt.policies.schedules.log_report import LogReport
-from moe_ckpt.policies.schedules.rolling import Rounds, Slots, most_held_bytes_per_parameter
+from moe_ckpt.policies.schedules.rolling import LogReport, Rounds, Slots, most_held_bytes_per_parameter
 
 AUTO = "auto"
 

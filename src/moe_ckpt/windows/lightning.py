@@ -7,8 +7,9 @@ that clipping used, and the types in which kernels read the weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from moe_ckpt.callbacks.bucket_order import BucketOrder
-from moe_ckpt.callbacks.support import inexact
+from moe_ckpt.callbacks.support import inexact, overrides
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
@@ -30,15 +32,28 @@ from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Stopwatch
 from moe_ckpt.windows.compute_types import AS_STORED, ComputeTypeProbe
-from moe_ckpt.windows.freezing import ClipNorms, SparingRecompute, may_leave_out
+from moe_ckpt.windows.freezing import ClipNorms, ReentrantCheckpoints, SparingRecompute, may_leave_out
 from moe_ckpt.windows.replay import WindowReplay
-from moe_ckpt.windows.sparing import ReentrantCheckpoints
-from moe_ckpt.windows.weight_readers import weight_readers
 
 log = logging.getLogger("moe_ckpt")
 
 _PROBED_BATCHES = 4
 """An expert that no token of these reaches is saved in its own type."""
+_HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end"),
+)
+_OF_MODULES = (*_HOOKS, "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+_KEEPS = ("state_dict", "on_save_checkpoint")
+_HARMLESS = ("lightning.pytorch.", "moe_ckpt.")
+"""Packages whose callbacks read no weights, but for ``_READERS``."""
+_READERS = frozenset(
+    f"lightning.pytorch.callbacks.{name}"
+    for name in ("weight_averaging", "stochastic_weight_avg", "pruning", "lambda_function")
+)
+"""``LambdaCallback`` calls functions of the user's."""
 
 
 class Windows:
@@ -279,3 +294,43 @@ def _casts(trainer: Any, module: pl.LightningModule) -> bool:
     """
     mixed = isinstance(trainer.precision_plugin, MixedPrecision)
     return mixed and module.automatic_optimization and not is_compiled(module)
+
+
+def weight_readers(trainer: Any, module: pl.LightningModule) -> list[str]:
+    """Returns names of callbacks, and of the module, that may read weights in a hook and keep what they made of them.
+
+    A replay that holds frozen weights in the type of the kernels (bf16) would give such readers (averages, targets)
+    rounded ones. Whether a hook reads weights cannot be seen in advance, so one that runs in training counts if it can
+    keep something. Forward and backward passes do not count: what those read can be watched.
+    """
+    readers = [type(callback).__name__ for callback in trainer.callbacks if _may_keep(callback)]
+    if any(is_overridden(name, module) for name in _OF_MODULES) and _has_room(module):
+        readers.append(f"the hooks of {type(module).__name__}")
+    return list(dict.fromkeys(readers))
+
+
+def _may_keep(callback: Callback) -> bool:
+    return (any(_of_others(callback, _HOOKS)) and any(overrides(callback, name) for name in _KEEPS)) or (
+        any(_of_others(callback, _KEEPS)) and any(overrides(callback, name) for name in _HOOKS)
+    )
+
+
+def _of_others(callback: Callback, names: tuple[str, ...]) -> Iterator[bool]:
+    """Yields for each overridden method whether it is of unknown code, which may read weights."""
+    for name in names:
+        if name in vars(callback):
+            yield True
+        elif overrides(callback, name):
+            where = next(kind.__module__ for kind in type(callback).__mro__ if name in vars(kind))
+            yield where in _READERS or not f"{where}.".startswith(_HARMLESS)
+
+
+def _has_room(module: pl.LightningModule) -> bool:
+    """Returns whether the module saves matrices in the shapes of its trained ones, or anything by its own hook.
+
+    A copy of a model has matrices. Running statistics of a norm are vectors, as its weights are, and are no copy.
+    """
+    trained = {parameter.shape for parameter in module.parameters() if parameter.requires_grad}
+    frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
+    copies = any(tensor.ndim > 1 and tensor.shape in trained for tensor in chain(module.buffers(), frozen))
+    return copies or is_overridden("on_save_checkpoint", module)

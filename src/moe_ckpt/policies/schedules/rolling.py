@@ -8,10 +8,11 @@ weighs ``f/W + 2 (W - 1)/(2 W)``, since half of its operators, on average, need 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import compress
+from typing import Any
 
 import numpy as np
 
@@ -19,25 +20,10 @@ from moe_ckpt.core.anchors import MOST_SLOTS
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.core.window import Lane, OperatorBytes, balance, lanes_of, merge_coupled, pack, side_by_side
+from moe_ckpt.core.window import Lane, OperatorBytes, balance, lanes_of, merge_coupled, side_by_side
 
 Slots = tuple[tuple[str, ...], ...]
 """Per step of a round, the operators that are anchored."""
-
-
-@dataclass(frozen=True)
-class LoggedBytes:
-    """Size of one operator in the whole model.
-
-    Attributes:
-        full: Master weights, or weights where there are none, and optimizer state.
-        gradient: What the optimizer consumes in one update.
-        weights: See ``OperatorBytes``.
-    """
-
-    full: int
-    gradient: int
-    weights: int = 0
 
 
 def bytes_per_parameter(window: int, gradient: float, full: float = 12.0) -> float:
@@ -88,46 +74,20 @@ def most_held_bytes_per_parameter(window: int, gradient: float, full: float = 12
     return held_bytes_per_parameter(window, gradient, full, slots) + full * (window - 1) / window
 
 
-def saved_factor(gradient: float, full: float = 12.0) -> float:
-    """Returns how many times fewer bytes a gradient has than the full state (MoEtion: up to 5, in Algorithm 3)."""
-    return full / gradient
-
-
-def slot_bytes(slots: Sequence[Iterable[str]], sizes: Mapping[str, LoggedBytes]) -> tuple[int, ...]:
-    """Returns what each step of a round saves, all ranks together: its anchors, and gradients of all other operators.
-
-    Args:
-        slots: Of one round; together all operators.
-        sizes: Of all operators.
-    """
-    gradients = sum(size.gradient for size in sizes.values())
-    return tuple(gradients + sum(sizes[op].full - sizes[op].gradient for op in slot) for slot in slots)
-
-
-def fewest_slots(
-    order: Sequence[str], sizes: Mapping[str, LoggedBytes], limit_bytes: int
-) -> tuple[tuple[str, ...], ...] | None:
-    """Returns ``order`` cut into the shortest round of which no step weighs more than ``limit_bytes``.
-
-    Returns:
-        The slots; None where gradients, or a single operator with them, weigh more than that.
-    """
-    room = limit_bytes - sum(sizes[op].gradient for op in order)
-    return None if room < 0 else pack(order, _beyond_gradients(order, sizes), room)
-
-
-def even_slots(order: Sequence[str], sizes: Mapping[str, LoggedBytes], most_slots: int) -> tuple[tuple[str, ...], ...]:
+def even_slots(
+    order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots: int
+) -> tuple[tuple[str, ...], ...]:
     """Returns ``order`` cut into at most ``most_slots`` steps, of which the heaviest weighs as little as it can.
 
     Raises:
         ValueError: ``most_slots`` is below 1.
     """
-    return balance(order, _beyond_gradients(order, sizes), most_slots)
+    return balance(order, {op: OperatorBytes(_beyond_gradient(sizes[op]), 0) for op in order}, most_slots)
 
 
-def _beyond_gradients(order: Sequence[str], sizes: Mapping[str, LoggedBytes]) -> dict[str, OperatorBytes]:
-    """Returns what anchoring an operator costs beyond its gradient, in the terms of sparse windows."""
-    return {op: OperatorBytes(max(0, sizes[op].full - sizes[op].gradient), 0) for op in order}
+def _beyond_gradient(size: OperatorBytes) -> int:
+    """Returns the bytes that anchoring an operator costs beyond its gradient."""
+    return max(0, size.full - size.consumed)
 
 
 class Rounds:
@@ -151,8 +111,7 @@ class Rounds:
         placement: Placement,
         coupled: Sequence[Collection[str]] = (),
     ) -> None:
-        order, merged, self._members = merge_coupled(catalog.everything, sizes, coupled)
-        self._sizes = {op: LoggedBytes(size.full, size.consumed, size.weights) for op, size in merged.items()}
+        order, self._sizes, self._members = merge_coupled(catalog.everything, sizes, coupled)
         self._lanes = lanes_of(order, placement)
         self._catalog = catalog
         self._cuts: dict[int, tuple[Slots, tuple[Counts, ...]]] = {}
@@ -217,8 +176,10 @@ class Rounds:
         return self._weights[key]
 
     @cached_property
-    def _without_weights(self) -> dict[str, LoggedBytes]:
-        return {op: LoggedBytes(size.full - size.weights, size.gradient) for op, size in self._sizes.items()}
+    def _without_weights(self) -> dict[str, OperatorBytes]:
+        return {
+            op: replace(size, full=size.full - size.weights, gradient=size.consumed) for op, size in self._sizes.items()
+        }
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -231,17 +192,128 @@ class Rounds:
         return max(self.rank_bytes(1))
 
 
-def _on_a_rank(lane: Lane, slots: Slots, sizes: Mapping[str, LoggedBytes], counted: Collection[str]) -> list[int]:
+def _on_a_rank(lane: Lane, slots: Slots, sizes: Mapping[str, OperatorBytes], counted: Collection[str]) -> list[int]:
     """Bytes on the lane's busiest rank: of a step that anchors nothing, and of each of ``slots``."""
     shared, owned = [0] * (len(slots) + 1), dict[int, list[int]]()
     for op in filter(counted.__contains__, lane.order):
         row = owned.setdefault(lane.owners[op], [0] * len(shared)) if op in lane.owners else shared
-        row[0] += sizes[op].gradient
+        row[0] += sizes[op].consumed
     for at, slot in enumerate(slots, 1):
         for op in filter(counted.__contains__, slot):
             row = owned[lane.owners[op]] if op in lane.owners else shared
-            row[at] += max(0, sizes[op].full - sizes[op].gradient)
+            row[at] += _beyond_gradient(sizes[op])
     for row in (shared, *owned.values()):
         row[1:] = [row[0] + more for more in row[1:]]
     most = map(max, zip(*owned.values(), strict=True)) if owned else [0] * len(shared)
     return [-(-n // lane.ranks) + -(-m // lane.expert_ranks) for n, m in zip(shared, most, strict=True)]
+
+
+@dataclass(frozen=True)
+class LogReport:
+    """The cost of a round of one model, with what was known when it was made: explains a choice, decides nothing.
+
+    ``GradientLog.explain`` makes it.
+
+    Bytes are those of the rank that has most; ``str(report)`` is for people, ``to_dict()`` for programs.
+
+    Attributes:
+        window: W, steps of a round.
+        dense_bytes: Of everything in full.
+        gradient_bytes: Of all gradients: what no round saves less than at each step.
+        heaviest_bytes: Of the round's heaviest step.
+        mean_bytes: Of its steps.
+        limit_bytes: Most that a step may save; None while not known.
+        most_window: The longest round that was allowed.
+        iteration_secs: None while not known.
+        unlimited: W, if host memory had more room; 0 while not known.
+    """
+
+    window: int
+    dense_bytes: int
+    gradient_bytes: int
+    heaviest_bytes: int
+    mean_bytes: float
+    limit_bytes: int | None = None
+    most_window: int = 0
+    iteration_secs: float | None = None
+    unlimited: int = 0
+
+    @property
+    def fits(self) -> bool | None:
+        """True if each step keeps within the limit; None where that is not known."""
+        return None if self.limit_bytes is None else self.heaviest_bytes <= self.limit_bytes
+
+    @property
+    def gradients_fit(self) -> bool | None:
+        """True if gradients alone keep within the limit, so that some round would fit if it were long enough."""
+        return None if self.limit_bytes is None else self.gradient_bytes < self.limit_bytes
+
+    @property
+    def stall_secs(self) -> float | None:
+        """Seconds that the heaviest step takes longer than there is time for; None where that is not known."""
+        if not self.limit_bytes or not self.iteration_secs:
+            return None
+        return max(0.0, self.heaviest_bytes / self.limit_bytes - 1) * self.iteration_secs
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes of the log that memory holds: anchors, the gradients since, and the step that comes in."""
+        return held_bytes_per_parameter(self.window, self.gradient_bytes, self.dense_bytes) + self.mean_bytes
+
+    @property
+    def most_held_bytes(self) -> float:
+        """The most, when the first round after a dense step ends."""
+        return most_held_bytes_per_parameter(self.window, self.gradient_bytes, self.dense_bytes) + self.mean_bytes
+
+    @property
+    def warning(self) -> str | None:
+        """One sentence if steps weigh more than there is time for, with the reason, or if host memory has no room for
+        the round that was wanted; None if neither is so, or if unknown."""
+        warnings = [warning for warning in (self._memory_warning, self._time_warning) if warning is not None]
+        return "; ".join(warnings) if warnings else None
+
+    @property
+    def _memory_warning(self) -> str | None:
+        if self.unlimited <= self.window:
+            return None
+        return (
+            f"host memory has no room for rounds of W = {self.unlimited}, so W = {self.window}; host_memory_bytes sets "
+            "how much it has"
+        )
+
+    @property
+    def _time_warning(self) -> str | None:
+        if self.fits is not False:
+            return None
+        stall = "" if self.stall_secs is None else f"; training stalls by up to {self.stall_secs:.3g} s per step"
+        numbers = f"{self.heaviest_bytes:,} bytes per rank, {self.limit_bytes or 0:,} would fit"
+        what = f"a log of gradients with rounds of W = {self.window} does not fit into an iteration ({numbers})"
+        if self.gradients_fit:
+            why = f"a longer round would, and {self.most_window} steps are the most"
+        else:
+            why = (
+                f"the gradients alone have {self.gradient_bytes:,}, in a round of any length: use MoEvement, which "
+                "saves no gradients, or a policy that does not save at each step"
+            )
+        return f"{what}: {why}{stall}"
+
+    def sentences(self) -> Iterator[str]:
+        """Returns sentences that say what the round costs, and whether it fits."""
+        yield (
+            f"W = {self.window}: {self.mean_bytes:,.0f} bytes per rank and step on average, {self.heaviest_bytes:,} at "
+            f"most; gradients alone {self.gradient_bytes:,}, everything in full {self.dense_bytes:,}"
+        )
+        if self.fits is not None:
+            yield self.warning or f"each step fits ({self.limit_bytes:,} bytes)"
+        yield (
+            f"memory holds {self.held_bytes:,.0f} bytes per rank, up to {self.most_held_bytes:,.0f} in the round after "
+            f"a dense step; a failure costs the step under way, and up to {self.window - 1} optimizer steps"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, ready for JSON."""
+        derived = ("fits", "gradients_fit", "stall_secs", "held_bytes", "most_held_bytes")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}

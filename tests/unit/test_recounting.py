@@ -19,7 +19,7 @@ from moe_ckpt.localized.attempt import LocalPart, Rejoining, with_tokens
 from moe_ckpt.localized.kept_state import KeptState
 from moe_ckpt.localized.segments import LocalRecovery, Segment, local_recoveries
 from moe_ckpt.policies import Dense
-from moe_ckpt.reading.memory.memory_shares import Share
+from moe_ckpt.reading.memory.memory_shares import Share, is_agreed
 from moe_ckpt.reading.memory.slot_views import Described, SnapshotFacts
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.storage import LocalStorage
@@ -58,7 +58,7 @@ def test_a_step_on_which_ranks_had_not_agreed_counts_as_kept():
     ]
     kept = KeptState(SimpleNamespace(shares=shares), 4)
     assert kept.steps() == [8, 8, 7, None]
-    assert [kept.is_agreed(kept.of_step(step)) for step in (8, 7)] == [False, True]
+    assert [is_agreed(kept.of_step(step).snapshots[0]) for step in (8, 7)] == [False, True]
     first = local_recoveries([0, 0, 1, 2], kept.steps())[0]
     assert first == LocalRecovery(8, (Segment(1, 2),), (2, 3)), "who had agreed on the step before does not hold it up"
 

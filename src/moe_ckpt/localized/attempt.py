@@ -24,6 +24,7 @@ from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.reading.memory.memory_shares import is_agreed
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of
@@ -91,7 +92,7 @@ class LocalAttempt:
     """
 
     def __init__(self, recovery: Recovery, memory: MemoryCheckpoints, logs: KeptLogs) -> None:
-        self._recovery, self._logs = recovery, logs
+        self._recovery, self._memory, self._logs = recovery, memory, logs
         self._kept_state = KeptState(memory, recovery.comm.world_size)
         self._tried = False
         self.part: LocalPart | None = None
@@ -166,7 +167,7 @@ class LocalAttempt:
         if opened is not None:
             opened.slots.fetch(recovery.spans(opened) if goes_back else ())
         retained.slots.fetch(() if goes_back else recovery.spans(retained))
-        self._kept_state.note_start(sealed)
+        self._memory.note_lasting_start(sealed.shares)
         mine = (reader, manifest) if goes_back else (retained.reader, retained.manifest)
         restored, source = together(comm, lambda: opening(recovery, *mine))
         together(comm, lambda: None if goes_back else require_all_kept(retained, state, local.step))
@@ -180,7 +181,7 @@ class LocalAttempt:
         planned_at, operators = time.time(), tuple(mine[1].operators)
         together(comm, lambda: source.verify(operators, state))
         together(comm, lambda: source.prepare_and_write(operators, state))
-        recounts = not self._kept_state.is_agreed(sealed)
+        recounts = not is_agreed(sealed.snapshots[0])
         self.part = LocalPart(local, since, goes_back, exchange.history, received, recounts=recounts)
         joined = _all_as_of(local.step, retained)
         return replace(restored, joined=joined, from_memory=True, planned_unix_secs=planned_at)

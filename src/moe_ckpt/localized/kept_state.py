@@ -8,7 +8,7 @@ from dataclasses import replace
 from moe_ckpt.format.manifest import Manifest, pruned
 from moe_ckpt.ledger.freshness import STALE
 from moe_ckpt.reading.memory.memory_checkpoints import SURVIVORS_SUFFIX, MemoryCheckpoints
-from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share, checkpoints_of, is_agreed
+from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share, checkpoints_of
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.memory.slot_views import LaidSnapshots, SnapshotFacts
 from moe_ckpt.reading.reader import StoreReader
@@ -57,15 +57,6 @@ class KeptState:
         sealed = (one for one in checkpoints_of(self._memory.shares) if one.is_parting)
         return next(one for one in sealed if (one.generation, one.step) == identity)
 
-    def is_agreed(self, sealed: MemoryCheckpoint) -> bool:
-        """Returns whether the ranks had agreed on the step's tokens, and one that sealed it knew of that."""
-        [snapshot] = sealed.snapshots
-        return is_agreed(snapshot)
-
-    def note_start(self, sealed: MemoryCheckpoint) -> None:
-        """Some ranks are about to go back, and the others go on from ``sealed``. Counted there until a step ends."""
-        self._memory.note_lasting_start(sealed.shares)
-
     def ask(
         self,
         sealed: MemoryCheckpoint,
@@ -78,7 +69,8 @@ class KeptState:
 
         Args:
             sealed: See ``of_step``.
-            recounted: Ranks that compute that step again. Its tokens are then without theirs, unless ``is_agreed``.
+            recounted: Ranks that compute that step again. Its tokens are then without theirs, unless the ranks had
+                agreed on them.
             reader: Of the older checkpoint.
             manifest: Of the same. Of a sparse window, each operator is taken as of its anchor.
             opened: The same, if memory gives something of it.

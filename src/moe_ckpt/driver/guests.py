@@ -19,7 +19,6 @@ from moe_ckpt.recovery.executing import AlongLog, Opener, Recovery, Restored
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.run_ledger import RunLedger
 from moe_ckpt.session.session import CheckpointSession
-from moe_ckpt.slices.snapshot import Encode
 
 Plain = Mapping[str, Any]
 """A rank's plain state."""
@@ -141,15 +140,6 @@ class SealingSurvivors(Protocol):
 
         Args:
             ended: A step is final with it; else it is between two steps.
-        """
-
-    def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:
-        """Training stops right after the update of ``step``.
-
-        Args:
-            plain: Gives the plain state.
-            tokens: Of this rank in that step.
-            updated: False if the update was left out because gradients overflowed.
         """
 
     def survive(self, why: str, patience_secs: float = 0.0) -> None:

@@ -35,7 +35,6 @@ from moe_ckpt.run.documents import read_finished, write_finished
 from moe_ckpt.run.events import Loaded, Observer, StepRecord, StepReplayed
 from moe_ckpt.run.options import Options
 from moe_ckpt.session.session import CheckpointSession
-from moe_ckpt.slices.snapshot import plain_of
 from moe_ckpt.stopwatch import Stopwatch
 from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
@@ -336,9 +335,7 @@ class Driver:
     def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
         """Counts the newest step, after whose update training stops, so that ``survive`` seals it."""
         tokens = self._boosted(tokens, updated=updated)
-        if self.survivors is not None:
-            plain = plain_of(self._capture, self.comm.rank)
-            self.survivors.counted(self._host.step, plain, tokens, updated=updated)
+        self.session.stops_after(self._host.step, tokens, self._capture, updated=updated)
 
     def _boosted(self, tokens: Deferred[StepTokens], *, updated: bool) -> Deferred[StepTokens]:
         return tokens if self.boost is None else self.boost.step_ends(tokens, applied=updated)

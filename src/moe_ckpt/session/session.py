@@ -329,6 +329,15 @@ class CheckpointSession:
         self._run.tell(StepEnded(record, final_at, loaded, consensus.measured, self.run_ledger, specs))
         return record
 
+    def stops_after(self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool) -> None:
+        """Training stops right after the update of ``step``: no snapshot is due, and no rank is asked.
+
+        Args: as of ``after_update``.
+        """
+        self._snapshots.step_begins(updated=updated)
+        if self._follower is not None:
+            self._follower.step_ends(step, plain_of(capture, self.comm.rank), tokens)
+
     # --- once, at the end ---
 
     def catch_up(self, record: StepRecord) -> StepRecord:

@@ -140,17 +140,6 @@ class Survivor:
         """See ``session.session.NewestStep``."""
         self._step, self._plain, self._tokens = step, plain, tokens
 
-    def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:
-        """Ends a step as ``step_ends`` does, where training stops right after the update.
-
-        No snapshot is due, and no rank is asked.
-
-        Args:
-            updated: False if the update was left out because gradients overflowed.
-        """
-        self._snapshots.step_begins(updated=updated)
-        self.step_ends(step, plain, tokens)
-
     def note_weights(self) -> None:
         """Others may write to weights and optimizer state of the newest step from here on."""
         self._weights = Fingerprint(self._run.state.tensors())

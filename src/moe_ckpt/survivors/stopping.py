@@ -15,9 +15,7 @@ from moe_ckpt.driver.guests import LocalizedRecovery
 from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.notices import announce
-from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.session.session import CheckpointSession
-from moe_ckpt.slices.snapshot import Encode
 from moe_ckpt.survivors.newest_step import Survived, Survivor
 from moe_ckpt.survivors.termination import Termination
 
@@ -138,10 +136,6 @@ class Surviving:
         finally:
             self.enter(after)
         self.termination.settle()
-
-    def counted(self, step: int, plain: Encode, tokens: Deferred[StepTokens], *, updated: bool) -> None:
-        """See ``Survivor.counted``."""
-        self._survivor.counted(step, plain, tokens, updated=updated)
 
     def survive(self, why: str, patience_secs: float = 0.0) -> None:
         """Training stops: seals the newest step, once. Never raises. Does nothing in a forked child.

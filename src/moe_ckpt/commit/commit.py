@@ -184,7 +184,7 @@ class Committer:
             FilesGoneError: files that older checkpoints wrote are gone, and the next one must hold everything.
             OSError: the part or the manifest could not be written.
         """
-        if acknowledged.causes:
+        if acknowledged.errors:
             raise SaveFailedError(snapshot.step, acknowledged.causes)
         if freshness.of_all(acknowledged.freshness) == freshness.STALE:
             raise SaveFailedError(snapshot.step, (freshness.CAUSE,))

@@ -65,7 +65,7 @@ class Pipeline:
     ) -> None:
         rank = run.comm.rank
         self._run_id, self._life, self.next_number = run_id, memory.life, 0
-        self.tier, self._pool = memory.tier, memory.pool
+        self.tier, self._pool, self._root = memory.tier, memory.pool, run.storage.root
         self.memory = memory.tier if isinstance(memory.tier, MemoryTier) else None
         self.compiler = PlanCompiler(run.catalog, run.placement, "adaptive", rank, run.comm.world_size)
         if self.memory is not None and self.memory.replicator is not None:
@@ -263,7 +263,7 @@ class Pipeline:
                 ended = self.stages.close(timeout_secs, afterwards)
             finally:
                 self._copier.close()
-                host_tier.leave(self.tier, keep=keep)
+                host_tier.leave(self.tier, self._root, keep=keep)
         return ended
 
 

@@ -256,7 +256,7 @@ class SessionResources:
                 )
             pipeline = self._pipeline = Pipeline(run, opened.run_id, memory, self.committer)
         except BaseException:
-            host_tier.leave(memory.tier, keep=True)  # no pipeline will
+            host_tier.leave(memory.tier, run.storage.root, keep=True)  # no pipeline will
             raise
         self._phase = _Phase.OPEN
         run.tell(

@@ -107,7 +107,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
             replicator.close()
         _release((files, slots))
         raise
-    host_tier.register(run.storage.root, run_id, tier)
+    host_tier.begin_in_slots(run.storage.root, run_id, tier.rank)
     return HostMemory(pool, tier, generation, files.life)
 
 

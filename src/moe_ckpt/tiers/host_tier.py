@@ -198,19 +198,25 @@ ranks (``commit.persisting``), not a buffer of one. What each of the three has a
 
 
 @dataclass(eq=False)
-class _Registered:
-    """A tier of this process. nbytes, paths: of the slots that it left, if its buffers are slots."""
+class _Kept:
+    """A tier whose session failed in this process.
+
+    Attributes:
+        root: Of the session's store.
+        tier: Which.
+        nbytes: That it left.
+        paths: Of the slots that it left, if its buffers are slots.
+        passed_over: A session on another store has begun since.
+    """
 
     root: str
-    run_id: str
     tier: BufferTier
-    in_use: bool = True
+    nbytes: int
+    paths: tuple[Path, ...]
     passed_over: bool = False
-    nbytes: int = 0
-    paths: tuple[Path, ...] = ()
 
 
-_registry: list[_Registered] = []
+_registry: list[_Kept] = []
 _registry_lock = threading.Lock()
 
 
@@ -225,17 +231,12 @@ def claim(run: RunContext, run_id: str, pool: BufferPool) -> HostTier:
         run_id: Of the store.
         pool: For the session's buffers.
     """
-    root = run.storage.root
     with _registry_lock:
-        earlier = _claimable(root, run_id, run.comm.rank)
-        inherited: tuple[FoundSlot, ...] = ()
+        earlier, inherited = _claimable(run.storage.root, run_id, run.comm.rank), tuple[FoundSlot, ...]()
         if earlier is not None:
             _registry.remove(earlier)
             inherited = earlier.tier.surrender() if isinstance(earlier.tier, HostTier) else ()
-        describe = SlotHeaders(run).of_share
-        tier = HostTier(run.comm.rank, run_id, run.model, pool, describe, inherited=inherited)
-        _registry.append(_Registered(root, run_id, tier))
-    return tier
+    return HostTier(run.comm.rank, run_id, run.model, pool, SlotHeaders(run).of_share, inherited=inherited)
 
 
 def claimable_bytes(root: str, run_id: str, rank: int) -> int:
@@ -245,72 +246,66 @@ def claimable_bytes(root: str, run_id: str, rank: int) -> int:
     come back, and room to this one.
     """
     with _registry_lock:
-        _forget(lambda r: not r.in_use and r.root != root and not r.tier.has_more)
+        _forget(lambda kept: kept.root != root and not kept.tier.has_more)
         earlier = _claimable(root, run_id, rank)
         return 0 if earlier is None else earlier.tier.nbytes
 
 
-def _claimable(root: str, run_id: str, rank: int) -> _Registered | None:
+def _claimable(root: str, run_id: str, rank: int) -> _Kept | None:
     """What an earlier session left for this one; of several, where ranks are threads, that of this rank."""
-    candidates = [r for r in _left_by(root, run_id) if isinstance(r.tier, HostTier)]
-    return min(candidates, key=lambda r: r.tier.rank != rank, default=None)
+    candidates = [kept for kept in _left_by(root, run_id) if isinstance(kept.tier, HostTier)]
+    return min(candidates, key=lambda kept: kept.tier.rank != rank, default=None)
 
 
-def register(root: str, run_id: str, tier: BufferTier) -> None:
-    """The same for a session whose snapshots lie in slots: what earlier ones left is found in their files."""
+def begin_in_slots(root: str, run_id: str, rank: int) -> None:
+    """A session begins whose snapshots lie in slots: what earlier ones left is found in their files."""
     with _registry_lock:
-        for registered in [r for r in _left_by(root, run_id) if r.tier.rank == tier.rank]:
-            _registry.remove(registered)
-        _registry.append(_Registered(root, run_id, tier))
+        for earlier in [kept for kept in _left_by(root, run_id) if kept.tier.rank == rank]:
+            _registry.remove(earlier)
 
 
-def _left_by(root: str, run_id: str) -> list[_Registered]:
+def _left_by(root: str, run_id: str) -> list[_Kept]:
     """What earlier sessions on the store left, when another one begins. The caller has locked the registry."""
-    _forget(lambda r: not r.in_use and r.root == root and r.run_id != run_id)
+    _forget(lambda kept: kept.root == root and kept.tier.run_id != run_id)
     for other in _registry:
-        other.passed_over = other.passed_over or (not other.in_use and other.root != root)
-    return [r for r in _registry if not r.in_use and (r.root, r.run_id) == (root, run_id)]
+        other.passed_over = other.passed_over or other.root != root
+    return [kept for kept in _registry if kept.root == root]
 
 
-def _forget(is_over: Callable[[_Registered], bool]) -> list[_Registered]:
-    """Release what tiers left that no session will take over. The caller has locked the registry."""
-    freed = [registered for registered in _registry if is_over(registered)]
-    _registry[:] = [registered for registered in _registry if registered not in freed]
-    for path in [path for registered in freed for path in registered.paths]:
+def _forget(is_over: Callable[[_Kept], bool]) -> int:
+    """Release what tiers left that no session will take over; returns its bytes. The registry is locked."""
+    freed = [kept for kept in _registry if is_over(kept)]
+    _registry[:] = [kept for kept in _registry if kept not in freed]
+    for path in [path for kept in freed for path in kept.paths]:
         directory = RankDirectory.take(path)
         if directory is not None:
             directory.remove()
-    return freed
+    return sum(kept.nbytes for kept in freed)
 
 
-def leave(tier: BufferTier, *, keep: bool) -> None:
+def leave(tier: BufferTier, root: str, *, keep: bool) -> None:
     """The session of ``tier`` ends.
-
-    Args:
-        keep: It failed, so that what is kept may be needed again.
 
     A process that fails in one store after the other, as in a search over hyperparameters, keeps the memory of the
     last one: what was left before this session began, by a run that was not started again, is freed.
+
+    Args:
+        tier: Which.
+        root: Of the store.
+        keep: It failed, so that what is kept may be needed again.
     """
     nbytes, paths = tier.nbytes, tuple(tier.paths)
     holds = nbytes > 0 or any(any(path.glob(f"*{HEADER_SUFFIX}")) for path in paths)  # of plain state alone, too
     tier.retire(keep=keep)  # a rank that holds nothing must not remove what other ranks of the node hold
-    keep = keep and holds
-    with _registry_lock:
-        if keep:
-            _forget(lambda r: not r.in_use and r.passed_over)
-        for registered in [r for r in _registry if r.tier is tier]:
-            registered.in_use = False
-            registered.nbytes, registered.paths = nbytes, paths
-            if keep:
-                log.info(
-                    "%.1f MB of host memory are kept for a restart of training%s; moe_ckpt.release_host_memory() frees "
-                    "them",
-                    nbytes / 1e6,
-                    " on this node" if paths else " in this process",
-                )
-            else:
-                _registry.remove(registered)
+    if keep and holds:
+        with _registry_lock:
+            _forget(lambda kept: kept.passed_over)
+            _registry.append(_Kept(root, tier, nbytes, paths))
+        log.info(
+            "%.1f MB of host memory are kept for a restart of training%s; moe_ckpt.release_host_memory() frees them",
+            nbytes / 1e6,
+            " on this node" if paths else " in this process",
+        )
 
 
 def release_host_memory(dirpath: str | os.PathLike[str] | None = None) -> int:
@@ -326,5 +321,4 @@ def release_host_memory(dirpath: str | os.PathLike[str] | None = None) -> int:
     """
     root = None if dirpath is None else open_storage(dirpath).root
     with _registry_lock:
-        freed = _forget(lambda r: not r.in_use and root in (None, r.root))
-        return sum(registered.nbytes for registered in freed)
+        return _forget(lambda kept: root in (None, kept.root))

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from moe_ckpt.commit.keeping import PART, Abandoned, Names, Needed, StoreKeeper, needed_of
 from moe_ckpt.core.operators import Catalog
@@ -24,7 +23,6 @@ from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
     PART_NAME,
     Manifest,
-    ModelRecord,
     PartRecord,
     SlotRecord,
     encode_part,
@@ -32,11 +30,11 @@ from moe_ckpt.format.manifest import (
 from moe_ckpt.ledger import freshness
 from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.ledger.versions import Versions
+from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.run_ledger import places
 from moe_ckpt.slices.claims import SavedOperators
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.slices.writing import Acknowledgement, names_in, write_named
-from moe_ckpt.storage.base import Storage
 
 
 class CoverDiffersError(CoverageError):
@@ -117,41 +115,30 @@ class View:
         return needed_names
 
 
-@dataclass
 class Committer:
     """Commits steps, and knows what is committed so far. Lives on rank 0's persist thread.
 
+    Args:
+        run: The session's.
+        keeper: See below.
+
     Attributes:
+        keeper: Proves that what a manifest needs is on storage, before it is written.
         parent: Directory of the checkpoint that this life of the run returned to; for a generation that was begun
             inside this life, of the newest checkpoint before it. Retention follows it.
-        keeper: Proves that what a manifest needs is on storage, before it is written.
     """
 
-    storage: Storage
-    catalog: Catalog
-    run_id: str
-    world_size: int
-    model: ModelRecord
-    keeper: StoreKeeper
-    parent: str | None = None
-    passed_over: tuple[str, ...] = ()
-    _view: View = field(init=False)
-    _tokens: TokenBook = field(init=False)
-    _window_parts: list[WrittenPart] = field(default_factory=list)
-    _given_up: dict[str, frozenset[str]] = field(default_factory=dict)
-    _newest: Manifest | None = None
-    _name_sets: dict[bytes, frozenset[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._forget()
-
-    @cached_property
-    def _nothing(self) -> View:
-        return View(Versions(self.catalog))
-
-    @cached_property
-    def _saved_operators(self) -> SavedOperators:
-        return SavedOperators(self.catalog)
+    def __init__(self, run: RunContext, keeper: StoreKeeper) -> None:
+        self.keeper = keeper
+        self._run, self._storage, self._catalog = run, run.storage, run.catalog
+        self._nothing, self._saved_operators = View(Versions(run.catalog)), SavedOperators(run.catalog)
+        self._passed_over: tuple[str, ...] = ()
+        self._window_parts: list[WrittenPart] = []
+        self._given_up: dict[str, frozenset[str]] = {}
+        self._name_sets: dict[bytes, frozenset[str]] = {}
+        self.parent: str | None = None
+        self._newest: Manifest | None = None
+        self._view, self._tokens = self._nothing, Ledger(run.catalog).tokens
 
     def resume_from(self, ledger: Ledger, stored: Manifest | None) -> None:
         """Start from the checkpoint that the run resumes from.
@@ -162,9 +149,9 @@ class Committer:
         """
         self._tokens.saved = {Tier.STORAGE: ledger.tokens.saved[Tier.STORAGE].copy()}
         if stored is not None:
-            self.parent, self._newest, self.passed_over = stored.directory, None, stored.passed_over
+            self.parent, self._newest, self._passed_over = stored.directory, None, stored.passed_over
             # What a window holds is of different steps: a partial checkpoint must not build on it.
-            self._view = self._nothing if stored.window else View.of(stored, self.catalog)
+            self._view = self._nothing if stored.window else View.of(stored, self._catalog)
 
     def commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Manifest | None:
         """Write the manifest of ``snapshot``; when it returns, the checkpoint exists.
@@ -190,7 +177,7 @@ class Committer:
             raise SaveFailedError(snapshot.step, (freshness.CAUSE,))
         window = snapshot.contents.window
         where = f"checkpoint of step {snapshot.step}"
-        if len(acknowledged.freshness) != self.world_size or acknowledged.cover:
+        if len(acknowledged.freshness) != self._run.comm.world_size or acknowledged.cover:
             raise CoverDiffersError(where, ("the ranks' shares do not cover it exactly",))
         slot = snapshot.contents.slot
         before = [
@@ -209,7 +196,7 @@ class Committer:
             if not window.is_last:
                 return None
         view = (self._nothing if window else self._view).beneath(parts)
-        missing = view.versions.lacks(self.catalog.sets.places(snapshot.plan.claims.operators))
+        missing = view.versions.lacks(self._catalog.sets.places(snapshot.plan.claims.operators))
         if missing:
             raise CoverageError(where, tuple(f"{op} has never been saved" for op in sorted(missing)))
         tokens = self._tokens_at(snapshot)
@@ -223,7 +210,7 @@ class Committer:
         except FilesGoneError:
             self._forget()
             raise
-        write_named(self.storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
+        write_named(self._storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
         self._window_parts = []
         self._view = self._nothing if manifest.window else view
         self._tokens, self._newest = tokens, manifest
@@ -232,15 +219,15 @@ class Committer:
     def _write_part(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> WrittenPart:
         fragment, saved = self._saved_operators.of(snapshot.contents.full, snapshot.plan.claims)
         record, raw = encode_part(
-            self.run_id,
+            snapshot.identity.run,
             snapshot.step,
             snapshot.identity.generation,
-            self.world_size,
+            self._run.comm.world_size,
             files=acknowledged.file_rows,
             states=acknowledged.state_rows,
             operators=fragment,
         )
-        write_named(self.storage, record.path, [raw])
+        write_named(self._storage, record.path, [raw])
         # Sets that are equal to the last step's are the same objects.
         before, lines_of = self._name_sets, acknowledged.lines
         self._name_sets = {lines: before.get(lines) or names_in(lines) for lines in lines_of.values()}
@@ -257,7 +244,7 @@ class Committer:
     def _forget(self) -> None:
         """Nothing on storage may be built upon any more."""
         self._view, self.parent, self._newest = self._nothing, None, None
-        self._tokens = Ledger(self.catalog).tokens
+        self._tokens = Ledger(self._catalog).tokens
 
     @property
     def begun(self) -> Sequence[str]:
@@ -285,26 +272,26 @@ class Committer:
         book = copy(self._tokens)
         book.applied, book.faults = snapshot.applied.result(), list(snapshot.facts.faults)
         book.saved = {Tier.STORAGE: self._tokens.saved[Tier.STORAGE].copy()}
-        operators = snapshot.contents.brings(Tier.STORAGE, self.catalog.everything)
-        book.mark_saved(Tier.STORAGE, places(self.catalog, operators), book.applied)
+        operators = snapshot.contents.brings(Tier.STORAGE, self._catalog.everything)
+        book.mark_saved(Tier.STORAGE, places(self._catalog, operators), book.applied)
         return book
 
     def _manifest(self, snapshot: Snapshot, view: View, tokens: TokenBook, before: Sequence[WrittenPart]) -> Manifest:
         facts, first = snapshot.facts, before[0].applied if before else None
         return Manifest(
-            run_id=self.run_id,
+            run_id=snapshot.identity.run,
             step=snapshot.step,
             generation=snapshot.identity.generation,
-            world_size=self.world_size,
+            world_size=self._run.comm.world_size,
             index=facts.index,
             created_unix_secs=time.time(),
-            model=self.model,
+            model=self._run.model,
             parent=self.parent,
             policy=dict(facts.policy),
             measured=dict(facts.measured),
             tokens=tokens.to_dict(Fragment.of_counts) | window_began(None if first is None else first.result()),
             window=tuple(SlotRecord(part.step, ()) for part in before),
-            passed_over=self.passed_over,
+            passed_over=self._passed_over,
             parts=tuple(part.record for part in view.numbered.values()),
             # Of a checkpoint on which a user went on, nobody knows which part had it: each of its parts says so.
             not_finite=next((part.not_finite for part in view.numbered.values() if part.not_finite), ""),

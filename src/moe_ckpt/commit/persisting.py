@@ -314,7 +314,6 @@ class SnapshotResolver:
 
     Args:
         run: The session's.
-        run_id: Of the store.
         committer: On rank 0; None elsewhere.
         tier: Takes each snapshot's buffer when its outcome is known.
     """
@@ -322,13 +321,11 @@ class SnapshotResolver:
     def __init__(
         self,
         run: RunContext,
-        run_id: str,
         committer: Committer | None,
         tier: BufferTier,
     ) -> None:
         self._storage = run.storage
         self._comm = run.comm
-        self._run_id = run_id
         self._committer = committer
         self._tier = tier
         self._failures = FailureCount()
@@ -397,7 +394,7 @@ class SnapshotResolver:
     def _write(self, snapshot: Snapshot) -> Acknowledgement:
         try:
             if snapshot.sealed is None:
-                seal_snapshot(snapshot, self._run_id, self._comm.rank, self._comm.world_size)
+                seal_snapshot(snapshot, self._comm.rank, self._comm.world_size)
                 snapshot.freshness = self._watch.seen(snapshot)
             records, state = write_share(self._storage, snapshot, self._comm.rank)
             if not snapshot.not_finite():

@@ -78,7 +78,7 @@ class Pipeline:
         stages: Stages | None = None
         require = None if self.memory is None else requires_room(self.memory.files.path, run.settings.local_ranks)
         try:
-            resolver = SnapshotResolver(run, run_id, committer, self.tier)
+            resolver = SnapshotResolver(run, committer, self.tier)
             self.stages = stages = Stages(run, self.memory, resolver)
             self.room = Room(run, self._pool, self.tier, stages, require=require)
         except BaseException:  # no thread to be had, for instance

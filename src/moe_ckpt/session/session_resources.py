@@ -246,14 +246,7 @@ class SessionResources:
             self.generation = memory.generation
             run.comm.enter(memory.generation)
             if opened.keeper is not None:
-                self.committer = Committer(
-                    run.storage,
-                    run.catalog,
-                    opened.run_id,
-                    run.comm.world_size,
-                    run.model,
-                    opened.keeper,
-                )
+                self.committer = Committer(run, opened.keeper)
             pipeline = self._pipeline = Pipeline(run, opened.run_id, memory, self.committer)
         except BaseException:
             host_tier.leave(memory.tier, run.storage.root, keep=True)  # no pipeline will

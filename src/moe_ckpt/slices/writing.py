@@ -121,7 +121,7 @@ def names_in(lines: bytes) -> frozenset[str]:
     return frozenset(lines.decode().split())
 
 
-def seal_snapshot(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -> None:
+def seal_snapshot(snapshot: Snapshot, rank: int, world_size: int) -> None:
     """Waits for the copy, takes the checksums of all slices, and looks whether their values are finite.
 
     Raises:
@@ -130,7 +130,8 @@ def seal_snapshot(snapshot: Snapshot, run_id: str, rank: int, world_size: int) -
     snapshot.copy.wait_on_host()
     if snapshot.copy.changed:
         raise torn_snapshot(snapshot.step, snapshot.copy.changed)
-    judged, step, generation = judged_in(snapshot.state), snapshot.step, snapshot.identity.generation
+    judged, run_id = judged_in(snapshot.state), snapshot.identity.run
+    step, generation = snapshot.step, snapshot.identity.generation
     sealed = []
     for begin, part in (*snapshot.plan.share_parts, *((0, part) for _, part in snapshot.plan.pieces)):
         memory = snapshot.bytes_of(part)

@@ -52,7 +52,7 @@ class MemorySealer:
         try:
             if trouble is None:
                 writer = snapshot.contents.writer(self._comm.rank)
-                seal_snapshot(snapshot, self._tier.files.run_id, writer, self._comm.world_size)
+                seal_snapshot(snapshot, writer, self._comm.world_size)
                 snapshot.freshness = self._watch.seen(snapshot)
                 trouble = self._spoiled(snapshot)
                 header = [] if trouble else self._seal_somehow(snapshot)

@@ -246,41 +246,41 @@ def claimable_bytes(root: str, run_id: str, rank: int) -> int:
     come back, and room to this one.
     """
     with _registry_lock:
-        _forget(lambda kept: kept.root != root and not kept.tier.has_more)
+        _forget(lambda one: one.root != root and not one.tier.has_more)
         earlier = _claimable(root, run_id, rank)
         return 0 if earlier is None else earlier.tier.nbytes
 
 
 def _claimable(root: str, run_id: str, rank: int) -> _Kept | None:
     """What an earlier session left for this one; of several, where ranks are threads, that of this rank."""
-    candidates = [kept for kept in _left_by(root, run_id) if isinstance(kept.tier, HostTier)]
-    return min(candidates, key=lambda kept: kept.tier.rank != rank, default=None)
+    candidates = [one for one in _left_by(root, run_id) if isinstance(one.tier, HostTier)]
+    return min(candidates, key=lambda one: one.tier.rank != rank, default=None)
 
 
 def begin_in_slots(root: str, run_id: str, rank: int) -> None:
     """A session begins whose snapshots lie in slots: what earlier ones left is found in their files."""
     with _registry_lock:
-        for earlier in [kept for kept in _left_by(root, run_id) if kept.tier.rank == rank]:
+        for earlier in [one for one in _left_by(root, run_id) if one.tier.rank == rank]:
             _registry.remove(earlier)
 
 
 def _left_by(root: str, run_id: str) -> list[_Kept]:
     """What earlier sessions on the store left, when another one begins. The caller has locked the registry."""
-    _forget(lambda kept: kept.root == root and kept.tier.run_id != run_id)
+    _forget(lambda one: one.root == root and one.tier.run_id != run_id)
     for other in _registry:
         other.passed_over = other.passed_over or other.root != root
-    return [kept for kept in _registry if kept.root == root]
+    return [one for one in _registry if one.root == root]
 
 
 def _forget(is_over: Callable[[_Kept], bool]) -> int:
     """Release what tiers left that no session will take over; returns its bytes. The registry is locked."""
-    freed = [kept for kept in _registry if is_over(kept)]
-    _registry[:] = [kept for kept in _registry if kept not in freed]
-    for path in [path for kept in freed for path in kept.paths]:
+    freed = [one for one in _registry if is_over(one)]
+    _registry[:] = [one for one in _registry if one not in freed]
+    for path in [path for one in freed for path in one.paths]:
         directory = RankDirectory.take(path)
         if directory is not None:
             directory.remove()
-    return sum(kept.nbytes for kept in freed)
+    return sum(one.nbytes for one in freed)
 
 
 def leave(tier: BufferTier, root: str, *, keep: bool) -> None:
@@ -299,7 +299,7 @@ def leave(tier: BufferTier, root: str, *, keep: bool) -> None:
     tier.retire(keep=keep)  # a rank that holds nothing must not remove what other ranks of the node hold
     if keep and holds:
         with _registry_lock:
-            _forget(lambda kept: kept.passed_over)
+            _forget(lambda one: one.passed_over)
             _registry.append(_Kept(root, tier, nbytes, paths))
         log.info(
             "%.1f MB of host memory are kept for a restart of training%s; moe_ckpt.release_host_memory() frees them",
@@ -321,4 +321,4 @@ def release_host_memory(dirpath: str | os.PathLike[str] | None = None) -> int:
     """
     root = None if dirpath is None else open_storage(dirpath).root
     with _registry_lock:
-        return _forget(lambda kept: root in (None, kept.root))
+        return _forget(lambda one: root in (None, one.root))

@@ -193,7 +193,7 @@ def trace(contestant: Contestant, real: RealRun, seed: int | None = None) -> Tra
             if lost
             else [FailureEvent(at, node, process=True)]
         )
-    return Trace(given=tuple(found))
+    return Trace(recorded=tuple(found))
 
 
 def _handover_secs(real: RealRun) -> float:

@@ -9,18 +9,18 @@ from typing import Any
 from moe_ckpt.errors import ConfigError
 
 MOST = 1e30
-"""Rates, times and sizes beyond it, and below its inverse, are slips, and would end in an overflow somewhere."""
+"""Rates, times and sizes above it, or below its inverse, are mistakes that would overflow later."""
 MOST_WHOLE = 2**53
-"""Whole numbers beyond it cannot be told apart as floats."""
+"""Larger whole numbers are not exact as floats."""
 
 
-def given(**fields: Any) -> dict[str, Any]:
-    """Those that are not None: of fields that may be left open, only these are to be checked."""
+def not_none(**fields: Any) -> dict[str, Any]:
+    """The fields that are not None. Optional fields are checked only where they are set."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def above_zero(owner: str, **fields: Any) -> None:
-    """Every field is a finite number above 0."""
+    """Require every field to be a finite number above 0."""
     for name, value in fields.items():
         if not (_number(value) and value > 0):
             raise ConfigError(f"{owner}({name}={value!r}): {name} must be a finite number above 0")
@@ -29,7 +29,7 @@ def above_zero(owner: str, **fields: Any) -> None:
 
 
 def at_least(owner: str, least: float, **fields: Any) -> None:
-    """Every field is a finite number of at least ``least``."""
+    """Require every field to be a finite number of at least ``least``."""
     for name, value in fields.items():
         if not (_number(value) and value >= least):
             raise ConfigError(f"{owner}({name}={value!r}): {name} must be a finite number of at least {least:g}")
@@ -38,14 +38,14 @@ def at_least(owner: str, least: float, **fields: Any) -> None:
 
 
 def portion(owner: str, **fields: Any) -> None:
-    """Every field is a number from 0 to 1."""
+    """Require every field to be a number from 0 to 1."""
     for name, value in fields.items():
         if not (_number(value) and 0 <= value <= 1):
             raise ConfigError(f"{owner}({name}={value!r}): {name} must be a number from 0 to 1")
 
 
 def whole(owner: str, least: int = 1, **fields: Any) -> None:
-    """Every field is a whole number of at least ``least``."""
+    """Require every field to be a whole number of at least ``least``."""
     for name, value in fields.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{owner}({name}={value!r}): {name} must be a whole number of at least {least}")
@@ -54,14 +54,14 @@ def whole(owner: str, least: int = 1, **fields: Any) -> None:
 
 
 def flag(owner: str, **fields: Any) -> None:
-    """Every field is true or false."""
+    """Require every field to be true or false."""
     for name, value in fields.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{owner}({name}={value!r}): {name} must be true or false")
 
 
 def one_of(owner: str, choices: Mapping[str, Any] | tuple[str, ...], **fields: Any) -> None:
-    """Every field is one of ``choices``."""
+    """Require every field to be one of ``choices``."""
     for name, value in fields.items():
         if value not in tuple(choices):
             raise ConfigError(f"{owner}({name}={value!r}): choose from {', '.join(map(repr, choices))}")

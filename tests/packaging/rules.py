@@ -460,5 +460,7 @@ SIMULATOR_RULES: tuple[Rule, ...] = (
     annotated,
     broad_except,
     google_docstrings,
+    nouns_for_names,
+    first_sentences,
 )
 """Rules that hold for the simulator as well, which has no layers."""

@@ -72,7 +72,7 @@ def sparse(window: int | None = 4, **given: Any) -> Scenario:
 
 def trace(*events: tuple[float, int] | tuple[float, int, bool]) -> Trace:
     """Of (seconds, node) or (seconds, node, joins)."""
-    return Trace(given=tuple(FailureEvent(*event) for event in events))
+    return Trace(recorded=tuple(FailureEvent(*event) for event in events))
 
 
 def predicted(outcome: Outcome) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def test_a_table_that_is_none(table):
         Components(table)
 
 
-@pytest.mark.parametrize("given_settings", [{"path": 3}, {"repeat": "maybe", "given": (FailureEvent(1.0, 0),)}])
+@pytest.mark.parametrize("given_settings", [{"path": 3}, {"repeat": "maybe", "recorded": (FailureEvent(1.0, 0),)}])
 def test_a_trace_of_the_wrong_type(given_settings):
     with pytest.raises(ConfigError, match=r"Trace\((path=3|repeat='maybe')\)"):
         Trace(**given_settings)
@@ -221,7 +221,7 @@ def test_an_update_as_long_as_the_iteration():
 
 def test_a_trace_out_of_order_and_one_of_nodes_that_are_not_there():
     with pytest.raises(ConfigError, match=r"event 2 .*time 10.0 is before 20.0"):
-        Trace(given=(FailureEvent(20.0, 0), FailureEvent(10.0, 1)))
+        Trace(recorded=(FailureEvent(20.0, 0), FailureEvent(10.0, 1)))
     with pytest.raises(ConfigError, match=r"node 4, but training runs on 4 nodes"):
         simulate(scenario(failures=trace((5.0, 4))))
 

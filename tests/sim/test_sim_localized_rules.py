@@ -59,7 +59,7 @@ def test_segments_are_those_of_the_trainers_rule(laid_out, data):
         events.append(FailureEvent(at, node, process=process))
     tried = sparse(
         4,
-        failures=Trace(given=tuple(events)),
+        failures=Trace(recorded=tuple(events)),
         parallel=parallel,
         cluster={"nodes": nodes, "gpus_per_node": gpus},
         system={**LOCAL, "replicas": nodes - 1},

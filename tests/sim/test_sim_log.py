@@ -23,7 +23,7 @@ WINDOW, LOGGED = 4, 50e3
 def run(*kills, logged=LOGGED, **system):
     """Four stages of two ranks, a node each."""
     iteration = Iteration(secs=1.0, update_secs=0.1, stage_secs=0.4, boundary_bytes=logged)
-    events = Trace(given=tuple(FailureEvent(at, node, process=True) for at, node in kills)) if kills else None
+    events = Trace(recorded=tuple(FailureEvent(at, node, process=True) for at, node in kills)) if kills else None
     given = {**LOCAL, **system}
     tried = sparse(WINDOW, failures=events, iteration=iteration, system=given, duration_secs=200.0)
     return simulate(tried), tried
@@ -107,5 +107,5 @@ def test_memory_of_the_node_itself_is_enough_for_a_killed_process():
     told, tried = run((100.5, 1), durable="node", storage_every=20.0)
     assert told.recovered == {"host": 1, "peer": 0, "storage": 0}
     assert told.history[0].useful_steps == 100
-    lost = replace(tried, failures=Trace(given=(FailureEvent(100.5, 1),)))
+    lost = replace(tried, failures=Trace(recorded=(FailureEvent(100.5, 1),)))
     assert simulate(lost).recovered == {"host": 0, "peer": 0, "storage": 1}

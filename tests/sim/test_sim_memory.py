@@ -29,7 +29,7 @@ def killed(at, node=0):
 
 def told(*events, policy=None, duration_secs=200.0, **given):
     """After these events, each a killed process or (seconds, node) of a lost one."""
-    failures = Trace(given=tuple(one if isinstance(one, FailureEvent) else FailureEvent(*one) for one in events))
+    failures = Trace(recorded=tuple(one if isinstance(one, FailureEvent) else FailureEvent(*one) for one in events))
     return simulate(scenario(policy or Dense(10), failures=failures, duration_secs=duration_secs, **given))
 
 

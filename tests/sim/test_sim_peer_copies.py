@@ -80,7 +80,9 @@ def test_copies_are_left_out_where_an_engine_leaves_them_out(max_in_flight, when
 def restored(*events, policy=None, cluster=SLOW, **system):
     """The step that each failure went back to, and where from."""
     made = {**PEERS, **system}
-    tried = scenario(policy or Dense(1), failures=Trace(given=events), cluster=cluster, system=made, duration_secs=80.0)
+    tried = scenario(
+        policy or Dense(1), failures=Trace(recorded=events), cluster=cluster, system=made, duration_secs=80.0
+    )
     outcome = simulate(tried)
     return [each.useful_steps for each in outcome.history[:-1]], outcome.recovered
 
@@ -120,7 +122,7 @@ def test_moving_ahead_changes_nothing():
         for busy in ("skip", "wait"):
             tried = scenario(
                 policy,
-                failures=Trace(given=(FailureEvent(145.6, 0, process=True), FailureEvent(301.3, 1))),
+                failures=Trace(recorded=(FailureEvent(145.6, 0, process=True), FailureEvent(301.3, 1))),
                 cluster=SLOW,
                 system={**PEERS, "when_busy": busy, "storage_every": 50},
                 duration_secs=500.0,

@@ -26,7 +26,7 @@ def run(policy, *events, parallel=ALIKE, durable="node", survivors=True, stored=
     replicas = {"replicas": 1} if durable == "peers" else {}
     system = {"durable": durable, "survivors": survivors, "when_busy": "skip", **replicas}
     system["storage_every"] = stored
-    failures = Trace(given=events)
+    failures = Trace(recorded=events)
     return simulate(scenario(policy, failures=failures, parallel=parallel, system=system, duration_secs=400.0, **given))
 
 
@@ -64,7 +64,7 @@ def test_a_node_that_is_lost_during_the_recovery():
 
 def test_after_a_hundred_failures_without_a_checkpoint_a_run_that_advances_is_not_given_up():
     events = [killed(60.5 + 20 * number, number % 4) for number in range(120)]
-    failures = Trace(given=tuple(events))
+    failures = Trace(recorded=tuple(events))
     system = {"durable": "node", "survivors": True}
     one = simulate(scenario(Dense(10**6), failures=failures, parallel=ALIKE, system=system, duration_secs=2600.0))
     assert one.advances, one.verdict

@@ -47,7 +47,7 @@ def run(policy, *events, secs=80.0, **given):
     """Stepwise, so that each step is asked about. Events: a lost node, or the process that it has."""
     spied = Spied(policy)
     made = {"parallel": WIDE, "cluster": SMALL, "system": PEERS, **given}
-    failures = Trace(given=events) if events else NoFailures()
+    failures = Trace(recorded=events) if events else NoFailures()
     tried = scenario(spied, failures=failures, duration_secs=secs, stepwise=True, **made)
     return tried, simulate(tried), spied.seen
 
@@ -281,7 +281,7 @@ def test_gradients_take_the_place_of_full_state_on_the_way_to_peers():
 
 def test_a_failure_makes_the_updates_since_full_copies_once_more():
     lost = (FailureEvent(100.5, 1), FailureEvent(300.5, 2))
-    tried = scenario(MoEtion(experts=8), system=MEMORY, duration_secs=600.0, failures=Trace(given=lost))
+    tried = scenario(MoEtion(experts=8), system=MEMORY, duration_secs=600.0, failures=Trace(recorded=lost))
     logs = replace(tried, system=replace(tried.system, policy=MoEtion(experts=8, recompute=True)))
     assert simulate(tried).spent.replay == 0.0
     assert 0.0 < simulate(logs).spent.replay <= 2 * MOST_GRADIENTS * tried.iteration.update_secs

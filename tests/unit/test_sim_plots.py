@@ -11,7 +11,7 @@ pytest.importorskip("hydra")
 pytest.importorskip("matplotlib")
 
 from moe_ckpt.cli.main import main
-from moe_ckpt_sim.commands.sim_plots import COLOURS, MOST_LINES, by_mtbf, figures, goodput, kept, panels
+from moe_ckpt_sim.commands.sim_plots import COLOURS, MOST_LINES, by_mtbf, figures, goodput, lasting_samples, panels
 from moe_ckpt_sim.commands.sim_runs import PARTS, Result
 from moe_ckpt_sim.conf.sweeps import Combination
 from moe_ckpt_sim.run.scenario import Outcome, Sample, Spent
@@ -55,7 +55,7 @@ def test_goodput_is_what_each_interval_gained_over_what_it_could_have():
 
 def test_what_is_undone_later_counts_nowhere():
     undone = (Sample(25.0, 20), Sample(50.0, 45), Sample(75.0, 10), Sample(100.0, 30))
-    assert [one.at_secs for one in kept(undone)] == [75.0, 100.0]
+    assert [one.at_secs for one in lasting_samples(undone)] == [75.0, 100.0]
     _, portions = goodput(outcome(history=undone), 4)
     assert portions == pytest.approx([10 / 75, 10 / 75, 10 / 75, 0.8])
     assert (np.asarray(portions) >= 0).all()

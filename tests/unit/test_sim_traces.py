@@ -40,7 +40,7 @@ def test_a_trace_is_read_as_written(written):
     ]
     assert events(trace) == events(trace) == expected
     assert trace.mean_secs is None
-    assert events(Trace(given=tuple(expected))) == expected
+    assert events(Trace(recorded=tuple(expected))) == expected
 
 
 def test_spreadsheets_comments_blanks_and_spaces(written):
@@ -93,7 +93,7 @@ def test_bad_rows_are_refused_when_the_trace_is_made(written, text, line, said):
 )
 def test_bad_events_are_refused_too(given, said):
     with pytest.raises(ConfigError, match=said):
-        Trace(given=given)
+        Trace(recorded=given)
 
 
 def test_a_node_that_training_does_not_have_is_named_before_the_first_event(written):
@@ -114,11 +114,11 @@ def test_a_node_that_training_does_not_have_is_named_before_the_first_event(writ
         (lambda: Trace("package:other.csv"), "'package:other.csv'.*this package has gcp_like_6h.csv"),
         (lambda: Trace("package:../failures/gcp_like_6h.csv"), "this package has"),
         (
-            lambda: Trace(given=(FailureEvent(9.0, 1),), period_secs=8),
+            lambda: Trace(recorded=(FailureEvent(9.0, 1),), period_secs=8),
             "until 9.0 s; period_secs must not be below that",
         ),
-        (lambda: Trace(given=(FailureEvent(9.0, 1),), period_secs=0), r"Trace\(period_secs=0\)"),
-        (lambda: Trace(given=(FailureEvent(0.0, 1),), repeat=True), "without end; give period_secs"),
+        (lambda: Trace(recorded=(FailureEvent(9.0, 1),), period_secs=0), r"Trace\(period_secs=0\)"),
+        (lambda: Trace(recorded=(FailureEvent(0.0, 1),), repeat=True), "without end; give period_secs"),
     ],
 )
 def test_bad_settings_are_refused(make, said):

@@ -1,1 +1,1 @@
-"""Where a model is trained: machines, links, copies and what snapshots cost on them."""
+"""The cluster that trains a model: machines, links, copies, and the costs of snapshots."""

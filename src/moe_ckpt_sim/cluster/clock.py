@@ -1,8 +1,8 @@
 """The clock of the simulation: seconds in whole parts, so that sums of them are exact.
 
-A run that repeats itself is moved ahead by many rounds at once. That gives the very outcome of stepping through them
-only if ten additions are one multiplication, to the last bit: in floats they are, where every addend is a whole number
-of parts of a power of two and no sum needs more than 53 bits.
+A run that repeats itself is moved ahead by many rounds at once. That equals stepping through them only if ten additions
+equal one multiplication to the last bit. Floats guarantee it if every addend is a whole number of parts of a power of
+two and no sum needs more than 53 bits.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 from math import floor
 
 _PARTS = float(1 << 28)
-"""Of a second: 4 ns each."""
+"""Parts of a second: 4 ns each."""
 
 MOST_SECS = float(1 << 25)
-"""388 days: up to there sums are exact."""
+"""388 days: sums up to it are exact."""
 
 
 def on_clock(secs: float) -> float:
-    """The nearest whole number of parts. What is beyond any run, infinity included, is left as it is."""
+    """Round to the nearest whole number of parts. Times beyond any run, infinity included, stay as they are."""
     return secs if secs > MOST_SECS else round(secs * _PARTS) / _PARTS
 
 
 def down_to_clock(secs: float) -> float:
-    """Not the nearest but the one below, so that as many iterations as ought to fit into a time do fit."""
+    """Round down to a whole number of parts, so that as many iterations fit into a time as should."""
     return secs if secs > MOST_SECS else floor(secs * _PARTS) / _PARTS

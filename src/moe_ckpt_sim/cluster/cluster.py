@@ -1,4 +1,4 @@
-"""Where a model is trained: machines, their links, and how the model lies on them."""
+"""The cluster a model is trained on: machines, their links, and the layout of the model on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_ckpt.core.placement import Placement, everywhere, expert_owner
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.peers.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.policies.base import ALL_SENT, Sends
-from moe_ckpt_sim.checks import above_zero, at_least, given, portion, whole
+from moe_ckpt_sim.checks import above_zero, at_least, not_none, portion, whole
 from moe_ckpt_sim.workload.model import SimModel
 
 
@@ -28,14 +28,13 @@ class Cluster:
         mfu: Portion of it that training's arithmetic reaches.
         alpha_secs: Time to start one message of a collective.
         host_memory_bytes: Of one node, for checkpoints.
-        detect_secs: From a failure to its notice.
-        restart_secs: From there to ranks that can load a checkpoint; a spare has taken the place of the dead node by
-            then.
-        in_place_secs: The same where processes that live on train again without a new start (``moe_ckpt.inprocess``),
-            and a spare is there at once; None: every process is started again.
+        detect_secs: From a failure to its detection.
+        restart_secs: From detection to ranks that can load a checkpoint, with a spare in place of the dead node.
+        in_place_secs: The same where surviving processes train again without a restart (``moe_ckpt.inprocess``) and a
+            spare is available at once; None: every process is restarted.
         repair_secs: Until a dead node is a spare again; None for never.
-        spare_nodes: At the start; None: there is always one, as the papers have it.
-        nodes_per_domain: Neighbours that share a rack or a switch and may fail together. Above 1, copies in memory lie
+        spare_nodes: At the start; None: there is always one, as the papers assume.
+        nodes_per_domain: Neighbours that share a rack or a switch and may fail together. Above 1, copies in memory are
             in other domains than their source (``peers.replica_placement``).
     """
 
@@ -61,14 +60,14 @@ class Cluster:
     def __post_init__(self) -> None:
         owner = f"Cluster {self.name!r}"
         whole(owner, nodes=self.nodes, gpus_per_node=self.gpus_per_node, nodes_per_domain=self.nodes_per_domain)
-        whole(owner, 0, **given(spare_nodes=self.spare_nodes))
+        whole(owner, 0, **not_none(spare_nodes=self.spare_nodes))
         above_zero(owner, pcie_bytes_per_sec=self.pcie_bytes_per_sec, nic_bytes_per_sec=self.nic_bytes_per_sec)
         above_zero(owner, nvlink_bytes_per_sec=self.nvlink_bytes_per_sec, flops_per_sec=self.flops_per_sec)
         above_zero(owner, storage_bytes_per_sec=self.storage_bytes_per_sec, mfu=self.mfu, nic_share=self.nic_share)
         above_zero(owner, host_memory_bytes=self.host_memory_bytes)
         portion(owner, nic_share=self.nic_share, mfu=self.mfu)
         at_least(owner, 0, alpha_secs=self.alpha_secs, detect_secs=self.detect_secs, restart_secs=self.restart_secs)
-        at_least(owner, 0, **given(repair_secs=self.repair_secs, in_place_secs=self.in_place_secs))
+        at_least(owner, 0, **not_none(repair_secs=self.repair_secs, in_place_secs=self.in_place_secs))
 
     @property
     def gpus(self) -> int:
@@ -107,8 +106,8 @@ class ClusterLayout:
     """A model on a cluster.
 
     Attributes:
-        sharded: Under data parallelism alone each rank holds a part of the state (FSDP2, a distributed optimizer), so
-            that no other one can give it back. Elsewhere ``parallel`` tells.
+        sharded: Under plain data parallelism, each rank holds only a part of the state (FSDP2, a distributed
+            optimizer), so no other rank can restore it. Ignored under other layouts.
 
     Raises:
         ConfigError: more ranks than GPUs, more stages than layers (embedding and head may have a stage each), experts
@@ -144,7 +143,7 @@ class ClusterLayout:
 
     @property
     def held_alike(self) -> bool:
-        """Whether each rank holds all training state."""
+        """True if each rank holds all training state."""
         return self.parallel.ranks == self.parallel.dp and not self.sharded
 
     @property
@@ -161,14 +160,14 @@ class ClusterLayout:
 
     @cached_property
     def domains(self) -> tuple[tuple[str, ...], ...]:
-        """Per rank its node and, where several nodes share one, its failure domain."""
+        """The node of each rank and, where several nodes share one, its failure domain."""
         shared = self.cluster.nodes_per_domain
         nodes = [self.node_of(rank) for rank in range(self.parallel.ranks)]
         return tuple((f"node {node}", *([f"domain {node // shared}"] if shared > 1 else [])) for node in nodes)
 
     @cached_property
     def groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Kinds of data parallelism, that of experts first: per rank the ranks of its group, as adapters tell them."""
+        """The data-parallel groups, those of experts first: the ranks in each rank's group, as adapters report them."""
         width, ep, ranks = self.parallel.stage_ranks, self.parallel.ep, range(self.parallel.ranks)
         stages = [tuple(range(first, first + width)) for first in range(0, self.parallel.ranks, width)]
         apart = {(stage[0], at): stage[at::ep] for stage in stages for at in range(ep)}
@@ -176,20 +175,19 @@ class ClusterLayout:
         return experts, tuple(stages[rank // width] for rank in ranks)
 
     def placed(self, replicas: int) -> ReplicaPlacement:
-        """Where the copies of each rank lie. Raises ``ConfigError`` where there are no nodes for them."""
+        """The placement of each rank's copies. Raises ``ConfigError`` if there are too few nodes."""
         return place_replicas(self.domains, replicas, self.groups)
 
     def served(self, replicas: int) -> int:
-        """Of how many ranks the node that holds most copies has them. Raises as ``placed`` does."""
+        """The most ranks whose copies one node holds. Raises as ``placed`` does."""
         ranks, held = self.ranks_per_node, [len(sources) for sources in self.placed(replicas).sources_of]
         return max(sum(held[first : first + ranks]) for first in range(0, len(held), ranks))
 
     def sends(self, replicas: int) -> Sends:
-        """What of a rank's share is sent to peers that hold ``replicas`` copies: what they have not in their own
-        training state.
+        """The parts of a rank's share that peers need sent, because their own training state lacks them.
 
-        Under plain data parallelism they have all of it. Elsewhere a distributed optimizer divides the state, and
-        data-parallel ranks hold the same weights. Raises ``ConfigError`` where there are no nodes for so many copies.
+        Under plain data parallelism peers have all of it. Elsewhere a distributed optimizer divides the state, and
+        data-parallel ranks hold the same weights. Raises ``ConfigError`` if there are too few nodes for ``replicas``.
         """
         if self.held_alike:
             return Sends(False, False, False, False)
@@ -208,7 +206,7 @@ class ClusterLayout:
         return range(first // self.parallel.stage_ranks, last // self.parallel.stage_ranks + 1)
 
     def stage_at(self, layer: int) -> int:
-        """Stage of a layer of the network; chunks of interleaved stages go round.
+        """The pipeline stage of a layer of the network; chunks of interleaved stages go round.
 
         Layers are dealt evenly; embedding and head go with the first and the last, unless there are more stages.
         """
@@ -224,16 +222,16 @@ class ClusterLayout:
 
     @cached_property
     def placement(self) -> Placement:
-        """Who owns what, as the Megatron adapter tells it: optimizer state is dealt over the ranks that hold copies.
+        """The ranks that own each operator, as the Megatron adapter reports it: the ranks with a copy share its state.
 
-        Plain data parallelism is as Lightning's adapter has it: every rank holds everything, or its part of everything.
+        Under plain data parallelism it is as Lightning's adapter reports it: every rank holds everything, or a part.
         """
         ep, width, dp = self.parallel.ep, self.parallel.stage_ranks, self.parallel.dp
         if self.parallel.ranks == dp:
             return replace(everywhere(self.model.catalog.layers, dp), experts_whole=self.held_alike)
         owners = []
         for layer in self.model.catalog.layers:
-            # Of a layer's experts, which all are on one stage, the first pipeline's rank stands for all that share it.
+            # A layer's experts are all on one stage; the first pipeline's rank stands for all that share an expert.
             stage = self.stage_of[f"expert/{layer.index}/0"]
             spread = min(ep, layer.experts)
             owners.append(tuple(stage * width + expert_owner(e, layer.experts, spread) for e in range(layer.experts)))

@@ -1,4 +1,4 @@
-"""How long the links need for snapshots."""
+"""The time that links need for snapshots."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from moe_ckpt_sim.workload.training import Iteration
 
 
 class Costs:
-    """Seconds of one system on one layout.
+    """The times that one system's snapshots take on one layout, in seconds.
 
     A link that several ranks of a node share is divided evenly: all of them have a snapshot to send at the same time.
 
     Attributes:
-        sizes: What each operator weighs, all ranks together.
-        sends: What goes to peers; everything where none hold copies.
-        bytes_of: What its snapshots weigh.
+        sizes: Bytes of each operator, all ranks together.
+        sends: The parts that go to peers; everything if no peers hold copies.
+        bytes_of: Sizes of the snapshots.
     """
 
     def __init__(self, layout: ClusterLayout, precision: Precision, iteration: Iteration, system: System) -> None:
@@ -42,13 +42,13 @@ class Costs:
 
     @property
     def copy_rate(self) -> float:
-        """Bytes per second of one rank into host memory."""
+        """Bytes per second that one rank copies into host memory."""
         return self.layout.cluster.pcie_bytes_per_sec
 
     @cached_property
     def move_rate(self) -> float:
-        """Bytes per second of one rank from host memory to where a snapshot outlives a failure; where that is host
-        memory itself, as fast as it gets there."""
+        """Bytes per second that one rank moves from host memory to where a snapshot survives a failure; the copy rate
+        if that is host memory itself."""
         cluster, layout = self.layout.cluster, self.layout
         if self.system.durable == "storage":
             return cluster.storage_bytes_per_sec / layout.parallel.ranks
@@ -57,7 +57,7 @@ class Costs:
 
     @property
     def nic_rate(self) -> float:
-        """Bytes per second of one rank to other nodes, beside training's own traffic."""
+        """Bytes per second that one rank sends to other nodes, besides training's own traffic."""
         return self.layout.cluster.nic_bytes_per_sec * self.layout.cluster.nic_share / self.layout.ranks_per_node
 
     def copy_secs(self, snapshot: SnapshotSize) -> float:
@@ -65,32 +65,32 @@ class Costs:
 
     @cached_property
     def log(self) -> SimulatedUpstreamLog:
-        """What the rank with most of it logs; nothing where all ranks go back."""
+        """The upstream log of the rank that logs most; empty if all ranks roll back."""
         logged = self.iteration.boundary_bytes if self.system.rollback == "localized" else 0.0
         return SimulatedUpstreamLog(logged, self.system.log_bytes)
 
     def move_secs(self, snapshot: SnapshotSize) -> float:
-        """Storage is shared by all, so it is their bytes together that count there; a peer's link is not."""
+        """Time to move a snapshot to where it is durable. All ranks share storage, so there their total counts."""
         if self.system.durable == "node":
             return 0.0
         return self.storage_secs(snapshot) if self.system.durable == "storage" else snapshot.sent / self.move_rate
 
     def storage_secs(self, snapshot: SnapshotSize) -> float:
-        """To write it to storage, or to read it from there, all ranks together."""
+        """Time to write a snapshot to storage, or to read it, all ranks together."""
         return snapshot.total / self.layout.cluster.storage_bytes_per_sec
 
     def stall_secs(self, snapshot: SnapshotSize) -> float:
-        """What training takes longer: also a wait, if the copy is longer than the time between two updates. An upstream
-        log adds none: the rate is what snapshots get beside it."""
+        """Time by which a snapshot delays training, with a wait if the copy takes longer than the time between two
+        updates. An upstream log adds none: the copy rate is what snapshots get besides it."""
         return max(0.0, self.copy_secs(snapshot) - self.iteration.open_secs) + self.drag_secs(snapshot)
 
     def drag_secs(self, snapshot: SnapshotSize) -> float:
-        """What training takes longer though it does not wait for the copy."""
+        """Time by which a snapshot slows training down without making it wait for the copy."""
         return snapshot.rank * self.iteration.drag_secs_per_byte
 
     @cached_property
     def measured(self) -> Measured:
-        """What a trainer has measured, which saves all state before its first step, and remembers after a restart."""
+        """The measurements of a trainer that saves all state before its first step, and keeps them over restarts."""
         copied, moved = self.copy_secs(self.bytes_of.dense), self.move_secs(self.bytes_of.dense)
         return Measured(
             iteration_secs=self.iteration.secs,

@@ -1,5 +1,4 @@
-"""Bytes of a rank's share of a snapshot that must be sent to the holders of its copies, and bytes that they already
-have.
+"""Bytes of a rank's share of a snapshot that its copies' holders need, and bytes that they already have.
 
 MoEtion (arXiv 2412.15411 v1), Algorithm 2 and section 5.1. Data-parallel ranks hold the same state, so that what
 a peer has in its own training state at the same step it copies from there into its memory, and no byte of it crosses
@@ -10,9 +9,9 @@ the network. Which state that is depends on how the framework divides it:
     ZeRO-1, ZeRO-2, distributed optimizer      weights only
     ZeRO-3, FSDP2                              nothing
 
-That a peer's process holds it is not enough, for after a failure all processes are gone: it must lie in that peer's
-memory, as of that step. A trainer uses the tensors that it really has (``slices.mirroring``); this is for comparing
-with what the paper prints.
+It is not enough that a peer's process holds the state, since all processes are gone after a failure: it must be in that
+peer's memory, as of that step. A trainer uses the tensors that it really has (``slices.mirroring``); this module is for
+comparison with the paper.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class OperatorShare:
         operator: Its id.
         weights: Bytes of its weights.
         state: Bytes of master weights and optimizer state.
-        weights_on: The ranks whose training state has these weights.
-        state_on: The same of ``state``.
+        weights_on: Ranks whose training state has these weights.
+        state_on: Ranks whose training state has ``state``.
     """
 
     operator: str
@@ -42,13 +41,13 @@ class OperatorShare:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What of one rank's share goes to one of its peers.
+    """The parts of one rank's share that go to one of its peers.
 
     Attributes:
-        peer: Whom.
+        peer: The rank that receives them.
         weights: Operators whose weights are sent.
         state: Operators whose optimizer state is sent.
-        nbytes: Of both.
+        nbytes: Bytes that are sent.
         saved: Bytes of the share that are not sent, because the peer has them.
     """
 
@@ -60,27 +59,27 @@ class Delivery:
 
 
 def deliveries(share: Iterable[OperatorShare], peers: Sequence[int]) -> tuple[Delivery, ...]:
-    """What is sent to each of ``peers``; what is not sent, each of them has.
+    """The parts of one rank's share that each peer is sent, because its own training state lacks them.
 
     Args:
-        share: Of one rank.
-        peers: That hold its copies (``peers.replica_placement``).
+        share: The rank's share.
+        peers: Ranks that hold its copies (``peers.replica_placement``).
     """
     pieces = tuple(share)
-    found = []
+    sent = []
     for peer in peers:
         weights = [piece for piece in pieces if piece.weights and peer not in piece.weights_on]
         state = [piece for piece in pieces if piece.state and peer not in piece.state_on]
         nbytes = sum(piece.weights for piece in weights) + sum(piece.state for piece in state)
         whole = sum(piece.weights + piece.state for piece in pieces)
         names = tuple(piece.operator for piece in weights), tuple(piece.operator for piece in state)
-        found.append(Delivery(peer, *names, nbytes, whole - nbytes))
-    return tuple(found)
+        sent.append(Delivery(peer, *names, nbytes, whole - nbytes))
+    return tuple(sent)
 
 
-def portion_saved(found: Iterable[Delivery]) -> float:
-    """Part of the bytes of all copies that is not sent, in [0, 1]; 0 where there are no copies. (Paper: up to 0.4.)"""
+def portion_saved(sent_parts: Iterable[Delivery]) -> float:
+    """The portion of all copies' bytes that is not sent, 0 to 1; 0 if there are no copies. (Paper: up to 0.4.)"""
     sent, saved = 0, 0
-    for each in found:
-        sent, saved = sent + each.nbytes, saved + each.saved
+    for delivery in sent_parts:
+        sent, saved = sent + delivery.nbytes, saved + delivery.saved
     return saved / (sent + saved) if sent + saved else 0.0

@@ -1,4 +1,4 @@
-"""What snapshots weigh on the ranks."""
+"""The sizes of snapshots on the ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SnapshotSize:
     """Bytes of one snapshot.
 
     Attributes:
-        rank: On the rank that has most.
-        total: Of all ranks.
-        sent: To each peer with a copy, by the rank that sends most.
+        rank: Bytes on the rank that has most.
+        total: Bytes of all ranks.
+        sent: Bytes to each peer with a copy, from the rank that sends most.
     """
 
     rank: int
@@ -35,8 +35,8 @@ class SnapshotBytes:
     """Bytes of the snapshots of one model on one layout, by the shares that each rank saves.
 
     Args:
-        sizes: What each operator weighs, all ranks together.
-        sends: What of it goes to peers.
+        sizes: Bytes of each operator, all ranks together.
+        sends: The parts that go to peers.
     """
 
     def __init__(self, layout: ClusterLayout, sizes: Mapping[str, OperatorBytes], sends: Sends) -> None:
@@ -51,37 +51,37 @@ class SnapshotBytes:
         return self._heaviest(self._catalog.everything)
 
     def plan(self, plan: SnapshotPlan) -> SnapshotSize:
-        """A plan without a window, as it is copied: what then stays in host memory with it."""
+        """Size of a plan without a window as it is copied, with what only host memory gets."""
         host_only = plan.memory_only
         if plan.gradients:
             return self._logged(plan.full + host_only, plan.gradients)
         return self._partial(plan.full + host_only) if host_only else self.stored(plan)
 
     def stored(self, plan: SnapshotPlan) -> SnapshotSize:
-        """A plan without a window, as it is sent to storage or peers."""
+        """Size of a plan without a window as it is sent to storage or peers."""
         if plan.gradients:
             return self._logged(plan.full, plan.gradients)
         return self.dense if plan.full is self._catalog.everything else self._partial(plan.full)
 
     def window(self, window: Window) -> tuple[SnapshotSize, ...]:
-        """Each slot of a window."""
+        """Sizes of the slots of a window."""
         return self._slots(window.slots)
 
     def held(self, window: Window | None) -> SnapshotSize:
-        """What a checkpoint consists of: all state, and in a window's slots the compute weights of later ones, too."""
+        """Size of a complete checkpoint: all state or, of a window, all its slots with their compute weights."""
         if window is None:
             return self.dense
         slots = self.window(window)
         return SnapshotSize(*(sum(getattr(slot, name) for slot in slots) for name in ("rank", "total", "sent")))
 
     def _window_slots(self, slots: tuple[tuple[str, ...], ...]) -> tuple[SnapshotSize, ...]:
-        """As ``core.window.share_bytes`` and ``slot_bytes`` have it, all operators at once."""
+        """Compute what ``core.window.share_bytes`` and ``slot_bytes`` do, for all operators at once."""
         table, size = self._table, len(slots)
         slot = np.empty(len(table.full), dtype=np.int64)
         for number, operators in enumerate(slots):
             slot[self._catalog.places_of(operators)] = number
         places = size * table.stage + slot, size * table.owner + slot
-        placement, found = self._layout.placement, []
+        placement, sizes = self._layout.placement, []
         for full in (table.full, table.sent):
             even, owned = (
                 _in_window(full, table.compute, here, mine, (count, size))
@@ -92,32 +92,32 @@ class SnapshotBytes:
             most = np.zeros_like(even)
             np.maximum.at(most, table.stage_of_owner, owned)
             ranks = -(-even // np.asarray(placement.stages)[:, None]) - (-most // (placement.expert_ranks or 1))
-            found.append((ranks.max(axis=0), even.sum(axis=0) + owned.sum(axis=0)))
-        (ranks, total), (sent, _) = found
+            sizes.append((ranks.max(axis=0), even.sum(axis=0) + owned.sum(axis=0)))
+        (ranks, total), (sent, _) = sizes
         return tuple(map(SnapshotSize, ranks.tolist(), total.tolist(), (sent * (not self._sends.nothing)).tolist()))
 
     def _heaviest(self, operators: tuple[str, ...]) -> SnapshotSize:
-        """All of them in full."""
+        """Size of a snapshot with these operators in full."""
         at, table = self._catalog.places_of(operators), self._table
         return self._dealt(_only(table.full, at), _only(table.sent, at))
 
     def _logged_step(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> SnapshotSize:
         table, places = self._table, self._catalog.places_of
         consumed = _only(table.gradient, places(gradients))
-        full, sent = (_only(each, places(anchored)) + consumed for each in (table.full, table.sent))
+        full, sent = (_only(nbytes, places(anchored)) + consumed for nbytes in (table.full, table.sent))
         return self._dealt(full, sent)
 
     def log(self, steps: Counts) -> SnapshotSize:
-        """What a recovery loads of a log of gradients.
+        """Size of what a recovery loads from a log of gradients.
 
         Args:
-            steps: ``[operators]`` from each anchor to the newest step.
+            steps: ``[operators]`` steps from each anchor to the newest step.
         """
         table = self._table
         return self._dealt(table.full + table.gradient * steps, table.sent + table.gradient * steps)
 
     def _dealt(self, saved: Counts, sent: Counts) -> SnapshotSize:
-        """saved, sent: ``[operators]`` bytes of each."""
+        """Size of a snapshot, from the ``[operators]`` bytes that are saved and sent."""
         return SnapshotSize(self._busiest(saved), int(saved.sum()), 0 if self._sends.nothing else self._busiest(sent))
 
     def _busiest(self, weights: Counts) -> int:
@@ -138,9 +138,9 @@ class SnapshotBytes:
 
 @dataclass(frozen=True)
 class _Table:
-    """Of each operator, in the order of the catalog: bytes, stage, owner; even: its ranks share it evenly.
+    """Bytes, stage and owner of each operator, in the order of the catalog.
 
-    sent: what of ``full`` peers are sent.
+    sent: bytes of ``full`` that peers are sent. even: the ranks of a stage share the operator evenly.
     """
 
     full: npt.NDArray[np.int64]
@@ -157,9 +157,9 @@ class _Table:
 
 def _only(weights: Counts, places: Counts) -> Counts:
     """``weights`` at ``places``, 0 elsewhere."""
-    found = np.zeros_like(weights)
-    found[places] = weights[places]
-    return found
+    chosen = np.zeros_like(weights)
+    chosen[places] = weights[places]
+    return chosen
 
 
 def _table(layout: ClusterLayout, sizes: Mapping[str, OperatorBytes], sends: Sends) -> _Table:
@@ -185,9 +185,10 @@ def _table(layout: ClusterLayout, sizes: Mapping[str, OperatorBytes], sends: Sen
 def _in_window(
     full_bytes: Counts, compute_bytes: Counts, places: Counts, mine: npt.NDArray[np.bool_], shape: tuple[int, int]
 ) -> Counts:
-    """``[who, slot]``: bytes of what each saves in full in a slot, and of compute weights of what comes in later ones.
+    """``[rank or stage, slot]`` bytes: operators in full in their slot, and the compute weights of later slots.
 
-    full_bytes, compute_bytes: ``[operators]``. places: of each operator in that table. mine: which operators count.
+    full_bytes, compute_bytes: ``[operators]``. places: flat index of each operator in the result. mine:
+    operators that count.
     """
 
     def added(weights: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

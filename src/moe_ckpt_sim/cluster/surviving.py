@@ -1,4 +1,4 @@
-"""What ranks that live on seal when training stops: the rules of ``survivors``, on a simulated layout."""
+"""The state that surviving ranks seal when training stops: the rules of ``survivors`` on a simulated layout."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from moe_ckpt_sim.cluster.cluster import ClusterLayout
 
 
 class Survivors:
-    """Of the failures of one layout.
+    """The ranks that survive a failure, and the state that they seal.
 
     Args:
-        layout: Of the run.
-        seal: Whether they seal anything (``System.survivors``).
+        layout: The run's layout.
+        seal: Survivors seal the newest step (``System.survivors``).
     """
 
     def __init__(self, layout: ClusterLayout, *, seal: bool) -> None:
         self._layout, self._seal = layout, seal
 
     def dead(self, nodes: Iterable[int], restarted: Iterable[int]) -> set[int]:
-        """Returns the ranks that a failure leaves nothing of: all of a lost node, one where only a process died.
+        """Returns the ranks that seal nothing: all of a lost node, and one of a node where only a process died.
 
         Args:
-            nodes: Lost with their memory.
-            restarted: Those that stay; the launcher ends their other processes, which seal before they go.
+            nodes: Nodes that are lost with their memory.
+            restarted: Nodes that stay; the launcher ends their other processes, which seal first.
         """
         width, ranks = self._layout.cluster.gpus_per_node, self._layout.parallel.ranks
         gone = {rank for node in nodes for rank in range(node * width, min((node + 1) * width, ranks))}
         return gone | {node * width for node in restarted}
 
     def have_everything(self, dead: Collection[int]) -> bool:
-        """Returns whether the newest step is in memory whole, though the memory of no process that died has it.
+        """Returns whether survivors alone have the whole newest step in memory.
 
-        So it is under plain data parallelism, where each rank lends all that the next one writes.
+        They do under plain data parallelism, where each rank lends all that the next one writes.
 
         Args:
             dead: Ranks whose processes died, on nodes that stay.
@@ -50,15 +50,15 @@ class Survivors:
         return all(lends(rank, every) not in dead for rank in dead)
 
     def experts(self, dead: Collection[int]) -> npt.NDArray[np.bool_] | None:
-        """Returns ``[L, E]`` whether all ranks that hold the expert live on; None where no rank seals.
+        """Returns ``[L, E]``: true if all ranks that hold the expert survive; None if no rank seals.
 
         Args:
-            dead: Ranks of which nothing is left.
+            dead: Ranks that seal nothing.
         """
         if not self._seal:
             return None
-        found: npt.NDArray[np.bool_] = np.logical_not(np.isin(self._holders, list(dead)).any(axis=2))
-        return found
+        complete: npt.NDArray[np.bool_] = np.logical_not(np.isin(self._holders, list(dead)).any(axis=2))
+        return complete
 
     @cached_property
     def _holders(self) -> Counts:
@@ -71,8 +71,8 @@ def expert_ranks(layout: ClusterLayout) -> Counts:
     divided = layout.sharded and parallel.ranks == parallel.dp  # over all ranks, whoever counts as the owner
     most = max((len(owners) for owners in placement.owners), default=0)
     copies = parallel.dp if divided or placement.expert_ranks is not None or parallel.pp > 1 else 1
-    found = np.full((len(placement.owners), most, copies), -1, dtype=np.int64)
+    ranks = np.full((len(placement.owners), most, copies), -1, dtype=np.int64)
     for row, owners in enumerate(placement.owners):
         first = np.asarray(owners, dtype=np.int64)[:, None] * (not divided)
-        found[row, : len(owners)] = first + parallel.ep * np.arange(copies)
-    return found
+        ranks[row, : len(owners)] = first + parallel.ep * np.arange(copies)
+    return ranks

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SimulatedUpstreamLog:
-    """Of the rank with most of it.
+    """The upstream log of the rank that logs most.
 
     Attributes:
-        step_bytes: Of one iteration (``iteration.boundary_bytes``); 0 where none is kept.
+        step_bytes: Bytes of one iteration (``iteration.boundary_bytes``); 0 without a log.
         budget_bytes: The most that the log may take; None: as much as it needs.
     """
 
@@ -18,18 +18,18 @@ class SimulatedUpstreamLog:
     budget_bytes: float | None = None
 
     def held_bytes(self, window: int | None) -> float:
-        """Returns what it takes of host memory where it reaches as far back as a recovery may: two windows, of which
-        the second is not complete, and the iteration under way.
+        """Returns the host memory of a log that reaches back as far as a recovery may: two windows, the second of
+        them incomplete, and the iteration under way.
 
         Args:
-            window: W; None before the first.
+            window: W; None before the first window.
         """
-        wanted = self.step_bytes * (2 * (window or 1) + 1)
-        return wanted if self.budget_bytes is None else min(wanted, self._whole_steps() * self.step_bytes)
+        nbytes = self.step_bytes * (2 * (window or 1) + 1)
+        return nbytes if self.budget_bytes is None else min(nbytes, self._whole_steps() * self.step_bytes)
 
     def reaches(self, steps: int) -> bool:
-        """Returns whether it has the newest ``steps`` iterations beside the one under way: the oldest go first, as in a
-        trainer."""
+        """Returns whether the log has the newest ``steps`` iterations besides the one under way. The oldest are dropped
+        first, as in a trainer."""
         return self.budget_bytes is None or not self.step_bytes or steps + 1 <= self._whole_steps()
 
     def _whole_steps(self) -> int:

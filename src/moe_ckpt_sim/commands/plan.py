@@ -34,22 +34,22 @@ seed can be set, fields of the cluster one by one, especially those that a run d
 """
 
 BACKUP_SECS = 10800.0
-"""How often what peers hold goes to storage, too."""
+"""Time between writes of peers' checkpoints to storage."""
 _ABOUT = "~"
-"""Before the ETTR of what was not simulated to the end."""
+"""Mark before the ETTR of a policy that was not simulated to the end."""
 _NAMED = 3
-"""Policies in a line on stderr."""
+"""Policies that a progress line names."""
 MARK = "*"
-"""Of systems that only the simulator has."""
+"""Mark of systems that only the simulator has."""
 COLUMNS = (
     *("policy", "ETTR", "saves every", "stall/iter", "lost tokens"),
     *("host memory", "sent/iter", "stored/iter", "roof"),
 )
-"""Bytes: of host memory, on one node; sent to peers, by one rank; stored, by all ranks."""
+"""Bytes of host memory are of one node, those sent are of one rank, those stored are of all ranks."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the subcommand. Arguments that it does not know are Hydra's: parse with ``parse_known_args``."""
+    """Add the subcommand. Its unknown arguments are Hydra's: parse with ``parse_known_args``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="which policy to use, with which settings, and what to expect",
@@ -72,11 +72,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """0 when a policy is recommended, 1 when none can be used.
+    """Run the command. Returns 0 if a policy is recommended, 1 if none can be used.
 
     Raises:
         MissingPackageError: Hydra is not installed.
-        ConfigError: settings that make no sense.
+        ConfigError: a setting is invalid.
     """
     from moe_ckpt_sim.commands.outputs import require_filled
     from moe_ckpt_sim.planner.planner import recommend, trainer_systems
@@ -108,14 +108,14 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def memory_systems(scenario: Scenario) -> list[System]:
-    """With checkpoints in the memory of peers; the papers' one of MoEvement is for pipelines."""
+    """The systems with checkpoints in peers' memory; MoEvement of the papers is for pipelines."""
     from moe_ckpt.policies import Gemini, GradientLog, MoEtion, MoEvement
     from moe_ckpt_sim.run.system import System
 
     if scenario.layout.nodes < 2:
         return []
     replicas = min(2, scenario.layout.nodes - 1)
-    # As a Trainer with Memory does by default, since the line for Hydra says nothing else.
+    # A Trainer's defaults with Memory, since the Hydra overrides that are printed set nothing else.
     usual = System("moevement_peers", MoEvement(), "peers", replicas, BACKUP_SECS, when_busy="skip", survivors=True)
     near = replace(usual, rollback="localized")
     rule = "oracle" if scenario.failures.mean_secs is None else "daly"
@@ -149,23 +149,23 @@ def _scenario(args: argparse.Namespace, overrides: Sequence[str]) -> Scenario:
 
 
 def _tokens(overrides: Sequence[str]) -> tuple[int | None, list[str]]:
-    """tokens_per_step, which is in no config, and the other overrides."""
-    found = [text for text in overrides if _key(text) == "tokens_per_step"]
-    if not found:
+    """Split the overrides into tokens_per_step, which is in no config, and the others."""
+    tokens = [text for text in overrides if _key(text) == "tokens_per_step"]
+    if not tokens:
         return None, [*overrides]
-    value = found[-1].partition("=")[2]
+    value = tokens[-1].partition("=")[2]
     if not re.fullmatch(r"[1-9]\d*", value, re.ASCII):
-        raise ConfigError(f"{found[-1]}: must be a whole number of at least 1")
-    return int(value), [text for text in overrides if text not in found]
+        raise ConfigError(f"{tokens[-1]}: must be a whole number of at least 1")
+    return int(value), [text for text in overrides if text not in tokens]
 
 
 def _require_settable(overrides: Sequence[str], profiled: bool) -> None:
-    """Refuse settings that would be ignored. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` for settings that would be ignored."""
     from moe_ckpt_sim.cluster.cluster import Cluster
 
     keys = [_key(text) for text in overrides]
-    own = ("policy", "memory")
-    tried = [text for text, key in zip(overrides, keys, strict=True) if re.split("[.@/]", key)[0] in own]
+    searched = ("policy", "memory")
+    tried = [text for text, key in zip(overrides, keys, strict=True) if re.split("[.@/]", key)[0] in searched]
     if tried and not profiled:
         raise ConfigError(
             f"{' '.join(tried)}: plan tries all policies, on storage and in memory; moe-ckpt simulate runs what is set"
@@ -179,11 +179,11 @@ def _require_settable(overrides: Sequence[str], profiled: bool) -> None:
             f"{', '.join(theirs)}: with --profile that is the profiled run's own; set failures, duration_secs, seed, "
             "tokens_per_step, or fields such as cluster.nic_bytes_per_sec"
         )
-    known = [field.name for field in fields(Cluster)]
+    settable = [field.name for field in fields(Cluster)]
     for text, key in zip(overrides, keys, strict=True):
         field = key.removeprefix("cluster.")
-        if field != key and (field not in known or text.startswith("~")):
-            raise ConfigError(f"{text}: of a profiled cluster, these can be set: {', '.join(known)}")
+        if field != key and (field not in settable or text.startswith("~")):
+            raise ConfigError(f"{text}: of a profiled cluster, these can be set: {', '.join(settable)}")
 
 
 def _key(text: str) -> str:
@@ -191,7 +191,7 @@ def _key(text: str) -> str:
 
 
 def _profiled(path: str, overrides: Sequence[str], cfg: Any, tokens: int | None) -> Scenario:
-    """The profiled run, with what the overrides may change of it."""
+    """The scenario of the profiled run, changed by the overrides."""
     from moe_ckpt.policies import Dense
     from moe_ckpt_sim.conf.scenarios import failures_of, value_of
     from moe_ckpt_sim.planner.profile import read_profile, scenario_from
@@ -199,23 +199,24 @@ def _profiled(path: str, overrides: Sequence[str], cfg: Any, tokens: int | None)
 
     try:
         profile = read_profile(path)
-    except DamagedError as error:  # not 1: that tells that no policy can be used
+    except DamagedError as error:  # not exit code 1, which means that no policy can be used
         raise ConfigError(f"--profile: {error}") from error
     cluster = [key.partition(".")[2] for key in map(_key, overrides) if key.startswith("cluster.")]
     machines = profile.cluster(**{field: value_of(cfg, f"cluster.{field}") for field in cluster})
     # Failures by components are counted from the cluster's nodes and GPUs.
     cfg.cluster.nodes, cfg.cluster.gpus_per_node = machines.nodes, machines.gpus_per_node
-    known = value_of(cfg, "duration_secs"), value_of(cfg, "seed")
+    run_settings = value_of(cfg, "duration_secs"), value_of(cfg, "seed")
     system = System("plan", Dense())
-    return scenario_from(profile, failures_of(cfg), system, *known, cluster=machines, tokens_per_step=tokens)
+    return scenario_from(profile, failures_of(cfg), system, *run_settings, cluster=machines, tokens_per_step=tokens)
 
 
-def _with_rates(scenario: Scenario, rates: Rates, said: Sequence[str]) -> Scenario:
-    """The same on a cluster whose links are as fast as this machine's.
+def _with_rates(scenario: Scenario, rates: Rates, settings: Sequence[str]) -> Scenario:
+    """The scenario on a cluster whose links are as fast as this machine's.
+
+    Only one machine is measured: for the network, that is the most its processes can send, whatever connects the nodes.
 
     Args:
-        said: Settings that the user gave, which stay. What is measured is one machine: of the network, what its
-            processes can send at most, whatever lies between the nodes.
+        settings: Keys that the user set; their values stay.
     """
     layout = scenario.layout
     before = layout.cluster
@@ -224,7 +225,7 @@ def _with_rates(scenario: Scenario, rates: Rates, said: Sequence[str]) -> Scenar
         "nic_bytes_per_sec": min(before.nic_bytes_per_sec, rates.network.bytes_per_sec * layout.ranks_per_node),
         "storage_bytes_per_sec": rates.storage_write.bytes_per_sec * layout.nodes,
     }
-    new: Any = {field: rate for field, rate in measured.items() if f"cluster.{field}" not in said}
+    new: Any = {field: rate for field, rate in measured.items() if f"cluster.{field}" not in settings}
     cluster = replace(before, name=f"{before.name}, links as measured here", **new)
     return replace(scenario, layout=replace(layout, cluster=cluster))
 
@@ -237,12 +238,12 @@ def _measure(directory: str) -> Rates:
         return measure(directory, progress=lambda what, done, total: tell(done, total))
 
 
-# --- what is told ---
+# --- output ---
 
 
 @contextmanager
 def _progress(duration_secs: float, silent: bool) -> Iterator[Tell | None]:
-    """What is being simulated, on stderr: a bar on a terminal, else a line for each part."""
+    """Report progress on stderr: a bar on a terminal, otherwise a line for each part."""
     from moe_ckpt.cli.shared import progress_bar
 
     if silent:
@@ -263,7 +264,7 @@ def _leg(leg: Leg, duration_secs: float) -> str:
 
 
 def facts(scenario: Scenario, plan: Plan, rates: Rates | None) -> dict[str, Any]:
-    """Everything that is printed, as plain data."""
+    """The plan as plain data, with everything that is printed."""
     layout = scenario.layout
     return {
         "model": {"name": layout.model.name, "parameters": layout.model.total},
@@ -298,7 +299,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
 
 
 def override_line(candidate: Candidate) -> str:
-    """Only what differs from the group's own settings."""
+    """The Hydra overrides that choose the candidate, without settings that equal their defaults."""
     from moe_ckpt_sim.planner.planner import memory_overrides, overrides
 
     policy, memory = candidate.system.policy, memory_overrides(candidate.system)
@@ -334,13 +335,13 @@ def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
         if one.refused:
             print(wrapped(f"{one.system.name} cannot be used: {one.refused}"))
     if any(not one.system.in_trainer for one in plan.candidates):
-        said = "only the failed stage goes back: Megatron pipelines, with Memory(upstream_bytes=...)"
-        print(wrapped(f"{MARK} {said}"))
+        note = "only the failed stage goes back: Megatron pipelines, with Memory(upstream_bytes=...)"
+        print(wrapped(f"{MARK} {note}"))
     if short := [one for one in plan.candidates if one.margin]:
         least, all_of_it = _span(min(one.simulated_secs for one in short)), _span(scenario.duration_secs)
         print(wrapped(f"{_ABOUT} simulated for {least} or more of {all_of_it}: until it was certain not to be chosen"))
-    for said in sentences(scenario, plan.candidates):
-        print(wrapped(said))
+    for sentence in sentences(scenario, plan.candidates):
+        print(wrapped(sentence))
     print()
     _advise(plan)
 
@@ -378,7 +379,7 @@ def _advise(plan: Plan) -> None:
 
 
 def _log(one: Candidate) -> str:
-    """How much an upstream log takes, where that is known."""
+    """The size of the candidate's upstream log, in words; empty without one."""
     from moe_ckpt.core.quantities import human_bytes
 
     nbytes = 0 if one.use is None else round(one.use.log_bytes)

@@ -1,4 +1,4 @@
-"""A picture of a plan: what an iteration takes by what it has to save, under the roofs of compute and links."""
+"""A roofline plot of a plan: the time of an iteration over the bytes it saves, bounded by compute and links."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _LINKS = {"PCIe": "#1f4e8c", "NIC": "#d98c2b", "storage": "#7a3b8f"}
 
 
 def require_writable(path: str) -> None:
-    """Before minutes are spent on what is to be drawn.
+    """Check that a plot can be written, before minutes are spent on simulating.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
-        ConfigError: the suffix is no picture's, or nothing can be written there.
+        ConfigError: the suffix is of no picture format, or the file cannot be written.
     """
     pyplot("a picture of the plan")
     require_picture("--plot", path)
 
 
 def plot_roof(scenario: Scenario, plan: Plan, ax: Any = None) -> tuple[Any, Any]:
-    """Seconds of an iteration against bytes that a rank saves in it, on ``ax`` or on new axes; (figure, axes).
+    """Draw seconds per iteration over bytes that a rank saves in it, on ``ax`` or new axes. Returns (figure, axes).
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -66,7 +66,7 @@ def plot_roof(scenario: Scenario, plan: Plan, ax: Any = None) -> tuple[Any, Any]
 
 
 def _roofs(costs: Costs, plan: Plan) -> dict[str, float]:
-    """Bytes per second and rank of each link. Where the ranks save unevenly, the one that has most sets the pace."""
+    """Bytes per second and rank of each link. If ranks save unevenly, the one that saves most sets the pace."""
     ranks = costs.layout.parallel.ranks
     dense = costs.bytes_of.dense
     even = dense.total / ranks / dense.rank

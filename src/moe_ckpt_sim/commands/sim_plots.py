@@ -23,15 +23,15 @@ COLOURS = {
     "replay": "#3a7fc2",
 }
 INTERVALS = 36
-"""Goodput is averaged over so many parts of a run: ten minutes of six hours."""
+"""Parts of a run over which goodput is averaged: ten minutes each in six hours."""
 MOST_LINES = 10
-"""Of one picture over time; those beyond are left out, and the picture says so."""
+"""Lines in one plot over time; further ones are left out, and the title says so."""
 LONGEST_NAME = 150
-"""Letters of a file's name that tell what was varied; file systems take 255, what is before and behind included."""
+"""Letters in a file name that say what was varied; file systems allow 255 with prefix and suffix."""
 
 
 def require_matplotlib() -> None:
-    """Raises ``MissingPackageError`` where matplotlib is not installed."""
+    """Raise ``MissingPackageError`` if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -39,29 +39,29 @@ def require_matplotlib() -> None:
 
 
 def figures(results: Sequence[Result]) -> dict[str, Any]:
-    """Name of a file, without suffix -> figure. Only what the results have something to show for.
+    """Draw the plots that the results have data for: file name without suffix -> figure.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
     require_matplotlib()
-    found = {"where_time_went": where_time_went(results)}
+    drawn = {"where_time_went": where_time_went(results)}
     lines = by_mtbf(results)
     if any(len(points) > 1 for points in lines.values()):
-        found["ettr_over_mtbf"] = ettr_over_mtbf(lines)
+        drawn["ettr_over_mtbf"] = ettr_over_mtbf(lines)
     for name, members in panels(results).items():
         end = f"_{name}" if name else ""
-        found[f"goodput{end}"] = goodput_over_time(members)
+        drawn[f"goodput{end}"] = goodput_over_time(members)
         if any(one.first.lost_tokens or one.first.k is not None for one in members):
-            found[f"lost_tokens{end}"] = lost_tokens_over_time(members)
-    return found
+            drawn[f"lost_tokens{end}"] = lost_tokens_over_time(members)
+    return drawn
 
 
 # --- which results go together ---
 
 
 def by_mtbf(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Lines over the MTBF: results that differ in nothing else, by rising MTBF."""
+    """Group results that differ only in their MTBF into lines, sorted by MTBF."""
     lines: dict[str, list[Result]] = {}
     for one in results:
         if one.mtbf_secs is not None:
@@ -74,17 +74,17 @@ _MTBF_KEYS = ("failures", "failures.mtbf_secs")
 
 
 def panels(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Pictures over time: one for each combination of what was varied beside the policy, named for a file."""
-    found: dict[tuple[str, ...], list[Result]] = {}
+    """Group results that differ only in their policy, one plot over time for each group, under its file name."""
+    members: dict[tuple[str, ...], list[Result]] = {}
     for one in results:
         rest = [f"{key}={value}" for key, value in one.combination.varied if not key.startswith("policy")]
-        found.setdefault(tuple(rest), []).append(one)
-    names = _file_names(["_".join(rest) for rest in found])
-    return dict(zip(names, found.values(), strict=True))
+        members.setdefault(tuple(rest), []).append(one)
+    names = _file_names(["_".join(rest) for rest in members])
+    return dict(zip(names, members.values(), strict=True))
 
 
 def _file_names(texts: Iterable[str]) -> list[str]:
-    """Of letters that any file system takes, not too long, and no two alike, be it but in upper and lower case."""
+    """Make file names that any file system accepts, not too long and distinct even if case is ignored."""
     names: list[str] = []
     for text in texts:
         name = stem = re.sub(r"[^A-Za-z0-9.=_-]+", "_", text)[:LONGEST_NAME]
@@ -100,12 +100,12 @@ def _file_names(texts: Iterable[str]) -> list[str]:
 
 
 def goodput(outcome: Outcome, intervals: int = INTERVALS) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """(edges of equal intervals in seconds [n + 1], goodput in each [n]).
+    """Compute the goodput over time: (edges of equal intervals in seconds [n + 1], goodput in each [n]).
 
     Goodput is the iterations that an interval gained for good, over those of as much time without failures and stalls.
-    Progress is known at failures, once they are repaired, and even in between. What is lost later counts nowhere.
+    Progress is sampled at repaired failures and taken as even in between. Iterations that are lost later do not count.
     """
-    samples = kept(outcome.history)
+    samples = lasting_samples(outcome.history)
     at = np.array([0.0, *(one.at_secs for one in samples)])
     steps = np.array([0.0, *(float(one.useful_steps) for one in samples)])
     edges = np.linspace(0.0, at[-1], intervals + 1)
@@ -114,38 +114,38 @@ def goodput(outcome: Outcome, intervals: int = INTERVALS) -> tuple[npt.NDArray[n
     return edges, gained * outcome.iteration_secs / width if width else np.zeros(intervals)
 
 
-def kept(history: Sequence[Sample]) -> list[Sample]:
-    """Samples whose iterations no later failure undid, in order of time."""
-    found: list[Sample] = []
+def lasting_samples(history: Sequence[Sample]) -> list[Sample]:
+    """The samples whose iterations no later failure undid, in order of time."""
+    samples: list[Sample] = []
     for sample in history:
-        while found and found[-1].useful_steps > sample.useful_steps:
-            found.pop()
-        if not found or sample.at_secs > found[-1].at_secs:
-            found.append(sample)
-    return found
+        while samples and samples[-1].useful_steps > sample.useful_steps:
+            samples.pop()
+        if not samples or sample.at_secs > samples[-1].at_secs:
+            samples.append(sample)
+    return samples
 
 
 # --- drawing ---
 
 
 def _figure(width: float, height: float) -> Any:
-    """Without pyplot: no window system, nothing left open."""
+    """Make a figure without pyplot, which would use a window system and stay open."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def where_time_went(results: Sequence[Result]) -> Any:
-    """A bar per result, stacked by ``PARTS``."""
+    """Draw a bar per result, stacked by ``PARTS``."""
     figure = _figure(9.0, 1.6 + 0.36 * len(results))
     ax = figure.subplots()
-    names, left = [one.name for one in results], np.zeros(len(results))
+    names, starts = [one.name for one in results], np.zeros(len(results))
     rows = np.arange(len(results))
     for part in PARTS:
         shares = np.array([one.share(part) for one in results])
         if shares.any():
-            ax.barh(rows, shares, left=left, color=COLOURS[part], label=part, height=0.7)
-        left += shares
+            ax.barh(rows, shares, left=starts, color=COLOURS[part], label=part, height=0.7)
+        starts += shares
     for row, one in enumerate(results):
         text = f"{one.over_seeds(lambda outcome: outcome.ettr).mean:.3f}"
         ax.text(0.01, row, text, va="center", color="white", fontsize=8)
@@ -157,7 +157,7 @@ def where_time_went(results: Sequence[Result]) -> Any:
 
 
 def ettr_over_mtbf(lines: Mapping[str, Sequence[Result]]) -> Any:
-    """A line per system and setting, with the range over the seeds."""
+    """Draw a line per system and setting, with the range over the seeds."""
     figure = _figure(7.0, 4.5)
     ax = figure.subplots()
     ticks = sorted({one.mtbf_secs for points in lines.values() for one in points if one.mtbf_secs})
@@ -177,7 +177,7 @@ def ettr_over_mtbf(lines: Mapping[str, Sequence[Result]]) -> Any:
 
 
 def goodput_over_time(results: Sequence[Result]) -> Any:
-    """Goodput in intervals above, iterations done below; of each result's first seed. Dots are failures."""
+    """Draw goodput in intervals above and iterations done below, of each result's first seed. Dots are failures."""
     figure = _figure(9.0, 6.0)
     above, below = figure.subplots(2, 1, sharex=True)
     for one in results[:MOST_LINES]:
@@ -194,12 +194,12 @@ def goodput_over_time(results: Sequence[Result]) -> Any:
 
 
 def lost_tokens_over_time(results: Sequence[Result]) -> Any:
-    """PLT above, K below; of each result's first seed."""
+    """Draw PLT above and K below, of each result's first seed."""
     figure = _figure(9.0, 6.0)
     above, below = figure.subplots(2, 1, sharex=True)
     for one in results[:MOST_LINES]:
         hours, portions = _over_time(one.first, "plt")
-        # Nothing is lost before the first sample, which is of the first failure.
+        # The first sample is that of the first failure, and no tokens are lost before.
         (line,) = above.step([0.0, *hours], [0.0, *(100 * portions)], where="post", label=one.name)
         if one.first.k is not None:
             below.step(*_over_time(one.first, "k"), where="post", color=line.get_color())
@@ -211,7 +211,7 @@ def lost_tokens_over_time(results: Sequence[Result]) -> Any:
 
 
 def _over_time(outcome: Outcome, field: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """(hours, values) of the samples that have the field."""
+    """Hours and values of the samples that have the field."""
     points = [(one.at_secs / 3600, getattr(one, field)) for one in outcome.history if getattr(one, field) is not None]
     table = np.array(points, dtype=np.float64).reshape(len(points), 2)
     return table[:, 0], table[:, 1]

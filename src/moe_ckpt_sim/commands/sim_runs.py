@@ -21,17 +21,17 @@ from moe_ckpt_sim.run.run import simulate
 from moe_ckpt_sim.run.scenario import Outcome, Scenario
 
 Progress = Callable[[float, int], None]
-"""Told how many runs are done, with the begun ones' portions, and how many there are."""
+"""A callback that gets the number of runs done, portions of running ones included, and the number of all runs."""
 Portion = Callable[[float], None]
-"""Told what portion of one run is done."""
+"""A callback that gets the portion of one run that is done."""
 
 PARTS = ("useful", "stall", "lost", "down", "idle", "retrieve", "replay")
-"""Where time goes: the fields of ``sim.scenario.Spent``."""
+"""The parts of a run's time: the fields of ``run.scenario.Spent``."""
 
 
 @dataclass(frozen=True)
 class Timespan:
-    """Of one figure over the seeds."""
+    """Mean, least and greatest value of one figure over the seeds."""
 
     mean: float
     least: float
@@ -57,12 +57,12 @@ class Result:
 
     @property
     def advances(self) -> bool:
-        """With one seed at least."""
+        """True if training advances with at least one seed."""
         return any(one.advances for one in self.outcomes)
 
     @property
     def name(self) -> str:
-        """The system, and what else was varied."""
+        """The system and the other settings that were varied."""
         rest = [f"{key}={value}" for key, value in self.combination.varied if key != "policy"]
         return ", ".join((self.first.system, *rest))
 
@@ -71,7 +71,7 @@ class Result:
         return Timespan(fsum(values) / len(values), min(values), max(values))
 
     def share(self, part: str) -> float:
-        """Portion of all time, of one of ``PARTS``, on average over the seeds."""
+        """Portion of all time that one of ``PARTS`` takes, on average over the seeds."""
         return self.over_seeds(lambda one: getattr(one.spent, part) / one.spent.total if one.spent.total else 0.0).mean
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,16 +90,14 @@ class Result:
 def results_of(
     overrides: Sequence[str], config_dir: Path | None, seeds: int, workers: int, progress: Progress
 ) -> list[Result]:
-    """Simulate all that ``overrides`` ask for.
+    """Simulate all combinations of ``overrides``. All configs are checked before the first is simulated.
 
     Args:
-        seeds: Of each, from the config's ``seed`` on.
+        seeds: Seeds for each combination, from the config's ``seed`` on.
         workers: Processes.
 
-    All configs are checked before the first is simulated.
-
     Raises:
-        ConfigError: as ``sweeps.combinations``, ``sweeps.composed``, ``scenarios.scenario_of``, ``sim.run.simulate``.
+        ConfigError: as ``sweeps.combinations``, ``sweeps.composed``, ``scenarios.scenario_of``, ``run.run.simulate``.
     """
     asked = combinations(overrides, config_dir)
     simulator = Simulator()
@@ -110,22 +108,22 @@ def results_of(
             scenario.require_peers()
         means.append(scenario.failures.mean_secs)
         jobs += [_Job(combination, scenario.seed + number) for number in range(seeds)]
-    found = _here(simulator, jobs, progress) if workers == 1 else _spread(jobs, workers, progress)
+    outcomes = _here(simulator, jobs, progress) if workers == 1 else _spread(jobs, workers, progress)
     return [
-        Result(combination, mean, tuple(found[at * seeds : (at + 1) * seeds]))
+        Result(combination, mean, tuple(outcomes[at * seeds : (at + 1) * seeds]))
         for at, (combination, mean) in enumerate(zip(asked, means, strict=True))
     ]
 
 
 class Simulator:
-    """Makes scenarios and simulates them; the last combination's is kept, for the next seed."""
+    """Makes scenarios and simulates them. It caches the last combination's scenario for the next seed."""
 
     def __init__(self) -> None:
         self._last: tuple[Combination, Scenario] | None = None
 
     def scenario(self, combination: Combination) -> Scenario:
         if self._last is None or self._last[0] != combination:
-            self._last = None  # not two large models at a time
+            self._last = None  # never two large models in memory
             self._last = combination, scenario_of(composed(combination))
         return self._last[1]
 
@@ -142,7 +140,7 @@ class _Job:
 
 @contextmanager
 def _about(combination: Combination) -> Iterator[None]:
-    """A ``ConfigError`` says which combination of a sweep it is about."""
+    """Add the name of a sweep's combination to the message of a ``ConfigError``."""
     try:
         yield
     except ConfigError as error:
@@ -152,11 +150,11 @@ def _about(combination: Combination) -> Iterator[None]:
 
 
 def _here(simulator: Simulator, jobs: Sequence[_Job], progress: Progress) -> list[Outcome]:
-    found = []
+    outcomes = []
     for number, job in enumerate(jobs):
-        found.append(simulator.outcome(job, partial(_beyond, progress, number, len(jobs))))
+        outcomes.append(simulator.outcome(job, partial(_beyond, progress, number, len(jobs))))
         progress(number + 1, len(jobs))
-    return found
+    return outcomes
 
 
 def _beyond(progress: Progress, done: int, total: int, portion: float) -> None:
@@ -167,7 +165,7 @@ def _beyond(progress: Progress, done: int, total: int, portion: float) -> None:
 
 _POLL_SECS = 0.2
 _worker: tuple[Simulator, Any]
-"""Of a worker process: what it simulates with, and the portions of all jobs, which it shares with its parent."""
+"""State of a worker process: its simulator, and the portions of all jobs, which it shares with its parent."""
 
 
 def _spread(jobs: Sequence[_Job], workers: int, progress: Progress) -> list[Outcome]:
@@ -187,25 +185,25 @@ def _spread(jobs: Sequence[_Job], workers: int, progress: Progress) -> list[Outc
 
 
 def _gathered(futures: Sequence[Future[Outcome | str]], tick: Callable[[], None]) -> list[Outcome]:
-    """In order; the first error ends it."""
-    left = set(futures)
-    while left:
-        done, left = wait(left, _POLL_SECS)
+    """The outcomes in order of the jobs. The first error stops waiting and is raised."""
+    waiting = set(futures)
+    while waiting:
+        done, waiting = wait(waiting, _POLL_SECS)
         tick()
         for one in done:
-            if isinstance(said := one.result(), str):
-                raise ConfigError(said)
+            if isinstance(message := one.result(), str):
+                raise ConfigError(message)
     return [outcome for one in futures if isinstance(outcome := one.result(), Outcome)]
 
 
 def _begin(portions: Any) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C goes to all of them: the parent has the word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all processes; the parent reports it
     _worker = Simulator(), portions
 
 
 def _work(number: int, job: _Job) -> Outcome | str:
-    """The outcome, or what an error says: not every error finds its way through a pipe."""
+    """The outcome, or the message of an error, since not every error can be sent through a pipe."""
     simulator, portions = _worker
 
     def tell(portion: float) -> None:

@@ -20,15 +20,15 @@ MEANING = {
 }
 _BAR = 30
 _SHORT_BAR = 12
-"""Where the terminal is narrow."""
+"""Width of bars on a narrow terminal."""
 _NONE = "-"
 
 
 def one_table(result: Result, room: int = PIPED_WIDTH) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows): where the time of a run that was not swept went, means over its seeds.
+    """The columns and rows that show where the time of a single run went, as means over its seeds.
 
     Args:
-        room: In columns.
+        room: Width of the terminal in columns.
     """
     wide = _BAR if room >= PIPED_WIDTH else _SHORT_BAR
     total = result.over_seeds(lambda one: one.spent.total).mean
@@ -43,7 +43,7 @@ def one_table(result: Result, room: int = PIPED_WIDTH) -> tuple[list[str], list[
 
 
 def one_facts(result: Result) -> str:
-    """The sentence above that table."""
+    """The sentence above the table of a single run."""
     first, ettr = result.first, result.over_seeds(lambda one: one.ettr)
     hours = duration(result.over_seeds(lambda one: one.spent.total).mean)
     facts = [
@@ -60,7 +60,7 @@ def one_facts(result: Result) -> str:
 
 
 def sweep_table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows): a row per combination, in their order. Shares and K that no row has are left out."""
+    """The columns and rows of a sweep, one row per combination. Shares and K that no row has are left out."""
     keys = [key for key, _ in results[0].combination.varied if key != "policy"]
     parts = [part for part in PARTS if part != "useful"]
     columns = ["system", *keys, "ETTR", *parts, "failures", "every", "K", "PLT", "stall/iteration"]
@@ -86,16 +86,18 @@ def _row(result: Result, keys: Sequence[str], parts: Sequence[str]) -> list[str]
 
 
 def verdicts(results: Sequence[Result]) -> list[str]:
-    """Of the runs that do not advance."""
-    found = []
+    """A sentence for each run that does not advance."""
+    sentences = []
     for result in results:
         seeds = {} if len(result.outcomes) == 1 else {one.seed: f", seed {one.seed}" for one in result.outcomes}
-        found += [f"{result.name}{seeds.get(one.seed, '')}: {one.verdict}" for one in result.outcomes if one.verdict]
-    return found
+        sentences += [
+            f"{result.name}{seeds.get(one.seed, '')}: {one.verdict}" for one in result.outcomes if one.verdict
+        ]
+    return sentences
 
 
 def duration(secs: float) -> str:
-    """5400 -> '1 h 30 min'; 75 -> '1 min 15 s'; 2.5 -> '2.5 s'."""
+    """Format seconds: 5400 -> '1 h 30 min'; 75 -> '1 min 15 s'; 2.5 -> '2.5 s'."""
     if secs < 60:
         return f"{secs:.3g} s"
     minutes, rest = divmod(round(secs), 60)
@@ -106,7 +108,7 @@ def duration(secs: float) -> str:
 
 
 def _how_often(outcome: Outcome) -> str:
-    """What a run's checkpointing goes round in."""
+    """The window size or the interval between checkpoints, in words."""
     if outcome.window is not None:
         return f"W = {outcome.window}"
     return _NONE if outcome.interval is None else f"{outcome.interval} it."
@@ -116,15 +118,17 @@ SOURCES = {"host": "own memory", "peer": "peers", "storage": "storage"}
 
 
 def _sources(result: Result) -> list[str]:
-    """Where recoveries came from, of a system that has memory to come from."""
+    """The numbers of recoveries by tier, for systems that recover from memory."""
     spans = {tier: result.over_seeds(lambda one, tier=tier: one.recovered[tier]) for tier in SOURCES}  # type: ignore[misc]
     if not (spans["host"].most or spans["peer"].most):
         return []
-    return ["recovered from " + ", ".join(f"{said} {_spread(spans[tier], '{:.0f}')}" for tier, said in SOURCES.items())]
+    return [
+        "recovered from " + ", ".join(f"{label} {_spread(spans[tier], '{:.0f}')}" for tier, label in SOURCES.items())
+    ]
 
 
 def _stall(result: Result) -> Timespan:
-    """Milliseconds."""
+    """Stall per iteration in milliseconds."""
     return result.over_seeds(lambda one: one.mean_stall_secs * 1e3)
 
 
@@ -138,6 +142,6 @@ def _percent(share: float) -> str:
 
 
 def _spread(span: Timespan, form: str) -> str:
-    """The mean, and the least and the most where they differ from it as printed."""
+    """Format the mean, followed by the least and greatest value if they print differently."""
     mean, least, most = (form.format(value) for value in (span.mean, span.least, span.most))
     return mean if least == most else f"{mean} ({least} to {most})"

@@ -36,11 +36,11 @@ with a run per combination, whether -m is given or not; nothing but --plot and -
 exit codes: 0 done, whatever the results of a sweep; 1 a single run does not advance; 2 bad settings
 """
 FORMAT = 1
-"""Of the JSON; raised when a field changes its meaning."""
+"""Version of the JSON; raised when a field changes its meaning."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand. Arguments that it does not know are settings: parse with ``parse_known_args``."""
+    """Add the subcommand. Its unknown arguments are settings: parse with ``parse_known_args``."""
     parser = subparsers.add_parser(
         "simulate",
         help="simulate training with a checkpointing system under failures",
@@ -68,7 +68,7 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Exit code 1 where a run that was not swept does not advance.
+    """Run the command. Returns 1 if a single run does not advance, otherwise 0.
 
     Raises:
         MissingPackageError: Hydra, or for --plot matplotlib, is not installed.
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def settings(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """The overrides among the arguments. A word after ``--json`` with a ``=`` in it is one, not a file's name."""
+    """The overrides among the arguments. A word with ``=`` after ``--json`` is an override, not a file name."""
     after = None if args.json is None or "=" not in args.json else args.json
     if after is not None:
         args.json = "-"
@@ -119,7 +119,7 @@ def settings(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _importable(directory: Path | None) -> Iterator[None]:
-    """So that a ``_target_`` can name code that lies beside the config directory."""
+    """Make code next to the config directory importable, so that a ``_target_`` can name it."""
     path = list(sys.path)
     if directory is not None:
         sys.path.insert(0, str(directory.parent))
@@ -129,7 +129,7 @@ def _importable(directory: Path | None) -> Iterator[None]:
         sys.path[:] = path
 
 
-# --- what is shown and written ---
+# --- output ---
 
 
 def _json(results: Sequence[Result]) -> str:
@@ -171,7 +171,7 @@ def _show(results: Sequence[Result]) -> None:
 
 
 def _warn(results: Sequence[Result]) -> None:
-    """Verdicts, in red where colours go."""
+    """Print verdicts to stderr, in red on a terminal."""
     from moe_ckpt_sim.commands.sim_table import verdicts
 
     for verdict in verdicts(results):
@@ -181,14 +181,14 @@ def _warn(results: Sequence[Result]) -> None:
 def _list(group: str, directory: Path | None) -> None:
     from moe_ckpt_sim.conf.sweeps import choices
 
-    found = choices(directory)
+    groups = choices(directory)
     if not group:
-        for name, files in found.items():
+        for name, files in groups.items():
             print(_wrapped(f"{name}:", ", ".join(files)))
         return
-    if group not in found:
-        raise ConfigError(f"--list {group}: no such group; there are {', '.join(found)}")
-    for name, says in found[group].items():
+    if group not in groups:
+        raise ConfigError(f"--list {group}: no such group; there are {', '.join(groups)}")
+    for name, says in groups[group].items():
         print(_wrapped(name, says))
 
 

@@ -1,4 +1,4 @@
-"""From a composed config of the group ``simulate`` to a scenario that ``moe_ckpt_sim`` can run.
+"""Turns a composed config of the group ``simulate`` into a scenario that ``moe_ckpt_sim`` can run.
 
 Needs Hydra. Every error in the config is a ``ConfigError`` that names the field.
 """
@@ -28,23 +28,24 @@ from moe_ckpt_sim.workload.swin import SwinSpec
 from moe_ckpt_sim.workload.training import Batch, Iteration
 
 CONFIG_DIR = Path(__file__).parent / "simulate"
-"""Where the primary config ``simulate`` and its groups are."""
+"""Directory of the primary config ``simulate`` and its groups."""
 
 _T = TypeVar("_T")
 
 
 def failures_of(cfg: DictConfig) -> Failures:
-    """Where failures come from. Raises ``ConfigError`` as ``scenario_of``."""
+    """The source of failures that ``cfg`` describes. Raises ``ConfigError`` as ``scenario_of``."""
     return cast(Failures, _made(cfg, "failures", object))
 
 
 def scenario_of(cfg: DictConfig) -> Scenario:
-    """What ``cfg`` describes, a config composed from ``simulate``.
+    """The scenario that ``cfg`` describes, a config composed from ``simulate``.
 
-    A group may also name what one has oneself: ``model`` what makes a ``SimModel``, ``iteration`` an ``Iteration``.
+    A ``_target_`` may also be the user's own code: that of ``model`` may make a ``SimModel``, that of ``iteration`` an
+    ``Iteration``.
 
     Raises:
-        ConfigError: a value is missing or makes no sense, or two contradict each other.
+        ConfigError: a value is missing or invalid, or two contradict each other.
     """
     register()
     _require_complete(cfg)
@@ -69,7 +70,7 @@ def _system(cfg: DictConfig) -> System:
 
 
 def layout_of(cfg: DictConfig) -> ClusterLayout:
-    """The model on the cluster. Raises ``ConfigError`` as ``scenario_of``."""
+    """The layout of the model on the cluster. Raises ``ConfigError`` as ``scenario_of``."""
     spec: ModelSpec | SwinSpec | SimModel = _made(cfg, "model", ModelSpec, SwinSpec, SimModel)
     model = spec if isinstance(spec, SimModel) else spec.build()
     return ClusterLayout(model, _made(cfg, "cluster", Cluster), _made(cfg, "parallel", Parallel))
@@ -90,7 +91,7 @@ def _require_complete(cfg: DictConfig) -> None:
 
 
 def _made(cfg: DictConfig, group: str, kind: type[_T], *others: type) -> _T:
-    """What the ``_target_`` of ``group`` makes, which must be a ``kind`` or one of ``others``."""
+    """Make the object that ``_target_`` of ``group`` names, which must be a ``kind`` or one of ``others``."""
     node = _known(cfg, group)
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise ConfigError(f"{group}: nothing with a _target_ was chosen; choose one with {group}=..., see --help")
@@ -100,13 +101,13 @@ def _made(cfg: DictConfig, group: str, kind: type[_T], *others: type) -> _T:
         raise _misfit(group, node) or _cause(group, error) from error
     kinds = (kind, *others)
     if not isinstance(made, kinds):
-        wanted = " or ".join(each.__name__ for each in kinds)
-        raise ConfigError(f"{group}: {node._target_} made a {type(made).__name__}, not a {wanted}")
+        expected = " or ".join(cls.__name__ for cls in kinds)
+        raise ConfigError(f"{group}: {node._target_} made a {type(made).__name__}, not a {expected}")
     return cast(_T, made)
 
 
 def value_of(cfg: DictConfig, name: str) -> Any:
-    """One value, ``seed`` or ``cluster.nodes``. Raises ``ConfigError`` when it is null, missing or cannot be read."""
+    """A value such as ``seed`` or ``cluster.nodes``. Raises ``ConfigError`` if it is null, missing or unreadable."""
     value = _known(cfg, name)
     if value is None:
         raise ConfigError(f"{name} must be given: {name}=...")
@@ -121,40 +122,40 @@ def _known(cfg: DictConfig, name: str) -> Any:
 
 
 def _misfit(path: str, node: Any) -> ConfigError | None:
-    """Where keys of ``node``, or of what is in it, are not the parameters of its target; None where all are."""
+    """The error for keys of ``node`` or its children that do not fit their target's parameters; None if all fit."""
     if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, "_target_"):
         return None
     keys = [str(key) for key in node]
     for key in keys:
-        if not OmegaConf.is_interpolation(node, key) and (found := _misfit(f"{path}.{key}", node[key])):
-            return found
+        if not OmegaConf.is_interpolation(node, key) and (misfit := _misfit(f"{path}.{key}", node[key])):
+            return misfit
     fits = _parameters(node.get("_target_"))
     if fits is None or "_args_" in keys:
         return None
-    given = [key for key in keys if not key.startswith("_")]
+    names = [key for key in keys if not key.startswith("_")]
     needed = [name for name, one in fits.items() if one.default is one.empty and name not in keys]
-    beyond = [key for key in given if key not in fits]
+    beyond = [key for key in names if key not in fits]
     if beyond:
         return ConfigError(f"{path}.{beyond[0]}: {node._target_} has no such parameter; it has {', '.join(fits)}")
     return ConfigError(f"{path}.{needed[0]} must be given: {path}.{needed[0]}=...") if needed else None
 
 
 def _parameters(target: Any) -> dict[str, Parameter] | None:
-    """By name; None of what takes any, or cannot be found."""
+    """The target's parameters by name; None if it takes any, or cannot be imported."""
     try:
         fits = signature(cast(Any, locate(target))).parameters
-    except Exception:  # what it is that cannot be imported is told by another
+    except Exception:  # another message names what cannot be imported
         return None
     return None if any(one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL) for one in fits.values()) else dict(fits)
 
 
 def _cause(group: str, error: BaseException) -> MoECheckpointError:
-    """Our own error inside of Hydra's, or one that says what Hydra's does without its stack of wrappers."""
-    own: BaseException | None = error
-    while own is not None:
-        if isinstance(own, MoECheckpointError):
-            return own
-        own = own.__cause__
+    """The library's own error inside Hydra's, or else an error with Hydra's message but without its wrappers."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MoECheckpointError):
+            return cause
+        cause = cause.__cause__
     inner = error
     while isinstance(inner, (HydraException, ImportError)) and inner.__cause__ is not None:
         inner = inner.__cause__

@@ -1,7 +1,7 @@
-"""Hydra's overrides as a sweep: which configs of the group ``simulate`` a command line asks for.
+"""Turns Hydra's overrides into a sweep: the configs of the group ``simulate`` that a command line asks for.
 
-Comma lists, ``choice``, ``range`` and ``glob`` are Hydra's own grammar. What Hydra's multirun would make a job with an
-output directory of is only a config here; nothing is written.
+Comma lists, ``choice``, ``range`` and ``glob`` are Hydra's own grammar. Hydra's multirun would make a job with an
+output directory for each combination; here each is only a config, and nothing is written.
 
 Needs Hydra. Every error in an override is a ``ConfigError`` of one line.
 """
@@ -32,7 +32,7 @@ from moe_ckpt_sim.conf.scenarios import CONFIG_DIR
 
 PRIMARY = "simulate"
 _TO_ADD = re.compile(r"\s*To append to your (config|default list) use .*")
-"""Advice that Hydra gives: nothing here reads what is added."""
+"""Advice of Hydra that is cut off, since nothing here reads added keys."""
 _HYDRAS = (HydraException, OmegaConfBaseException)
 
 
@@ -41,9 +41,9 @@ class Combination:
     """One config of a sweep.
 
     Attributes:
-        overrides: The whole of them, to be composed.
-        varied: (key, value) of those that the sweep goes over, in the order in which they were given.
-        config_dir: With groups of one's own.
+        overrides: All overrides of the config.
+        varied: (key, value) of the settings that the sweep varies, in the order of the command line.
+        config_dir: Directory with the user's own groups.
     """
 
     overrides: tuple[str, ...]
@@ -56,11 +56,11 @@ class Combination:
 
 
 def combinations(overrides: Sequence[str], config_dir: Path | None = None) -> list[Combination]:
-    """All that ``overrides`` ask for, the last one varying fastest, as Hydra's multirun has it.
+    """All combinations of ``overrides``, with the last one varying fastest, as in Hydra's multirun.
 
     Raises:
-        ConfigError: an override cannot be parsed, asks for a sweep without a number of steps or over nothing, or adds
-            what nothing reads.
+        ConfigError: an override cannot be parsed, sweeps over an interval or over nothing, or adds a key that nothing
+            reads.
     """
     with _hydra():
         loader = GlobalHydra.instance().config_loader()
@@ -69,18 +69,18 @@ def combinations(overrides: Sequence[str], config_dir: Path | None = None) -> li
         require_known_places(parsed, groups := choices(config_dir))
         chosen_of = [_choices(one, groups) for one in parsed]
     swept = [one.key_or_group for one in parsed if one.is_sweep_override()]
-    found = []
+    sweep = []
     for chosen in product(*chosen_of):
         varied = [_value(text) for one, text in zip(parsed, chosen, strict=True) if one.is_sweep_override()]
-        found.append(Combination(chosen, tuple(zip(swept, varied, strict=True)), config_dir))
-    return found
+        sweep.append(Combination(chosen, tuple(zip(swept, varied, strict=True)), config_dir))
+    return sweep
 
 
 def composed(combination: Combination) -> DictConfig:
-    """The config, not resolved.
+    """Compose the config; its interpolations are not resolved.
 
     Raises:
-        ConfigError: a choice or a key is unknown, with what there is; a value cannot be parsed.
+        ConfigError: a choice or a key is unknown (the message lists the known ones), or a value cannot be parsed.
     """
     overrides, config_dir = without_null(combination.overrides), combination.config_dir
     with _hydra():
@@ -104,12 +104,12 @@ def _compose(overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
         raise
     except YAMLError as error:
         raise ConfigError(f"no valid YAML: {_one_line(error)}") from error
-    except (ValueError, OSError) as error:  # a file that is no text, a list of defaults that is none
+    except (ValueError, OSError) as error:  # a binary file, or defaults that are no list
         raise ConfigError(f"a config file cannot be read: {_one_line(error)}") from error
 
 
 def _unknown(overrides: Sequence[str], config_dir: Path | None) -> ConfigError | None:
-    """A better word than Hydra's, where one of the keys does not exist."""
+    """A better message than Hydra's if one of the keys does not exist."""
     groups = choices(config_dir)
     chosen = [one for one in overrides if one.partition("=")[0].lstrip("+") in groups]
     try:
@@ -120,24 +120,24 @@ def _unknown(overrides: Sequence[str], config_dir: Path | None) -> ConfigError |
 
 
 def choices(config_dir: Path | None = None) -> dict[str, dict[str, str]]:
-    """Group -> choice -> what the comment at the top of its file says."""
-    found: dict[str, dict[str, str]] = {}
+    """The choices of each group: group -> choice -> text of the comment at the top of its file."""
+    groups: dict[str, dict[str, str]] = {}
     for directory in (CONFIG_DIR, *([] if config_dir is None else [config_dir])):
         for path in sorted(directory.glob("*/*.yaml")):
             says = [line for line in path.read_text("utf-8", "replace").splitlines() if not line.startswith("# @")]
             comment = takewhile(lambda line: line.startswith("#"), says)
             text = " ".join(line.lstrip("# ") for line in comment)
-            found.setdefault(path.parent.name, {}).setdefault(path.stem, text)
-    return found
+            groups.setdefault(path.parent.name, {}).setdefault(path.stem, text)
+    return groups
 
 
-def config_directory(given: str | None) -> Path | None:
-    """Groups of one's own. Raises ``ConfigError`` when the directory is not there."""
-    if given is None:
+def config_directory(path: str | None) -> Path | None:
+    """The directory with the user's own groups. Raises ``ConfigError`` if it does not exist."""
+    if path is None:
         return None
-    directory = Path(given).absolute()
+    directory = Path(path).absolute()
     if not directory.is_dir():
-        raise ConfigError(f"--config-dir {given}: no such directory")
+        raise ConfigError(f"--config-dir {path}: no such directory")
     return directory
 
 
@@ -158,21 +158,21 @@ def _parsed(parser: OverridesParser, text: str) -> Override:
 def _choices(override: Override, groups: Mapping[str, Mapping[str, str]]) -> list[str]:
     line = str(override.input_line)
     if not override.is_sweep_override():
-        found = [line]
+        settings = [line]
     elif not override.is_discrete_sweep():
         raise ConfigError(f"{line}: say which values to try: a comma list, choice(...) or range(...)")
     else:
-        found = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-    if not found:
-        known = groups.get(override.key_or_group)
-        raise ConfigError(f"{line}: nothing fits" + (f"; there are {', '.join(known)}" if known else ""))
-    for text in found:
+        settings = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    if not settings:
+        names = groups.get(override.key_or_group)
+        raise ConfigError(f"{line}: nothing fits" + (f"; there are {', '.join(names)}" if names else ""))
+    for text in settings:
         require_choice(text, groups)
-    return found
+    return settings
 
 
 def _value(text: str) -> str:
-    """Of ``key=value``, without quotes."""
+    """The value in ``key=value``, without quotes."""
     return text.partition("=")[2].strip("'\"")
 
 
@@ -182,7 +182,7 @@ def _search(directory: Path) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    """What Hydra says on several lines, with the cause that it names last."""
+    """Hydra's message of several lines as one line, followed by the error that caused it."""
     parts = [str(error)]
     cause = str(error.__cause__).partition("\n")[0]
     if cause not in ("None", "") and cause not in parts[0]:

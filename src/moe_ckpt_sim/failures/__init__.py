@@ -1,1 +1,1 @@
-"""When nodes fail: distributions, recorded traces, closed forms."""
+"""Failures of nodes: distributions, recorded traces, closed forms."""

@@ -1,4 +1,4 @@
-"""When nodes fail: memoryless, Weibull, by the cluster's components, or never; traces are in ``failures.traces``."""
+"""Sources of failures: memoryless, Weibull, by the cluster's components, or none; traces are in ``failures.traces``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moe_ckpt_sim.failures.formulas import Component, system_mtbf_hours
 
 @dataclass(frozen=True)
 class FailureEvent:
-    """What happens to one node.
+    """An event of one node, which fails or comes back.
 
     Attributes:
-        at_secs: Since the start of the job.
-        joins: It comes back, as a spare.
-        process: Only a process on it dies, with which its launcher restarts the others there; the node and its memory
+        at_secs: Seconds since the start of the job.
+        joins: The node comes back, as a spare.
+        process: Only a process on the node dies, and its launcher restarts the others there; the node and its memory
             stay.
     """
 
@@ -34,26 +34,26 @@ class FailureEvent:
 
 
 class Failures(Protocol):
-    """Where failures come from."""
+    """A source of failures."""
 
     def events(self, rng: np.random.Generator, nodes: int) -> Iterator[FailureEvent]:
-        """In order of time, without end unless the source has one.
+        """The events in order of time, without end unless the source ends.
+
+        Several events at one time are one failure that takes several nodes.
 
         Args:
-            nodes: Those that training runs on, 0 to nodes-1.
-
-        Several at one time are one failure that takes several nodes.
+            nodes: The number of nodes that training runs on; they are 0 to nodes-1.
         """
         ...
 
     @property
     def mean_secs(self) -> float | None:
-        """Mean time between failures of the whole job; None where nothing fails, or where a trace says when."""
+        """Mean time between failures of the whole job; None without failures and for a trace."""
         ...
 
     @property
     def tells_joins(self) -> bool:
-        """Whether ``events`` says when nodes come back; if not, each is repaired (``Cluster.repair_secs``)."""
+        """True if ``events`` says when nodes come back; otherwise each is repaired (``Cluster.repair_secs``)."""
         ...
 
 
@@ -75,15 +75,15 @@ class NoFailures:
 
 @dataclass(frozen=True)
 class Poisson:
-    """Failures without memory, ``mtbf_secs`` apart on average, of a node drawn evenly.
+    """Memoryless failures, ``mtbf_secs`` apart on average, of a node drawn evenly.
 
     The same seed gives the same failures on another scale of time: with half the MTBF each comes at half its time, on
     the same node.
 
     Attributes:
         process_share: Portion of failures that end processes only (``FailureEvent.process``).
-        domain_share: Portion that takes all of the ``domain_nodes`` neighbours that share a rack or a switch with the
-            node. The rest takes the node alone.
+        domain_share: Portion of failures that take all ``domain_nodes`` neighbours that share a rack or a switch with
+            the node. The others take the node alone.
     """
 
     mtbf_secs: float
@@ -118,13 +118,13 @@ class Poisson:
         at = 0.0
         while True:
             at += self._between(_waiting(rng))
-            node, place = divmod(rng.random() * nodes, 1.0)  # one draw: the place in the node's share says what dies
-            yield from self._at(_whole_micros(at), int(node), place, nodes)
+            node, remainder = divmod(rng.random() * nodes, 1.0)  # one draw: the remainder says what dies
+            yield from self._at(_whole_micros(at), int(node), remainder, nodes)
 
-    def _at(self, secs: float, node: int, place: float, nodes: int) -> Iterator[FailureEvent]:
-        if place < self.process_share:
+    def _at(self, secs: float, node: int, remainder: float, nodes: int) -> Iterator[FailureEvent]:
+        if remainder < self.process_share:
             yield FailureEvent(secs, node, process=True)
-        elif place >= 1 - self.domain_share:
+        elif remainder >= 1 - self.domain_share:
             first = node - node % self.domain_nodes
             yield from (FailureEvent(secs, one) for one in range(first, min(first + self.domain_nodes, nodes)))
         else:
@@ -150,7 +150,7 @@ class Weibull(Poisson):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Below that nearly all failures come at once, and the mean is made by waits of a billion times itself.
+        # Below that nearly all failures come at once, and rare waits of a billion times the mean make up the mean.
         at_least("Weibull", 0.1, shape=self.shape)
 
     def _between(self, waiting: float) -> float:
@@ -160,14 +160,14 @@ class Weibull(Poisson):
 
 @dataclass(frozen=True)
 class Components:
-    """Failures without memory of what a cluster is made of; their rates add.
+    """Memoryless failures of a cluster's components; their rates add.
 
     Attributes:
-        table: Name -> {count, mtbf_hours, blast_nodes}, or ``Component``s. Counts are of all that can stop the job. The
-            order does not matter.
+        table: Name -> {count, mtbf_hours, blast_nodes}, or ``Component``s, with the count of all that can stop the
+            job. The order does not matter.
 
-    What failed is drawn by the rates, then where: a node evenly; with ``blast_nodes`` one of the groups of so many
-    neighbours, all of which fail at that time.
+    The component that fails is drawn by the rates, then evenly its node or, with ``blast_nodes``, one of the groups of
+    so many neighbours, all of which fail at that time.
     """
 
     table: Mapping[str, Mapping[str, Any]] | Sequence[Component]
@@ -177,7 +177,7 @@ class Components:
 
     @cached_property
     def parts(self) -> tuple[Component, ...]:
-        """What the table lists, by name."""
+        """The components of the table, sorted by name."""
         return _components(self.table)
 
     @property
@@ -206,24 +206,24 @@ class Components:
 
 
 def _components(table: Mapping[str, Mapping[str, Any]] | Sequence[Component]) -> tuple[Component, ...]:
-    """By name, checked."""
+    """The components of ``table``, checked and sorted by name."""
     if not isinstance(table, (Mapping, Sequence)) or isinstance(table, str):
         raise ConfigError(f"Components(table={table!r}): give a count and mtbf_hours for the name of each component")
-    found = tuple(_named(name, row) for name, row in table.items()) if isinstance(table, Mapping) else tuple(table)
-    if not found:
+    components = tuple(_named(name, row) for name, row in table.items()) if isinstance(table, Mapping) else tuple(table)
+    if not components:
         raise ConfigError("Components(table={}): name at least one component, or use failures: none")
-    names = [one.name for one in found]
+    names = [one.name for one in components]
     if len(set(names)) < len(names):
         raise ConfigError(f"Components: {max(names, key=names.count)!r} is in the table twice")
-    return tuple(sorted(found, key=lambda one: one.name))
+    return tuple(sorted(components, key=lambda one: one.name))
 
 
 _FIELDS = ("count", "mtbf_hours", "blast_nodes")
 
 
 def _named(name: str, row: Mapping[str, Any]) -> Component:
-    given = set(row) if isinstance(row, Mapping) else set()
-    if not {"count", "mtbf_hours"} <= given <= set(_FIELDS):
+    names = set(row) if isinstance(row, Mapping) else set()
+    if not {"count", "mtbf_hours"} <= names <= set(_FIELDS):
         raise ConfigError(
             f"Components(table[{name!r}]={row!r}): give count and mtbf_hours, and blast_nodes where one "
             "takes down several nodes"
@@ -232,15 +232,15 @@ def _named(name: str, row: Mapping[str, Any]) -> Component:
 
 
 def _waiting(rng: np.random.Generator) -> float:
-    """Exponential, of mean 1, by inversion: one draw, so that nothing else moves when a rate changes."""
+    """Draw from the exponential distribution of mean 1 by one inversion, so that no rate changes other draws."""
     return -math.log1p(-rng.random())
 
 
 def _below(rng: np.random.Generator, count: int) -> int:
-    """From 0 to ``count - 1``, by exactly one draw: times of failures do not depend on the number of nodes."""
+    """Draw from 0 to ``count - 1``, by exactly one draw: failure times do not depend on the number of nodes."""
     return int(rng.random() * count)
 
 
 def _whole_micros(secs: float) -> float:
-    """Rounded: two machines' logarithms may differ in the last bit."""
+    """Round to microseconds, since two machines' logarithms may differ in the last bit."""
     return round(secs * 1e6) / 1e6

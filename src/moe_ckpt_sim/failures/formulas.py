@@ -1,7 +1,7 @@
 """Closed forms of time: how often a job fails, how often to save, and what a failure costs.
 
-First order, and blind to what the simulation sees: failures during recovery, contention, spares, drifting loads. They
-check the simulation, and where only an estimate is wanted they replace it.
+They are of first order and ignore failures during recovery, contention, spares and drifting loads, which the simulation
+has. They check the simulation, and replace it for estimates.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from math import floor, fsum
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.pace.intervals import daly_secs, young_secs
-from moe_ckpt_sim.checks import above_zero, at_least, given, whole
+from moe_ckpt_sim.checks import above_zero, at_least, not_none, whole
 
 
 @dataclass(frozen=True)
 class Component:
-    """What a cluster has ``count`` of, each failing once in ``mtbf_hours`` on average.
+    """A kind of part that a cluster has ``count`` of, each failing once in ``mtbf_hours`` on average.
 
     Attributes:
-        blast_nodes: Neighbouring nodes that go down together with one of them, such as those of a switch.
+        blast_nodes: Neighbouring nodes that one such part takes down, such as those of a switch.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Component:
 
     @property
     def failures_per_hour(self) -> float:
-        """Of all of them together."""
+        """Failures per hour of all ``count`` parts together."""
         return self.count / self.mtbf_hours
 
 
@@ -52,14 +52,14 @@ def system_mtbf_hours(components: Iterable[Component]) -> float:
 
 
 def observed_mtbf_hours(*, failures: int, days: float) -> float:
-    """Of a job that was seen to fail ``failures`` times in ``days`` (Llama 3, section 3.3.4: 419 in 54 days)."""
+    """Mean time between failures of a job with ``failures`` in ``days`` (Llama 3, section 3.3.4: 419 in 54 days)."""
     whole("observed_mtbf_hours", failures=failures)
     above_zero("observed_mtbf_hours", days=days)
     return days * 24 / failures
 
 
 def component_mtbf_hours(*, system_mtbf_hours: float, count: int) -> float:
-    """Of one of ``count`` equal components, if they alone make the system fail."""
+    """Mean time between failures of one of ``count`` equal components, if only they make the system fail."""
     above_zero("component_mtbf_hours", system_mtbf_hours=system_mtbf_hours)
     whole("component_mtbf_hours", count=count)
     return system_mtbf_hours * count
@@ -72,7 +72,7 @@ def young_interval_secs(*, checkpoint_secs: float, mtbf_secs: float) -> float:
 
 
 def daly_interval_secs(*, checkpoint_secs: float, mtbf_secs: float) -> float:
-    """Likewise, of higher order: ``pace.intervals.daly_secs``."""
+    """Training time between two checkpoints that costs least, to higher order: ``pace.intervals.daly_secs``."""
     above_zero("daly_interval_secs", checkpoint_secs=checkpoint_secs, mtbf_secs=mtbf_secs)
     return daly_secs(checkpoint_secs, mtbf_secs)
 
@@ -84,10 +84,10 @@ def whole_iterations(*, interval_secs: float, iteration_secs: float) -> int:
 
 
 def overhead_portion(*, interval_secs: float, checkpoint_secs: float, mtbf_secs: float) -> float:
-    """What saving and lost work cost, as a portion of training time, to first order: ``d / t + t / 2M`` (Young, 1974).
+    """Cost of saving and lost work as a portion of training time, to first order: ``d / t + t / 2M`` (Young, 1974).
 
-    Least at ``young_interval_secs``, where both terms are equal. It may exceed 1: then training hardly advances, and
-    first order no longer holds.
+    It is least at ``young_interval_secs``, where both terms are equal. Above 1 training hardly advances, and first
+    order no longer holds.
     """
     owner = "overhead_portion"
     above_zero(owner, interval_secs=interval_secs, mtbf_secs=mtbf_secs)
@@ -103,13 +103,13 @@ def ettr(
     ``1 / (1 + T_ckpt / (T_iter * interval)) * 1 / (1 + E[R] / MTBF)``.
 
     Args:
-        checkpoint_secs: By which training stalls per checkpoint, not what a checkpoint takes beside it. For what is
-            saved at every iteration it is the stall per iteration, with an interval of 1.
+        checkpoint_secs: Stall of training per checkpoint, without the time that a checkpoint takes besides. If every
+            iteration is saved it is the stall per iteration, with an interval of 1.
         interval: Iterations between checkpoints.
-        recovery_secs: Of one failure, on average: ``expected_recovery_secs_dense`` or ``_sparse``.
-        mtbf_secs: None where nothing fails.
+        recovery_secs: Mean of one failure: ``expected_recovery_secs_dense`` or ``_sparse``.
+        mtbf_secs: None without failures.
     """
-    above_zero("ettr", iteration_secs=iteration_secs, **given(mtbf_secs=mtbf_secs))
+    above_zero("ettr", iteration_secs=iteration_secs, **not_none(mtbf_secs=mtbf_secs))
     at_least("ettr", 0, checkpoint_secs=checkpoint_secs, recovery_secs=recovery_secs)
     whole("ettr", interval=interval)
     running = 1 / (1 + checkpoint_secs / (iteration_secs * interval))
@@ -117,17 +117,17 @@ def ettr(
 
 
 def expected_recovery_secs_dense(*, interval: int, iteration_secs: float, down_secs: float = 0.0) -> float:
-    """E[R] with a dense checkpoint every ``interval`` iterations, half of them to do again (MoEvement, section 3.6).
+    """E[R] with a dense checkpoint every ``interval`` iterations, half of which are repeated (MoEvement, section 3.6).
 
     Args:
-        down_secs: From the failure until training computes again. The paper's formula is that of 0.
+        down_secs: From the failure until training computes again; 0 in the paper's formula.
     """
     _recovery("expected_recovery_secs_dense", iteration_secs, down_secs, interval=interval)
     return interval * iteration_secs / 2 + down_secs
 
 
 def most_recovery_secs_dense(*, interval: int, iteration_secs: float, down_secs: float = 0.0) -> float:
-    """R at most: a whole interval is computed again (MoEvement, section 3.6)."""
+    """The greatest R: a whole interval is computed again (MoEvement, section 3.6)."""
     _recovery("most_recovery_secs_dense", iteration_secs, down_secs, interval=interval)
     return interval * iteration_secs + down_secs
 
@@ -143,17 +143,17 @@ def expected_recovery_secs_sparse(*, window: int, iteration_secs: float, down_se
 
 
 def most_recovery_secs_sparse(*, window: int, iteration_secs: float, down_secs: float = 0.0) -> float:
-    """R at most: two windows are computed again (MoEvement, section 3.6)."""
+    """The greatest R: two windows are computed again (MoEvement, section 3.6)."""
     _recovery("most_recovery_secs_sparse", iteration_secs, down_secs, window=window)
     return 2 * window * iteration_secs + down_secs
 
 
 def wasted_work_secs(*, checkpoint_secs: float, retrieve_secs: float, interval: int, iteration_secs: float) -> float:
-    """Per failure: ``T_ckpt + T_retrieval + f / 2 * T_iter`` (MoEtion, section 7.2).
+    """Work wasted per failure: ``T_ckpt + T_retrieval + f / 2 * T_iter`` (MoEtion, section 7.2).
 
     Args:
-        checkpoint_secs: That saving one checkpoint takes.
-        retrieve_secs: That loading one takes.
+        checkpoint_secs: Time to save one checkpoint.
+        retrieve_secs: Time to load one.
         interval: F.
     """
     above_zero("wasted_work_secs", iteration_secs=iteration_secs)
@@ -165,15 +165,15 @@ def wasted_work_secs(*, checkpoint_secs: float, retrieve_secs: float, interval: 
 def moc_overhead_secs(
     *, save_secs: float, iterations: int, interval: int, restart_secs: Sequence[float], lost_secs: Sequence[float]
 ) -> float:
-    """Of a whole run: ``O_save * I_total / I_ckpt + sum(O_restart + O_lost)`` over its faults (PEC, equation 3).
+    """Overhead of a run: ``O_save * I_total / I_ckpt + sum(O_restart + O_lost)`` over its faults (PEC, equation 3).
 
     Args:
-        save_secs: By which training stalls per checkpoint.
-        restart_secs, lost_secs: Of each fault; what is lost is half an interval on average,
+        save_secs: Stall of training per checkpoint.
+        restart_secs, lost_secs: One value per fault; the loss is half an interval on average,
             ``expected_recovery_secs_dense``.
 
     Raises:
-        ConfigError: they are not equally many.
+        ConfigError: restart_secs and lost_secs differ in length.
     """
     owner = "moc_overhead_secs"
     at_least(owner, 0, save_secs=save_secs)

@@ -26,12 +26,12 @@ from typing import IO
 import numpy as np
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt_sim.checks import above_zero, at_least, flag, given, whole
+from moe_ckpt_sim.checks import above_zero, at_least, flag, not_none, whole
 from moe_ckpt_sim.failures.failures import FailureEvent
 
 HEADER = ["time", "event", "node"]
 SHIPPED = "package:"
-"""Before the name of a trace that comes with this package, in ``moe_ckpt_sim/conf/simulate/failures``."""
+"""Prefix for the name of a trace of this package, in ``moe_ckpt_sim/conf/simulate/failures``."""
 
 _TIME = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _NODE = re.compile(r"\d{1,9}")
@@ -41,13 +41,14 @@ _NODE = re.compile(r"\d{1,9}")
 class Trace:
     """Failures as they were recorded.
 
-    Attributes:
-        path: A CSV file, or ``package:NAME`` for one that comes with this package.
-        given: The events themselves, instead.
-        repeat: Begin again, every ``period_secs``; nodes that are still away then come back.
-        period_secs: None for the time of the last event.
+    The trace is read row by row: once when the object is made, so that errors precede the simulation, and once per
+    simulation.
 
-    Read row by row, once when it is made, so that errors come before anything is simulated, and once per simulation.
+    Attributes:
+        path: A CSV file, or ``package:NAME`` for one of this package.
+        recorded: The events themselves, instead of a file.
+        repeat: Begin again every ``period_secs``; nodes that are away then come back.
+        period_secs: None for the time of the last event.
 
     Raises:
         ConfigError: naming file, line and field: a time below 0 or before the row above, an unknown event, a node that
@@ -56,18 +57,19 @@ class Trace:
     """
 
     path: str | None = None
-    given: tuple[FailureEvent, ...] = ()
+    recorded: tuple[FailureEvent, ...] = ()
     repeat: bool = False
     period_secs: float | None = None
 
     def __post_init__(self) -> None:
-        if (self.path is None) == (not self.given):
+        if (self.path is None) == (not self.recorded):
             raise ConfigError(
-                f"Trace(path={self.path!r}, given={len(self.given)} events): give one of both, and at least one event"
+                f"Trace(path={self.path!r}, recorded={len(self.recorded)} events): give one of both, and at least one "
+                "event"
             )
         if self.path is not None and not isinstance(self.path, str):
             raise ConfigError(f"Trace(path={self.path!r}): path must be the name of a CSV file")
-        above_zero("Trace", **given(period_secs=self.period_secs))
+        above_zero("Trace", **not_none(period_secs=self.period_secs))
         flag("Trace", repeat=self.repeat)
         last = self._extent.last_secs
         if self.period_secs is not None and self.period_secs < last:
@@ -83,16 +85,16 @@ class Trace:
 
     @property
     def tells_joins(self) -> bool:
-        """True: ``add`` does."""
+        """Always true: ``add`` events do."""
         return True
 
     @property
     def mean_secs(self) -> float | None:
-        """None: a trace may have failures close together, which says nothing against the others."""
+        """Always None: some failures of a trace may be close together, so its mean need not exceed restarts."""
         return None
 
     def events(self, rng: np.random.Generator, nodes: int) -> Iterator[FailureEvent]:
-        """The same each time, whatever ``rng``."""
+        """The events of the trace, the same whatever ``rng``."""
         whole("Trace.events", nodes=nodes)
         if self._extent.node >= nodes:
             raise ConfigError(
@@ -124,7 +126,7 @@ class Trace:
 
     @cached_property
     def _extent(self) -> _Extent:
-        """Reads it through."""
+        """The last time and highest node, from a pass over all rows."""
         last_secs, node, where = 0.0, -1, ""
         for at, event in self._rows():
             last_secs = event.at_secs
@@ -135,9 +137,9 @@ class Trace:
         return _Extent(last_secs, node, where)
 
     def _rows(self) -> Iterator[tuple[str, FailureEvent]]:
-        """(where it stands, event), checked."""
+        """The checked rows: (position for messages, event)."""
         if self.path is None:
-            yield from _in_order((f"event {number} of the trace given", e) for number, e in enumerate(self.given, 1))
+            yield from _in_order((f"event {number} of the trace given", e) for number, e in enumerate(self.recorded, 1))
             return
         with _opened(self.path) as handle:
             yield from _in_order(_parsed(self.path, handle))
@@ -145,7 +147,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Extent:
-    """Of a trace. last_secs: of its last event. node: the highest, first named at ``where``."""
+    """The extent of a trace. last_secs: time of its last event. node: the highest, which ``where`` names first."""
 
     last_secs: float
     node: int
@@ -154,7 +156,7 @@ class _Extent:
 
 @contextmanager
 def _opened(path: str) -> Iterator[IO[str]]:
-    """The file, as text.
+    """Open the trace as text.
 
     Raises:
         ConfigError: it cannot be opened, or is no text.
@@ -164,7 +166,7 @@ def _opened(path: str) -> Iterator[IO[str]]:
             with _shipped(path.removeprefix(SHIPPED)) as handle:
                 yield handle
         else:
-            # A spreadsheet writes a mark of the encoding before the first field: utf-8-sig passes over it.
+            # Spreadsheets write a byte order mark before the first field, which utf-8-sig skips.
             with Path(path).open(encoding="utf-8-sig", newline="") as handle:
                 yield handle
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -173,9 +175,9 @@ def _opened(path: str) -> Iterator[IO[str]]:
 
 def _shipped(name: str) -> IO[str]:
     folder = resources.files("moe_ckpt_sim").joinpath("conf", "simulate", "failures")
-    there = sorted(one.name for one in folder.iterdir() if one.name.endswith(".csv"))
-    if name not in there:
-        raise ConfigError(f"Trace(path={SHIPPED + name!r}): this package has {', '.join(there)}")
+    names = sorted(one.name for one in folder.iterdir() if one.name.endswith(".csv"))
+    if name not in names:
+        raise ConfigError(f"Trace(path={SHIPPED + name!r}): this package has {', '.join(names)}")
     return folder.joinpath(name).open("r", encoding="utf-8")
 
 
@@ -211,7 +213,7 @@ def _event(where: str, fields: list[str]) -> FailureEvent:
 
 
 def _in_order(rows: Iterable[tuple[str, FailureEvent]]) -> Iterator[tuple[str, FailureEvent]]:
-    """The same, checked against those before. Keeps only the nodes that are away."""
+    """Yield the rows, each checked against the rows before. Only the nodes that are away are remembered."""
     latest, away = 0.0, set[int]()
     for where, event in rows:
         at_least(where, 0, time=event.at_secs)

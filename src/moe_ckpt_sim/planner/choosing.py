@@ -1,4 +1,4 @@
-"""Which system is recommended, and which ones must still be simulated before that is certain."""
+"""Chooses the system to recommend, and the systems to simulate longer until the choice is certain."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from moe_ckpt_sim.planner.racing import Runner
 from moe_ckpt_sim.run.system import DURABLE, System
 
 CLOSE = 0.005
-"""ETTR this close counts as equal: then what loses no tokens goes first, then what needs no memory, then what is
-simpler."""
+"""ETTRs this close count as equal. Then systems that lose no tokens come first, then those without memory, then the
+simpler ones."""
 
 KINDS: tuple[type, ...] = (Dense, CheckFreq, Gemini, MoC, MoEtion, MoEvement, GradientLog)
-"""What is compared, the simplest first. Each is in the config group of the name that it describes itself by."""
+"""The policies to compare, the simplest first. Each is in the config group under the name in its description."""
 
 OPEN = "not known yet"
-"""Whether a system can be used."""
+"""The reason against a system while it is not certain whether it can be used."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """What is simulated next.
+    """The part of the runs that is simulated next.
 
     Attributes:
-        number: 1 of the first.
-        systems: By name.
-        secs: Up to where; None: to the end.
+        number: 1 for the first leg.
+        systems: Names of the systems.
+        secs: Simulated time at its end; None: the end of the run.
     """
 
     number: int
@@ -37,22 +37,22 @@ class Leg:
 
 
 Tell = Callable[[Leg, float], None]
-"""Told a leg, and how many of its systems are done, with the portion of the one that is not."""
+"""A callback that gets a leg and how many of its systems are done, the portion of a running one included."""
 
 
 def exact(policy: Policy) -> bool:
-    """Whether it loses no tokens by design."""
+    """Returns whether the policy loses no tokens by design."""
     return not needs_of(policy).partial
 
 
 def preference(system: System) -> tuple[bool, int, int]:
-    """Of several that are equal, the least is chosen: exact, with least memory, simple."""
+    """A sort key for systems of equal ETTR: exact ones first, then least memory, then simplest."""
     simple = next((number for number, kind in enumerate(KINDS) if isinstance(system.policy, kind)), len(KINDS))
     return not exact(system.policy), DURABLE.index(system.durable), simple
 
 
 def best(usable: Sequence[Runner]) -> Runner | None:
-    """The preferred one of those whose ETTR is close to the best."""
+    """The preferred system among those whose ETTR is close to the best."""
     if not usable:
         return None
     top = max(one.ettr for one in usable)
@@ -61,7 +61,7 @@ def best(usable: Sequence[Runner]) -> Runner | None:
 
 
 def why_not(runner: Runner, most_plt: float) -> str:
-    """Why a system cannot be used; empty if it can, and ``OPEN`` where that is not certain yet."""
+    """The reason that a system cannot be used; empty if it can, ``OPEN`` while that is not certain."""
     outcomes = runner.outcomes
     stuck = [one for one in outcomes if not one.advances]
     if stuck:
@@ -82,23 +82,23 @@ def why_not(runner: Runner, most_plt: float) -> str:
 
 
 class Choice:
-    """Of some runners, the best, as soon as it is certain which one that would be if all were simulated to the end."""
+    """The choice of the best runner, which is certain before all runners are simulated to the end."""
 
     def __init__(self, runners: Sequence[Runner], most_plt: float) -> None:
         self._runners, self._most_plt = runners, most_plt
 
     @property
     def leader(self) -> Runner | None:
-        """The best of those that were simulated longest; None where none of them can be used."""
+        """The best of the runners that were simulated longest; None if none of them can be used."""
         possible = [one for one in self._runners if why_not(one, self._most_plt) in ("", OPEN)]
         furthest = max((one.leg for one in possible), default=0)
-        there = [one for one in possible if one.leg == furthest]
-        # Whoever leads is simulated to the end, so that it need not be certain now that it can be used.
-        likely = [one for one in there if one.done or max(x.plt for x in one.outcomes) <= self._most_plt]
-        return best(likely or there)
+        longest = [one for one in possible if one.leg == furthest]
+        # The leader is simulated to the end, so it need not be certain now that it can be used.
+        likely = [one for one in longest if one.done or max(x.plt for x in one.outcomes) <= self._most_plt]
+        return best(likely or longest)
 
     def open(self) -> list[Runner]:
-        """Systems that must be simulated longer: those that could still be chosen, or could displace the leader."""
+        """The runners to simulate longer: the leader, and those that could still displace it."""
         usable = {one: why_not(one, self._most_plt) for one in self._runners}
         possible = [one for one, reason in usable.items() if reason in ("", OPEN)]
         leader = self.leader
@@ -109,7 +109,7 @@ class Choice:
         return [one for one in (leader, *unsure) if not one.done]
 
     def _settled(self, leader: Runner, other: Runner, sure: Collection[Runner]) -> bool:
-        """Whether ``other`` changes nothing, whatever comes next. sure: who can be used, or else will not lead."""
+        """Returns whether ``other`` can no longer change the choice. sure: runners that can be used, and the leader."""
         if leader.done and other.done:
             return True
         mine, its = preference(leader.system), preference(other.system)
@@ -119,7 +119,7 @@ class Choice:
 
 
 def race(runners: Sequence[Runner], most_plt: float, tell: Tell | None = None) -> tuple[Choice, Choice]:
-    """Simulate until the choice among those that a Trainer can run is certain, and that among all of them."""
+    """Simulate until two choices are certain: among the systems that a Trainer can run, and among all systems."""
     choices = Choice([one for one in runners if one.system.in_trainer], most_plt), Choice(runners, most_plt)
     waiting = list(runners)
     while waiting:
@@ -132,12 +132,12 @@ def race(runners: Sequence[Runner], most_plt: float, tell: Tell | None = None) -
 
 
 def _advance(runners: Sequence[Runner], leg: int, tell: Tell | None) -> None:
-    said = Leg(leg, tuple(one.system.name for one in runners), runners[0].secs_of(leg))
+    current = Leg(leg, tuple(one.system.name for one in runners), runners[0].secs_of(leg))
     for number, runner in enumerate(runners):
 
         def progress(portion: float, done: int = number) -> None:
             if tell is not None:
-                tell(said, done + portion)
+                tell(current, done + portion)
 
         runner.advance(leg, progress)
         progress(1.0)

@@ -1,4 +1,4 @@
-"""Intervals that a system does not choose by itself: by Young's or Daly's formula, or by trying them all."""
+"""Intervals of systems that do not choose their own: by Young's or Daly's formula, or by trying many."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
 from moe_ckpt_sim.run.scenario import Scenario
 
 ORACLE_STEPS = 16
-"""Intervals that the oracle tries at first, from 1 to all, and then as many between the best one's neighbours."""
+"""Intervals that the oracle tries over the whole range, and again between the neighbours of the best."""
 
 
 Score = Callable[[Scenario, float], float]
@@ -25,7 +25,7 @@ def with_interval(scenario: Scenario, score: Score) -> Scenario:
     """The scenario with the interval that its system's rule chooses, as an ordinary policy.
 
     Args:
-        score: For the oracle.
+        score: Rates an interval for the oracle.
 
     Raises:
         ConfigError: the rule needs a mean time between failures, and the failures have none.
@@ -46,11 +46,12 @@ def _with(scenario: Scenario, interval: int) -> Scenario:
 
 @dataclass(frozen=True)
 class Usual:
-    """A checkpoint as a policy makes them all but at first.
+    """The times of a policy's usual checkpoint, one after the first.
 
     Attributes:
-        cost_secs: What training takes longer for one.
-        copy_secs, move_secs: Into host memory, and on to where it is durable.
+        cost_secs: Time by which it delays training.
+        copy_secs: Time to copy it into host memory.
+        move_secs: Time to move it on to where it is durable.
     """
 
     cost_secs: float
@@ -63,7 +64,7 @@ class Usual:
 
 
 def usual(scenario: Scenario) -> Usual:
-    """A checkpoint of ``scenario.system``, whose policy has ``every_n_steps``, without regard to lost tokens."""
+    """The usual checkpoint of a system whose policy has ``every_n_steps``, without a budget of lost tokens."""
     costs = Costs(scenario.layout, scenario.precision, scenario.iteration, scenario.system)
     run_ledger = MovingRunLedger(scenario.layout.model.catalog)
     context = run_ledger.context(1, scenario.layout.placement, costs.measured)
@@ -105,7 +106,7 @@ def by_formula(scenario: Scenario, rule: str) -> int:
 def oracle(scenario: Scenario, score: Score) -> int:
     """The interval with the best ETTR on these very failures: hindsight that no real system has.
 
-    Of each run it is asked only whether it comes up to the best one so far; most are given up long before their end.
+    A run is stopped as soon as it is certain to stay below the best one so far, which most are long before their end.
     """
     least = 1
     most = max(2, int(scenario.duration_secs / scenario.iteration.secs))
@@ -117,10 +118,10 @@ def oracle(scenario: Scenario, score: Score) -> int:
                 tried[interval] = score(_with(scenario, interval), max(tried.values(), default=0.0))
         return max(tried, key=lambda n: (tried[n], n))
 
-    found = best(_between(least, most, ORACLE_STEPS))
-    known = sorted(tried)
-    at = known.index(found)
-    low, high = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
+    interval = best(_between(least, most, ORACLE_STEPS))
+    intervals = sorted(tried)
+    at = intervals.index(interval)
+    low, high = intervals[max(at - 1, 0)], intervals[min(at + 1, len(intervals) - 1)]
     return best(_between(low, high, ORACLE_STEPS))
 
 

@@ -18,10 +18,12 @@ _LONGEST_UPDATE = 0.95
 
 @dataclass(frozen=True)
 class RunPace:
-    """How fast a run trained, and what its checkpoints cost it. What changes between lives is the newest life's.
+    """The training speed of a profiled run and the cost of its checkpoints.
+
+    Figures that are not sums over all lives are of the newest life that recorded them.
 
     Attributes:
-        path: Of the profile, for messages.
+        path: The profile's path, for messages.
         lives: Oldest first.
     """
 
@@ -29,34 +31,36 @@ class RunPace:
     lives: tuple[Life, ...]
 
     def newest(self, name: str) -> float | None:
-        """The field, of the newest life that tells it."""
+        """The field of the newest life that recorded it; None if no life did."""
         values = (getattr(life, name) for life in reversed(self.lives))
-        found: float | None = next((value for value in values if value is not None), None)
-        return found
+        newest: float | None = next((value for value in values if value is not None), None)
+        return newest
 
     @property
     def iteration_secs(self) -> float:
-        """Without checkpoints. The lesser of two medians: of iterations that had no checkpoint work beside them, which
-        may have waited for some, and of all, less what they waited, which may have been slowed down.
+        """Median time of an iteration without checkpoints.
+
+        It is the lesser of two medians: that of iterations without concurrent checkpoint work, which may include waits,
+        and that of all iterations less their waits, which concurrent work may have slowed down.
         """
-        known = [secs for secs in map(self.newest, ("iteration_secs", "recent_iteration_secs")) if secs is not None]
-        if not known:
+        medians = [secs for secs in map(self.newest, ("iteration_secs", "recent_iteration_secs")) if secs is not None]
+        if not medians:
             raise ConfigError(f"the profile {self.path} does not tell iteration_secs: train for some more steps")
-        return min(known)
+        return min(medians)
 
     @property
     def is_known(self) -> bool:
-        """Whether enough iterations were measured to tell their length."""
+        """True if enough iterations were measured to know their time."""
         return any(self.newest(name) is not None for name in ("iteration_secs", "recent_iteration_secs"))
 
     @property
     def update_secs(self) -> float:
-        """From the gradients' end to the next forward pass: the part of an iteration in which parameters change."""
+        """Time from the last gradient to the next forward pass, in which parameters change."""
         return min(self.newest("update_secs") or 0.0, _LONGEST_UPDATE * self.clean_iteration_secs)
 
     @property
     def mean_lap_secs(self) -> float | None:
-        """From step to step, all in: stalls, validation, epochs' ends. The newest life with two steps or more."""
+        """Mean time from step to step in the newest life with two steps, with stalls, validation and ends of epochs."""
         for life in reversed(self.lives):
             took = _between(life.training_unix_secs, life.last_step_unix_secs)
             if life.steps > 1 and took is not None:
@@ -65,9 +69,10 @@ class RunPace:
 
     @cached_property
     def clean_iteration_secs(self) -> float:
-        """Mean of all iterations that had no checkpoint work beside them, those that are slow for other reasons
-        included; where hardly any had none, of all, less what they waited. What the simulator takes: of a sum of many
-        iterations the mean tells more than the median.
+        """Mean time of iterations without concurrent checkpoint work, slow ones included; what the simulator uses.
+
+        If there are hardly any, it is the mean of all iterations less their waits. For a sum of many iterations, the
+        mean is a better estimate than the median.
         """
         steps, secs = sum(life.clean_steps for life in self.lives), sum(life.clean_secs for life in self.lives)
         (laps, took), usual = self._laps(), self.iteration_secs
@@ -78,8 +83,10 @@ class RunPace:
 
     @property
     def drag_secs_per_byte(self) -> float:
-        """What iterations took longer than clean ones, over the bytes of the snapshots, rank 0's; without waits for a
-        free buffer, or for copies that need longer than the time between two updates, which the simulator adds itself.
+        """Time by which iterations exceeded clean ones, per byte of rank 0's snapshots.
+
+        It excludes waits for a free buffer and for copies that take longer than the time between two updates, which the
+        simulator adds itself.
         """
         laps, took = self._laps()
         steps = sum(life.steps for life in self.lives)
@@ -94,7 +101,7 @@ class RunPace:
         return max(0.0, (took / laps - secs) * steps - waited) / nbytes
 
     def _laps(self) -> tuple[int, float]:
-        """From step to step, of all lives, all in: how many, and seconds. A life's first step is none."""
+        """The number and total time of steps in all lives, without the first step of each."""
         lives = [
             (life.steps - 1, took - (life.first_step_secs or 0.0))
             for life in self.lives
@@ -112,17 +119,17 @@ class RunPace:
 
     @property
     def mean_snapshot_bytes(self) -> float:
-        """Of rank 0."""
+        """Mean bytes of rank 0's snapshots."""
         return sum(life.snapshot_bytes for life in self.lives) / max(1, sum(life.begun for life in self.lives))
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """What failures cost a run.
+    """The costs of a profiled run's restarts.
 
     Attributes:
         lives: Oldest first.
-        pace: Of the same run.
+        pace: Training speed of the same run.
     """
 
     lives: tuple[Life, ...]
@@ -130,31 +137,31 @@ class Restarts:
 
     @property
     def restart_secs(self) -> float | None:
-        """Median from the start of the process to training: imports, building, loading, and steps computed again."""
+        """Median time from the start of the process to training: imports, building, loading, steps computed again."""
         return _middle(_between(life.started_unix_secs, life.training_unix_secs) for life in self.lives)
 
     @property
     def load_secs(self) -> float | None:
-        """Median, of lives that loaded something: part of ``restart_secs``."""
+        """Median loading time of lives that loaded something: part of ``restart_secs``."""
         return _middle(life.load_secs for life in self.lives)
 
     @property
     def replay_secs(self) -> float | None:
-        """Median of computing a sparse window again, of lives that did: part of ``restart_secs``."""
+        """Median time to compute a sparse window again, of lives that did: part of ``restart_secs``."""
         again = (_between(life.ready_unix_secs, life.training_unix_secs) for life in self.lives)
         return _middle(secs for secs in again if secs)
 
     @property
     def warm_up_secs(self) -> float | None:
-        """Mean of what a restart's first steps took longer than others: loaders and kernels start."""
-        found = [life for life in self._restarted if life.first_step_secs is not None]
-        if not (found and self.pace.is_known):
+        """Mean time by which a restart's first steps exceeded others, while loaders and kernels start."""
+        restarted = [life for life in self._restarted if life.first_step_secs is not None]
+        if not (restarted and self.pace.is_known):
             return None
-        first = fmean(life.first_step_secs or 0.0 for life in found) - self.pace.clean_iteration_secs
-        return max(0.0, first) + fmean(map(self._replay_warm_up_secs, found))
+        first = fmean(life.first_step_secs or 0.0 for life in restarted) - self.pace.clean_iteration_secs
+        return max(0.0, first) + fmean(map(self._replay_warm_up_secs, restarted))
 
     def _replay_warm_up_secs(self, life: Life) -> float:
-        """Where steps of a window were computed again, the first of those are a restart's first ones."""
+        """Time by which the steps of a window that were computed again exceeded clean ones."""
         took = _between(life.ready_unix_secs, life.training_unix_secs) or 0.0
         return max(0.0, took - life.replayed_steps * self.pace.clean_iteration_secs) if life.replayed_steps else 0.0
 
@@ -164,13 +171,13 @@ class Restarts:
 
     @property
     def set_up_secs(self) -> float | None:
-        """What a restart takes besides loading and computing steps again: up to a process that knows what to load, from
-        a loaded one to its loop, and the warm-up. This is ``Cluster.restart_secs``. Mean of the restarts, since it is
-        their sum that a run pays for; of the first start where there was none, which may be slower, its files not being
-        cached.
+        """Mean time of a restart besides loading and computing steps again, with the warm-up: ``Cluster.restart_secs``.
+
+        A run pays for the sum of its restarts, hence the mean. Without a restart it is the time of the first start,
+        which may be slower, since its files are not cached.
         """
-        found = [secs for life in self._restarted if (secs := self._set_up(life)) is not None]
-        return fmean(found) + (self.warm_up_secs or 0.0) if found else None
+        secs_of_restarts = [secs for life in self._restarted if (secs := self._set_up(life)) is not None]
+        return fmean(secs_of_restarts) + (self.warm_up_secs or 0.0) if secs_of_restarts else None
 
     @staticmethod
     def _set_up(life: Life) -> float | None:
@@ -179,14 +186,14 @@ class Restarts:
 
     @property
     def gap_secs(self) -> tuple[float, ...]:
-        """From what was last heard of a life to the start of the next one's process, lives of one store."""
+        """Times from the last record of a life to the start of the next one's process, in lives of one store."""
         return tuple(_between(a.last_unix_secs, b.started_unix_secs) or 0.0 for a, b in self._restarts())
 
     @property
     def downtime_secs(self) -> tuple[float, ...]:
-        """From what was last heard of a life to the next one's training; of one that never trained, left out."""
-        found = (_between(a.last_unix_secs, b.training_unix_secs) for a, b in self._restarts())
-        return tuple(secs for secs in found if secs is not None)
+        """Times from the last record of a life to the next one's training; lives that never trained are left out."""
+        downtimes = (_between(a.last_unix_secs, b.training_unix_secs) for a, b in self._restarts())
+        return tuple(secs for secs in downtimes if secs is not None)
 
     def _restarts(self) -> Iterable[tuple[Life, Life]]:
         return ((a, b) for a, b in pairwise(self.lives) if a.run_id == b.run_id and not a.finished)
@@ -197,5 +204,5 @@ def _between(begin: float | None, end: float | None) -> float | None:
 
 
 def _middle(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    measured = [value for value in values if value is not None]
+    return median(measured) if measured else None

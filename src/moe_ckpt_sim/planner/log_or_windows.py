@@ -1,4 +1,4 @@
-"""A log of gradients beside sparse windows: which of the two costs less where, and why."""
+"""Compares a log of gradients with sparse windows: at which rate of failures each costs less, and why."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from moe_ckpt_sim.run.system import System
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one system.
+    """The cost of one system.
 
     Attributes:
-        running: Portion that iterations take longer.
-        failure_secs: What a failure costs beyond detection and restart.
+        running: Portion by which iterations take longer.
+        failure_secs: Cost of a failure beyond detection and restart.
     """
 
     running: float
@@ -30,7 +30,7 @@ class Cost:
 
 
 def cost_of(candidate: Candidate, iteration_secs: float) -> Cost | None:
-    """None where it was not simulated, or nothing failed."""
+    """The cost of a candidate; None if it was not simulated or nothing failed."""
     outcome = candidate.outcome
     if outcome is None or not outcome.failures:
         return None
@@ -39,14 +39,14 @@ def cost_of(candidate: Candidate, iteration_secs: float) -> Cost | None:
 
 
 def break_even_secs(one: Cost, other: Cost) -> float:
-    """Mean time between failures at which both cost the same: ``one`` costs less where failures are further apart, or
-    closer, whichever its costs of running say. ``inf``, or 0 and below: one of them costs less at any."""
+    """Mean time between failures at which both cost the same. If failures are rarer, the system with the lower cost of
+    running costs less. ``inf``, or 0 and below: one system costs less at any rate of failures."""
     running = one.running - other.running
     return (other.failure_secs - one.failure_secs) / running if running else inf
 
 
 def report_of(scenario: Scenario, system: System) -> LogReport | None:
-    """The round that a log of gradients would begin with; None of any other policy."""
+    """The first round of a log of gradients; None for any other policy."""
     if not isinstance(system.policy, GradientLog):
         return None
     layout = scenario.layout
@@ -61,7 +61,7 @@ def report_of(scenario: Scenario, system: System) -> LogReport | None:
 
 
 def sentences(scenario: Scenario, candidates: Sequence[Candidate]) -> list[str]:
-    """What to know of the log beside MoEvement's windows in the same memory; nothing where either was not tried."""
+    """Sentences that compare the log with MoEvement's windows in the same memory; empty if either was not tried."""
     log = next((one for one in candidates if isinstance(one.system.policy, GradientLog)), None)
     windows = next((one for one in candidates if one.system.sparse and one.system.durable != "storage"), None)
     if log is None or windows is None or log.use is None or windows.use is None:
@@ -69,16 +69,16 @@ def sentences(scenario: Scenario, candidates: Sequence[Candidate]) -> list[str]:
     secs = scenario.iteration.secs
     mine, theirs = cost_of(log, secs), cost_of(windows, secs)
     report = report_of(scenario, log.system)
-    found = [] if report is None or report.warning is None else [f"{log.system.name}: {report.warning}"]
+    notes = [] if report is None or report.warning is None else [f"{log.system.name}: {report.warning}"]
     if mine is None or theirs is None or log.outcome is None or windows.outcome is None:
-        return found
+        return notes
     sent = human_bytes(round(log.use.sent_bytes)), human_bytes(round(windows.use.sent_bytes))
-    said = (
+    comparison = (
         f"{log.system.name} beside {windows.system.name}: W = {log.outcome.window} and {windows.outcome.window}, "
         f"{sent[0]} and {sent[1]} sent per iteration, iterations {mine.running:.1%} and {theirs.running:.1%} longer, "
         f"{mine.failure_secs:.3g} s and {theirs.failure_secs:.3g} s lost, loaded and replayed per failure; "
     )
-    return [*found, said + _verdict(mine, theirs)]
+    return [*notes, comparison + _verdict(mine, theirs)]
 
 
 def _verdict(log: Cost, windows: Cost) -> str:

@@ -1,4 +1,4 @@
-"""Which policy, with which settings: every candidate simulated on the same failures, and the best one named."""
+"""Recommends a policy and its settings: every candidate is simulated on the same failures, and the best one chosen."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from moe_ckpt_sim.run.system import System
 
 @dataclass(frozen=True)
 class Candidate:
-    """One system with its settings, and what it is predicted to do. Figures are means over the seeds.
+    """One system with its settings and its predicted figures, which are means over the seeds.
 
     Attributes:
-        margin: Of ``ettr``, with 99 % confidence, where it was not simulated to the end: it is then what those who were
-            came to, and how far it was behind or ahead of them.
-        simulated_secs: All seeds together.
-        refused: Why it cannot be used here; empty if it can.
-        use: None where it could not even be simulated.
+        margin: Margin of ``ettr`` with 99 % confidence, if the system was not simulated to the end. ``ettr`` is then
+            that of a system that was, plus the difference between the two.
+        simulated_secs: Simulated time of all seeds together.
+        refused: Reason that it cannot be used here; empty if it can.
+        use: None if it could not be simulated.
     """
 
     system: System
@@ -44,18 +44,18 @@ class Candidate:
 
     @property
     def exact(self) -> bool:
-        """Whether it loses no tokens by design."""
+        """True if the policy loses no tokens by design."""
         return exact(self.system.policy)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``recommend`` found.
+    """The result of ``recommend``.
 
     Attributes:
-        candidates: Best first.
-        recommended: None where none can be used.
-        best: Of all, also of those that only the simulator has.
+        candidates: All candidates, best first.
+        recommended: None if none can be used.
+        best: The best candidate, even if only the simulator has it.
     """
 
     candidates: tuple[Candidate, ...]
@@ -64,10 +64,10 @@ class Plan:
 
 
 def trainer_systems(scenario: Scenario, most_plt: float = 0.05) -> list[System]:
-    """What a Trainer can run today, with settings that fit the scenario: all on storage, rolled back as a whole.
+    """The systems on storage that a Trainer can run, with settings that fit the scenario.
 
     Args:
-        most_plt: As in ``recommend``; MoC's budget, which it does without where nothing or everything may be lost.
+        most_plt: As in ``recommend``; it is MoC's budget unless nothing or everything may be lost.
     """
     portion("plan", most_plt=most_plt)
     budget = most_plt if 0 < most_plt < 1 else None
@@ -86,12 +86,12 @@ def trainer_systems(scenario: Scenario, most_plt: float = 0.05) -> list[System]:
 
 
 def _skipping(name: str, policy: Policy) -> System:
-    """As a Trainer's engine has it by default."""
+    """A system that skips a checkpoint when no buffer is free, as a Trainer does by default."""
     return System(name, policy, when_busy="skip")
 
 
 def _fitting(scenario: Scenario, system: System) -> System:
-    """With the smallest interval at which a usual checkpoint is copied and written before the next one begins."""
+    """The system with the smallest interval at which a usual checkpoint is done before the next one begins."""
     one = usual(replace(scenario, system=system))
     secs = max(one.copy_secs, one.move_secs)
     fitting: Any = replace(system.policy, every_n_steps=max(1, ceil(secs / scenario.iteration.secs)))  # type: ignore[type-var]
@@ -106,32 +106,32 @@ def recommend(
     most_plt: float = 0.05,
     tell: Tell | None = None,
 ) -> Plan:
-    """Simulate every system on the failures of ``scenario`` and of the seeds after its own, and choose.
+    """Simulate every system on the failures of ``scenario`` and of the seeds after its own, and choose the best.
 
-    All are simulated for a part of the time; only those whose lead over others is not certain yet are continued.
+    All are simulated for a part of the time; only those that could still be chosen are continued.
 
     Args:
-        scenario: Its own system does not matter.
+        scenario: The setting; its system is ignored.
         most_plt: Portion of tokens that may be lost.
 
     Raises:
-        ConfigError: no systems, or settings that make no sense.
+        ConfigError: no systems, or invalid settings.
     """
     whole("plan", seeds=seeds)
     portion("plan", most_plt=most_plt)
     if not systems:
         raise ConfigError("plan: no policy to compare")
-    runners, found = [], []
+    runners, candidates = [], []
     for system in systems:
         try:
             runners.append(Runner(scenario, system, seeds))
         except MoECheckpointError as error:
-            found.append(Candidate(system, refused=str(error)))
+            candidates.append(Candidate(system, refused=str(error)))
     in_trainer, of_all = race(runners, most_plt, tell)
     for runner in runners:
         leader = in_trainer.leader if runner.system.in_trainer else of_all.leader
-        found.append(_candidate(runner, leader or of_all.leader, most_plt))
-    ranked = sorted(found, key=lambda one: (bool(one.refused), -one.ettr))
+        candidates.append(_candidate(runner, leader or of_all.leader, most_plt))
+    ranked = sorted(candidates, key=lambda one: (bool(one.refused), -one.ettr))
     return Plan(tuple(ranked), *(_of(ranked, choice.leader) for choice in (in_trainer, of_all)))
 
 
@@ -140,7 +140,7 @@ def _of(candidates: Sequence[Candidate], runner: Runner | None) -> Candidate | N
 
 
 def _candidate(runner: Runner, leader: Runner | None, most_plt: float) -> Candidate:
-    """leader: simulated to the end, on the same failures."""
+    """The candidate of a runner, compared with a ``leader`` that was simulated to the end on the same failures."""
     outcomes, ettr, margin = runner.outcomes, runner.ettr, 0.0
     if not runner.done and leader is not None:
         ahead = runner.ahead_of(leader)
@@ -161,30 +161,30 @@ def _candidate(runner: Runner, leader: Runner | None, most_plt: float) -> Candid
 
 
 def memory_overrides(system: System) -> str:
-    """The Hydra overrides that put its checkpoints into memory, in an app with the group ``moe_ckpt/memory``."""
+    """The Hydra overrides that put checkpoints into the system's memory, for an app with ``moe_ckpt/memory``."""
     if system.durable == "storage":
         return ""
-    said = ["moe_ckpt/memory=local"]
+    settings = ["moe_ckpt/memory=local"]
     if system.durable == "peers":
-        said = ["moe_ckpt/memory=replicated", f"moe_ckpt.memory.replicas={system.replicas}"]
+        settings = ["moe_ckpt/memory=replicated", f"moe_ckpt.memory.replicas={system.replicas}"]
     if system.storage_every is not None:
-        said.append(f"moe_ckpt.memory.storage_every={system.storage_every}")
-    return " ".join(said)
+        settings.append(f"moe_ckpt.memory.storage_every={system.storage_every}")
+    return " ".join(settings)
 
 
 def overrides(policy: Policy, defaults: Mapping[str, Any] | None = None) -> str:
-    """The Hydra overrides that make ``policy`` in an app with the group ``moe_ckpt/policy``.
+    """The Hydra overrides that choose ``policy``, for an app with the group ``moe_ckpt/policy``.
 
     Args:
-        defaults: Settings that need not be said, since the group's own are the same.
+        defaults: Default settings of the group; settings that equal them are left out.
 
     Raises:
         ConfigError: the policy is in no config group.
     """
     if type(policy) not in KINDS:
         raise ConfigError(f"{type(policy).__name__} is in no config group of moe_ckpt/policy")
-    said = [f"moe_ckpt/policy={policy.describe()['name']}"]
+    settings = [f"moe_ckpt/policy={policy.describe()['name']}"]
     for name, value in vars(policy).items():
         if defaults is None or defaults.get(name, ...) != value:
-            said.append(f"moe_ckpt.policy.{name}={'null' if value is None else value}")
-    return " ".join(said)
+            settings.append(f"moe_ckpt.policy.{name}={'null' if value is None else value}")
+    return " ".join(settings)

@@ -1,7 +1,7 @@
-"""A run's own profile as input of the simulator: what it trained, on what, how fast, and what its restarts took.
+"""A run's own profile as input of the simulator: its model, machines, speed and restarts.
 
-What the run did not measure is an error that says how to give it; of what no run measures (network, detection, repair,
-spares) the defaults of ``Cluster`` hold.
+A figure that the run did not measure raises an error that says how to give it. For figures that no run measures
+(network, detection, repair, spares) the defaults of ``Cluster`` are used.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _MOST_SKEWED = 0.999
 
 
 def read_profile(path: str | os.PathLike[str]) -> RunProfile:
-    """The profile that ``MoECheckpoint(profile=path)`` or ``megatron.attach(profile=path)`` wrote.
+    """Read the profile that ``MoECheckpoint(profile=path)`` or ``megatron.attach(profile=path)`` wrote.
 
     Raises:
         ConfigError: the file is not there, or cannot be read.
         FormatVersionError: a newer moe_ckpt wrote it.
-        DamagedError: names file and field.
+        DamagedError: the file is damaged; the message names the field.
     """
     name = os.fspath(path)
     try:
@@ -52,35 +52,37 @@ def read_profile(path: str | os.PathLike[str]) -> RunProfile:
 
 @dataclass(frozen=True)
 class RunProfile:
-    """What a profile tells a simulation. What changes between lives is that of the newest life that tells it.
+    """The parts of a simulation that a profile has measured.
+
+    Figures that change between lives are of the newest life that recorded them.
 
     Attributes:
-        path: For messages.
+        path: The profile's path, for messages.
     """
 
     path: str
     profile: Profile
 
-    # --- what was measured ---
+    # --- measurements ---
 
     @cached_property
     def pace(self) -> RunPace:
-        """How fast it trained."""
+        """The run's training speed."""
         return RunPace(self.path, self.lives)
 
     @cached_property
     def restarts(self) -> Restarts:
-        """What its failures cost."""
+        """The costs of the run's restarts."""
         return Restarts(self.lives, self.pace)
 
     @property
     def lives(self) -> tuple[Life, ...]:
-        """Oldest first."""
+        """The lives of the run, oldest first."""
         return self.profile.lives
 
     @cached_property
     def life(self) -> Life:
-        """The newest in which a step was done."""
+        """The newest life in which a step was done."""
         trained = [life for life in self.lives if life.steps]
         if not trained:
             raise ConfigError(f"the profile {self.path} has no life in which a step was done: train for a while first")
@@ -88,7 +90,7 @@ class RunProfile:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one iteration trains, before top-k. Of all lives; the router's assignments over layers and k."""
+        """Tokens that one iteration trains, before top-k: the assignments of all lives per step, layer and k."""
         steps, assigned = sum(life.steps for life in self.lives), sum(life.assignments for life in self.lives)
         chosen = sum(layer.top_k or 0 for layer in self._model.layers)
         if not (steps and assigned and chosen) or any(layer.top_k is None for layer in self._model.layers):
@@ -98,7 +100,7 @@ class RunProfile:
             )
         return max(1, round(assigned / steps / chosen))
 
-    # --- what the simulator takes ---
+    # --- inputs of the simulator ---
 
     @cached_property
     def _model(self) -> ProfiledModel:
@@ -106,13 +108,15 @@ class RunProfile:
 
     @cached_property
     def sizes(self) -> Mapping[str, OperatorBytes]:
-        """What each operator weighs, all ranks together."""
+        """Bytes of each operator, all ranks together."""
         return {op: row.size for row in self._model.operators for op in row.ids}
 
     @cached_property
     def sim_model(self) -> SimModel:
-        """With the run's own bytes, and its operators in their order. Its "layers of the network" are the run's
-        pipeline stages, and its sequences are of one token, since a profile knows no others.
+        """The model with the run's own operators and bytes.
+
+        A profile has no layers of the network and no sequences: the layers are the run's pipeline stages, and each
+        sequence has one token.
         """
         rows = self._model.operators
         layers = tuple(
@@ -133,7 +137,7 @@ class RunProfile:
 
     @property
     def precision(self) -> Precision:
-        """Mean bytes per parameter. Of masters and moments only the sum is known; ``sim_model`` has the exact sizes."""
+        """Mean bytes per parameter. Only the sum of masters and moments is known; ``sim_model`` has the exact sizes."""
         parameters = max(1, sum(row.elements * row.count for row in self._model.operators))
         full = sum(row.full_bytes * row.count for row in self._model.operators) / parameters
         compute = sum(row.compute_bytes * row.count for row in self._model.operators) / parameters
@@ -148,8 +152,8 @@ class RunProfile:
 
         Args:
             restart_secs: ``Restarts.set_up_secs`` if None.
-            **others: Fields of ``Cluster``, above all what a run does not measure: ``detect_secs``, ``repair_secs``,
-                ``spare_nodes``, and ``nic_bytes_per_sec`` where no peers had copies.
+            **others: Fields of ``Cluster``, above all those that a run does not measure: ``detect_secs``,
+                ``repair_secs``, ``spare_nodes``, and ``nic_bytes_per_sec`` if no peers had copies.
 
         Raises:
             ConfigError: a rate was not measured and is not given.
@@ -165,19 +169,19 @@ class RunProfile:
         sent = self.pace.newest("send_bytes_per_sec")
         if sent and others.get("nic_bytes_per_sec") is None:
             others["nic_bytes_per_sec"] = sent * max(1, life.replicas) * life.ranks_per_node
-        known: dict[str, Any] = {
+        measured: dict[str, Any] = {
             "name": f"the cluster of {os.path.basename(self.path)}",
             "nodes": -(-life.ranks // life.ranks_per_node),
             "gpus_per_node": life.ranks_per_node,
             "host_memory_bytes": float(life.host_memory_bytes * life.ranks_per_node),
         }
-        return Cluster(**{**known, "restart_secs": restart_secs, **others})
+        return Cluster(**{**measured, "restart_secs": restart_secs, **others})
 
     def _rate(self, name: str, field: str) -> float:
         return self._known(self.pace.newest(name), name, f"let a checkpoint be committed, or give {field}")
 
     def layout(self, cluster: Cluster | None = None, parallel: Parallel | None = None) -> ClusterLayout:
-        """The run's own, or its model elsewhere."""
+        """The run's own layout, or its model on another cluster."""
         sharded = self.pace.newest("held_alike") is False
         return ClusterLayout(self.sim_model, cluster or self.cluster(), parallel or self.parallel, sharded)
 
@@ -186,12 +190,12 @@ class RunProfile:
         return Iteration(pace.clean_iteration_secs, pace.update_secs, drag_secs_per_byte=pace.drag_secs_per_byte)
 
     def batch(self, tokens_per_step: int | None = None) -> Batch:
-        """In sequences of one token, ``sim_model.seq``."""
+        """The batch, in sequences of one token (``sim_model.seq``)."""
         tokens, dp = tokens_per_step or self.tokens_per_step, self.life.dp
         return Batch(max(1, round(tokens / dp)) * dp, 1)
 
     def load(self) -> ExpertLoad:
-        """As skewed as the run's; its drift is not recorded, and is the default."""
+        """A load as skewed as the run's, with the default drift, since drift is not recorded."""
         skewness = self.pace.newest("skewness")
         return ExpertLoad() if skewness is None else ExpertLoad(min(skewness, _MOST_SKEWED))
 
@@ -211,13 +215,13 @@ def scenario_from(
     cluster: Cluster | None = None,
     tokens_per_step: int | None = None,
 ) -> Scenario:
-    """The profiled run again, under ``failures`` and with ``system``.
+    """The scenario of the profiled run under ``failures`` and with ``system``.
 
     Args:
         cluster: None for the run's own.
 
     Raises:
-        ConfigError: the profile lacks something that is not given, or the settings contradict each other.
+        ConfigError: neither the profile nor the arguments have a needed figure, or settings contradict each other.
     """
     return Scenario(
         layout=profile.layout(cluster),
@@ -239,5 +243,5 @@ def _operator(op: str) -> Operator:
 
 
 def _spread(rows: Iterable[OperatorRow], name: str) -> dict[str, int]:
-    """Operator -> a field of its row."""
+    """A field of the rows, by operator."""
     return {op: getattr(row, name) for row in rows for op in row.ids}

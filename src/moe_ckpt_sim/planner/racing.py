@@ -1,9 +1,9 @@
-"""Simulates several systems on the same failures, no longer than is needed to tell which one is ahead.
+"""Simulates several systems on the same failures, only until it is certain which one is best.
 
-All are simulated for a part of the time at first. Two of them are compared span by span, from one failure to the next,
-in the iterations that each gained: failures and loads are the same for both, so what luck gave or took it did from
-either, and their difference is known much sooner than any of the two. (Spans between failures are independent of one
-another, so their number gives a standard error; that of regenerative simulation.)
+All are simulated for a part of the time at first. Two systems are compared span by span, from one failure to the next,
+by the iterations that each gained. Failures and loads are the same for both, so chance affects both alike, and their
+difference is known much sooner than either figure. Spans between failures are independent, so their number gives a
+standard error (regenerative simulation).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from moe_ckpt_sim.run.scenario import Outcome, Sample, Scenario
 from moe_ckpt_sim.run.system import System
 
 FIRST_FAILURES = 6
-"""On average, in what is simulated of every system. Systems still in the race get twice as long each time."""
+"""Failures, on average, in the part that is simulated of every system. Each further part is twice as long."""
 LEAST_SPANS = 5
-"""With fewer, nothing is said of a difference."""
+"""Spans that a comparison needs at least."""
 _Z = 2.5758293035489
 """Quantile of the normal distribution, for intervals of 99 %."""
 
 Progress = Callable[[float], None]
-"""Told what portion of one run is simulated."""
+"""A callback that gets the simulated portion of one run."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Of a figure.
+    """A confidence interval.
 
     Attributes:
-        low, high: Of 99 % confidence; both are ``mean`` where nothing is left to chance.
+        low, high: Bounds with 99 % confidence; both are ``mean`` if the figure is exact.
     """
 
     mean: float
@@ -50,9 +50,9 @@ class Interval:
 
 
 class Runner:
-    """One system, and how far it was simulated.
+    """The simulation of one system, in legs.
 
-    legs: how many parts there are to simulate. leg: how many of them are done.
+    legs: number of parts to simulate. leg: number of parts that are done.
     """
 
     def __init__(self, scenario: Scenario, system: System, seeds: int) -> None:
@@ -68,7 +68,7 @@ class Runner:
 
     @property
     def done(self) -> bool:
-        """There is nothing left to simulate."""
+        """True if all legs are simulated."""
         return self.leg == self.legs
 
     @property
@@ -77,29 +77,29 @@ class Runner:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Of each seed so far."""
+        """The outcome of each seed so far."""
         return [run.outcome() for run in self._runs]
 
     @property
     def use(self) -> Use:
-        """What the first seed's run asks of each resource."""
+        """The use of each resource by the first seed's run."""
         now = self._runs[0].now_secs
         if self._use is None or self._use[0] != now:
             self._use = now, use_of(self.scenario, self._runs[0].outcome())
         return self._use[1]
 
     def secs_of(self, leg: int) -> float | None:
-        """Up to where a leg goes; None: to the end of a run."""
+        """Simulated time at the end of a leg; None: the end of a run."""
         portion = self._first[leg - 1] if leg <= len(self._first) else 1.0
         return portion * self.scenario.duration_secs if portion < 1 else None
 
     @property
     def ettr(self) -> float:
-        """Mean over the seeds so far."""
+        """Mean ETTR over the seeds so far."""
         return fmean(one.ettr for one in self.outcomes)
 
     def advance(self, leg: int, progress: Progress | None = None) -> None:
-        """Simulate up to the end of that leg, the first of which is 1."""
+        """Simulate to the end of that leg; legs are numbered from 1."""
         first = self._first
         while self.leg < leg:
             seed = max(0, self.leg + 1 - len(first))
@@ -108,11 +108,11 @@ class Runner:
             self.leg += 1
             until_secs = self.secs_of(self.leg)
             self._runs[seed].advance(inf if until_secs is None else until_secs, progress)
-            if self._runs[seed].done:  # no failure came after that part, or it was given up
+            if self._runs[seed].done:  # no failure came after that leg, or the run was given up
                 self.leg = max(self.leg, len(first) + seed)
 
     def changed_after(self, secs: float) -> bool:
-        """Whether the first seed's run is another one since then: K is not the same, or it gets on far worse."""
+        """Returns whether the first seed's run has changed since then: K differs, or it advances far more slowly."""
         history = self._runs[0].outcome().history
         before, later = ([one for one in history if (one.at_secs <= secs) is then] for then in (True, False))
         if not before or not later:
@@ -122,21 +122,23 @@ class Runner:
         return now < pace.low or any(one.k != before[-1].k for one in later)
 
     def ahead_of(self, other: Runner) -> Interval:
-        """The difference of their ETTRs, over the time for which both were simulated."""
+        """The ETTR of this system less that of the other, over the time for which both were simulated."""
         if self.done and other.done:
             mean = self.ettr - other.ettr
             return Interval(mean, mean, mean)
-        mine, theirs = ([one.history for one in each.outcomes] for each in (self, other))
+        mine, theirs = ([one.history for one in runner.outcomes] for runner in (self, other))
         secs = self.scenario.iteration.secs
-        if self.changed_after(other.simulated_secs):  # what it gained before tells little, so each is taken by itself
-            one, two = (ratio([x for history in each for x in _spans(history, (), secs)]) for each in (mine, theirs))
+        if self.changed_after(other.simulated_secs):  # its gains before say little, so the two are rated separately
+            one, two = (
+                ratio([x for history in histories for x in _spans(history, (), secs)]) for histories in (mine, theirs)
+            )
             mean, margin = one.mean - two.mean, hypot(one.margin, two.margin)
             return Interval(mean, mean - margin, mean + margin)
         return ratio([span for pair in zip(mine, theirs, strict=False) for span in _spans(*pair, secs)])
 
     @property
     def lost(self) -> Interval:
-        """The portion of lost tokens."""
+        """The portion of tokens that were lost."""
         per_step = self.scenario.tokens_per_step * self.scenario.layout.model.top_k
         per_step *= len(self.scenario.layout.model.catalog.layers)
         spans = []
@@ -149,8 +151,8 @@ class Runner:
 
 
 def _portions(scenario: Scenario) -> tuple[float, ...]:
-    """Of the first seed's run, at each of which it is looked at who may stop. Later seeds are run whole, and so is
-    everything where failures are those of a trace: a part of it need not be like the rest."""
+    """The portions of the first seed's run at which legs end. Later seeds are one leg each, and so are all runs with a
+    trace of failures, a part of which need not be like the rest."""
     mean = scenario.failures.mean_secs
     portions = [] if mean is None else [FIRST_FAILURES * mean / scenario.duration_secs]
     while portions and portions[-1] < 0.5:
@@ -159,21 +161,21 @@ def _portions(scenario: Scenario) -> tuple[float, ...]:
 
 
 def _spans(mine: Sequence[Sample], theirs: Sequence[Sample], secs: float) -> list[tuple[float, float]]:
-    """(seconds, useful seconds that one gained more than the other), from each sample of the one to its next.
+    """The spans between samples of ``mine``: (seconds, useful seconds gained less those of ``theirs``).
 
-    secs: of an iteration. theirs: without samples, nothing is taken off.
+    secs: time of an iteration. theirs: if empty, nothing is subtracted.
     """
-    end = min(each[-1].at_secs for each in (mine, theirs) if each) if mine else 0.0
+    end = min(samples[-1].at_secs for samples in (mine, theirs) if samples) if mine else 0.0
     bounds = np.array([0.0, *(one.at_secs for one in mine if one.at_secs < end), end])
     at = [
-        np.interp(bounds, [0.0, *(x.at_secs for x in each)], [0.0, *(x.useful_steps * secs for x in each)])
-        for each in (mine, theirs)
+        np.interp(bounds, [0.0, *(x.at_secs for x in samples)], [0.0, *(x.useful_steps * secs for x in samples)])
+        for samples in (mine, theirs)
     ]
     return list(zip(np.diff(bounds).tolist(), np.diff(at[0] - at[1]).tolist(), strict=True))
 
 
 def ratio(spans: Sequence[tuple[float, float]]) -> Interval:
-    """Of the sum of the second figures to that of the first, from spans that do not depend on one another."""
+    """The ratio of the sum of the second figures to that of the first, for independent spans."""
     count, total = len(spans), fsum(size for size, _ in spans)
     if count < LEAST_SPANS or min(size for size, _ in spans) <= 0:
         return Interval(0.0, -inf, inf)
@@ -184,7 +186,7 @@ def ratio(spans: Sequence[tuple[float, float]]) -> Interval:
 
 
 def _student(freedom: int) -> float:
-    """The same quantile of Student's distribution (Abramowitz and Stegun, 26.7.5); within 2 % from 4 degrees on."""
+    """The 99 % quantile of Student's distribution (Abramowitz and Stegun, 26.7.5); within 2 % from 4 degrees on."""
     z, n = _Z, freedom
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

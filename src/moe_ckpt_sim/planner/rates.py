@@ -1,7 +1,7 @@
-"""What this machine's links give: copies into host memory, the network between ranks, storage.
+"""Measures this machine's links: copies into host memory, the network between ranks, storage.
 
-Each is measured on the way that checkpoints take: the copier and its buffers, gloo, and the storage of a store with its
-fsync. A rate is the median of several repeats after one that is not counted.
+Each is measured by the path that checkpoints take: the copier and its buffers, gloo, and a store's storage with its
+fsync. A rate is the median of several repeats after a first one that does not count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moe_ckpt.tiers.buffers import BufferPool
 
 MIB = 1 << 20
 Progress = Callable[[str, int, int], None]
-"""(what is measured, repeats done, repeats in all)"""
+"""A callback that gets the name of the measurement, the repeats done and all repeats."""
 _PATIENCE_SECS = 120.0
 """Longest wait for another rank or process, which may have failed."""
 _PIECE_BYTES = 8 * MIB
@@ -50,9 +50,9 @@ class Rate:
         how: What was measured, in words.
         nbytes: Moved per repeat.
         bytes_per_sec: Median of the repeats.
-        slowest_bytes_per_sec: Of the repeats.
-        fastest_bytes_per_sec: Likewise.
-        repeats: How many counted.
+        slowest_bytes_per_sec: Slowest of the repeats.
+        fastest_bytes_per_sec: Fastest of the repeats.
+        repeats: Number of repeats that counted.
     """
 
     how: str
@@ -65,13 +65,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank, with all others at the same work where there are others.
+    """The rates of one rank, while all other ranks do the same work.
 
     Attributes:
-        copy: From where tensors are into host memory.
+        copy: From the tensors' device into host memory.
         network: Out of one rank, while it receives as much.
-        storage_write: Until it is durable.
-        storage_read: Back, from the disk and not from memory where the system allows.
+        storage_write: To storage, until the data is durable.
+        storage_read: From storage; from the disk, not from memory, if the system allows.
     """
 
     copy: Rate
@@ -93,18 +93,18 @@ def measure(
     repeats: int = 5,
     progress: Progress | None = None,
 ) -> Rates:
-    """Measure this machine. A collective of all ranks where a process group of several is set up.
+    """Measure this machine. With a process group of several ranks, this is a collective of all of them.
 
     Args:
-        directory: On the storage that checkpoints are to go to, a path or an fsspec URL; nothing stays in it.
-        copy_bytes: Moved per repeat.
-        network_bytes: Likewise.
-        file_bytes: Likewise.
-        repeats: That count.
+        directory: A path or an fsspec URL on the storage that checkpoints go to; nothing stays in it.
+        copy_bytes: Bytes to copy per repeat.
+        network_bytes: Bytes to send per repeat.
+        file_bytes: Bytes to write per repeat.
+        repeats: Number of repeats that count.
         progress: Called as the work advances.
 
     Raises:
-        ConfigError: A number that is not above 0, or a directory that is none.
+        ConfigError: A number is not above 0, or the directory does not exist.
         StoreUnwritableError: The directory cannot be written, or has no room for ``file_bytes``.
         StoreError: Two local processes could not talk to each other.
     """
@@ -124,14 +124,14 @@ def measure(
 
 
 def _storage(directory: str | os.PathLike[str], nbytes: int) -> Storage:
-    """nbytes: that all ranks together are going to write there, at most."""
+    """Open the storage and check that all ranks together can write ``nbytes`` there."""
     storage = open_storage(directory)
     if isinstance(storage, LocalStorage):
         if not os.path.isdir(storage.root):
             raise ConfigError(f"measure(directory={os.fspath(directory)!r}): is not a directory; create it first")
         storage.probe()
         free = free_bytes(storage.root)
-        if free < 2 * nbytes:  # a run that is under way on the same disk must not find it full
+        if free < 2 * nbytes:  # a run on the same disk must not find it full
             raise StoreUnwritableError(
                 f"{storage.root} has {free:,} bytes left, but measuring needs twice the {nbytes:,} that it writes. "
                 "Make room, or give a smaller file_bytes"
@@ -172,7 +172,7 @@ def _storage_rates(
 
 
 def _forget(storage: Storage, name: str) -> None:
-    """Ask the system to drop the file from its memory, so that reading it means the disk. Not all systems can."""
+    """Ask the system to drop the file from its cache, so that reading it uses the disk. Not all systems can."""
     if isinstance(storage, LocalStorage) and hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             descriptor = os.open(os.path.join(storage.root, name), os.O_RDONLY | os.O_CLOEXEC)
@@ -186,7 +186,7 @@ def _forget(storage: Storage, name: str) -> None:
 
 
 def _copy(nbytes: int, repeats: int, tell: Progress, group: dist.ProcessGroup | None) -> Rate:
-    """By the trainer's own copier: its thread, and its stream where there is a GPU."""
+    """Measure copies by the trainer's own copier, with its thread and, on a GPU, its stream."""
     cuda = torch.cuda.is_available()
     source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda" if cuda else "cpu").fill_(1)
     pool = BufferPool(2 * nbytes, pinned=cuda)
@@ -222,7 +222,7 @@ def _several() -> bool:
 
 
 def _together(group: dist.ProcessGroup | None) -> None:
-    """All ranks at the same time, as they are in a run; each by itself is faster than that."""
+    """Wait for all ranks, so that they work at the same time as in a run; a rank by itself is faster."""
     if group is not None:
         dist.barrier(group)
 
@@ -242,9 +242,9 @@ def _network(nbytes: int, repeats: int, tell: Progress, group: dist.ProcessGroup
 
 
 def _exchange_secs(nbytes: int, group: dist.ProcessGroup | None = None) -> float:
-    """Every rank sends ``nbytes`` to the next one and receives as much. A collective; the slowest rank's seconds."""
+    """Send ``nbytes`` from every rank to the next. This is a collective; it returns the slowest rank's seconds."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # Both are touched before the clock runs: zeros would be given pages only when they arrive.
+    # Ones touch every page before the clock runs; pages of zeros would be allocated on arrival.
     sent, received = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     dist.barrier(group)
     began = time.perf_counter()
@@ -258,7 +258,7 @@ def _exchange_secs(nbytes: int, group: dist.ProcessGroup | None = None) -> float
 
 
 def _loopback(nbytes: int, repeats: int) -> list[float]:
-    """Two processes of their own, so that nothing of the caller's process groups is touched."""
+    """Measure between two new processes, which leave the caller's process groups alone."""
     with tempfile.TemporaryDirectory(prefix="moe_ckpt_rate_") as directory:
         meeting = os.path.join(directory, "meeting")
         commands = [
@@ -267,19 +267,19 @@ def _loopback(nbytes: int, repeats: int) -> list[float]:
         ]
         with _started(commands) as processes:
             try:
-                said = [process.communicate(timeout=_PATIENCE_SECS) for process in processes]
+                outputs = [process.communicate(timeout=_PATIENCE_SECS) for process in processes]
             except subprocess.TimeoutExpired as error:
                 raise StoreError(f"two local processes did not finish in {_PATIENCE_SECS:g} s") from error
             if any(process.returncode for process in processes):
-                lines = b"\n".join(errors for _, errors in said).decode(errors="replace").strip().splitlines()
+                lines = b"\n".join(errors for _, errors in outputs).decode(errors="replace").strip().splitlines()
                 raise StoreError(f"two local processes could not communicate: {' '.join(lines[-3:])}")
-    found: list[float] = json.loads(said[0][0])
-    return found
+    secs: list[float] = json.loads(outputs[0][0])
+    return secs
 
 
 @contextlib.contextmanager
 def _started(commands: list[list[str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that are gone afterwards, whatever happened."""
+    """Start processes, and end them on exit in any case."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     processes = list[subprocess.Popen[bytes]]()
     try:
@@ -296,13 +296,13 @@ def _started(commands: list[list[str]]) -> Iterator[list[subprocess.Popen[bytes]
 
 
 def _rate(how: str, nbytes: int, secs: list[float]) -> Rate:
-    """The first repeat paid for fresh memory and connections, and is not counted."""
+    """The rate of all repeats but the first, which paid for fresh memory and connections."""
     rates = [nbytes / max(one, 1e-9) for one in secs[1:]]
     return Rate(how, nbytes, median(rates), min(rates), max(rates), len(rates))
 
 
 def _main(meeting: str, rank: int, nbytes: int, repeats: int) -> None:
-    """One of two processes that meet in the file ``meeting``; prints the seconds of each repeat and one before."""
+    """Run one of two processes that meet in the file ``meeting``; print the seconds of a first and of each repeat."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     try:
         print(json.dumps([_exchange_secs(nbytes) for _ in range(repeats + 1)]))

@@ -1,4 +1,4 @@
-"""How much a system uses each resource, and which resource limits training."""
+"""The use of each resource by a system, and the resource that limits training."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Use:
     """Resources that one system uses while nothing fails.
 
     Attributes:
-        utilisation: Of each resource, the portion of its time (or bytes) that is used; ``compute`` is 1 where nothing
-            makes training wait. Above 1: more is asked of it than it can do in an iteration.
-        copied_bytes: Into host memory, of the rank that has most, per iteration.
-        sent_bytes: To peers, likewise.
-        stored_bytes: To storage, of all ranks, per iteration.
-        host_bytes: Of one node.
-        log_bytes: Of one rank, of an upstream log that reaches back as far as a recovery may; 0 where none is kept.
-        drag: Portion that iterations take longer though they wait for no link, since snapshots are begun on the
-            training thread and copied and written beside it; from a profile only.
+        utilisation: Used portion of each resource's time (or bytes); ``compute`` is 1 if training never waits. Above 1,
+            an iteration needs more than the resource can do.
+        copied_bytes: Bytes per iteration into host memory, by the rank that copies most.
+        sent_bytes: Bytes per iteration to peers, by the rank that sends most.
+        stored_bytes: Bytes per iteration to storage, by all ranks.
+        host_bytes: Host memory of one node.
+        log_bytes: Host memory of one rank's upstream log that reaches back as far as a recovery may; 0 without a log.
+        drag: Portion by which iterations take longer without waiting for a link, since snapshots are begun on the
+            training thread and copied and written next to it; from a profile only.
     """
 
     utilisation: dict[str, float]
@@ -42,8 +42,8 @@ class Use:
 
     @property
     def roof(self) -> str:
-        """The resource that bounds the iteration: compute, unless another is overloaded or
-        ``drag`` takes more than ``DRAGGED`` of it."""
+        """The resource that bounds the iteration: compute, unless another is overloaded or ``drag`` exceeds
+        ``DRAGGED``."""
         busiest = max((name for name in RESOURCES if name != "compute"), key=lambda name: self.utilisation[name])
         if self.utilisation[busiest] > 1:
             return busiest
@@ -51,7 +51,7 @@ class Use:
 
 
 def use_of(scenario: Scenario, outcome: Outcome) -> Use:
-    """What ``outcome`` made of the resources of its scenario."""
+    """The use of the scenario's resources by the run with this outcome."""
     layout, system = scenario.layout, scenario.system
     costs = Costs(layout, scenario.precision, scenario.iteration, system)
     peers = system.durable == "peers"
@@ -76,7 +76,7 @@ def use_of(scenario: Scenario, outcome: Outcome) -> Use:
 
 
 def _flushes_apart_secs(scenario: Scenario, outcome: Outcome, cadence: StorageCadence, held: float) -> float:
-    """From one flush to storage to the next, each of ``held`` bytes, as it is by the end of the run."""
+    """Time between flushes of ``held`` bytes to storage, as at the end of the run."""
     layout, iteration_secs = scenario.layout, scenario.iteration.secs
     flush_secs = held / layout.cluster.storage_bytes_per_sec
     facts = StorageFacts(0, 0, 0.0, flush_secs, iteration_secs, outcome.failures, outcome.spent.total)
@@ -86,18 +86,18 @@ def _flushes_apart_secs(scenario: Scenario, outcome: Outcome, cadence: StorageCa
 
 
 def host_bytes(costs: Costs, outcome: Outcome) -> float:
-    """Of one node: snapshots under way and the newest that is done, and what the node keeps for its peers.
+    """Host memory of one node: its snapshots under way, its newest complete one, and what it keeps for peers.
 
-    A peer keeps a whole checkpoint and the one that is coming in: of a window, all its slots. Of a log of gradients it
-    keeps the anchors, the gradients since (a log for peers: all steps of a round), and the step that is coming in, and
-    so does the node itself.
+    A peer keeps a whole checkpoint (of a window, all slots) and the one that is coming in. For a log of gradients, both
+    the peer and the node itself keep the anchors, the gradients since (in a log for peers, all steps of a round) and
+    the step that is coming in.
     """
     system, ranks = costs.system, costs.layout.ranks_per_node
     served = costs.layout.served(system.replicas) if system.durable == "peers" else 0
-    own: float = (system.max_in_flight + 1) * outcome.heaviest_bytes
+    own_bytes: float = (system.max_in_flight + 1) * outcome.heaviest_bytes
     if system.sparse and system.durable != "storage":  # two windows stay, as in ``commit.room``
         slots = system.max_in_flight + 1 + 2 * ((outcome.window or 1) - 1)
-        own = max(own, slots * outcome.rank_bytes_per_step)
+        own_bytes = max(own_bytes, slots * outcome.rank_bytes_per_step)
     if system.needs.gradients:
         if system.needs.partial:
             held = (MOST_GRADIENTS + 2) * outcome.rank_bytes_per_step
@@ -105,6 +105,6 @@ def host_bytes(costs: Costs, outcome: Outcome) -> float:
             window, full = outcome.window or 1, costs.bytes_of.dense.rank
             gradient = (window * outcome.rank_bytes_per_step - full) / max(1, window - 1)
             held = held_bytes_per_parameter(window, gradient, full) + outcome.rank_bytes_per_step
-        return ranks * own + (ranks + served) * held
+        return ranks * own_bytes + (ranks + served) * held
     whole = outcome.rank_bytes_per_step * (outcome.window or 1) if system.sparse else costs.bytes_of.dense.rank
-    return ranks * own + served * 2.0 * whole
+    return ranks * own_bytes + served * 2.0 * whole

@@ -14,13 +14,13 @@ from moe_ckpt.run.run_ledger import InFlight
 
 @dataclass(frozen=True)
 class Durable:
-    """A checkpoint that outlives a failure.
+    """A checkpoint that survives a failure.
 
     Attributes:
-        step: Of the state it holds.
-        ledger: As of ``step``, with what its experts have seen.
-        anchored_at: ``[operators]`` steps of the anchors from which a log of gradients leads to ``step``; None where it
-            is no log, or of one step.
+        step: Step of its state.
+        ledger: The ledger as of ``step``, with the tokens that its experts have seen.
+        anchored_at: ``[operators]`` steps of the anchors from which a log of gradients leads to ``step``; None without
+            a log, or for one of a single step.
     """
 
     step: int
@@ -30,7 +30,7 @@ class Durable:
     anchored_at: Counts | None = None
 
     def moved(self, steps: int, counts: Counts, *, stored: bool = True) -> Durable:
-        """As it would be ``steps`` later.
+        """Returns the checkpoint that a run that repeats itself has ``steps`` later.
 
         Args:
             stored: See ``Ledger.move``.
@@ -43,18 +43,18 @@ class Durable:
 
 
 class When(NamedTuple):
-    """When a snapshot is there.
+    """The times at which a snapshot arrives.
 
     Attributes:
-        ready_secs: Durable; with peers, in the memory of its own ranks.
-        sent_secs: On all peers, too; None if it does not go there.
+        ready_secs: When it is durable; with peers, when it is in the memory of its own ranks.
+        sent_secs: When all peers have it, too; None if it does not go to peers.
     """
 
     ready_secs: float
     sent_secs: float | None = None
 
     def later(self, secs: float) -> When:
-        """The same, ``secs`` later."""
+        """Returns both times, ``secs`` later."""
         return When(self.ready_secs + secs, None if self.sent_secs is None else self.sent_secs + secs)
 
 
@@ -65,9 +65,9 @@ class UnderWay:
     Attributes:
         snapshot: Its entry in the ledger.
         window: The sparse window that it ends.
-        flush_secs: What writing it to storage takes once it is durable, if it goes there.
-        anchored_at: As ``Durable``'s.
-        durable: The same, once it is.
+        flush_secs: Time to write it to storage once it is durable; None if it does not go there.
+        anchored_at: As in ``Durable``.
+        durable: The durable checkpoint, as soon as it is one.
     """
 
     snapshot: InFlight
@@ -85,9 +85,9 @@ class Backup:
     Times are absolute seconds of the run.
 
     Attributes:
-        durable: What storage holds; None until it holds something.
+        durable: The checkpoint on storage; None until there is one.
         begun_secs: When the newest flush began.
-        was_cut_off: A failure cut off a flush, and none was begun since.
+        was_cut_off: A failure cut off a flush, and none has begun since.
     """
 
     def __init__(self) -> None:
@@ -99,24 +99,24 @@ class Backup:
         self._ends_secs = 0.0
 
     def begin(self, durable: Durable, at_secs: float, takes_secs: float, sequence: int | None = None) -> None:
-        """``durable`` is written to storage from ``at_secs`` on.
+        """Begin to write ``durable`` to storage at ``at_secs``.
 
         Args:
-            sequence: Of its snapshot, where storage has its own ledger.
+            sequence: Number of its snapshot, if storage has its own ledger.
         """
         self._coming, self._sequence, self._ends_secs = durable, sequence, at_secs + takes_secs
         self.begun_secs, self.was_cut_off = at_secs, False
 
     def cut_off(self) -> None:
-        """A failure: what is on its way does not arrive."""
+        """Drop the flush under way, at a failure."""
         self.was_cut_off = self.was_cut_off or self._coming is not None
         self._coming = None
 
     def arrived(self, now_secs: float) -> int | None:
-        """What is on storage by ``now_secs`` counts from now on.
+        """Complete the flush under way if it has ended by ``now_secs``.
 
         Returns:
-            The sequence of a snapshot that has arrived, where it has one.
+            The number of the snapshot that has arrived, if it has one.
         """
         if self._coming is None or self._ends_secs > now_secs:
             return None
@@ -125,11 +125,11 @@ class Backup:
 
     @property
     def ends_secs(self) -> float | None:
-        """When what is on its way to storage is there; None where nothing is."""
+        """When the flush under way ends; None if there is none."""
         return None if self._coming is None else self._ends_secs
 
     @property
     def step(self) -> int:
-        """Of the newest checkpoint that is on storage or on its way there; 0 where there is none."""
+        """Step of the newest checkpoint on storage or on its way there; 0 if there is none."""
         newest = self._coming or self.durable
         return 0 if newest is None else newest.step

@@ -24,16 +24,16 @@ from moe_ckpt_sim.run.recovery import Copies, Recoveries, Repair, host_nodes
 from moe_ckpt_sim.run.state import SimulatedState
 
 FUTILE_FAILURES = 100
-"""So many failures in a row without one recovery that ends, or one iteration gained for good, and a run is given up."""
+"""Failures in a row without a completed recovery, or without a lasting iteration, after which a run is given up."""
 
 
 class SpareNodes:
     """Nodes that wait to replace a dead one.
 
     Args:
-        count: At the start; None: there is always one.
-        repair_secs: None where dead nodes do not come back by themselves.
-        joins: Whether others may be added later on.
+        count: Spares at the start; None: there is always one.
+        repair_secs: Time until a dead node is a spare again; None for never.
+        joins: Other spares may be added later.
     """
 
     def __init__(self, count: int | None, repair_secs: float | None, joins: bool = False) -> None:
@@ -43,13 +43,13 @@ class SpareNodes:
         self._dead: deque[int] = deque()
 
     def add(self, at_secs: float) -> None:
-        """One more, from then on."""
+        """Add a spare from that time on."""
         heapq.heappush(self._coming, at_secs)
 
     def replace(self, nodes: Iterable[int], now: float) -> float:
-        """When all nodes that died and have no successor, ``nodes`` too since ``now``, have one; ``inf`` if never.
+        """Returns when all dead nodes, and ``nodes`` that die now, are replaced; ``inf`` if never.
 
-        One that died before and was not replaced since does not die again.
+        A node that died before and was not replaced yet does not die again.
         """
         if self._count is None:
             return now
@@ -65,7 +65,7 @@ class SpareNodes:
         return sorted(self._coming)[len(self._dead) - 1] if len(self._coming) >= len(self._dead) else inf
 
     def _arrive(self, now: float) -> None:
-        """Whoever is there by now takes the place of who died first."""
+        """Replace dead nodes, the first to die first, by spares that are available now."""
         if self._count is None:
             return
         while self._coming and self._coming[0] <= now:
@@ -78,9 +78,9 @@ class SpareNodes:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What fails at one moment: one failure, however many nodes it takes.
+    """One failure: everything that fails at one moment.
 
-    nodes: with their memory. restarted: those that stay, whose processes end.
+    nodes: lost nodes, with their memory. restarted: nodes that stay, but whose processes end.
     """
 
     at_secs: float
@@ -89,7 +89,7 @@ class _Failure:
 
 
 def _failures(events: Iterator[FailureEvent], spares: SpareNodes) -> Iterator[_Failure]:
-    """Nodes that join become spares as they pass by, up to the requested failure."""
+    """Yield failures. Nodes that join before the next one become spares."""
     for at, together in groupby(events, key=lambda event: on_clock(event.at_secs)):
         nodes, restarted = list[int](), list[int]()
         for event in together:
@@ -105,8 +105,8 @@ def _failures(events: Iterator[FailureEvent], spares: SpareNodes) -> Iterator[_F
 class _Attempt:
     """One recovery of some neighbouring stages, or of all.
 
-    start: the failure that it answers. phases: (field of ``BookedSecs``, seconds), one after the other. again:
-        rank-iterations that it computes a second time, those that a failure undid included.
+    start: time of the failure. phases: (field of ``BookedSecs``, seconds), one after the other. again: rank-iterations
+        that it computes a second time, those that a failure undid included.
     """
 
     segment: Segment
@@ -119,7 +119,7 @@ class _Attempt:
         return self.start + sum(secs for _, secs in self.phases)
 
     def spend(self, state: SimulatedState, start: float, stop: float) -> None:
-        """Book what of it lies between two moments."""
+        """Book the part of the recovery between two moments."""
         at = self.start
         for name, secs in self.phases:
             part = min(at + secs, stop) - max(at, start)
@@ -130,8 +130,6 @@ class _Attempt:
 
 class Failing:
     """Brings a run back after each failure.
-
-    ``events`` hands out what happens to nodes; those that join become spares as they pass by.
 
     stranded: a dead node is never replaced. hopeless: one recovery was started again ``FUTILE_FAILURES`` times.
     """
@@ -147,21 +145,21 @@ class Failing:
         self._next = next(self._upcoming, None)
         self.fallbacks = 0
         self.recovered = dict.fromkeys(Tier, 0)
-        """Recoveries, by the farthest tier that a rank loaded from."""
+        """Number of recoveries by the farthest tier that a rank loaded from."""
         self.steps_again = 0
-        """Rank-iterations that were, or are to be, computed a second time; of recoveries that ended."""
+        """Rank-iterations that are computed a second time, of recoveries that ended."""
         self.stranded = self.hopeless = False
 
     @property
     def next_secs(self) -> float:
-        """When the next failure comes; ``inf`` if none does."""
+        """Time of the next failure; ``inf`` if there is none."""
         return self._next.at_secs if self._next else inf
 
     def recover(self, state: SimulatedState, until: float) -> None:
-        """The failure that comes at ``state.now``, and all that come before it is repaired, or before ``until``."""
+        """Recover from the failure at ``state.now``, and from those before it is repaired, up to ``until``."""
         attempts, local, begun = list[_Attempt](), self._costs.system.rollback == "localized", 0
         dead, seals = set[int](), self._costs.system.seals and state.step > 0
-        # Those that end an update alone seal the next step, of which the dead have nothing.
+        # Ranks that complete an update alone seal the next step, of which dead ranks have nothing.
         sealed = state.track.sealed(state.step) if seals and not state.lost_memory.in_update else None
         while (failure := self._next) is not None and not self.hopeless:
             self._next = next(self._upcoming, None)
@@ -203,32 +201,32 @@ class Failing:
             self._go_back(state, source, tier, dead)
 
     def _ready(self, failure: _Failure, *, seal: bool) -> tuple[tuple[str, float], ...]:
-        """From a failure to ranks that can load: noticed, spares found, sealed by survivors, restarted.
+        """The phases from a failure to ranks that can load: detection, spares, sealing by survivors, restart.
 
-        seal: training stopped at it; in a recovery there is nothing to seal.
+        seal: the failure stopped training; during a recovery there is nothing to seal.
         """
         cluster = self._layout.cluster
         detect_secs = on_clock(cluster.detect_secs)
         noticed = failure.at_secs + detect_secs
-        there = self._spares.replace(failure.nodes, noticed)
+        replaced = self._spares.replace(failure.nodes, noticed)
         restart_secs = cluster.restart_secs
-        if cluster.in_place_secs is not None and there == noticed:
+        if cluster.in_place_secs is not None and replaced == noticed:
             restart_secs = cluster.in_place_secs
         sealing_secs = self._costs.copy_secs(self._costs.bytes_of.dense) if seal else 0.0
-        return ("down", detect_secs), ("idle", there - noticed), ("down", on_clock(restart_secs + sealing_secs))
+        return ("down", detect_secs), ("idle", replaced - noticed), ("down", on_clock(restart_secs + sealing_secs))
 
     def _source(self, state: SimulatedState, sealed: Durable | None) -> tuple[Durable | None, Tier]:
-        """What to go back to, and the farthest tier that some rank takes it from: own memory, a peer's, storage.
+        """The checkpoint to go back to, and the farthest tier that a rank loads from: own memory, a peer's, storage.
 
-        sealed: by survivors, all of the newest step.
+        sealed: the newest step, if survivors have sealed all of it.
         """
         if sealed is not None:
             return sealed, Tier.HOST
-        best = first_choice(self._left(state), lambda one: one[0].step)
+        best = first_choice(self._surviving(state), lambda one: one[0].step)
         return (None, Tier.STORAGE) if best is None else best
 
-    def _left(self, state: SimulatedState) -> Iterator[tuple[Durable, Tier]]:
-        """Yields the checkpoints that failures have left, of the nearest tier first."""
+    def _surviving(self, state: SimulatedState) -> Iterator[tuple[Durable, Tier]]:
+        """Yield the checkpoints that survived, of the nearest tier first."""
         track, lost = state.track, state.lost_memory
         if self._costs.system.durable == "storage":
             stored = track.newest
@@ -242,7 +240,7 @@ class Failing:
             yield stored, Tier.STORAGE
 
     def _logged(self, state: SimulatedState, source: Durable) -> bool:
-        """Whether logs have all that a stage computes alone from there on."""
+        """Returns whether upstream logs reach back far enough for a stage to recover alone."""
         if source.window is None:
             return False
         return self._costs.log.reaches(self._recoveries.logged_steps(source.window, state.step - source.step))
@@ -255,7 +253,7 @@ class Failing:
         failure: _Failure,
         ready: tuple[tuple[str, float], ...],
     ) -> _Attempt:
-        """All ranks; with nothing to return to they start from scratch at once."""
+        """The recovery of all ranks; without a checkpoint they start from scratch at once."""
         repair = Repair(0.0, 0.0)
         if source is not None and source.anchored_at is not None and tier is not Tier.STORAGE:
             repair = self._recoveries.logged(source.step - source.anchored_at, tier)
@@ -276,8 +274,10 @@ class Failing:
         failure: _Failure,
         ready: tuple[tuple[str, float], ...],
     ) -> list[_Attempt]:
-        """The recoveries under way and those of the stages of ``failure``: neighbours start again together, and
-        others continue separately (MoEvement, appendix A)."""
+        """The recoveries under way, with those of the stages of ``failure`` added.
+
+        Neighbours start again together, others continue separately (MoEvement, appendix A).
+        """
         at, steps = failure.at_secs, state.step - source.step
         hit = (*failure.nodes, *failure.restarted)
         for failed in segments(stage for node in hit for stage in self._layout.stages_of(node)):
@@ -292,7 +292,7 @@ class Failing:
         return attempts
 
     def _go_back(self, state: SimulatedState, source: Durable | None, tier: Tier, dead: Collection[int]) -> None:
-        """All ranks: to the newest durable checkpoint whose copies are still there, or to the very beginning."""
+        """Roll all ranks back to ``source``, or to the beginning if it is None."""
         in_memory = tier is not Tier.STORAGE
         if source is not state.track.newest and tier is Tier.STORAGE:
             self.fallbacks += 1
@@ -303,13 +303,13 @@ class Failing:
         step = 0 if source is None else source.step
         again, state.step = state.step - step, step
         state.secs.lost += again * self._costs.iteration.secs
-        # What a process kept in memory is there where its node is (two-level PEC).
+        # A process's checkpoints in memory survive if its node does (two-level PEC).
         gone = np.isin(self._host_nodes, list(state.lost_memory.nodes)).any(axis=2)
-        kept = in_memory or self._costs.system.durable == "storage"
-        # Of the same step as what survivors sealed, their experts join it.
+        has_memory = in_memory or self._costs.system.durable == "storage"
+        # If survivors sealed the same step, their experts are taken.
         is_same = in_memory and not again and not state.lost_memory.in_update
         sealed = self._survivors.experts(dead) if is_same else None
-        state.track.fail(source, np.logical_not(gone) if kept else None, sealed)
+        state.track.fail(source, np.logical_not(gone) if has_memory else None, sealed)
 
 
 def _attempt(segment: Segment, at: float, ready: tuple[tuple[str, float], ...], repair: Repair, again: int) -> _Attempt:

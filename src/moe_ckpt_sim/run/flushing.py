@@ -1,4 +1,4 @@
-"""When checkpoints in memory are written to storage, and what a policy is told of both."""
+"""The schedule of flushes from memory to storage, and the facts that a policy gets about both."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from moe_ckpt_sim.run.state import SimulatedState
 
 
 class Flushing:
-    """Of one system; whatever it says is as of ``state``.
+    """The flushes of one system, as of the current ``state``.
 
-    Most systems take to storage what is complete in memory. One whose policy plans for both apart
-    (``Needs.tiers``) begins a snapshot for storage when that is due.
+    Most systems flush what is complete in memory. A system whose policy plans for memory and storage separately
+    (``Needs.tiers``) begins a snapshot for storage when one is due.
     """
 
     def __init__(self, costs: Costs, state: SimulatedState) -> None:
@@ -27,12 +27,12 @@ class Flushing:
 
     @property
     def secs(self) -> float:
-        """To write what memory holds complete. Of a window all slots, of a partial checkpoint all that it stands on."""
+        """Time to write the complete checkpoint in memory: of a window all slots, of a partial one all state."""
         newest = self._state.track.newest
         return self._costs.storage_secs(self._costs.bytes_of.held(newest.window if newest else None))
 
     def _facts(self, step: int) -> StorageFacts:
-        """As of ``step``. What a run begins with is taken to be on storage."""
+        """The facts for the cadence at ``step``. The beginning of a run counts as on storage."""
         state, track = self._state, self._state.track
         return StorageFacts(
             step=step,
@@ -46,7 +46,7 @@ class Flushing:
 
     @property
     def is_due(self) -> bool:
-        """What is complete in memory is to be written. One after the other; what a failure cut off is begun at once."""
+        """True if memory's complete checkpoint is to be flushed now, at once if a failure cut off the last flush."""
         backup, newest = self._state.track.backup, self._state.track.newest
         if self._tiered or self._cadence is None or newest is None or newest.step <= backup.step:
             return False
@@ -54,7 +54,7 @@ class Flushing:
 
     @property
     def next_is_due(self) -> bool:
-        """The snapshot that begins now goes to storage: the very first one always does."""
+        """True if the snapshot that begins now goes to storage, as the first one always does."""
         track = self._state.track
         if self._cadence is None or track.backup.ends_secs is not None or track.flush_is_coming:
             return False
@@ -62,24 +62,24 @@ class Flushing:
         return first or track.backup.was_cut_off or self._cadence.due(self._facts(self._state.step))
 
     def begin(self) -> None:
-        """What is durable in memory now is written to storage, too."""
+        """Begin to write the newest checkpoint in memory to storage."""
         state = self._state
         if state.track.newest is not None:
             state.track.backup.begin(state.track.newest, state.now, on_clock(self.secs))
 
     def informed(self, context: PolicyContext) -> PolicyContext:
-        """With what a policy may know of memory."""
+        """Returns the context with the facts about memory."""
         tiers = self._costs.system.memory_tiers | ({Tier.STORAGE} if self.next_is_due else set())
         memory = replace(context.memory, tiers=tiers, sends=self._costs.sends)
-        # Without storage, memory is all that there is to be safe in.
+        # Without storage, checkpoints can be safe only in memory.
         run = replace(context.run, nothing_safe=context.run.nothing_safe and self._cadence is not None)
         return replace(context, run=run, memory=memory)
 
     def undisturbed_secs(self, otherwise: float) -> float:
-        """Until then there is nothing to look at between rounds.
+        """Returns the time until which no flush interrupts the rounds.
 
         Args:
-            otherwise: When something else is.
+            otherwise: Time of another interruption.
         """
         track, newest = self._state.track, self._state.track.newest
         if self._cadence is None or newest is None:
@@ -92,7 +92,7 @@ class Flushing:
         return otherwise if secs is None else min(otherwise, track.backup.begun_secs + on_clock(secs))
 
     def undisturbed_steps(self) -> float:
-        """Likewise, in steps from here."""
+        """Returns the steps from here until which no flush interrupts the rounds."""
         track, newest = self._state.track, self._state.track.newest
         if self._cadence is None or newest is None or track.backup.ends_secs is not None:
             return inf

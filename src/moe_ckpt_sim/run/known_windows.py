@@ -15,22 +15,22 @@ class KnownWindows:
         self._ordered: tuple[Window, int] | None = None
 
     def find(self, key: bytes) -> Window | None:
-        """The window that the policy made from the same inputs; None if there is none."""
+        """Returns the window that the policy made from the same inputs; None if there is none."""
         return self._windows.get(key)
 
     def keep(self, key: bytes, window: Window) -> None:
-        """Keep it, and drop the oldest if there are many."""
+        """Store the window, and drop the oldest if there are too many."""
         if len(self._windows) >= _WINDOWS_KEPT:
             self._windows.pop(next(iter(self._windows)))
         self._windows[key] = window
 
     def order_of(self, window: Window) -> int:
-        """Alike for windows of the same slots that were ordered by the same frequencies; within one process only."""
+        """A hash that is equal for windows with the same slots and frequencies, within one process."""
         slots, frequencies = window.slots, window.frequencies
         if self._ordered is not None:
-            last, known = self._ordered
+            last, order = self._ordered
             if last.slots is slots and last.frequencies is frequencies:  # a moved window, most of the time
-                return known
-        found = hash((slots, None if frequencies is None else tuple(frequencies.items())))
-        self._ordered = window, found
-        return found
+                return order
+        order = hash((slots, None if frequencies is None else tuple(frequencies.items())))
+        self._ordered = window, order
+        return order

@@ -21,11 +21,11 @@ from moe_ckpt_sim.run.durable import Durable
 class MovingRunLedger(RunLedger):
     """A trainer's ledger that can record many steps at once, and be moved ahead in time.
 
-    Steps recorded together route equally, and time-decayed activity is set to its limit under them.
+    Steps that are recorded together route equally, and time-decayed activity is set to its limit under them.
 
     Args:
-        stores: Storage has its own ledger; without, what is durable stands for it.
-        watched: The policy reads these at each step, as a budget for lost tokens does.
+        stores: Storage has its own ledger; otherwise a durable checkpoint counts as on storage.
+        watched: The policy reads the ledger at each step, as one with a budget for lost tokens does.
     """
 
     def __init__(
@@ -35,19 +35,19 @@ class MovingRunLedger(RunLedger):
         self._stores, self._watched = stores, watched
 
     def empty(self) -> MovingRunLedger:
-        """The ledger that a new life begins with."""
+        """Returns an empty ledger for a new life."""
         return MovingRunLedger(
             self.catalog, outlives_process=self.outlives_process, stores=self._stores, watched=self._watched
         )
 
     def routed_often(self, counts: Counts, steps: int) -> None:
-        """``steps`` optimizer steps, each of which routed ``counts`` [L, E]."""
+        """Record ``steps`` optimizer steps, each of which routed ``counts`` [L, E]."""
         if steps >= 1:
             self.tokens.apply(counts * steps)
             self.activity.add_often(counts, steps)
 
     def _missing(self, under_way: Sequence[InFlight]) -> tuple[str, ...]:
-        """The first checkpoint of a run is dense, whatever the policy: after it, nothing is, but on storage."""
+        """The operators without a version: all before the first checkpoint, later only those that storage lacks."""
         if self.last_step is None or not self._stores:
             return self.catalog.everything if self.last_step is None else ()
         return super()._missing(under_way)
@@ -55,11 +55,11 @@ class MovingRunLedger(RunLedger):
     def return_to(
         self, checkpoint: Durable, alive: npt.NDArray[np.bool_] | None, sealed: npt.NDArray[np.bool_] | None
     ) -> FaultRecord:
-        """As ``resume_from``, from a checkpoint that was never written.
+        """Resume from a simulated checkpoint, as ``resume_from`` does from a written one.
 
         Args:
-            alive: See ``Track.fail``.
-            sealed: Likewise.
+            alive: As in ``Track.fail``.
+            sealed: As in ``Track.fail``.
         """
         self.ledger = ledger = checkpoint.ledger.as_of(checkpoint.ledger.tokens.applied)
         if sealed is not None:
@@ -68,18 +68,18 @@ class MovingRunLedger(RunLedger):
             alive = sealed if alive is None else alive | sealed
         self.index, self.last_step = checkpoint.index + 1, checkpoint.step
         self.committed_step = checkpoint.step
-        step, left = checkpoint.step, tuple(_left(ledger, alive))
-        plan = plan_recovery(f"step {step}", step, self.catalog.everything, left)
+        step, inventories = checkpoint.step, tuple(_inventories(ledger, alive))
+        plan = plan_recovery(f"step {step}", step, self.catalog.everything, inventories)
         fault = ledger.recover(step, _seen(ledger, plan))
         if self.outlives_process and alive is not None:
             self._rescued = self._newer()
         return fault
 
     def sealed(self, number: int, *, sent: bool) -> None:
-        """Every rank has a snapshot in its memory, as a recovery would find it.
+        """Record that every rank has sealed a snapshot in its memory.
 
         Args:
-            sent: To peers, too; then it is settled once those have it.
+            sent: It also goes to peers; then it is settled once they have it.
         """
         if not sent:
             self.in_memory(number, complete=True)
@@ -90,10 +90,10 @@ class MovingRunLedger(RunLedger):
         self._rescued -= frozenset(operators)
 
     def move(self, steps: int, checkpoints: int, counts: Counts) -> None:
-        """Everything as it would be ``steps`` later, in a run that does all the time what it did before.
+        """Advance everything by ``steps``, in a run that repeats itself.
 
         Args:
-            checkpoints: Begun in that time.
+            checkpoints: Number of checkpoints that begin in that time.
         """
         self.ledger.move(steps, counts, stored=not self.outlives_process)
         self.index += checkpoints
@@ -102,14 +102,14 @@ class MovingRunLedger(RunLedger):
         if self.window is not None:
             self.window = replace(self.window, start=self.window.start + steps)
         self.sealing = {number: moved(snapshot, steps, counts) for number, snapshot in self.sealing.items()}
-        # What goes on from memory to storage stays what it is.
+        # A snapshot on its way from memory to storage does not move.
         if not self.outlives_process:
             self.pending = {number: moved(snapshot, steps, counts) for number, snapshot in self.pending.items()}
 
     def pattern(self, step: int) -> tuple[bytes, ...]:
-        """All inputs of policies, relative to ``step``: equal at two steps if the run repeats itself.
+        """All inputs of policies relative to ``step``, which are equal at two steps if the run repeats itself.
 
-        Where memory outlives the process, most policies look at storage only when it is due.
+        If memory outlives the process, most policies read storage only when it is due.
         """
         resting = self.outlives_process and not self._watched
         tiers = sorted(tier for tier in self.tokens.saved if not (resting and tier is Tier.STORAGE))
@@ -118,11 +118,11 @@ class MovingRunLedger(RunLedger):
         if self.outlives_process:
             ages = [step - self.ledger.expert_steps(tier) for tier in tiers]
         hard = self.activity.popularity(TOKENS).tobytes()
-        return *(each.tobytes() for each in ages), hard, repr(sorted(self.rescued)).encode(), *unsaved
+        return *(steps.tobytes() for steps in ages), hard, repr(sorted(self.rescued)).encode(), *unsaved
 
 
 def moved(snapshot: InFlight, steps: int, counts: Counts) -> InFlight:
-    """A snapshot under way, as it would be ``steps`` later."""
+    """Returns a snapshot under way, advanced by ``steps``."""
     identity, contents, window = snapshot.identity, snapshot.contents, snapshot.contents.window
     if window is not None:
         contents = replace(contents, window=replace(window, start=window.start + steps))
@@ -130,12 +130,12 @@ def moved(snapshot: InFlight, steps: int, counts: Counts) -> InFlight:
     return replace(snapshot, identity=identity, contents=contents, applied=applied)
 
 
-def _left(ledger: Ledger, alive: npt.NDArray[np.bool_] | None) -> Iterator[Inventory]:
-    """Yields what a failure leaves, nearest first. Sizes are not asked for.
+def _inventories(ledger: Ledger, alive: npt.NDArray[np.bool_] | None) -> Iterator[Inventory]:
+    """Yields the sources that a failure leaves, nearest first; their sizes are not needed and are 0.
 
     Args:
-        ledger: As of the checkpoint that the run returns to.
-        alive: See ``Track.fail``.
+        ledger: The ledger as of the checkpoint that the run returns to.
+        alive: As in ``Track.fail``.
     """
     catalog = ledger.catalog
     nothing = np.zeros(len(catalog.operators), dtype=np.int64)
@@ -146,17 +146,17 @@ def _left(ledger: Ledger, alive: npt.NDArray[np.bool_] | None) -> Iterator[Inven
         yield Inventory(Tier.HOST, "own memory", here, nothing)
         yield Inventory(Tier.PEER, "peers' memory", ledger.steps(Tier.PEER), nothing)
     yield Inventory(Tier.STORAGE, "storage", ledger.steps(Tier.STORAGE), nothing)
-    # An expert that no snapshot had to name, for it has seen no token.
+    # It covers experts that are in no snapshot, since they have seen no token.
     yield Inventory(Tier.STORAGE, "the run's beginning", nothing, nothing)
 
 
 def _seen(ledger: Ledger, plan: RecoveryPlan) -> Counts:
     """Returns ``[L, E]`` tokens seen by the experts that ``plan`` takes from memory; 0 of others."""
     catalog, saved = ledger.catalog, ledger.tokens.saved
-    found = np.zeros_like(ledger.tokens.applied)
+    tokens = np.zeros_like(ledger.tokens.applied)
     for number, source in enumerate(plan.sources):
         places = np.flatnonzero(plan.chosen == number)
         if source.tier is not Tier.STORAGE and len(places):
             at = tuple(catalog.layer_and_expert[places[catalog.is_expert[places]]].T)
-            found[at] = saved[source.tier][at]
-    return found
+            tokens[at] = saved[source.tier][at]
+    return tokens

@@ -1,4 +1,4 @@
-"""How long recoveries take."""
+"""The times that recoveries take."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from moe_ckpt_sim.cluster.surviving import expert_ranks
 
 @dataclass(frozen=True)
 class Repair:
-    """What one recovery takes, in seconds, once its nodes are there.
+    """The times of one recovery, in seconds, from ranks that can load on.
 
     Attributes:
-        retrieve: Loading.
-        replay: Computing again.
+        retrieve: Time to load.
+        replay: Time to compute again.
     """
 
     retrieve: float
@@ -35,7 +35,7 @@ class Recoveries:
     """Times of recoveries of one system on one layout.
 
     Args:
-        micro_batches: M, of one pipeline.
+        micro_batches: M of one pipeline.
     """
 
     def __init__(self, costs: Costs, micro_batches: int) -> None:
@@ -43,32 +43,34 @@ class Recoveries:
         self._model = costs.layout.model
 
     def whole(self, window: Window | None, counts: Counts, tier: Tier) -> Repair:
-        """All ranks go back: load, and compute a window again. Iterations after it are trained as usual.
+        """Recovery of all ranks, which load and compute a window again. Later iterations are trained as usual.
 
         Args:
-            tier: The farthest that some rank loads from.
+            tier: The farthest tier that a rank loads from.
         """
         replay = self._replay_secs(window, counts, self._costs.iteration.secs) if window else 0.0
         return Repair(self._load_secs(window, tier), replay)
 
     def logged(self, steps: Counts, tier: Tier) -> Repair:
-        """All ranks go back to the newest step of a log of gradients: load anchors and gradients, and take the updates
-        since the oldest anchor again, each as long as one of training, since whole parameters are stepped.
+        """Recovery of all ranks to the newest step of a log of gradients.
+
+        They load anchors and gradients, and repeat the updates since the oldest anchor. Each takes as long as in
+        training, since whole parameters are updated.
 
         Args:
-            steps: ``[operators]`` from each anchor to that step.
+            steps: ``[operators]`` steps from each anchor to that step.
         """
         held, replayed = self._costs.bytes_of.log(steps), int(steps.max(initial=0))
         from_peers = held.rank / self._costs.nic_rate if tier is Tier.PEER else 0.0
         return Repair(from_peers + self._costs.copy_secs(held), replayed * self._costs.iteration.update_secs)
 
     def local(self, window: Window, counts: Counts, steps: int, stages: int, tier: Tier) -> Repair:
-        """Some neighbouring stages go back, and come up to the others by their logs, which are brought to them first.
+        """Recovery of some neighbouring stages alone, which first receive the other stages' logs and replay from them.
 
         Args:
             steps: Iterations since the window's end.
-            stages: How many; they are a short pipeline of their own.
-            tier: Where their memory is, own or peers'.
+            stages: Number of stages; they form a short pipeline.
+            tier: The memory that they load from, own or peers'.
         """
         alone = self.alone_secs(stages)
         brought = self.logged_steps(window, steps) * self._costs.log.step_bytes / self._costs.nic_rate
@@ -77,83 +79,83 @@ class Recoveries:
 
     @staticmethod
     def logged_steps(window: Window, steps: int) -> int:
-        """Iterations that a stage computes alone.
+        """Returns the number of iterations that a stage computes alone.
 
         Args:
-            window: What it loads.
+            window: The window that it loads.
             steps: Iterations since the window's end.
         """
         return window.size - 1 + steps
 
     def alone_secs(self, stages: int) -> float:
-        """One iteration of some neighbouring stages: (M + n - 1) / M as long as one of them, never over a whole one."""
+        """Time of an iteration of n stages alone: (M + n - 1) / M times that of one, at most a whole iteration."""
         iteration, many = self._costs.iteration, self._micro_batches
         one = iteration.alone_secs - iteration.update_secs
         return min(iteration.secs, one * (many + stages - 1) / many + iteration.update_secs)
 
     def _replay_secs(self, window: Window, counts: Counts, iteration_secs: float) -> float:
-        """W - 1 iterations, without weight gradients of what is not anchored yet (MoEvement, section 3.3)."""
+        """Time of W - 1 iterations without weight gradients of operators not anchored yet (MoEvement, section 3.3)."""
         saving = self._costs.iteration.frozen_saving if self._costs.system.freeze else 0.0
         return sum(iteration_secs * (1.0 - saving * frozen) for frozen in self._frozen_work(window, counts))
 
     def _frozen_work(self, window: Window, counts: Counts) -> list[float]:
-        """Portion of an iteration's arithmetic that is in operators which are anchored later, of each replay."""
-        place = self._model.catalog.index_of
+        """For each replayed iteration, the portion of arithmetic in operators that are anchored later."""
+        index = self._model.catalog.index_of
         work = self._work(counts)
-        slots = [float(work[[place[op] for op in slot]].sum()) for slot in window.slots]
+        slots = [float(work[[index[op] for op in slot]].sum()) for slot in window.slots]
         total = sum(slots)
         return [sum(slots[at + 1 :]) / total for at in range(len(slots) - 1)] if total else []
 
     def _work(self, counts: Counts) -> npt.NDArray[np.float64]:
-        """Per operator, in the order of the catalog: parameters times the share of tokens that go through them."""
+        """Work of each operator, in the order of the catalog: parameters times the share of tokens that use them."""
         catalog = self._model.catalog
-        found = self._elements.copy()
+        work = self._elements.copy()
         tokens = counts.sum(axis=1) / max(self._model.top_k, 1)
         for op, (layer, expert) in catalog.expert_at.items():
-            found[catalog.index_of[op]] *= counts[layer, expert] / tokens[layer] if tokens[layer] else 0.0
-        return found
+            work[catalog.index_of[op]] *= counts[layer, expert] / tokens[layer] if tokens[layer] else 0.0
+        return work
 
     @cached_property
     def _elements(self) -> npt.NDArray[np.float64]:
-        """Embeddings are looked up, not multiplied."""
+        """Parameters of each operator; 0 for embeddings, which are looked up and not multiplied."""
         model = self._model
         first = {op: layer < 0 for op, layer in model.stage_layer.items()}
         return np.array([0.0 if first[op] else float(model.elements[op]) for op in model.catalog.everything])
 
     def _load_secs(self, window: Window | None, tier: Tier) -> float:
-        """A checkpoint: from storage, or from each node's own memory, and that of the dead node from its peers."""
+        """Time to load a checkpoint, from storage or from memory, the dead node's from its peers."""
         costs, held = self._costs, self._costs.bytes_of.held(window)
         if tier is Tier.STORAGE:
             return costs.copy_secs(held) + costs.storage_secs(held)
         return self._memory_secs(window, tier)
 
     def _memory_secs(self, window: Window | None, tier: Tier) -> float:
-        """What the ranks of one node have of a checkpoint, from its own memory, or into that from peers' before."""
+        """Time to load the checkpoint of one node's ranks from its own memory, into which peers may first send it."""
         costs, held = self._costs, self._costs.bytes_of.held(window)
         from_peers = held.rank / costs.nic_rate if tier is Tier.PEER else 0.0
         return from_peers + costs.copy_secs(held)
 
 
 class Copies:
-    """Where the copies of a layout's ranks lie, by the placement that a trainer uses (``peers.replica_placement``)."""
+    """The nodes that hold copies of each rank, by the placement that a trainer uses (``peers.replica_placement``)."""
 
     def __init__(self, layout: ClusterLayout, replicas: int) -> None:
-        """replicas: of each rank; 0: none but its own.
+        """Place the copies. replicas: copies of each rank on peers.
 
         Raises:
-            ConfigError: there are no other nodes or domains for so many.
+            ConfigError: there are too few nodes or domains.
         """
         self._holders = defaultdict[int, set[frozenset[int]]](set)
         for rank, peers in enumerate(layout.placed(replicas).peers_of):
             self._holders[layout.node_of(rank)].add(frozenset(map(layout.node_of, peers)))
 
     def lost(self, nodes: Collection[int]) -> bool:
-        """Whether no memory is left of some rank, when the memory of all these nodes is gone."""
+        """Returns whether some rank has no copy left once the memory of all these nodes is gone."""
         gone = set(nodes)
         return any(holders <= gone for node in gone for holders in self._holders[node])
 
 
 def host_nodes(layout: ClusterLayout) -> Counts:
-    """``[L, E, n]``: nodes whose ranks copy a part of the expert into their memory; padded with -1."""
+    """Returns ``[L, E, n]`` nodes whose ranks copy a part of the expert into their memory, padded with -1."""
     ranks = expert_ranks(layout)
     return np.where(ranks < 0, -1, ranks // layout.cluster.gpus_per_node)

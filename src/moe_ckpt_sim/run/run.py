@@ -1,15 +1,15 @@
 """The simulation of one run, driven by the library's own policy.
 
 Between two events a run repeats itself: the policy sees the same pattern of ages, unsaved tokens and snapshots under
-way that it saw a round before, and decides the same. So rounds are stepped through once, and then moved ahead in time
-all at once (``stepping.Stepper``). That gives the same outcome to the last bit, since time is in whole parts
-(``sim.clock``). It is an approximation where a policy uses the whole run so far: under a PLT budget, and where
-experts that were not saved for long go first, by the run's own mean interval (load_aware, least_loss, MoEtion); there
-one lost token in a thousand was seen to differ.
+way as one round before, and decides the same. So a round is stepped through once, and then many rounds are skipped at
+once (``stepping.Stepper``). The outcome is the same to the last bit, since time is in whole parts (``cluster.clock``).
+It is an approximation for policies that use the whole run so far: under a PLT budget, and if experts that were not
+saved for long come first, by the run's own mean interval (load_aware, least_loss, MoEtion). In tests one lost token in
+a thousand differed.
 
-The work grows with failures, changes of load and the length of a round, not with iterations or GPUs. So there is no
-event queue here (simpy was considered): it would spend its time on what repeats, and what is left between two failures
-are a dozen additions.
+The work grows with failures, changes of load and the length of a round, not with iterations or GPUs. Hence there is no
+event queue (simpy was considered): it would step through all repeated rounds, while the code here needs a dozen
+additions between two failures.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from moe_ckpt_sim.run.state import SimulatedState
 from moe_ckpt_sim.run.stepping import Stepper
 
 Progress = Callable[[float], None]
-"""Told the portion of the run that is done."""
+"""A callback that gets the portion of the run that is done."""
 
 _ROUNDING = 1e-9
-"""Of a portion of time."""
+"""Tolerance for a portion of time."""
 
 
 def simulate(scenario: Scenario, progress: Progress | None = None) -> Outcome:
-    """Simulates a run. The same scenario gives the same outcome; failures and loads do not depend on the system.
+    """Simulate a run. The same scenario gives the same outcome; failures and loads do not depend on the system.
 
     Args:
         progress: Called at every failure, and when the load changes.
 
     Raises:
-        ConfigError: the policy cannot serve the model, copies are to be kept on more other nodes than there are, or an
-            interval is asked of a formula that has none here.
+        ConfigError: the policy cannot serve the model, there are too few nodes for the copies, or the rule for the
+            interval needs a mean time between failures that the failures do not have.
     """
     scenario.require_peers()
     run = Run(with_interval(scenario, ettr_of))
@@ -53,20 +53,20 @@ def simulate(scenario: Scenario, progress: Progress | None = None) -> Outcome:
 
 
 def ettr_of(scenario: Scenario, least: float = 0.0) -> float:
-    """The ETTR of a run; or, as soon as it is certain to stay below ``least``, some figure between the two."""
+    """Returns the ETTR of a run, or a figure from it to ``least`` as soon as it is certain to stay below ``least``."""
     run = Run(scenario)
     run.advance(inf, least=least)
     return run.outcome().ettr if run.done else run.most_ettr
 
 
 class Run:
-    """One run, which can be simulated up to some moment, looked at, and gone on with.
+    """One run, which can be simulated in parts.
 
-    Where it is stopped changes nothing: that is only where a failure has just been repaired.
+    It stops only after a repaired failure, so the parts do not change the outcome.
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        """scenario: with an interval that its policy says itself (``intervals.with_interval``)."""
+        """Set up the run. scenario: its policy chooses its own interval (``intervals.with_interval``)."""
         self._scenario = scenario
         layout, cluster = scenario.layout, scenario.layout.cluster
         seeds = np.random.SeedSequence(scenario.seed).spawn(2)
@@ -82,7 +82,7 @@ class Run:
         self._end = on_clock(scenario.duration_secs)
         self._history: list[Sample] = []
         self._verdict = ""
-        self._kept = self._futile = 0
+        self._last_step = self._futile = 0
         self.done = False
 
     @property
@@ -91,15 +91,15 @@ class Run:
 
     @property
     def most_ettr(self) -> float:
-        """What it would come to if nothing failed and nothing stalled from now on."""
+        """The greatest ETTR that the run can reach, without failures or stalls from now on."""
         state = self._stepper.state
         return 1.0 - (state.now - state.step * self._costs.iteration.secs) / self._end
 
     def advance(self, until_secs: float, progress: Progress | None = None, least: float = 0.0) -> None:
-        """Simulate to the first repaired failure from ``until_secs`` on, or to the end.
+        """Simulate to the first repaired failure at or after ``until_secs``, or to the end.
 
         Args:
-            least: Stop, too, when the ETTR can no longer reach it.
+            least: Stop early once the ETTR can no longer reach it.
         """
         state, end = self._stepper.state, self._end
 
@@ -121,8 +121,8 @@ class Run:
         self._failing.recover(state, self._end)
         self._stepper.interrupted()
         self._sample(state)
-        before, self._kept = self._kept, state.step
-        self._futile = 0 if self._kept > before else self._futile + 1
+        before, self._last_step = self._last_step, state.step
+        self._futile = 0 if self._last_step > before else self._futile + 1
         if self._futile >= FUTILE_FAILURES or self._failing.hopeless:
             self._verdict = self._why_futile(state, max(self._futile, FUTILE_FAILURES))
 
@@ -147,7 +147,7 @@ class Run:
         )
 
     def outcome(self) -> Outcome:
-        """Of the run so far."""
+        """Returns the outcome of the run so far."""
         scenario, state = self._scenario, self._stepper.state
         tokens = state.track.run_ledger.tokens
         useful = state.step * self._costs.iteration.secs

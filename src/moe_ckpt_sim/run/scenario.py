@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt_sim.checks import MOST_WHOLE, above_zero, at_least, given, whole
+from moe_ckpt_sim.checks import MOST_WHOLE, above_zero, at_least, not_none, whole
 from moe_ckpt_sim.cluster.clock import MOST_SECS
 from moe_ckpt_sim.cluster.cluster import ClusterLayout
 from moe_ckpt_sim.failures.failures import Failures
@@ -17,9 +17,9 @@ from moe_ckpt_sim.workload.model import Precision
 from moe_ckpt_sim.workload.training import Batch, Iteration
 
 LEAST_ITERATION_SECS = 1e-6
-"""Shorter ones would be lost in the parts of ``sim.clock``."""
+"""Shorter iterations would be lost in the rounding of ``cluster.clock``."""
 MOST_DRIFTS = 1_000_000
-"""Of a load in one run: more would not end in reasonable time."""
+"""Most changes of a load in one run; more would take too long to simulate."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Scenario:
     tokens_per_step: tokens that one iteration trains, before top-k.
 
     Attributes:
-        stepwise: Step through every round of a run that repeats itself: for checking, it takes longer and changes
-            nothing.
+        stepwise: Step through every round of a run that repeats itself, for checks: it takes longer, with the same
+            outcome.
     """
 
     layout: ClusterLayout
@@ -55,7 +55,7 @@ class Scenario:
         whole("Scenario", 0, seed=self.seed)
         self._require_few()
         mean, cluster = self.failures.mean_secs, self.layout.cluster
-        restarts = given(restart_secs=cluster.restart_secs, in_place_secs=cluster.in_place_secs)
+        restarts = not_none(restart_secs=cluster.restart_secs, in_place_secs=cluster.in_place_secs)
         quicker = min(restarts, key=restarts.__getitem__)
         down = cluster.detect_secs + restarts[quicker]
         if mean is not None and mean <= down:
@@ -81,10 +81,10 @@ class Scenario:
             )
 
     def require_peers(self) -> None:
-        """Whoever simulates it calls this; a scenario alone may be there for its other parts.
+        """Check that there are enough peers. Simulations call it; other uses of a scenario do not need it.
 
         Raises:
-            ConfigError: the system keeps copies on more other nodes, or domains, than there are.
+            ConfigError: there are too few nodes or domains for the system's copies.
         """
         system, nodes, cluster = self.system, self.layout.nodes, self.layout.cluster
         if system.durable == "peers" and system.replicas >= nodes:
@@ -104,16 +104,16 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the time went, in seconds. All together are the run's duration.
+    """The uses of a run's time, in seconds. They add up to its duration.
 
     Attributes:
         useful: Iterations that were not lost later, each counted once and without stalls.
-        stall: Training waited for checkpointing or was slowed down by it, in lost iterations, too.
-        lost: Iterations that a failure undid, and parts of iterations.
-        down: From failures to restarted ranks.
+        stall: Waits for checkpointing and slowdowns by it, those of lost iterations included.
+        lost: Iterations that a failure undid, and partial iterations.
+        down: From failures to restarted ranks, without waits for spares.
         idle: Waiting for a spare.
         retrieve: Loading state.
-        replay: Computing windows again, by all or by one stage.
+        replay: Computing windows again, by all stages or by one.
     """
 
     useful: float = 0.0
@@ -130,20 +130,20 @@ class Spent:
 
     @property
     def recovery(self) -> float:
-        """What the papers call total recovery time: all but useful time and stalls."""
+        """Total recovery time, as the papers define it: all but useful time and stalls."""
         return self.total - self.useful - self.stall
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The run at one moment, taken after each recovery and at the end.
+    """The state of a run at one moment, taken after each recovery and at the end.
 
     Attributes:
-        useful_steps: Iterations done and not undone.
+        useful_steps: Iterations done and not undone so far.
         plt: Portion of lost tokens so far.
-        k: Experts per layer and checkpoint, where the policy counts so.
+        k: Experts per layer and checkpoint; None for policies without K.
         window: W.
-        saved_fraction: Bytes of the newest checkpoint or window's heaviest slot over those of a dense one.
+        saved_fraction: Bytes of the newest checkpoint or window's largest slot, over those of a dense one.
     """
 
     at_secs: float
@@ -162,26 +162,25 @@ class Outcome:
     Attributes:
         ettr: Useful time over all time.
         steps: Iterations done at the end.
-        iteration_secs: Of one, without stalls.
-        advances: False where training never got beyond a failure: the run was cut off, and ``verdict`` says why.
-        interval: Iterations between checkpoints, the newest; None for windows.
+        iteration_secs: Time of an iteration without stalls.
+        advances: False if training does not advance or was cut off; ``verdict`` says why.
+        interval: Iterations between the newest checkpoints; None for windows.
         window: W of the newest window.
-        mean_stall_secs: Per iteration.
-        rank_bytes_per_step, total_bytes_per_step: Of snapshots, mean over all iterations, on the rank that has
-            most, and on all.
-        sent_bytes_per_step: Of what of them leaves that rank, one copy of it.
-        heaviest_bytes: Of one snapshot, on one rank.
-        logged_bytes_per_step, log_bytes: Of an upstream log, on the rank with most of it: per iteration, and of host
-            memory, where it reaches as far back as a recovery may.
+        mean_stall_secs: Mean stall per iteration.
+        rank_bytes_per_step, total_bytes_per_step: Mean bytes of snapshots per iteration, on the rank that has most and
+            on all ranks.
+        sent_bytes_per_step: Mean bytes per iteration that leave that rank, for one copy.
+        heaviest_bytes: Most bytes of one snapshot on one rank.
+        logged_bytes_per_step, log_bytes: Bytes of the upstream log on the rank that logs most: per iteration, and in
+            host memory if it reaches back as far as a recovery may.
         fallbacks: Recoveries that could not return to the newest checkpoint.
-        recovered: Recoveries by the farthest tier that some rank loaded from: "host", its own memory; "peer";
+        recovered: Recoveries by the farthest tier that some rank loaded from: "host" (its own memory), "peer" or
             "storage".
-        steps_again: Rank-iterations computed a second time, by whoever went back: those that a failure undid, and those
-            that make a window dense. Of recoveries that ended.
-        lost_tokens, plt: Over all failures.
+        steps_again: Rank-iterations that recoveries computed a second time: those that a failure undid, and those that
+            make a window dense. Only recoveries that ended count.
+        lost_tokens, plt: Lost tokens and their portion, over all failures.
         reorders: Windows in another order than the one before.
-        plans: How often the policy was asked. Not part of what is predicted: a measure of the simulation's own
-            work.
+        plans: Calls of the policy. They measure the simulation's own work and predict nothing.
     """
 
     system: str
@@ -217,12 +216,12 @@ class Outcome:
         return self.spent.useful / self.spent.total if self.spent.total else 0.0
 
     def to_dict(self, history: bool = True) -> dict[str, Any]:
-        """Plain data, floats rounded to 9 significant digits, so that two machines write the same text."""
+        """Returns plain data, with floats rounded to 9 significant digits, so that all machines write the same text."""
         plain = {**asdict(self), "ettr": self.ettr}
         if not history:
             del plain["history"]
-        found: dict[str, Any] = _rounded(plain)
-        return found
+        rounded: dict[str, Any] = _rounded(plain)
+        return rounded
 
 
 def _rounded(value: Any) -> Any:

@@ -11,7 +11,7 @@ from moe_ckpt_sim.run.track import Track
 
 @dataclass
 class BookedSecs:
-    """Where time went that trained nothing, as ``scenario.Spent``."""
+    """Time that did not train, by the parts of ``scenario.Spent``."""
 
     stall: float = 0.0
     lost: float = 0.0
@@ -23,13 +23,13 @@ class BookedSecs:
 
 @dataclass
 class SavedBytes:
-    """What snapshots weighed.
+    """Bytes of snapshots.
 
     Attributes:
-        newest: Of the newest snapshot, all ranks.
-        rank, total: Of all snapshots that began, copied by the rank that had most, and stored by all.
-        sent: What of the former left that rank, one copy of it.
-        heaviest: Of one snapshot, on one rank.
+        newest: Bytes of the newest snapshot, all ranks.
+        rank, total: Bytes of all snapshots that began, copied by the rank that had most, and stored by all ranks.
+        sent: Bytes of ``rank`` that left that rank, for one copy.
+        heaviest: Most bytes of one snapshot on one rank.
     """
 
     newest: int = 0
@@ -41,13 +41,13 @@ class SavedBytes:
 
 @dataclass
 class LostMemory:
-    """What nodes' memory lacks.
+    """Memory that failures have emptied.
 
     Attributes:
-        nodes: Failed since something last became durable: their own memory has nothing before.
-        holders: Failed since peers last got something: what they held for others is not there again before.
-        is_empty: Everything came from storage, or from nowhere, since something last became durable.
-        in_update: The iteration was cut off in the optimizer's update: those that end it seal the next step.
+        nodes: Nodes that failed since a checkpoint last became durable; their own memory has none.
+        holders: Nodes that failed since peers last got a checkpoint; they hold none for others.
+        is_empty: No memory has a checkpoint: none became durable since the run loaded from storage or began anew.
+        in_update: The iteration was cut off in the optimizer's update: ranks that complete it seal the next step.
     """
 
     nodes: set[int] = field(default_factory=set)
@@ -58,12 +58,12 @@ class LostMemory:
 
 @dataclass
 class SimulatedState:
-    """Where a simulated run is. Seconds since its start, all on the clock of ``sim.clock``.
+    """The state of a simulated run. Times are seconds since its start, on the clock of ``cluster.clock``.
 
     Attributes:
-        step: Optimizer steps done, less what failures undid.
-        counts: ``[L, E]`` tokens routed by one of them.
-        halt: Why the policy asked training to end in good order.
+        step: Optimizer steps done, less those that failures undid.
+        counts: ``[L, E]`` tokens that one step routes.
+        halt: Reason for which the policy ended training.
         round_steps: W of a log of gradients.
     """
 

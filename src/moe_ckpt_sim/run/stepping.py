@@ -1,4 +1,4 @@
-"""Training between failures: iterations, snapshots and stalls, with the policy asked as a trainer would ask it."""
+"""Training between failures: iterations, snapshots and stalls, with the policy called as a trainer calls it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stepper:
     """Trains a run from one failure to the next.
 
     Args:
-        stepwise: Never move ahead by several rounds at once.
+        stepwise: Never skip several rounds at once.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Stepper:
     # --- between failures ---
 
     def train(self, until: float, tick: Callable[[], None]) -> None:
-        """Train to that very moment; the iteration that it interrupts is lost.
+        """Train up to the moment ``until``; the iteration that it interrupts is lost.
 
         Args:
             tick: Called when the load changes.
@@ -69,12 +69,12 @@ class Stepper:
         self._settle()
 
     def interrupted(self) -> None:
-        """A failure: the run no longer repeats itself, and the step that it returned to gets no second snapshot."""
+        """Restart after a failure: no rounds repeat yet, and the step returned to gets no second snapshot."""
         self._rounds.clear()
         self._resumed_at = self.state.step
 
     def _housekeeping(self) -> bool:
-        """What is looked at between rounds only. Whether the load has changed."""
+        """Settle snapshots, drift the load and begin flushes, between rounds. Returns whether the load has changed."""
         state = self.state
         self._settle()
         if drifts := self._load.drift(state.now):
@@ -93,10 +93,10 @@ class Stepper:
         if copied:
             self.state.lost_memory.holders.clear()
 
-    # --- what repeats ---
+    # --- repeated rounds ---
 
     def _repeat(self, until: float) -> bool:
-        """Move ahead by whole rounds if the run is where it was a round ago; True if it did."""
+        """Skip whole rounds if the run repeats itself. Returns whether it did."""
         if self._stepwise:
             return False
         state = self.state
@@ -113,7 +113,7 @@ class Stepper:
         rank_bytes, total_bytes, sent_bytes = map(int, counted_more)
         rounds = int((min(until, self._flushing.undisturbed_secs(self._load.drifts_at)) - state.now) // secs)
         rounds = int(min(rounds, self._flushing.undisturbed_steps() // steps))
-        if self._needs.lost_tokens:  # what may be lost, and with it K, grows with the tokens routed
+        if self._needs.lost_tokens:  # the budget, and with it K, grows with the tokens routed
             rounds = min(rounds, state.step // (8 * int(steps)))
         if rounds < 1:
             return False
@@ -135,7 +135,7 @@ class Stepper:
         due = self._needs.due(context)
         if due > state.step:
             self._iterate(due - state.step, until)
-            if self._needs.windows:  # the gap behind a run's first window is the only one
+            if self._needs.windows:  # the only gap follows a run's first window
                 self._rounds.clear()
             return
         if self._needs.windows:
@@ -164,7 +164,7 @@ class Stepper:
         return self._flushing.informed(replace(context, memory=memory))
 
     def _admitted(self, until: float, skip: bool = True) -> bool:
-        """Whether a buffer is free, now or after a wait. skip: do not wait if the system does not."""
+        """Returns whether a buffer is free, now or after a wait. skip: do not wait if the system skips when busy."""
         state = self.state
         self._settle()
         if self._free_secs <= state.now:
@@ -177,12 +177,12 @@ class Stepper:
 
     @property
     def _free_secs(self) -> float:
-        """When a buffer is free."""
+        """The time at which a buffer is free."""
         moving, most = self.state.track.moving, self._system.max_in_flight
         return moving[len(moving) - most] if len(moving) >= most else self.state.now
 
     def _skip(self, until: float) -> None:
-        """Iterations up to the first one that begins with a free buffer: a policy that is due stays due."""
+        """Train until an iteration begins with a free buffer. A policy that is due stays due."""
         state, secs = self.state, self._costs.iteration.secs
         moment = min(self._free_secs, self._flushing.undisturbed_secs(self._load.drifts_at), until)
         self._iterate(max(1, ceil((moment - state.now) / secs)), until)
@@ -194,7 +194,7 @@ class Stepper:
         state.now = moment
 
     def _begin(self, context: PolicyContext, plan: SnapshotPlan, until: float) -> float:
-        """Returns what the next iteration takes longer; a plan that is to be waited for is, before."""
+        """Begin a snapshot, and wait for it if the plan waits. Returns the delay of the next iteration."""
         if self._system.tiered:
             return self._begin_tiered(context, plan)
         state, stored = self.state, self._costs.bytes_of.stored(plan)
@@ -210,13 +210,13 @@ class Stepper:
         return on_clock(self._costs.stall_secs(copied))
 
     def _begin_tiered(self, context: PolicyContext, plan: SnapshotPlan) -> float:
-        """The same where memory and storage have plans of their own. context: that the plan was made from."""
+        """Begin a snapshot whose plan tells memory from storage. context: the input of the plan."""
         state, costs = self.state, self._costs
         rescued = () if plan.gradients else state.track.run_ledger.rescued
-        if rescued:  # as an engine adds what only slots of the life before have
-            wanted = rescued.union(plan.full)
-            operators = tuple(op for op in self._catalog.everything if op in wanted)
-            host_only = tuple(op for op in plan.memory_only if op not in wanted)
+        if rescued:  # a trainer, too, adds operators that only the previous life's memory has
+            merged = rescued.union(plan.full)
+            operators = tuple(op for op in self._catalog.everything if op in merged)
+            host_only = tuple(op for op in plan.memory_only if op not in merged)
             plan = save_full(plan.step, operators, host_only=host_only, k=plan.k, sends_host_only=plan.sends_host_only)
         copied, stored = costs.bytes_of.plan(plan), costs.bytes_of.stored(plan)
         sent = copied if plan.sends_host_only else stored
@@ -229,49 +229,51 @@ class Stepper:
             self._rounds.clear()
         state.track.begin_tiered(plan, when, flush_secs)
         if when.sent_secs is None and self._system.durable == "peers" and self._needs.gradients and self._needs.partial:
-            state.track.anchors.broken()  # no later gradient is of use to peers, who miss this one
+            state.track.anchors.broken()  # peers miss this gradient, so later ones are of no use to them
         state.k, state.saved.newest = plan.k, sent.total
         if plan.together:
             state.round_steps = len(plan.together)
         return on_clock(costs.stall_secs(copied))
 
     def _goes_to_peers(self, plan: SnapshotPlan, window_size: int = 1) -> bool:
-        """Whether a snapshot that begins now gets its copies, as an engine decides it."""
+        """Returns whether a snapshot that begins now goes to peers, as a trainer decides it."""
         system, sends = self._system, self.state.track.sends
         behind = are_behind(len(sends), system.max_in_flight, window_size)
         return system.durable == "peers" and goes_to_peers(plan, behind=behind, waits=system.when_busy == "wait")
 
     def _when(self, now: float, copied: SnapshotSize, moved: SnapshotSize, *, sent: bool) -> When:
-        """When a snapshot that begins now is durable; one after the other is moved. What host memory keeps is not.
+        """Schedule the copy and the move of a snapshot that begins now, and count its bytes.
+
+        Snapshots are moved one after the other; parts that only host memory keeps are not moved.
 
         Args:
-            sent: To peers, if it is they that it is moved to.
+            sent: The snapshot goes to peers, if the system has them.
         """
         state, track, costs = self.state, self.state.track, self._costs
         state.saved.rank += copied.rank
         state.saved.total += moved.total
         state.saved.heaviest = max(state.saved.heaviest, copied.rank)
-        there = now + on_clock(costs.copy_secs(copied))
+        copied_at = now + on_clock(costs.copy_secs(copied))
         has_peers = self._system.durable == "peers"
         if sent or not has_peers:
             state.saved.sent += moved.sent
-            track.mover_free_secs = max(there, track.mover_free_secs) + on_clock(costs.move_secs(moved))
+            track.mover_free_secs = max(copied_at, track.mover_free_secs) + on_clock(costs.move_secs(moved))
         if not has_peers:
             track.moving.append(track.mover_free_secs)
             return When(track.mover_free_secs)
         if sent:
             track.sends.append(track.mover_free_secs)
-        # Whoever leaves out copies need not wait for them.
-        track.moving.append(track.mover_free_secs if self._system.when_busy == "wait" else there)
-        return When(there, track.mover_free_secs if sent else None)
+        # A system that may leave out copies does not wait for them.
+        track.moving.append(track.mover_free_secs if self._system.when_busy == "wait" else copied_at)
+        return When(copied_at, track.mover_free_secs if sent else None)
 
     def _iterate(self, steps: int, until: float, extra_secs: float = 0.0) -> None:
-        """``steps`` iterations, the first of which takes longer because of a snapshot."""
+        """Train ``steps`` iterations, the first of which a snapshot delays by ``extra_secs``."""
         state = self.state
         iteration = self._costs.iteration
         first = iteration.secs + extra_secs
-        left = until - state.now - first
-        done = min(steps, 1 + int(left // iteration.secs)) if left >= 0 else 0
+        rest_secs = until - state.now - first
+        done = min(steps, 1 + int(rest_secs // iteration.secs)) if rest_secs >= 0 else 0
         state.track.run_ledger.routed_often(state.counts, done)
         state.step += done
         if done:
@@ -289,7 +291,7 @@ class Stepper:
         if 0 < self.state.step == self._resumed_at:  # the next window begins with the next step
             self._iterate(1, until)
             return
-        if not self._admitted(until):  # as at every slot; but a window that has begun is gone on with
+        if not self._admitted(until):  # as at every slot; but a window that has begun is completed
             if self.state.now < until:
                 self._skip(until)
             return
@@ -300,33 +302,33 @@ class Stepper:
             self._train_window(window, until)
 
     def _window_of(self, context: PolicyContext) -> Window | None:
-        """The window that begins here, if any. The policy is asked once for each pattern of its inputs."""
+        """The window that begins here, if any. The policy is called once for each pattern of its inputs."""
         state = self.state
-        # The order depends on shares: a load that was the same all the time gives the same one, however long it was.
+        # The order depends on shares of tokens: a constant load gives the same order, however long it lasts.
         run, popularity = context.run, context.tokens.popularity
         if self._needs.popularity != DECAYED:
             counts = popularity.astype(np.int64)
             popularity = counts // max(1, int(np.gcd.reduce(counts, axis=None)))
         before = None if run.window is None else self._windows.order_of(run.window)
-        first = run.last_step == 0  # which is made of first measurements, for a trainer has no others
+        first = run.last_step == 0  # the first measurements, since a trainer has no others yet
         key = _digest(popularity.tobytes(), before, run.step == 0, run.last_step is None, first)
         window = self._windows.find(key)
         if window is None:
             window = self._policy.plan(context).window
             state.plans += 1
-            if window is None:  # it waits for measurements that a trainer would not have yet
+            if window is None:  # the policy waits for measurements that a trainer would not have yet
                 return None
-            # Asked again about the very load that it was made for, a policy stays with its window.
+            # Called again with the same load, a policy keeps its window.
             again = _digest(popularity.tobytes(), self._windows.order_of(window), False, False, False)
-            for known in (key,) if not run.last_step else (key, again):
-                self._windows.keep(known, window)
+            for inputs in (key,) if not run.last_step else (key, again):
+                self._windows.keep(inputs, window)
         if state.window is not None and window.size > 1 and state.window.order != window.order:
             state.reorders += 1
         state.window = window = replace(window, start=run.step)
         return window
 
     def _train_window(self, window: Window, until: float) -> None:
-        """One iteration after the other, each beside the copy of one slot."""
+        """Train the iterations of a window, each during the copy of one slot."""
         state, snapshots = self.state, self._costs.bytes_of.window(window)
         state.saved.newest = max(snapshot.total for snapshot in snapshots)
         state.track.run_ledger.activity.begin_window()
@@ -344,7 +346,7 @@ class Stepper:
 
 
 def _empty_track(system: System, catalog: Catalog) -> Track:
-    """With the ledger that the system's policy reads."""
+    """Returns an empty track, with the ledger that the system's policy reads."""
     needs, tiered = system.needs, system.tiered
     stores = tiered and system.cadence is not None
     books = MovingRunLedger(catalog, outlives_process=tiered, stores=stores, watched=needs.lost_tokens)
@@ -353,7 +355,7 @@ def _empty_track(system: System, catalog: Catalog) -> Track:
 
 
 def _digest(*parts: object) -> bytes:
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for part in parts:
-        found.update(part if isinstance(part, bytes) else repr(part).encode())
-    return found.digest()
+        digest.update(part if isinstance(part, bytes) else repr(part).encode())
+    return digest.digest()

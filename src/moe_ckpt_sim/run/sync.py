@@ -1,4 +1,4 @@
-"""``SyncDense``: a baseline that this library does better than, for comparisons."""
+"""``SyncDense``: a synchronous baseline for comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpointing system: a policy of the library, and what is done with its snapshots and after a failure."""
+"""A checkpointing system: a policy of the library, where its snapshots go, and how it recovers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_ckpt.core.quantities import parse_bytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.pace.cadence import StorageCadence
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
-from moe_ckpt_sim.checks import above_zero, flag, given, one_of, portion, whole
+from moe_ckpt_sim.checks import above_zero, flag, not_none, one_of, portion, whole
 
 DURABLE = ("storage", "node", "peers")
 ROLLBACKS = ("global", "localized")
@@ -21,22 +21,22 @@ class System:
     """One system to simulate.
 
     Attributes:
-        policy: Decides what to save, at each step. The very object that a Trainer would be given.
-        durable: Where a snapshot must be to count: on "storage", in the memory of its own "node", which outlives the
-            process, or in that of ``replicas`` "peers" besides.
-        storage_every: Which of those in memory also go to storage, for when memory is lost (``pace.cadence``); None:
-            none, and training then starts from scratch.
-        when_busy, max_in_flight: As ``run.options.Settings``.
-        rollback: Who goes back after a failure: all ranks, or only the stages that lost a rank ("localized": stages
-            keep what they sent each other, upstream logging, MoEvement, section 3.4).
+        policy: The policy, the same object that a Trainer would get.
+        durable: The place where a snapshot counts as durable: on "storage", in the memory of its own "node", which
+            outlives the process, or also in that of ``replicas`` "peers".
+        storage_every: The checkpoints in memory that also go to storage, in case memory is lost (``pace.cadence``);
+            None: none, and after a loss of memory training starts from scratch.
+        when_busy, max_in_flight: As in ``run.options.Settings``.
+        rollback: The ranks that go back after a failure: all ("global"), or only the stages that lost a rank
+            ("localized": stages log what they send each other, MoEvement, section 3.4).
         freeze: Replay leaves out the weight gradients and updates of operators that are not anchored yet.
-        interval: Who chooses the interval of a policy that has ``every_n_steps``: the "policy" itself, "young" or
-            "daly" by their formulas, or an "oracle" that tries them all on the same failures.
-        max_overhead: None, or the portion of training time that an interval from a formula may cost at most.
-        upstream_bytes: What each rank may spend on its log under "localized", as in ``moe_ckpt.Memory``, also as text
-            such as "8GB"; None: as much as it needs. Where it does not reach far enough, all ranks go back.
-        survivors: Ranks that live on seal the newest step in memory, as ``moe_ckpt.Memory(survivor_secs=...)`` has it;
-            the papers' systems do not.
+        interval: The rule for the interval of a policy with ``every_n_steps``: the "policy" itself, the formulas
+            "young" or "daly", or an "oracle" that tries many intervals on the same failures.
+        max_overhead: The greatest portion of training time that an interval from a formula may cost; None: any.
+        upstream_bytes: Host memory of each rank for its log under "localized", as in ``moe_ckpt.Memory``, also as text
+            such as "8GB"; None: as much as it needs. If it is too short for a recovery, all ranks go back.
+        survivors: Surviving ranks seal the newest step in memory, as with ``moe_ckpt.Memory(survivor_secs=...)``; the
+            papers' systems do not.
     """
 
     name: str
@@ -63,20 +63,21 @@ class System:
         one_of(owner, INTERVALS, interval=self.interval)
         one_of(owner, ("skip", "wait"), when_busy=self.when_busy)
         whole(owner, replicas=self.replicas, max_in_flight=self.max_in_flight)
-        above_zero(owner, **given(max_overhead=self.max_overhead))
+        above_zero(owner, **not_none(max_overhead=self.max_overhead))
         try:
             if self.upstream_bytes is not None:
                 object.__setattr__(self, "upstream_bytes", parse_bytes(self.upstream_bytes, "upstream_bytes"))
             _ = self.cadence
         except ConfigError as error:
             raise ConfigError(f"{owner}: {error}") from error
-        portion(owner, **given(max_overhead=self.max_overhead))
+        portion(owner, **not_none(max_overhead=self.max_overhead))
         flag(owner, freeze=self.freeze, survivors=self.survivors)
-        kept = self.replicas if self.durable == "peers" else 0
-        if self.needs.replicas > kept:
+        copies = self.replicas if self.durable == "peers" else 0
+        if self.needs.replicas > copies:
             raise ConfigError(
-                f"{owner}(durable={self.durable!r}, replicas={kept}): {type(self.policy).__name__} is for checkpoints "
-                f"in the memory of at least {self.needs.replicas} peers; use durable: peers, or policy Dense"
+                f"{owner}(durable={self.durable!r}, replicas={copies}): {type(self.policy).__name__} is for "
+                f"checkpoints in the memory of at least {self.needs.replicas} peers; use durable: peers, or policy "
+                "Dense"
             )
         if self.needs.gradients and self.durable == "storage":
             raise ConfigError(
@@ -106,7 +107,7 @@ class System:
 
     @property
     def cadence(self) -> StorageCadence | None:
-        """Which checkpoints in memory also go to storage; None where none does, or where all are there anyway."""
+        """The cadence of flushes from memory to storage; None if there are none, or all snapshots go to storage."""
         cadence = None if self.storage_every is None else StorageCadence(self.storage_every)
         return None if self.durable == "storage" else cadence
 
@@ -117,12 +118,12 @@ class System:
 
     @property
     def needs(self) -> Needs:
-        """Of the policy."""
+        """The needs of the policy."""
         return needs_of(self.policy)
 
     @property
     def memory_tiers(self) -> frozenset[Tier]:
-        """Tiers of a checkpoint that stays in memory."""
+        """The tiers of a checkpoint that stays in memory."""
         return frozenset({Tier.HOST, Tier.PEER} if self.durable == "peers" and self.replicas else {Tier.HOST})
 
     @property
@@ -131,28 +132,28 @@ class System:
 
     @property
     def tiered(self) -> bool:
-        """Whether its plans say what goes on to storage; else that is what memory holds when storage is due."""
+        """True if plans say what goes to storage; otherwise storage gets what memory holds when it is due."""
         return self.needs.tiers and self.durable != "storage"
 
     @property
     def seals(self) -> bool:
-        """Whether survivors seal anything: there must be memory that outlives their processes."""
+        """True if survivors seal the newest step, which needs memory that outlives their processes."""
         return self.survivors and self.durable != "storage"
 
     @property
     def in_trainer(self) -> bool:
-        """Whether every framework can run it: localized rollback is for Megatron pipelines."""
+        """True if every framework can run the system; localized rollback is for Megatron pipelines."""
         return self.rollback == "global"
 
 
 @dataclass(frozen=True)
 class SimulatedMemory:
-    """The group ``memory``: memory as a Trainer has it by ``moe_ckpt.Memory``, in place of what the system says itself.
+    """The config group ``memory``: memory as ``moe_ckpt.Memory`` sets it up, which replaces the system's own settings.
 
     Attributes:
         durable, replicas: As in ``System``.
         storage_every: As in ``moe_ckpt.Memory``.
-        survivors: As in ``System``; a Trainer's do by default.
+        survivors: As in ``System``; true by default, as in a Trainer.
     """
 
     durable: str
@@ -161,5 +162,5 @@ class SimulatedMemory:
     survivors: bool = True
 
     def applied_to(self, system: System) -> System:
-        """The same system on this memory. Raises ``ConfigError`` where the two do not go together."""
+        """Returns the system on this memory. Raises ``ConfigError`` if the two do not fit."""
         return replace(system, **vars(self))

@@ -1,4 +1,4 @@
-"""The checkpoints of a simulated run: under way, durable, and what a failure returns to."""
+"""The checkpoints of a simulated run: under way, durable, and the one that a failure returns to."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
 
 
 class Track:
-    """Books, snapshots under way, and the durable checkpoint that a failure returns to.
+    """The ledger of a run, its snapshots under way and its durable checkpoints.
 
     Times are absolute seconds of the run.
 
     Attributes:
-        newest: What is durable; with peers, in the memory of its own ranks. None until something is.
-        copied: The newest that all peers have, too.
-        backup: What is on storage beside both.
-        moving: When each snapshot that is still in a buffer, a window's slots among them, leaves it.
-        sends: When peers have each snapshot that is on its way to them, slots among them.
+        newest: The newest durable checkpoint; with peers, the newest in the memory of its own ranks. None at first.
+        copied: The newest checkpoint that all peers have, too.
+        backup: The checkpoint on storage, if memory holds the others.
+        moving: When each snapshot in a buffer, slots of a window included, leaves it.
+        sends: When peers have each snapshot on its way to them, slots included.
 
     Args:
-        books: Empty, as a life begins with them.
-        log: Of gradients, if there is one.
-        tiered: Memory and storage have books of their own, and a plan says what goes to storage; else storage gets what
-            memory holds.
+        run_ledger: An empty ledger.
+        log: The steps of a log of gradients that peers lack.
+        tiered: Memory and storage have separate versions, and plans say what goes to storage; otherwise storage gets
+            what memory holds.
     """
 
-    def __init__(self, books: MovingRunLedger, log: PeersLog, *, tiered: bool = False) -> None:
-        self.run_ledger, self._log, self._tiered = books, log, tiered
+    def __init__(self, run_ledger: MovingRunLedger, log: PeersLog, *, tiered: bool = False) -> None:
+        self.run_ledger, self._log, self._tiered = run_ledger, log, tiered
         self.backup = Backup()
         self.under_way: deque[UnderWay] = deque()
         self.moving: deque[float] = deque()
@@ -54,7 +54,7 @@ class Track:
 
     @property
     def anchors(self) -> Anchors:
-        """Of the log of gradients, if there is one."""
+        """The anchors of the log of gradients."""
         return self.run_ledger.ledger.anchors
 
     @property
@@ -69,14 +69,14 @@ class Track:
         when: When,
         window: Window | None,
     ) -> None:
-        """A snapshot of ``step`` begins; of a window, only its last slot is told, which makes it a checkpoint."""
+        """Begin a snapshot of ``step``. Of a window, only the last slot, which completes it, is recorded."""
         last = None if window is None else WindowPlace(window.start, window.size, window.size - 1)
         snapshot = self._next(step, Contents(operators, host_only, window=last))
         self.under_way.append(UnderWay(snapshot, when, self.run_ledger.index, window))
         self.run_ledger.begun(snapshot, window)
 
     def begin_tiered(self, plan: SnapshotPlan, when: When, flush_secs: float | None) -> None:
-        """A snapshot begins that goes to storage in ``flush_secs`` once memory has it; None where that is not due."""
+        """Begin a snapshot. Once memory has it, storage gets it in ``flush_secs``; None if storage is not due."""
         sent = when.sent_secs is not None
         whole = PeerPart.EVERYTHING if plan.sends_host_only else PeerPart.STORED
         contents = Contents(
@@ -99,10 +99,10 @@ class Track:
         return InFlight(identity, contents, self.run_ledger.tokens.applied.copy())
 
     def resolve(self, now_secs: float) -> tuple[bool, bool]:
-        """What has become durable by ``now_secs`` counts from now on.
+        """Settle all snapshots that have arrived by ``now_secs``.
 
         Returns:
-            Whether a checkpoint has become durable, and whether peers have got one.
+            True if a checkpoint has become durable, and true if peers have received one.
         """
         newest, copied = self.newest, self.copied
         for moments in (self.moving, self.sends):
@@ -125,7 +125,7 @@ class Track:
         return Durable(snapshot.step, versions, done.index, done.window)
 
     def _in_memory(self, done: UnderWay) -> Durable:
-        """A snapshot is in the memory of its own ranks."""
+        """Record a snapshot that is in the memory of its own ranks."""
         number = done.snapshot.identity.number
         self.run_ledger.sealed(number, sent=done.when.sent_secs is not None)
         versions = self.run_ledger.ledger.as_of(done.snapshot.applied)
@@ -135,17 +135,17 @@ class Track:
         return durable
 
     def _sent(self, done: UnderWay) -> None:
-        """Peers have a snapshot, too."""
-        found = done.durable
-        if found is not None and self._tiered:
+        """Record a snapshot that peers have, too."""
+        durable = done.durable
+        if durable is not None and self._tiered:
             self.run_ledger.in_memory(done.snapshot.identity.number, complete=True, copied=True)
-            before = found.ledger
+            before = durable.ledger
             ledger = self.run_ledger.ledger.as_of(before.tokens.applied, before, (Tier.HOST,))
-            known = replace(found, ledger=ledger)
-            self.newest = known if self.newest is found else self.newest
-            found = known
-        if found is None or not self._log.is_cut_off(found.anchored_at):
-            self.copied = found
+            updated = replace(durable, ledger=ledger)
+            self.newest = updated if self.newest is durable else self.newest
+            durable = updated
+        if durable is None or not self._log.is_cut_off(durable.anchored_at):
+            self.copied = durable
 
     def _resolve_backup(self, now_secs: float) -> None:
         number = self.backup.arrived(now_secs)
@@ -153,37 +153,37 @@ class Track:
             return
         snapshot = self.run_ledger.resolved(number, committed=True)
         self.backup.durable = replace(self.backup.durable, ledger=self.run_ledger.ledger.as_of(snapshot.applied))
-        # Which know now that storage has it.
+        # The checkpoints in memory now know that storage has it.
         is_copied, self.newest = self.newest is self.copied, self._knowing(self.newest)
         self.copied = self.newest if is_copied else self._knowing(self.copied)
 
-    def _knowing(self, found: Durable | None) -> Durable | None:
-        """A checkpoint in memory that knows what storage has now."""
-        if found is None:
+    def _knowing(self, checkpoint: Durable | None) -> Durable | None:
+        """Returns the checkpoint in memory with the versions that storage has now."""
+        if checkpoint is None:
             return None
-        before = found.ledger
+        before = checkpoint.ledger
         ledger = self.run_ledger.ledger.as_of(before.tokens.applied, before, (Tier.HOST, Tier.PEER))
-        return replace(found, ledger=ledger)
+        return replace(checkpoint, ledger=ledger)
 
     @property
     def flush_is_coming(self) -> bool:
-        """A snapshot for storage is on its way to memory."""
+        """True if a snapshot for storage is on its way to memory."""
         return self._tiered and any(one.flush_secs is not None for one in self.under_way)
 
     def drop(self) -> None:
-        """Snapshots under way are lost, but training goes on from where it is."""
+        """Drop the snapshots under way, while training goes on from its step."""
         while self.under_way:
             self.run_ledger.resolved(self.under_way.pop().snapshot.identity.number, committed=False)
         self._stop_moving()
 
     def _stop_moving(self) -> None:
-        for each in (self.moving, self.sends, self._sending):
-            each.clear()
+        for queue in (self.moving, self.sends, self._sending):
+            queue.clear()
         self.backup.cut_off()
         self.mover_free_secs = 0.0
 
     def sealed(self, step: int) -> Durable:
-        """What survivors have of ``step``, the newest one: everything, in memory of this node alone."""
+        """Returns the checkpoint of ``step``, the newest one, that survivors seal in their own memory."""
         ledger = self.run_ledger.ledger.as_of(self.run_ledger.tokens.applied)
         ledger.hold(self._catalog.everything, step, ledger.tokens.applied)
         return Durable(step, ledger, self.run_ledger.index, None)
@@ -194,25 +194,25 @@ class Track:
         alive: npt.NDArray[np.bool_] | None = None,
         sealed: npt.NDArray[np.bool_] | None = None,
     ) -> FaultRecord | None:
-        """The run goes back to ``to``, or to its very beginning where that is None.
+        """Go back to the checkpoint ``to``, or to the beginning if it is None.
 
         Args:
-            to: What it goes back to.
-            alive: ``[L, E]`` whether host memory that may hold the expert is still there; None: nowhere.
-            sealed: ``[L, E]`` whether survivors have sealed the expert as of this very step; None: none.
+            to: The checkpoint to go back to.
+            alive: ``[L, E]`` true if host memory that may hold the expert survived; None: no memory did.
+            sealed: ``[L, E]`` true if survivors have sealed the expert at the same step; None: they sealed none.
         """
         self.run_ledger = self.run_ledger.empty()
         self.under_way.clear()
         self._stop_moving()
         self._generation += 1
-        # A start keeps what it goes on from, here and on peers, and nothing else that memory had.
+        # A restart keeps only the checkpoint that it continues from, here and on peers.
         self.copied = to if to is self.copied and alive is not None else None
         self.newest = to
         self._log.forget()
         return None if to is None else self.run_ledger.return_to(to, alive, sealed)
 
     def move(self, steps: int, secs: float, checkpoints: int, counts: Counts) -> None:
-        """Everything as it would be ``steps`` and ``secs`` later, in a run that repeats itself."""
+        """Advance everything by ``steps`` and ``secs``, in a run that repeats itself."""
         self.run_ledger.move(steps, checkpoints, counts)
         books = self.run_ledger.sealing if self._tiered else self.run_ledger.pending
         for one in (*self.under_way, *self._sending):
@@ -223,15 +223,19 @@ class Track:
             one.anchored_at = None if one.anchored_at is None else later(one.anchored_at, steps)
         self._log.move(steps)
         self.moving, self.sends = (deque(at + secs for at in moments) for moments in (self.moving, self.sends))
-        known = [one.durable for one in self._sending] + [self.newest, self.copied]
-        moved = {id(each): each.moved(steps, counts, stored=not self._tiered) for each in known if each is not None}
+        durables = [one.durable for one in self._sending] + [self.newest, self.copied]
+        moved = {
+            id(checkpoint): checkpoint.moved(steps, counts, stored=not self._tiered)
+            for checkpoint in durables
+            if checkpoint is not None
+        }
         for one in self._sending:
             one.durable = moved.get(id(one.durable))
         self.newest, self.copied = moved.get(id(self.newest)), moved.get(id(self.copied))
         self.mover_free_secs += secs
 
     def pattern(self, step: int, now_secs: float) -> tuple[object, ...]:
-        """Alike at two decisions if the run repeats itself."""
+        """A pattern that is equal at two decisions if the run repeats itself."""
         pending = tuple((step - one.snapshot.step, one.when.later(-now_secs)) for one in self.under_way)
         held = tuple(one.snapshot.contents for one in self.under_way)
         stored = (places(self._catalog, contents.brings(Tier.STORAGE, self._catalog.everything)) for contents in held)
@@ -240,7 +244,9 @@ class Track:
         moving = tuple(at - now_secs for at in (*self.moving, *self.sends))
         sending = tuple((step - one.snapshot.step, one.when.later(-now_secs)) for one in self._sending)
         idle = max(self.mover_free_secs - now_secs, 0.0)
-        behind = tuple(None if each is None else step - each.step for each in (self.newest, self.copied))
+        behind = tuple(
+            None if checkpoint is None else step - checkpoint.step for checkpoint in (self.newest, self.copied)
+        )
         last = None if self.run_ledger.last_step is None else step - self.run_ledger.last_step
         anchors, missed = self._log.pattern(self.anchors, step)
         flushes = tuple(one.flush_secs for one in self.under_way)

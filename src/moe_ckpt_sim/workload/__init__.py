@@ -1,1 +1,1 @@
-"""What is trained: models, their load and their iterations without checkpoints."""
+"""The training itself: models, their load, and iterations without checkpoints."""

@@ -1,9 +1,9 @@
-"""How long an iteration takes without checkpointing: arithmetic, links, pipeline bubbles (MoEvement, appendix C).
+"""The time of an iteration without checkpointing: arithmetic, links, pipeline bubbles (MoEvement, appendix C).
 
-An estimate for planning: loads are even, kernels all reach the same portion of the peak, nothing is recomputed,
-messages between stages are not hidden, and layers are dealt to stages so that the slowest has least to do, the head
-counted in (``ClusterLayout`` decides where state lies). Of the nine experiments of MoEvement whose iteration can be
-derived from its tables 3 and 7, it gives 0.5 to 2.2 times that: a measured ``secs`` is always better, and overrides it.
+This is an estimate for planning. It assumes even loads, kernels that all reach the same portion of the peak, no
+recomputation, no overlap of messages between stages, and layers divided so that the slowest stage, head included, has
+least to do (``ClusterLayout`` decides where state is). For the nine experiments of MoEvement whose iteration follows
+from its tables 3 and 7, the estimate is 0.5 to 2.2 times that: a measured ``secs`` is always better, and overrides it.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from math import fsum
 
 from moe_ckpt.core.operators import Operator, OperatorKind, non_expert_id
 from moe_ckpt.errors import ConfigError
-from moe_ckpt_sim.checks import MOST, above_zero, at_least, given, portion, whole
+from moe_ckpt_sim.checks import MOST, above_zero, at_least, not_none, portion, whole
 from moe_ckpt_sim.cluster.cluster import Cluster, ClusterLayout
 from moe_ckpt_sim.workload.model import LayerShape, Precision
 from moe_ckpt_sim.workload.training import Batch, Iteration
 
 _EMBEDDING, _HEAD = non_expert_id("embedding"), non_expert_id("head")
 _FLOPS_PER_PARAMETER = 6
-"""Of one token: 2 forward, 2 for the gradient of the input, 2 for that of the weight."""
+"""Operations per token: 2 forward, 2 for the gradient of the input, 2 for that of the weight."""
 _ATTENTION_FLOPS = 12
-"""Times sequence and width, of one token in one layer: scores and their values, forward and backward, unmasked, as
-MFU is counted (PaLM, appendix B)."""
+"""Operations per token and layer, times sequence and width: scores and values, forward and backward, unmasked, as MFU
+is counted (PaLM, appendix B)."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The group ``iteration``: what is given of an iteration, and what is assumed where it is estimated.
+    """The config group ``iteration``: measured times of an iteration, and assumptions for estimated ones.
 
     Attributes:
-        secs, update_secs, stage_secs: As in ``Iteration``; None: estimated. Where ``secs`` alone is given, the other
-            two keep the share of it that they have in the estimate.
+        secs, update_secs, stage_secs: As in ``Iteration``; None: estimated. If only ``secs`` is set, the other two keep
+            their share of it in the estimate.
         frozen_saving: As in ``Iteration``.
-        overlap: Portion of the gradients' all-reduce that backward hides. Half: they are complete in the last
-            micro-batch only, whose backward pass is all there is to hide behind.
-        gradient_bytes: Per parameter, as all-reduced. 2: DeepSpeed reduces in the compute type (Megatron's fp32 is 4).
-        activation_bytes: Per value sent between stages and to experts. 2: fp16, which stays so where matrices are FP8.
-        device_bytes_per_sec: Of one GPU's memory, as the optimizer's update gets it. 1.5e12: three quarters of the
-            2.0e12 nominal of an A100 80 GB, what streaming kernels reach.
-        fp8_speedup: Of all arithmetic where compute weights have 1 byte. 1.4: FP8 products run at twice the rate, and
-            about 60 % of the time is in them.
+        overlap: Portion of the gradients' all-reduce that the backward pass hides. Half: gradients are complete only in
+            the last micro-batch, and only its backward pass can hide them.
+        gradient_bytes: Bytes per parameter in the all-reduce. 2: DeepSpeed reduces in the compute type (Megatron's fp32
+            is 4).
+        activation_bytes: Bytes per value sent between stages and to experts. 2: fp16, even if matrices are FP8.
+        device_bytes_per_sec: Rate of one GPU's memory in the optimizer's update. 1.5e12: three quarters of the nominal
+            2.0e12 of an A100 80 GB, which streaming kernels reach.
+        fp8_speedup: Speedup of all arithmetic if compute weights have 1 byte. 1.4: FP8 products run at twice the rate,
+            and take about 60 % of the time.
     """
 
     secs: float | None = None
@@ -57,8 +58,8 @@ class Timing:
     fp8_speedup: float = 1.4
 
     def __post_init__(self) -> None:
-        above_zero("Timing", **given(secs=self.secs, stage_secs=self.stage_secs))
-        at_least("Timing", 0, **given(update_secs=self.update_secs))
+        above_zero("Timing", **not_none(secs=self.secs, stage_secs=self.stage_secs))
+        at_least("Timing", 0, **not_none(update_secs=self.update_secs))
         portion("Timing", frozen_saving=self.frozen_saving, overlap=self.overlap)
         above_zero("Timing", gradient_bytes=self.gradient_bytes, activation_bytes=self.activation_bytes)
         above_zero("Timing", device_bytes_per_sec=self.device_bytes_per_sec, fp8_speedup=self.fp8_speedup)
@@ -66,14 +67,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where an estimated iteration's time goes, in seconds.
+    """The parts of an estimated iteration's time, in seconds.
 
     Attributes:
-        compute_secs, exchange_secs, send_secs: Of one micro-batch on the slowest stage, forward and backward:
-            arithmetic, all-to-alls, messages to neighbours.
-        bubble_slots: micro-batches' worth of idle time.
-        sync_secs: Of the gradients' all-reduce, what backward does not hide.
-        update_secs: Of the optimizer.
+        compute_secs, exchange_secs, send_secs: Arithmetic, all-to-alls and messages to neighbours of one micro-batch on
+            the slowest stage, forward and backward.
+        bubble_slots: Idle time, in micro-batches.
+        sync_secs: The part of the gradients' all-reduce that the backward pass does not hide.
+        update_secs: The optimizer's update.
     """
 
     compute_secs: float
@@ -86,12 +87,12 @@ class Breakdown:
 
     @property
     def micro_secs(self) -> float:
-        """t_s of the slowest stage."""
+        """Time of one micro-batch on the slowest stage (t_s)."""
         return self.compute_secs + self.exchange_secs + self.send_secs
 
     @property
     def stage_secs(self) -> float:
-        """Of all micro-batches of one stage without bubbles: what localized recovery computes again."""
+        """Time of all micro-batches of one stage without bubbles, which localized recovery computes again."""
         return self.micro_batches * self.micro_secs
 
     @property
@@ -100,15 +101,15 @@ class Breakdown:
 
     @property
     def secs(self) -> float:
-        """T_iter. All pipelines are equal here, so the slowest is any of them."""
+        """Time of the iteration (T_iter). All pipelines are equal here."""
         return self.pipeline_secs + self.sync_secs + self.update_secs
 
 
 def pipeline_slots(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Micro-batch times from the first forward to the last backward: ``M + (S - 1) / v``; 1F1B has ``v = 1``.
+    """Time from the first forward to the last backward pass, in micro-batches: ``M + (S - 1) / v``; 1F1B has ``v = 1``.
 
     Raises:
-        ConfigError: interleaved stages, and the micro-batches are no multiple of the stages.
+        ConfigError: stages are interleaved, and the micro-batches are no multiple of them.
     """
     whole("pipeline", stages=stages, micro_batches=micro_batches, chunks=chunks)
     if chunks > 1 and micro_batches % stages:
@@ -125,38 +126,38 @@ def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
 
 
 def estimate(layout: ClusterLayout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Iteration:
-    """One iteration, from what ``timing`` gives and otherwise from ``breakdown``.
+    """Estimate an iteration by ``breakdown``. Times that ``timing`` sets replace the estimates.
 
     Raises:
-        ConfigError: the batch does not divide, or nothing is given and the model's width is not known.
+        ConfigError: the batch does not divide, or a time is neither set nor can be estimated without the model's width.
     """
     timing = timing or Timing()
     secs, update, stage = timing.secs, timing.update_secs, timing.stage_secs
     sent = 0.0 if layout.model.shapes is None else boundary_bytes(layout, batch, timing)
     if secs is not None and (layout.model.shapes is None or None not in (update, stage)):
         return Iteration(secs, update or 0.0, stage, timing.frozen_saving, boundary_bytes=sent)
-    found = breakdown(layout, batch, precision, timing)
-    if found.secs > MOST:
+    parts = breakdown(layout, batch, precision, timing)
+    if parts.secs > MOST:
         cluster = layout.cluster
         raise ConfigError(
             f"Cluster {cluster.name!r}(flops_per_sec={cluster.flops_per_sec:g}, mfu={cluster.mfu:g}, "
             f"nic_bytes_per_sec={cluster.nic_bytes_per_sec:g}, nvlink_bytes_per_sec={cluster.nvlink_bytes_per_sec:g}): "
             "an iteration would never end at these rates"
         )
-    scale = 1.0 if secs is None else secs / found.secs
+    scale = 1.0 if secs is None else secs / parts.secs
     return Iteration(
-        secs=found.secs if secs is None else secs,
-        update_secs=found.update_secs * scale if update is None else update,
-        stage_secs=found.stage_secs * scale if stage is None else stage,
+        secs=parts.secs if secs is None else secs,
+        update_secs=parts.update_secs * scale if update is None else update,
+        stage_secs=parts.stage_secs * scale if stage is None else stage,
         frozen_saving=timing.frozen_saving,
         boundary_bytes=sent,
     )
 
 
 def boundary_bytes(layout: ClusterLayout, batch: Batch, timing: Timing) -> float:
-    """What the rank with most of it sends to other stages in one iteration, which an upstream log keeps.
+    """Bytes that the rank that sends most sends to other stages in one iteration, which an upstream log keeps.
 
-    Of each micro-batch every chunk of the model but the last sends activations on, and every one but the first sends
+    For each micro-batch, every chunk of the model but the last sends activations on, and every one but the first sends
     gradients back.
 
     Raises:
@@ -170,7 +171,7 @@ def boundary_bytes(layout: ClusterLayout, batch: Batch, timing: Timing) -> float
 
 
 def breakdown(layout: ClusterLayout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Breakdown:
-    """The estimate alone; ``secs``, ``update_secs`` and ``stage_secs`` of ``timing`` are not looked at.
+    """Estimate the parts of an iteration; ``secs``, ``update_secs`` and ``stage_secs`` of ``timing`` are ignored.
 
     Raises:
         ConfigError: the batch does not divide, or the model's width is not known.
@@ -198,7 +199,7 @@ def breakdown(layout: ClusterLayout, batch: Batch, precision: Precision, timing:
 
 
 def heaviest_chunk(weights: Sequence[float], chunks: int) -> slice:
-    """Of neighbouring ``weights`` cut into at most ``chunks`` chunks, so that the heaviest is as light as can be."""
+    """Cut ``weights`` into at most ``chunks`` chunks whose heaviest is as light as possible, and return that one."""
     sums = sorted({total for start in range(len(weights)) for total in accumulate(weights[start:])})
     low, high = 0, len(sums) - 1
     while low < high:
@@ -212,42 +213,42 @@ def heaviest_chunk(weights: Sequence[float], chunks: int) -> slice:
 
 
 def _cut(weights: Sequence[float], limit: float) -> list[slice]:
-    """The fewest chunks none of which is above ``limit``; a weight that is by itself has its own."""
-    found, start, total = [], 0, 0.0
+    """Cut into the fewest chunks that are not above ``limit``; a weight above it has its own chunk."""
+    chunks, start, total = [], 0, 0.0
     for at, weight in enumerate(weights):
         if at > start and total + weight > limit:
-            found.append(slice(start, at))
+            chunks.append(slice(start, at))
             start, total = at, 0.0
         total += weight
-    return [*found, slice(start, len(weights))]
+    return [*chunks, slice(start, len(weights))]
 
 
 def _flops(layout: ClusterLayout) -> list[float]:
-    """Per token of a sequence, forward and backward: before the first layer, of each layer, and after the last.
+    """Operations per token of a sequence, forward and backward: before the first layer, in each layer, after the last.
 
-    What comes before the first layer sees as many tokens as that one, what comes after the last as many as that.
+    The part before the first layer sees as many tokens as that layer; the part after the last, as many as the last.
     """
     model, shapes = layout.model, _shapes(layout)
-    found = [0.0] * (len(shapes) + 2)
+    per_layer = [0.0] * (len(shapes) + 2)
     for operator in model.catalog.operators:
         used = model.elements[operator.id] * _used(operator, layout)
-        found[model.stage_layer[operator.id] + 1] += _FLOPS_PER_PARAMETER * used
+        per_layer[model.stage_layer[operator.id] + 1] += _FLOPS_PER_PARAMETER * used
     for layer, shape in enumerate(shapes):
-        found[layer + 1] += _ATTENTION_FLOPS * shape.span * shape.width
+        per_layer[layer + 1] += _ATTENTION_FLOPS * shape.span * shape.width
     if _HEAD not in model.elements and _EMBEDDING in model.elements:  # tied: multiplied by at the end
-        found[-1] += _FLOPS_PER_PARAMETER * model.elements[_EMBEDDING]
+        per_layer[-1] += _FLOPS_PER_PARAMETER * model.elements[_EMBEDDING]
     seen = (shapes[0], *shapes, shapes[-1])
-    return [flops * (shape.tokens / model.seq) for flops, shape in zip(found, seen, strict=True)]
+    return [flops * (shape.tokens / model.seq) for flops, shape in zip(per_layer, seen, strict=True)]
 
 
 def _exchange_layers(layout: ClusterLayout, tokens: float, timing: Timing) -> list[float]:
-    """Seconds of each layer with experts, at the places of ``_flops``."""
+    """Seconds of all-to-alls, for the same parts of the network as ``_flops``."""
     model, shapes = layout.model, _shapes(layout)
-    found = [0.0] * (len(shapes) + 2)
+    secs = [0.0] * (len(shapes) + 2)
     for moe in model.catalog.layers:
         layer = model.stage_layer[f"expert/{moe.index}/0"]
-        found[layer + 1] = _exchange_secs(layout, tokens * _values(layout, shapes[layer]), timing)
-    return found
+        secs[layer + 1] = _exchange_secs(layout, tokens * _values(layout, shapes[layer]), timing)
+    return secs
 
 
 @dataclass
@@ -259,18 +260,18 @@ class _Stage:
 
 
 def _stages(layout: ClusterLayout) -> list[_Stage]:
-    model, found = layout.model, [_Stage() for _ in range(layout.parallel.pp)]
+    model, stages = layout.model, [_Stage() for _ in range(layout.parallel.pp)]
     for operator in model.catalog.operators:
-        stage, count = found[layout.stage_of[operator.id]], model.elements[operator.id]
+        stage, count = stages[layout.stage_of[operator.id]], model.elements[operator.id]
         if operator.kind is OperatorKind.EXPERT:
             stage.expert += count
         else:
             stage.dense += count
-    return found
+    return stages
 
 
 def _used(operator: Operator, layout: ClusterLayout) -> float:
-    """Portion of the operator's parameters that an average token is multiplied by."""
+    """The portion of the operator's parameters that an average token is multiplied by."""
     if operator.kind is OperatorKind.EXPERT:
         return layout.model.top_k / layout.model.catalog.layers[operator.layer or 0].experts
     return 0.0 if operator.id == _EMBEDDING else 1.0  # looked up
@@ -286,33 +287,33 @@ def _shapes(layout: ClusterLayout) -> tuple[LayerShape, ...]:
 
 
 def _values(layout: ClusterLayout, shape: LayerShape) -> float:
-    """That a layer works on, per token of a sequence."""
+    """Values of a layer's activations, per token of a sequence."""
     return shape.width * shape.tokens / layout.model.seq
 
 
 def _spread(layout: ClusterLayout) -> int:
-    """Ranks over which a layer's experts are spread before they repeat."""
+    """The number of ranks over which a layer's experts are spread before they repeat."""
     return min(layout.parallel.ep, *(layer.experts for layer in layout.model.catalog.layers))
 
 
 def _within_node(cluster: Cluster, layout: ClusterLayout, ranks: int) -> bool:
-    """Whether groups of so many neighbouring ranks each lie in one node."""
+    """Returns whether each group of so many neighbouring ranks is in one node."""
     return cluster.gpus_per_node % ranks == 0 or layout.parallel.ranks <= cluster.gpus_per_node
 
 
 def _tokens(layout: ClusterLayout, batch: Batch) -> float:
-    """Of a micro-batch: all ranks of a stage share it, and this is the share of one of them."""
+    """Tokens of a micro-batch on one rank; the ``ep`` ranks of a stage share it."""
     return batch.micro_sequences * layout.model.seq / layout.parallel.ep
 
 
 def _message_bytes(layout: ClusterLayout, batch: Batch, timing: Timing) -> float:
-    """Of one micro-batch, from one stage to the next, by one rank: the widest that there is."""
+    """Bytes that one rank sends to the next stage for one micro-batch, at the widest layer."""
     most = max(_values(layout, shape) for shape in _shapes(layout))
     return _tokens(layout, batch) * most * timing.activation_bytes
 
 
 def _send_secs(layout: ClusterLayout, nbytes: float) -> float:
-    """Of one micro-batch: activations forward and gradients backward, once per chunk."""
+    """Seconds of messages for one micro-batch: activations forward and gradients backward, once per chunk."""
     parallel, cluster = layout.parallel, layout.cluster
     if parallel.pp == 1:
         return 0.0
@@ -322,7 +323,7 @@ def _send_secs(layout: ClusterLayout, nbytes: float) -> float:
 
 
 def _exchange_secs(layout: ClusterLayout, values: float, timing: Timing) -> float:
-    """Of one micro-batch in one MoE layer: tokens to their experts and back, forward and backward."""
+    """Seconds of all-to-alls for one micro-batch in one MoE layer: to experts and back, forward and backward."""
     cluster, ep = layout.cluster, layout.parallel.ep
     if ep == 1:
         return 0.0
@@ -333,14 +334,14 @@ def _exchange_secs(layout: ClusterLayout, values: float, timing: Timing) -> floa
 
 
 def _all_reduce_secs(layout: ClusterLayout, stage: _Stage, timing: Timing) -> float:
-    """Of one stage's gradients: experts over the ranks that hold the same ones, the rest over the whole stage."""
+    """Seconds of all-reduce of a stage's gradients: experts over ranks that hold the same ones, the rest over all."""
     width, spread = layout.parallel.stage_ranks, _spread(layout)
     dense = _ring_secs(layout, width, 1, stage.dense * timing.gradient_bytes)
     return dense + _ring_secs(layout, width // spread, spread, stage.expert / spread * timing.gradient_bytes)
 
 
 def _ring_secs(layout: ClusterLayout, ranks: int, stride: int, nbytes: float) -> float:
-    """All-reduce of ``nbytes`` in a ring over every ``stride``-th of neighbouring ranks."""
+    """Seconds of an all-reduce of ``nbytes`` in a ring over every ``stride``-th of neighbouring ranks."""
     cluster = layout.cluster
     if ranks == 1:
         return 0.0
@@ -352,7 +353,7 @@ def _ring_secs(layout: ClusterLayout, ranks: int, stride: int, nbytes: float) ->
 
 
 def _update_secs(layout: ClusterLayout, stage: _Stage, precision: Precision, timing: Timing) -> float:
-    """State is read and written, gradients are read, compute weights written; each rank has an equal share (ZeRO-1)."""
+    """Seconds of an update, which reads and writes state, reads gradients and writes compute weights (ZeRO-1)."""
     share = (stage.dense + stage.expert) / layout.parallel.stage_ranks
     per_parameter = 2 * precision.full_bytes + timing.gradient_bytes + precision.compute_bytes
     return share * per_parameter / timing.device_bytes_per_sec

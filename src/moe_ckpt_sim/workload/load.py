@@ -1,4 +1,4 @@
-"""Tokens per expert, drawn with a wanted skewness that drifts (MoEvement, appendix D)."""
+"""Tokens per expert, drawn with a given skewness and drift (MoEvement, appendix D)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from moe_ckpt_sim.checks import above_zero, portion
 from moe_ckpt_sim.cluster.clock import on_clock
 
 Popularity = npt.NDArray[np.float64]
-"""``[L, E]``: logarithms of how popular each expert is, in no unit: a layer's tokens are shared out by their exponents.
-Logarithms, since with a small ``alpha`` all of a layer may be below the least float."""
+"""``[L, E]`` logarithms of each expert's popularity, without unit: a layer's tokens are divided by their exponentials.
+With a small ``alpha``, all popularities of a layer may be below the least float; logarithms are not."""
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How a router spreads tokens.
+    """The distribution of tokens over experts.
 
     Attributes:
-        skewness: S, the mean normalised HHI of a layer's load, 0 for even: drawn from a symmetric Dirichlet with
-            ``alpha = (1/S - 1) / E``, whose expected S it is.
+        skewness: S, the mean normalised HHI of a layer's load; 0 is even. Loads are drawn from a symmetric Dirichlet
+            distribution with ``alpha = (1/S - 1) / E``, whose expected HHI is S.
         drift: Portion of each layer's experts, on average, whose popularity is drawn again every ``drift_secs``. They
-            are independent of each other, so that a load is as skewed after any number of drifts as it was at first.
+            are independent of each other, so that a load stays as skewed after any number of drifts.
     """
 
     skewness: float = 0.05
@@ -42,35 +42,35 @@ class ExpertLoad:
 
     @property
     def drifts(self) -> bool:
-        """Whether it ever changes."""
+        """True if the load changes."""
         return self.drift > 0 and self.skewness > 0
 
     def alpha(self, experts: int) -> float:
-        """Of the Dirichlet distribution over ``experts`` experts."""
+        """The parameter of the Dirichlet distribution over ``experts`` experts."""
         return (1 / self.skewness - 1) / experts
 
     def draw(self, rng: np.random.Generator, layers: int, experts: int) -> Popularity:
-        """A load to begin with."""
+        """Draw the first load."""
         if not self.skewness or experts <= 1:
             return np.zeros((layers, experts))
         return _log_gammas(rng, self.alpha(experts), layers * experts).reshape(layers, experts)
 
     def drifted(self, rng: np.random.Generator, popularity: Popularity) -> Popularity:
-        """The load after another ``drift_secs``."""
+        """Returns the load after another ``drift_secs``."""
         layers, experts = popularity.shape
         if not self.drifts or experts <= 1:
             return popularity
         changed = rng.random((layers, experts)) < self.drift
-        found = popularity.copy()
-        found[changed] = _log_gammas(rng, self.alpha(experts), int(changed.sum()))
-        return found
+        changed_load = popularity.copy()
+        changed_load[changed] = _log_gammas(rng, self.alpha(experts), int(changed.sum()))
+        return changed_load
 
 
 class DriftingLoad:
     """The load of one simulated run: drawn at its start, and again in part every ``drift_secs``.
 
     Args:
-        experts: Of each MoE layer.
+        experts: Number of experts in each MoE layer.
         assignments: Tokens times top-k that one iteration routes in each layer.
     """
 
@@ -78,17 +78,17 @@ class DriftingLoad:
         self._load, self._experts, self._assignments, self._rng = load, experts, assignments, rng
         self._popularity = load.draw(rng, len(experts), max(experts, default=0))
         self.drifts_at = on_clock(load.drift_secs) if load.drifts else inf
-        """When it changes next, in seconds of the run's clock; ``inf`` if it never does."""
+        """Time of the next change, in seconds of the run's clock; ``inf`` if the load never changes."""
 
     def counts(self) -> Counts:
         """``[L, E]`` tokens that one iteration routes now."""
         return tokens_of(self._popularity, self._assignments, self._experts)
 
     def drift(self, now_secs: float) -> bool:
-        """All changes up to ``now_secs``, each one, so that the load at a time is the same for all systems.
+        """Apply all changes up to ``now_secs`` one by one, so that the load at a time is the same for all systems.
 
         Returns:
-            Whether there was one.
+            True if the load changed.
         """
         if now_secs < self.drifts_at:
             return False
@@ -102,7 +102,7 @@ def tokens_of(popularity: Popularity, assignments: int, experts: Sequence[int] |
     """``[L, E]`` whole numbers of tokens, ``assignments`` per layer, by largest remainder.
 
     Args:
-        experts: How many each layer has; columns beyond get nothing. None: all of them.
+        experts: Number of experts of each layer; further columns get no tokens. None: all columns.
     """
     if not popularity.size:
         return np.zeros(popularity.shape, dtype=np.int64)
@@ -113,7 +113,7 @@ def tokens_of(popularity: Popularity, assignments: int, experts: Sequence[int] |
 
 
 def _log_gammas(rng: np.random.Generator, alpha: float, count: int) -> npt.NDArray[np.float64]:
-    """Logarithms of draws from ``Gamma(alpha)``, which normalised are a Dirichlet.
+    """Draw logarithms of ``Gamma(alpha)``, whose normalised values are Dirichlet-distributed.
 
     ``Gamma(alpha) = Gamma(alpha + 1) * U**(1/alpha)``.
     """
@@ -123,12 +123,12 @@ def _log_gammas(rng: np.random.Generator, alpha: float, count: int) -> npt.NDArr
 
 
 def _whole_parts(weights: npt.NDArray[np.float64], total: int) -> npt.NDArray[np.int64]:
-    """Each row in whole numbers that add up to ``total``; the rest goes to the largest remainders, then the first."""
+    """Divide ``total`` by each row in whole numbers; the rest goes to the largest remainders, then the first."""
     exact = weights / weights.sum(axis=1, keepdims=True) * total
-    found: npt.NDArray[np.int64] = np.floor(exact).astype(np.int64)
-    left = np.maximum(total - found.sum(axis=1, keepdims=True), 0)
-    order = np.argsort(-(exact - found), axis=1, kind="stable")
-    columns = found.shape[1]
-    more = left // columns + (np.arange(columns) < left % columns)  # of the first in order, the second, ...
-    np.put_along_axis(found, order, np.take_along_axis(found, order, axis=1) + more, axis=1)
-    return found
+    whole: npt.NDArray[np.int64] = np.floor(exact).astype(np.int64)
+    rest = np.maximum(total - whole.sum(axis=1, keepdims=True), 0)
+    order = np.argsort(-(exact - whole), axis=1, kind="stable")
+    columns = whole.shape[1]
+    more = rest // columns + (np.arange(columns) < rest % columns)  # of the first in order, the second, ...
+    np.put_along_axis(whole, order, np.take_along_axis(whole, order, axis=1) + more, axis=1)
+    return whole

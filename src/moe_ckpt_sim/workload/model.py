@@ -1,4 +1,4 @@
-"""A model as checkpointing sees it: its operators, and how many parameters each has."""
+"""A model as checkpointing sees it: its operators and the parameters of each."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import NamedTuple
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span, expert_id, gate_id, non_expert_id
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt_sim.checks import MOST_WHOLE, above_zero, given, whole
+from moe_ckpt_sim.checks import MOST_WHOLE, above_zero, not_none, whole
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per parameter of what forward and backward read, of the master weights, and of both moments together.
+    """Bytes per parameter of compute weights, of master weights, and of both moments together.
 
     Attributes:
-        gradient_bytes: Of what the optimizer consumes; None: as wide as the masters, and 2 at least.
-        full_bytes: In a snapshot at full fidelity. The papers save masters and moments and no compute weights beside
-            them (12 bytes with fp32 Adam), which is what counts here.
+        gradient_bytes: Bytes of the gradient that the optimizer consumes; None: those of the masters, and at least 2.
+        full_bytes: Bytes in a full snapshot. As in the papers, it has masters and moments but no compute weights (12
+            bytes with fp32 Adam).
     """
 
     compute_bytes: float = 2.0
@@ -30,7 +30,7 @@ class Precision:
     gradient_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        above_zero("Precision", **given(gradient_bytes=self.gradient_bytes))
+        above_zero("Precision", **not_none(gradient_bytes=self.gradient_bytes))
         above_zero("Precision", compute_bytes=self.compute_bytes, master_bytes=self.master_bytes)
         above_zero("Precision", optimizer_bytes=self.optimizer_bytes)
 
@@ -40,22 +40,22 @@ class Precision:
 
     @property
     def weight_bytes(self) -> float:
-        """Per parameter, of a full snapshot, what forward and backward read. Masters beside that are none of it."""
+        """Bytes per parameter of a full snapshot that forward and backward read, if these are the masters."""
         return self.master_bytes if self.compute_bytes >= self.master_bytes else 0.0
 
     @property
     def consumed_bytes(self) -> float:
-        """Per parameter, what the optimizer consumes in one update."""
+        """Bytes per parameter that the optimizer consumes in one update."""
         return max(2.0, self.master_bytes) if self.gradient_bytes is None else self.gradient_bytes
 
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """What a paper says of the model.
+    """The parameters of the model that a paper states.
 
     Attributes:
-        total, active: Parameters; None where it does not say.
-        matched: Which of the two the widths give: "total" or "both".
+        total, active: Parameters; None if the paper does not state them.
+        matched: The figures that the widths reproduce: "total" or "both".
     """
 
     name: str
@@ -69,14 +69,14 @@ class ModelSpec:
     """A GPT-MoE by its widths. The names are those of recipes/gpt_moe_megatron.
 
     Attributes:
-        moe_every: Each n-th layer has experts, the last of n; 1 for all.
-        dense_layers: That many first layers have none.
+        moe_every: Every n-th layer has experts; 1: all layers.
+        dense_layers: Number of first layers without experts.
         expert_ffn, ffn, shared_expert_ffn: Width of an expert, of the FFN of layers without experts, of all shared
             experts together; ``ffn`` None: 4 * hidden.
         gated: Three matrices in each FFN instead of two.
-        bias: Biases in attention and FFNs, of experts too.
-        attention_params: Of one layer, where it is not 4 * hidden**2 (latent attention, grouped queries).
-        learned_positions: ``seq`` x ``hidden`` more.
+        bias: Biases in attention and FFNs, those of experts included.
+        attention_params: Parameters of attention in a layer, if not 4 * hidden**2 (latent attention, grouped queries).
+        learned_positions: ``seq`` x ``hidden`` further parameters.
         tied: The head is the embedding.
     """
 
@@ -103,7 +103,7 @@ class ModelSpec:
         owner = f"ModelSpec {self.name!r}"
         whole(owner, layers=self.layers, hidden=self.hidden, experts=self.experts, top_k=self.top_k)
         whole(owner, expert_ffn=self.expert_ffn, vocab=self.vocab, seq=self.seq, moe_every=self.moe_every)
-        whole(owner, **given(ffn=self.ffn, attention_params=self.attention_params))
+        whole(owner, **not_none(ffn=self.ffn, attention_params=self.attention_params))
         whole(owner, 0, dense_layers=self.dense_layers, shared_expert_ffn=self.shared_expert_ffn)
         if self.top_k > self.experts:
             raise ConfigError(f"{owner}(top_k={self.top_k}, experts={self.experts}): top_k must not exceed experts")
@@ -115,24 +115,24 @@ class ModelSpec:
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
-        """Which layers have experts."""
+        """The layers that have experts."""
         return tuple(i for i in range(self.dense_layers, self.layers) if (i + 1) % self.moe_every == 0)
 
     def ffn_params(self, width: int) -> int:
-        """Of a feed-forward block ``width`` wide."""
+        """The parameters of a feed-forward block of that width."""
         matrices = (3 if self.gated else 2) * self.hidden * width
         return matrices + (width * (2 if self.gated else 1) + self.hidden if self.bias else 0)
 
     @cached_property
     def attention(self) -> int:
-        """Attention and both norms of one layer."""
+        """The parameters of attention and both norms of one layer."""
         norms = 2 * self.hidden * (2 if self.bias else 1)
         if self.attention_params is not None:
             return self.attention_params + norms
         return 4 * self.hidden**2 + (4 * self.hidden if self.bias else 0) + norms
 
     def build(self) -> SimModel:
-        """The operators, in the order of the network."""
+        """Make the model, with its operators in the order of the network."""
         shapes = (LayerShape(self.seq, self.hidden, self.seq),) * self.layers
         return assemble(self.name, self._weights(), self.moe_layers, self.experts, self.top_k, self.seq, shapes)
 
@@ -147,8 +147,8 @@ class ModelSpec:
                 continue
             if self.shared_expert_ffn:
                 yield single(f"layers.{layer}.shared", self.ffn_params(self.shared_expert_ffn), layer)
-            each = self.ffn_params(self.expert_ffn)
-            yield from experts_of(at[layer], self.experts, self.hidden * self.experts, each, layer)
+            expert_params = self.ffn_params(self.expert_ffn)
+            yield from experts_of(at[layer], self.experts, self.hidden * self.experts, expert_params, layer)
         yield single("final_norm", self.hidden * (2 if self.bias else 1), self.layers)
         if not self.tied:
             yield single("head", self.vocab * self.hidden, self.layers)
@@ -156,12 +156,12 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer works on.
+    """The shape of a layer's activations.
 
     Attributes:
-        tokens: Of one sequence.
-        width: Of each.
-        span: Tokens that each attends to.
+        tokens: Tokens of one sequence.
+        width: Width of each token.
+        span: Tokens that each token attends to.
     """
 
     tokens: int
@@ -171,15 +171,15 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class SimModel:
-    """What policies and costs need to know of a model.
+    """A model with the facts that policies and costs need.
 
     Attributes:
         elements: Parameters of each operator.
-        stage_layer: Operator -> layer of the network that it belongs to, -1 for what comes before the first and
-            ``network_layers`` for what comes after the last.
-        seq: Tokens of one sequence, as its first MoE layer routes them.
-        shapes: Of each layer of the network; None where they are not known, and then iterations cannot be estimated.
-        exact_bytes: What every operator was weighed to be in a real run; None: elements times the precision's bytes.
+        stage_layer: The layer of the network that an operator belongs to; -1 before the first layer and
+            ``network_layers`` after the last.
+        seq: Tokens of one sequence that its first MoE layer routes.
+        shapes: Shape of each layer of the network; None if unknown, and then iterations cannot be estimated.
+        exact_bytes: Bytes of every operator as measured in a run; None: elements times the precision's bytes.
     """
 
     name: str
@@ -194,25 +194,27 @@ class SimModel:
 
     @cached_property
     def total(self) -> int:
-        """Parameters."""
+        """All parameters."""
         return sum(self.elements.values())
 
     @cached_property
     def active(self) -> int:
-        """Parameters that one token uses, embeddings included."""
+        """The parameters that one token uses, embeddings included."""
         one = {op.layer: self.elements[op.id] for op in self.catalog.experts}
         return self.total - sum((layer.experts - self.top_k) * one[layer.index] for layer in self.catalog.layers)
 
     @cached_property
     def expert_total(self) -> int:
-        """Parameters in experts."""
+        """The parameters in experts."""
         return sum(self.elements[op.id] for op in self.catalog.experts)
 
     def sizes(self, precision: Precision) -> dict[str, OperatorBytes]:
-        """Bytes of every operator."""
+        """The bytes of every operator."""
         if self.exact_bytes is not None:
             return dict(self.exact_bytes)
-        return {op: OperatorBytes(*(round(n * each) for each in _widths(precision))) for op, n in self.elements.items()}
+        return {
+            op: OperatorBytes(*(round(n * width) for width in _widths(precision))) for op, n in self.elements.items()
+        }
 
 
 def _widths(precision: Precision) -> tuple[float, float, float, float]:
@@ -228,10 +230,10 @@ def assemble(
     seq: int,
     shapes: tuple[LayerShape, ...],
 ) -> SimModel:
-    """A model of operators in the order of the network.
+    """Make a model of operators, which are in the order of the network.
 
     Args:
-        moe_layers: Which of its layers have ``experts`` experts.
+        moe_layers: The layers that have ``experts`` experts.
     """
     rows = tuple(weights)
     total = sum(row.elements for row in rows)
@@ -261,19 +263,19 @@ class Weight(NamedTuple):
 
 
 def single(group: str, elements: int, layer: int) -> Weight:
-    """What is no part of experts or gates."""
+    """An operator that is neither an expert nor a gate."""
     name = non_expert_id(group)
     return Weight(Operator(name, OperatorKind.NON_EXPERT, (Span(name),)), elements, layer)
 
 
-def experts_of(index: int, experts: int, gate: int, each: int, layer: int) -> Iterator[Weight]:
+def experts_of(index: int, experts: int, gate_params: int, expert_params: int, layer: int) -> Iterator[Weight]:
     """The gate and the experts of one MoE layer.
 
     Args:
-        gate, each: Parameters.
+        gate_params, expert_params: Parameters of the gate, and of each expert.
     """
     name = gate_id(index)
-    yield Weight(Operator(name, OperatorKind.GATE, (Span(name),), index), gate, layer)
+    yield Weight(Operator(name, OperatorKind.GATE, (Span(name),), index), gate_params, layer)
     for expert in range(experts):
         name = expert_id(index, expert)
-        yield Weight(Operator(name, OperatorKind.EXPERT, (Span(name),), index, expert), each, layer)
+        yield Weight(Operator(name, OperatorKind.EXPERT, (Span(name),), index, expert), expert_params, layer)

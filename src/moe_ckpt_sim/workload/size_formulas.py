@@ -1,7 +1,7 @@
-"""Closed forms of size: what partial checkpoints and sparse windows weigh, as the papers count them.
+"""Closed forms of size: bytes of partial checkpoints and sparse windows, as the papers count them.
 
-The papers take all experts of a layer for equally large, and MoEvement all operators of a model. The library itself
-adds up real bytes (``core.window``, ``format.manifest``); these are for comparing with what the papers print.
+The papers assume that all experts of a layer are equally large, and MoEvement that all operators of a model are. The
+library itself adds up real bytes (``core.window``, ``format.manifest``); these forms are for comparison with papers.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from moe_ckpt_sim.checks import above_zero, at_least, whole
 
 
 def pec_bytes(*, non_expert: int, expert_total: int, k: int, experts: int, bytes_per_param: float) -> int:
-    """A partial-experts checkpoint: ``(P_ne + K/E * P_e) * B`` (PEC, section 3.1).
+    """Bytes of a partial-experts checkpoint: ``(P_ne + K/E * P_e) * B`` (PEC, section 3.1).
 
     Args:
         non_expert, expert_total: Parameters outside of experts, and of all experts of all layers.
-        k: Saved of the ``experts`` in each layer; all of them make it a full checkpoint.
+        k: Experts saved of the ``experts`` in each layer; all of them make a full checkpoint.
     """
     return round(_pec_params("pec_bytes", non_expert, expert_total, k, experts, bytes_per_param) * bytes_per_param)
 
 
 def pec_reduction(*, non_expert: int, expert_total: int, k: int, experts: int) -> float:
-    """Portion of a full checkpoint that a partial one leaves out; the bytes per parameter do not matter."""
+    """The portion of a full checkpoint that a partial one leaves out, for any bytes per parameter."""
     saved = _pec_params("pec_reduction", non_expert, expert_total, k, experts, 1.0)
     return 1 - saved / (non_expert + expert_total)
 
@@ -33,12 +33,12 @@ def pec_reduction(*, non_expert: int, expert_total: int, k: int, experts: int) -
 def moetion_bytes(
     *, non_expert: int, one_expert: int, selected: Sequence[int], experts: int, bytes_per_param: float
 ) -> int:
-    """A checkpoint of MoEtion, which saves S[l] of the experts of layer l: ``(P_ne + P_one * sum(S)) * B``.
+    """Bytes of a checkpoint of MoEtion, which saves S[l] experts of layer l: ``(P_ne + P_one * sum(S)) * B``.
 
-    arXiv 2412.15411 v1, section 4.3. The sizes that it prints in section 7.2 are those of 10 bytes per parameter.
+    arXiv 2412.15411 v1, section 4.3. The sizes in section 7.2 are for 10 bytes per parameter.
 
     Args:
-        non_expert, one_expert: Parameters.
+        non_expert, one_expert: Parameters outside of experts, and of one expert.
         selected: S of each layer.
 
     Raises:
@@ -61,7 +61,7 @@ class CountedWindow:
 
     Attributes:
         size: W.
-        active: Anchored per slot, fewer in the last.
+        active: Operators anchored per slot; the last slot may have fewer.
     """
 
     size: int
@@ -71,12 +71,12 @@ class CountedWindow:
 def window_by_count(*, operators: int, full_bytes: float, compute_bytes: float, budget_bytes: float) -> CountedWindow:
     """MoEvement's Algorithm 1, ``FindWindowSize``, as printed, for comparing with the library's packing by bytes.
 
-    It gives up at 2 operators per slot whether these fit or not: then training stalls, and it does not say so. Only the
-    first slot is looked at, the heaviest.
+    It stops at 2 operators per slot even if these do not fit, without saying that training then stalls. It checks only
+    the first slot, which is the heaviest.
 
     Args:
-        full_bytes, compute_bytes: Of each operator: masters and optimizer state; what forward and backward read.
-        budget_bytes: What can be copied in an iteration, bandwidth times its time.
+        full_bytes, compute_bytes: Bytes of each operator: masters and optimizer state; compute weights.
+        budget_bytes: Bytes that can be copied in an iteration: bandwidth times its time.
     """
     owner = "window_by_count"
     whole(owner, operators=operators)
@@ -90,9 +90,9 @@ def window_by_count(*, operators: int, full_bytes: float, compute_bytes: float, 
 def counted_slot_bytes(
     window: CountedWindow, *, operators: int, full_bytes: float, compute_bytes: float
 ) -> tuple[float, ...]:
-    """What each slot of such a window weighs: its operators in full, those of later slots as compute weights.
+    """Bytes of each slot of such a window: its operators in full, those of later slots as compute weights.
 
-    As ``GenerateSchedule`` of the same algorithm deals them out.
+    ``GenerateSchedule`` of the same algorithm divides operators in the same way.
 
     Raises:
         ConfigError: the window is not one of so many operators.
@@ -110,7 +110,7 @@ def counted_slot_bytes(
 
 
 def mean_window_bytes(slots: Sequence[float]) -> float:
-    """Bytes per iteration of a window whose slots weigh so much, by count or as ``core.window.slot_bytes`` tells."""
+    """Mean bytes per iteration of a window with slots of these sizes, by count or from ``core.window.slot_bytes``."""
     if not slots:
         raise ConfigError("mean_window_bytes(slots=()): a window has at least one slot")
     return fsum(slots) / len(slots)

@@ -11,7 +11,7 @@ from moe_ckpt_sim.checks import whole
 from moe_ckpt_sim.workload.model import LayerShape, PaperFigure, SimModel, Weight, assemble, experts_of, single
 
 _BIAS_WIDTH = 512
-"""Of the hidden layer that turns two relative coordinates into one bias per head."""
+"""Width of the hidden layer that turns two relative coordinates into one bias per head."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,21 @@ class SwinSpec:
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """(stage, place in it) of each layer of the network."""
+        """The stage of each layer of the network, and its index in that stage."""
         return tuple((stage, at) for stage, depth in enumerate(self.depths) for at in range(depth))
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
-        """Which layers have experts."""
+        """The layers that have experts."""
         return tuple(i for i, (stage, at) in enumerate(self.places) if stage >= self.moe_from_stage and at % 2)
 
     def shape(self, stage: int) -> LayerShape:
-        """Of the layers of ``stage``. A window larger than what is left of the image is all of it."""
+        """The shape of the layers of ``stage``. A window larger than the remaining image covers all of it."""
         side = self.image_size // self.patch_size // 2**stage
         return LayerShape(side**2, self.embed_dim * 2**stage, min(side, self.window_size) ** 2)
 
     def build(self) -> SimModel:
-        """The operators, in the order of the network. ``seq``: tokens of an image in its first MoE layer."""
+        """Make the model, in the order of the network. Its ``seq`` is an image's tokens in the first MoE layer."""
         shapes = tuple(self.shape(stage) for stage, _ in self.places)
         seq = shapes[self.moe_layers[0]].tokens
         return assemble(self.name, self._weights(), self.moe_layers, self.experts, self.top_k, seq, shapes)
@@ -107,5 +107,5 @@ class SwinSpec:
         yield single("head", (last + 1) * self.classes, len(self.places))
 
     def _attention(self, width: int, heads: int) -> int:
-        """With both norms, and what biases it by position."""
+        """The parameters of attention, both norms and the position bias."""
         return 4 * width**2 + 4 * width + 4 * width + (2 + 1 + heads) * _BIAS_WIDTH

@@ -1,16 +1,16 @@
-"""How long an iteration of a simulated run takes, and how many tokens it routes to which expert."""
+"""The batch of a simulated run, and the time of its iterations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt_sim.checks import above_zero, at_least, given, portion, whole
+from moe_ckpt_sim.checks import above_zero, at_least, not_none, portion, whole
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one optimizer step, and of one micro-batch of one pipeline."""
+    """The number of sequences in one optimizer step, and in one micro-batch of one pipeline."""
 
     sequences: int = 512
     micro_sequences: int = 32
@@ -19,7 +19,7 @@ class Batch:
         whole("Batch", sequences=self.sequences, micro_sequences=self.micro_sequences)
 
     def micro_batches(self, pipelines: int) -> int:
-        """M, of each pipeline.
+        """Micro-batches of each pipeline (M).
 
         Raises:
             ConfigError: the batch does not divide.
@@ -37,15 +37,15 @@ class Iteration:
     """One iteration without checkpointing, in seconds.
 
     Attributes:
-        secs: All of it.
-        update_secs: Of the optimizer, in which tensors change and no copy may run.
-        stage_secs: Of forward and backward of all micro-batches of a stage, bubbles left out: what one stage alone
-            needs to compute the iteration again from its neighbours' logs.
-        drag_secs_per_byte: What training takes longer for each byte that a rank saves, beside waiting for copies: a
-            snapshot is begun on the training thread, and the threads that copy and write it take time from that.
-        frozen_saving: Portion of forward and backward that is weight gradients, which frozen operators do without (a
-            third, MoEvement, section 3.5).
-        boundary_bytes: What the rank with most of it sends to other pipeline stages: activations and their gradients.
+        secs: The whole iteration.
+        update_secs: The optimizer's update, in which tensors change and no copy may run.
+        stage_secs: Forward and backward of all micro-batches of a stage without bubbles, which one stage alone needs to
+            compute the iteration again from its neighbours' logs.
+        drag_secs_per_byte: Slowdown of training for each byte that a rank saves, besides waits for copies: a snapshot
+            is begun on the training thread, and the threads that copy and write it take time from it.
+        frozen_saving: The portion of forward and backward that computes weight gradients, which frozen operators do not
+            need (a third, MoEvement, section 3.5).
+        boundary_bytes: Activations and their gradients that the rank that sends most sends to other pipeline stages.
     """
 
     secs: float
@@ -56,7 +56,7 @@ class Iteration:
     boundary_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        above_zero("Iteration", secs=self.secs, **given(stage_secs=self.stage_secs))
+        above_zero("Iteration", secs=self.secs, **not_none(stage_secs=self.stage_secs))
         at_least("Iteration", 0, update_secs=self.update_secs, drag_secs_per_byte=self.drag_secs_per_byte)
         at_least("Iteration", 0, boundary_bytes=self.boundary_bytes)
         portion("Iteration", frozen_saving=self.frozen_saving)
@@ -67,10 +67,10 @@ class Iteration:
 
     @property
     def open_secs(self) -> float:
-        """From one optimizer update to the next: what a copy may take without training waiting for it."""
+        """Time from one optimizer update to the next, in which a copy does not make training wait."""
         return self.secs - self.update_secs
 
     @property
     def alone_secs(self) -> float:
-        """Of one stage by itself, with its update."""
+        """Time of an iteration of one stage by itself, with its update."""
         return self.secs if self.stage_secs is None else min(self.secs, self.stage_secs + self.update_secs)

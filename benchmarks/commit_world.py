@@ -147,9 +147,9 @@ class Share:
 class Others:
     """What all ranks together write for a plan, by the library's own dealing and cutting; rank by rank."""
 
-    def __init__(self, state: State, ranks: int, sharding: str = "adaptive") -> None:
+    def __init__(self, state: State, ranks: int) -> None:
         self._state, self._ranks = state, ranks
-        self._sharder = Sharder(state.catalog, everywhere(state.catalog.layers, ranks), sharding)
+        self._sharder = Sharder(state.catalog, everywhere(state.catalog.layers, ranks))
         self._local = LocalState(state.catalog, state.tensors())
         self._known: dict[PlanKey, list[Share]] = {}
         self._compute: dict[str, str] = {}

@@ -66,7 +66,7 @@ def prepare(state: LiveState) -> Prepared:
 
 def compiled(catalog: Catalog, tensors: Sequence[StateTensor]) -> tuple[CompiledPlan, torch.Tensor]:
     """The plan of a dense checkpoint on one rank, and a warm buffer for it."""
-    compiler = PlanCompiler(catalog, everywhere(catalog.layers, 1), "adaptive", 0, 1)
+    compiler = PlanCompiler(catalog, everywhere(catalog.layers, 1), 0, 1)
     plan = compiler.compile(Contents(catalog.everything), tensors, specs_of(tensors), ())
     return plan, torch.zeros(plan.nbytes, dtype=torch.uint8)
 
@@ -147,7 +147,7 @@ def preparing(layers: int, experts: int, listed: bool, repeats: int) -> dict[str
     catalog = state.catalog
     tensors = state.tensors()
     specs = specs_of(tensors)
-    compiler = PlanCompiler(catalog, everywhere(catalog.layers, 1), "adaptive", 0, 1)
+    compiler = PlanCompiler(catalog, everywhere(catalog.layers, 1), 0, 1)
     plan, buffer = compiled(catalog, tensors)
     moves = moves_of(plan, buffer)
     numbers = [checksums_of(part, buffer[at : at + part.nbytes]) for at, part in plan.parts]

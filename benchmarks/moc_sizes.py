@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -30,7 +30,7 @@ from benchmarks import report
 from benchmarks.moc_sim import SimulatedRun
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.sharding import parts_equal, parts_none, shares_adaptive, shares_fixed, water_level
+from moe_ckpt.core.sharding import ShardingUnit, shares_adaptive, water_level
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
 from moe_ckpt.policies import MoC
@@ -139,19 +139,28 @@ def peaks(of: Subject, ranks: int, selector: str, k: int) -> Peaks:
     found: dict[str, list[int]] = {name: [] for name in WAYS}
     owners = expert_owners(of.catalog, everywhere(of.catalog.layers, ranks))
     units, rest = of.weights.units, of.non_expert_bytes
-    equal = parts_equal(units, ranks)
+    equal = shares_adaptive(units, [0] * ranks, grain_bytes=rest)  # fixed, whatever experts a checkpoint holds
+    writers = {unit.name: part.rank for unit, (part,) in zip(equal.units, equal.dealt, strict=True)}
     for operators in round_of(of.catalog, ranks, selector, k):
         preload = [0] * ranks
         for op in operators:
             if op in owners:
                 preload[owners[op]] += of.weights.experts[op]
         found["every_rank_all"].append(rest + max(preload))
-        found["none"].append(shares_fixed(parts_none(units), units, preload).peak_bytes)
-        found["equal"].append(shares_fixed(equal, units, preload).peak_bytes)
+        found["none"].append(max(preload[0] + rest, *preload))
+        found["equal"].append(max(loaded(units, writers, preload)))
         found["whole_tensors"].append(shares_adaptive(units, preload, grain_bytes=rest).peak_bytes)
         found["adaptive"].append(shares_adaptive(units, preload).peak_bytes)
         found["lowest"].append(max(*preload, water_level(preload, rest)))
     return Peaks(ranks, selector, **found)
+
+
+def loaded(units: Iterable[ShardingUnit], writers: Mapping[Any, int], preload: list[int]) -> list[int]:
+    """Bytes of each rank, if each unit has the same writer in every checkpoint."""
+    loads = list(preload)
+    for unit in units:
+        loads[writers[unit.name]] += unit.nbytes
+    return loads
 
 
 WAYS = {

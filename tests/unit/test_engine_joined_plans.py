@@ -76,7 +76,7 @@ def blocks_of(key: str, parameter: str, whole: torch.Tensor, cuts: Sequence[int]
 
 @st.composite
 def worlds(draw):
-    """(catalog, ranks, rank, sharding, whole tensors, this rank's tensors)."""
+    """(catalog, ranks, rank, whole tensors, this rank's tensors)."""
     model = catalog(draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 5, 12])), stacked=draw(st.booleans()))
     ranks = draw(st.integers(1, 3))
     rank = draw(st.integers(0, ranks - 1))
@@ -89,7 +89,7 @@ def worlds(draw):
         else:
             transposed = whole.t().contiguous().t() if whole.dim() == 2 and draw(st.booleans()) else whole
             tensors.append(StateTensor(key, parameter, transposed, (0,) * whole.dim(), tuple(whole.shape)))
-    return model, ranks, rank, draw(st.sampled_from(["none", "equal", "adaptive"])), wholes, tensors
+    return model, ranks, rank, wholes, tensors
 
 
 @st.composite
@@ -109,8 +109,8 @@ def sides(count: int) -> list[SliceEntry]:
 
 
 def compiler_of(world) -> PlanCompiler:
-    model, ranks, rank, sharding, _, _ = world
-    return PlanCompiler(model, everywhere(model.layers, ranks), sharding, rank, ranks)
+    model, ranks, rank, _, _ = world
+    return PlanCompiler(model, everywhere(model.layers, ranks), rank, ranks)
 
 
 def copied(plan: CompiledPlan) -> torch.Tensor:
@@ -128,7 +128,7 @@ def rendered(part: CompiledPart, memory: torch.Tensor, rank: int) -> bytes:
 def test_a_joined_plan_is_one_made_from_scratch(data):
     """Made after any others by one compiler, and by one that knows nothing."""
     world = data.draw(worlds())
-    model, _, rank, _, wholes, tensors = world
+    model, _, rank, wholes, tensors = world
     specs, used = specs_of(tensors), compiler_of(world)
     types = [dict.fromkeys(model.parameters, dtype) for dtype in ("BF16", "F64")]
     for number in range(data.draw(st.integers(1, 4))):
@@ -177,7 +177,7 @@ def test_the_joined_shares_of_all_ranks_tile_the_plan(data):
     ranks = data.draw(st.integers(1, 3))
     wholes = state_of(model, 3)
     tensors = [StateTensor(key, name, x, (0,) * x.dim(), tuple(x.shape)) for key, (name, x) in wholes.items()]
-    compilers = [PlanCompiler(model, everywhere(model.layers, ranks), "adaptive", rank, ranks) for rank in range(ranks)]
+    compilers = [PlanCompiler(model, everywhere(model.layers, ranks), rank, ranks) for rank in range(ranks)]
     specs = specs_of(tensors)
     for _ in range(3):
         contents = data.draw(contents_of(model))
@@ -192,7 +192,7 @@ def test_what_is_known_of_an_operator_is_not_worked_out_again():
     """So what a new plan costs does not grow with its slices."""
     model = catalog(2, 6)
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
-    compiler, specs = PlanCompiler(model, everywhere(model.layers, 1), "adaptive", 0, 1), specs_of(tensors)
+    compiler, specs = PlanCompiler(model, everywhere(model.layers, 1), 0, 1), specs_of(tensors)
     window = Window(1, (model.everything[:5], model.everything[5:]))
     plain = Contents(model.everything)
     slot = replace(plain, full=window.slots[0], compute=window.slots[1], window=WindowPlace(1, 2, 0))
@@ -215,7 +215,7 @@ def test_what_was_described_for_one_plan_alone_is_forgotten(monkeypatch):
     model = catalog(2, 6)
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
     specs = specs_of(tensors)
-    make = lambda: PlanCompiler(model, everywhere(model.layers, 2), "adaptive", 0, 2)  # noqa: E731
+    make = lambda: PlanCompiler(model, everywhere(model.layers, 2), 0, 2)  # noqa: E731
     used, shelves, sizes = make(), set(), []
     for step in range(40):
         chosen = tuple(op for at, op in enumerate(model.everything) if (at + step) % 3)
@@ -251,7 +251,7 @@ def test_experts_the_rest_and_what_stays_in_memory_go_to_different_parts():
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
     stored, held = model.everything[:-2], model.everything[-2:]
     contents = Contents(stored, held)
-    compiler = PlanCompiler(model, everywhere(model.layers, 1), "none", 0, 1)
+    compiler = PlanCompiler(model, everywhere(model.layers, 1), 0, 1)
     plan = compiler.compile(contents, tensors, specs_of(tensors), sides(2))
     assert {part.kind: (part.operators, len(part.side)) for _, part in plan.parts} == {
         "expert": (("expert/0/0", "expert/0/1"), 0),
@@ -265,7 +265,7 @@ def test_state_without_rows_is_repeated_once_per_slot():
     model = catalog(1, 4)
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
     local = LocalState(model, tensors)
-    dealt = Sharder(model, everywhere(model.layers, 1), "none").assign({"expert/0/1"}, tensors, {"expert/0/2"}, {})
+    dealt = Sharder(model, everywhere(model.layers, 1)).assign({"expert/0/1"}, tensors, {"expert/0/2"}, {})
     found = [collect_replay_slices(local, {"expert/0/1"}, {"expert/0/2"}, dealt, 0, {}).listed() for _ in range(2)]
     keys = [sorted(entry.key for cut in cuts for entry in cut.entries) for cuts in found]
     assert keys[0] == keys[1] == ["replay/model/layers.0.moe.w", "replay/optim/0/layers.0.moe.w/step"]

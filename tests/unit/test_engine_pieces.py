@@ -85,10 +85,10 @@ def worlds(draw):
     return model, ranks, on_ranks(model, ranks, sharded, frozenset(duplicated)), chosen
 
 
-def shares(model, ranks, tensors, chosen, sharding="adaptive"):
+def shares(model, ranks, tensors, chosen):
     """Every rank's pieces, dealt out by each rank for itself, as in a real run."""
     where = everywhere(model.layers, ranks)
-    dealt = [Sharder(model, where, sharding).assign(chosen, tensors[rank]) for rank in range(ranks)]
+    dealt = [Sharder(model, where).assign(chosen, tensors[rank]) for rank in range(ranks)]
     return [pieces_of(LocalState(model, tensors[rank]), chosen, dealt[rank], rank) for rank in range(ranks)]
 
 

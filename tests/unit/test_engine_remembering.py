@@ -37,7 +37,7 @@ def state(*, sharded: bool = True) -> list[StateTensor]:
 
 
 def compiler() -> PlanCompiler:
-    return PlanCompiler(MODEL, everywhere(MODEL.layers, 1), "adaptive", 0, 1)
+    return PlanCompiler(MODEL, everywhere(MODEL.layers, 1), 0, 1)
 
 
 def contents(operators, held=(), frozen=()) -> Contents:
@@ -175,16 +175,15 @@ def test_few_plans_are_kept_of_a_large_model(monkeypatch):
     assert made.compile(contents((MODEL.experts[-1].id,)), tensors, specs, ()) is made._plans.values()[-1]
 
 
-@pytest.mark.parametrize("sharding", ["none", "equal", "adaptive"])
 @pytest.mark.parametrize("saved", ["everything", "some"])
-def test_the_differences_of_all_ranks_add_up_to_nothing(sharding, saved):
+def test_the_differences_of_all_ranks_add_up_to_nothing(saved):
     """And to something, if a rank leaves a slice out or writes one twice."""
     ranks = 3
     operators = MODEL.everything if saved == "everything" else MODEL.everything[::2]
     plans = []
     for rank in range(ranks):
         tensors = state(sharded=False)
-        made = PlanCompiler(MODEL, everywhere(MODEL.layers, ranks), sharding, rank, ranks)
+        made = PlanCompiler(MODEL, everywhere(MODEL.layers, ranks), rank, ranks)
         plans.append(made.compile(contents(operators), tensors, specs_of(tensors), ()))
     differences = [cover_difference(plan) for plan in plans]
     assert sum(differences) % PRIME == 0

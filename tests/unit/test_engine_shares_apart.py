@@ -48,31 +48,30 @@ def owners_of(experts: int, ranks: int, expert_parallel: int) -> tuple[int, ...]
     return tuple(e // count + expert_parallel * (e % count * sharers // count) for e in range(experts))
 
 
-def deal(sharding: str, ranks: int, expert_parallel: int, experts: int, saved: list[int]) -> list[WriteAssignment]:
+def deal(ranks: int, expert_parallel: int, experts: int, saved: list[int]) -> list[WriteAssignment]:
     found = model(experts)
     owners = (owners_of(experts, ranks, expert_parallel),)
     placement = Placement(owners, tuple(range(ranks)), (ranks,), experts_apart=True)
     operators = [op.id for op in found.always_saved] + [expert_id(0, e) for e in saved]
     return [
-        Sharder(found, placement, sharding).assign(operators, tensors_of(found, rank, ranks, expert_parallel))
+        Sharder(found, placement).assign(operators, tensors_of(found, rank, ranks, expert_parallel))
         for rank in range(ranks)
     ]
 
 
-@pytest.mark.parametrize("sharding", ["none", "equal", "adaptive"])
 @pytest.mark.parametrize(
     ("ranks", "expert_parallel", "experts"), [(4, 2, 8), (4, 4, 4), (4, 2, 2), (8, 2, 4), (6, 2, 4)]
 )
-def test_all_peers_deal_alike(sharding, ranks, expert_parallel, experts):
+def test_all_peers_deal_alike(ranks, expert_parallel, experts):
     """Also those that write no expert at all, since there are fewer than copies."""
-    dealt = deal(sharding, ranks, expert_parallel, experts, [0, experts - 1])
+    dealt = deal(ranks, expert_parallel, experts, [0, experts - 1])
     assert all(each.shares == dealt[0].shares for each in dealt)
 
 
 @pytest.mark.parametrize(("saved", "free"), [([0, 1], 1), ([2, 3], 0)])
 def test_adaptive_counts_the_experts_that_each_peer_was_just_given(saved, free):
     """Rank 0 owns experts 0 and 1. The embedding goes to the rank that has none to write."""
-    loads = deal("adaptive", 2, 2, 4, saved)[0].shares.loads
+    loads = deal(2, 2, 4, saved)[0].shares.loads
     assert loads[free] == EMBEDDING_BYTES
     assert loads[1 - free] == 2 * EXPERT_BYTES + GATE_BYTES
 
@@ -82,5 +81,5 @@ def test_experts_of_an_owner_among_the_peers_only():
     found = model(4)
     placement = Placement(((0, 0, 1, 1),), (1, 3), (4,), experts_apart=True)
     operators = [op.id for op in found.always_saved] + [expert_id(0, e) for e in (0, 1, 2)]
-    loads = Sharder(found, placement, "none").assign(operators, tensors_of(found, 1, 2, 2)).shares.loads
-    assert loads == (EXPERT_BYTES + EMBEDDING_BYTES + GATE_BYTES, 0)
+    loads = Sharder(found, placement).assign(operators, tensors_of(found, 1, 2, 2)).shares.loads
+    assert loads == (EXPERT_BYTES + GATE_BYTES, EMBEDDING_BYTES)

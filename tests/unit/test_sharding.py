@@ -13,14 +13,10 @@ from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, S
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.sharding import (
     GRAIN_BYTES,
-    SHARDINGS,
     RowRange,
     ShardingUnit,
     in_dealing_order,
-    parts_equal,
-    parts_none,
     shares_adaptive,
-    shares_fixed,
     water_level,
 )
 from moe_ckpt.ports import StateTensor
@@ -58,12 +54,10 @@ def check(units, preload, shares):
 
 @given(cases())
 @example(([unit(0, 1, 1), unit(1, 0, 0, 5)], [3], 0))
-def test_every_way_gives_each_row_to_exactly_one_rank(case):
+def test_each_row_goes_to_exactly_one_rank(case):
     units, preload, grain = case
     check(units, preload, shares_adaptive(units, preload, grain))
     check(units, preload, shares_adaptive(units, preload))
-    check(units, preload, shares_fixed(parts_equal(units, len(preload)), units, preload))
-    check(units, preload, shares_fixed(parts_none(units), units, preload))
 
 
 @given(cases())
@@ -96,9 +90,9 @@ def test_the_level_is_the_least_that_holds_all(preload, nbytes):
 
 
 @given(st.lists(st.integers(0, 50), max_size=6), st.integers(1, 3))
-def test_equal_shares_are_within_four_thirds_of_the_best_whole_tensors(sizes, ranks):
+def test_unsplit_shares_are_within_four_thirds_of_the_best_whole_tensors(sizes, ranks):
     units = in_dealing_order([unit(i, 1, n) for i, n in enumerate(sizes)])
-    shares = shares_fixed(parts_equal(units, ranks), units, [0] * ranks)
+    shares = shares_adaptive(units, [0] * ranks, grain_bytes=sum(sizes))
 
     def peak(choice):
         return max(sum(n for n, r in zip(sizes, choice, strict=True) if r == rank) for rank in range(ranks))
@@ -189,41 +183,37 @@ def test_state_is_weighed_with_what_is_cut_like_it():
 def test_state_that_the_framework_shards_weighs_nothing_and_is_written_where_it_lies():
     model, tensors = model_and_tensors(sharded=("embed", "stack"))
     everything = frozenset(model.by_id)
-    dealt = Sharder(model, everywhere(model.layers, 2), "adaptive").assign(everything, tensors)
+    dealt = Sharder(model, everywhere(model.layers, 2)).assign(everything, tensors)
     assert sum(dealt.shares.loads) == sum(t.local.nbytes for t in tensors if t.replicated)
     for rank in range(2):
         held = {p.entry.key for p in pieces_of(LocalState(model, tensors), everything, dealt, rank)}
         assert {"model/embed", "optim/exp_avg/embed", "model/stack"} <= held
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("experts", [(), (0,), (0, 1), (0, 1, 2, 3)])
-def test_what_is_cut_weighs_what_was_dealt(sharding, ranks, experts):
+def test_what_is_cut_weighs_what_was_dealt(ranks, experts):
     model, tensors = model_and_tensors()
     chosen = {op.id for op in model.always_saved} | {f"expert/0/{e}" for e in experts}
-    dealt = Sharder(model, everywhere(model.layers, ranks), sharding).assign(chosen, tensors)
+    dealt = Sharder(model, everywhere(model.layers, ranks)).assign(chosen, tensors)
     shares = [pieces_of(LocalState(model, tensors), chosen, dealt, rank) for rank in range(ranks)]
     assert tuple(sum(p.entry.nbytes for p in share) for share in shares) == dealt.shares.loads
     names = [p.entry.name for share in shares for p in share]
     assert len(names) == len(set(names))
-    if sharding == "none":
-        assert all(p.entry.operator.startswith("expert/") for share in shares[1:] for p in share)
 
 
-def test_only_adaptive_shares_follow_the_experts():
+def test_shares_follow_the_experts():
     model, tensors = model_and_tensors()
     always = {op.id for op in model.always_saved}
-    for sharding, moves in (("none", False), ("equal", False), ("adaptive", True)):
-        sharder = Sharder(model, everywhere(model.layers, 2), sharding)
-        first, second = (sharder.assign(always | {f"expert/0/{e}"}, tensors).shares for e in (0, 3))
-        assert (first.parts != second.parts) == moves, sharding
-        assert first == sharder.assign(always | {"expert/0/0"}, tensors).shares
+    sharder = Sharder(model, everywhere(model.layers, 2))
+    first, second = (sharder.assign(always | {f"expert/0/{e}"}, tensors).shares for e in (0, 3))
+    assert first.parts != second.parts
+    assert first == sharder.assign(always | {"expert/0/0"}, tensors).shares
 
 
 def test_a_tensor_that_appears_is_weighed():
     model, tensors = model_and_tensors()
-    sharder = Sharder(model, everywhere(model.layers, 2), "equal")
+    sharder = Sharder(model, everywhere(model.layers, 2))
     early = [t for t in tensors if t.key.startswith("model/")]
     for now in (early, tensors, early):
         shares = sharder.assign(frozenset(model.by_id), now).shares
@@ -233,15 +223,15 @@ def test_a_tensor_that_appears_is_weighed():
 def test_dealing_is_balanced_where_the_embedding_is_most_of_the_model():
     model, tensors = model_and_tensors()
     chosen = frozenset(op.id for op in model.always_saved) | {"expert/0/0"}
-    where = everywhere(model.layers, 4)
-    peaks = {how: Sharder(model, where, how).assign(chosen, tensors).shares.peak_bytes for how in SHARDINGS}
-    assert peaks["adaptive"] < peaks["equal"] / 2 < peaks["none"] / 2
+    shares = Sharder(model, everywhere(model.layers, 4)).assign(chosen, tensors).shares
+    embedding = max(unit.nbytes for unit in shares.units)
+    assert shares.peak_bytes < embedding / 2
 
 
 def test_stacked_state_without_rows_has_one_writer_in_every_checkpoint():
     model = catalog(2, 4)
     tensors = [StateTensor(f"optim/0/{name}/step", name, torch.tensor(1.0), (), ()) for name in model.parameters]
     chosen = frozenset(op.id for op in model.always_saved)
-    dealt = Sharder(model, everywhere(model.layers, 3), "adaptive").assign(chosen, tensors)
+    dealt = Sharder(model, everywhere(model.layers, 3)).assign(chosen, tensors)
     written = [p.entry.key for rank in range(3) for p in pieces_of(LocalState(model, tensors), chosen, dealt, rank)]
     assert sorted(written) == sorted(t.key for t in tensors)

@@ -67,7 +67,7 @@ class Pipeline:
         self._run_id, self._life, self.next_number = run_id, memory.life, 0
         self.tier, self._pool, self._root = memory.tier, memory.pool, run.storage.root
         self.memory = memory.tier if isinstance(memory.tier, MemoryTier) else None
-        self.compiler = PlanCompiler(run.catalog, run.placement, "adaptive", rank, run.comm.world_size)
+        self.compiler = PlanCompiler(run.catalog, run.placement, rank, run.comm.world_size)
         if self.memory is not None and self.memory.replicator is not None:
             replicator = self.memory.replicator
             replicator.store.expects_mirrors = True

@@ -2,15 +2,10 @@
 
 Under plain data parallelism all ranks hold the same state, and the slowest rank sets the time of a checkpoint: what
 counts is the peak, the most bytes on one rank. Experts stay with their owner ranks (``core.placement``); the rest is
-dealt out in one of three ways:
-
-    none      rank 0 writes it. (The paper's baseline is worse still: every rank writes its own copy. Its peak is
-              the non-expert bytes plus the biggest preload, with R times the bytes on storage.)
-    equal     EDPS: fixed shares, whatever experts a checkpoint holds. Whole tensors, biggest first to the rank with
-              the least bytes so far.
-    adaptive  ADPS: the same, again for every checkpoint, counting the expert bytes that each rank was just given. What
-              does not fit is split by rows, which the paper does not do: the embedding of a small model alone is more
-              than a rank's share.
+dealt out for every checkpoint anew, counting the expert bytes that each rank was just given (the paper's ADPS): tensors
+go to the rank with the least bytes so far, biggest first. What does not fit is split by rows, which the paper does not
+do: the embedding of a small model alone is more than a rank's share. ``benchmarks/moc_sizes`` compares this with the
+paper's other ways.
 
 Every rank computes the same answer from the same plan, so nothing has to be sent. Where the framework shards state
 (FSDP2, ZeRO), its sharding is kept and none of this is asked.
@@ -26,8 +21,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moe_ckpt.core.operators import Span
-
-SHARDINGS = ("none", "equal", "adaptive")
 
 GRAIN_BYTES = 1 << 16
 """Tensors up to this size are never split: describing and checksumming a slice costs about as much as copying it."""
@@ -121,29 +114,6 @@ class Shares:
 def in_dealing_order(units: Iterable[ShardingUnit]) -> list[ShardingUnit]:
     """Biggest first; ties by name, so that the order in which a rank found them does not matter."""
     return sorted(units, key=lambda unit: (-unit.nbytes, unit.operator, unit.span.parameter, unit.start))
-
-
-def parts_none(units: Iterable[ShardingUnit]) -> Parts:
-    """Rank 0 writes every unit, in one copy."""
-    return {unit.name: unit.whole_on[0] for unit in units}
-
-
-def parts_equal(ordered: Sequence[ShardingUnit], ranks: int) -> Parts:
-    """Fixed shares of a whole model's units, from ``in_dealing_order``: longest processing time, nothing split.
-
-    The peak, experts left out, is within 4/3 of the best that whole tensors allow (Graham 1969).
-    """
-    dealt = _fill(ordered, [0] * ranks, 0, sum(unit.nbytes for unit in ordered))
-    return {unit.name: parts for unit, parts in zip(ordered, dealt, strict=True)}
-
-
-def shares_fixed(parts: Parts, units: Iterable[ShardingUnit], preload: Sequence[int]) -> Shares:
-    """``parts``, each a whole unit, of those ``units`` that a checkpoint holds, and the loads that follow."""
-    chosen, loads = tuple(units), list(preload)
-    dealt = tuple(parts[unit.name] for unit in chosen)
-    for unit, (part,) in zip(chosen, dealt, strict=True):
-        loads[part.rank] += unit.nbytes
-    return Shares(chosen, dealt, tuple(loads))
 
 
 def shares_adaptive(ordered: Sequence[ShardingUnit], preload: Sequence[int], grain_bytes: int = GRAIN_BYTES) -> Shares:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_ckpt.errors import DamagedError
@@ -141,15 +140,13 @@ def listing(item_check: Check, *, least: int = 0, most: int | None = None) -> Ch
     return check
 
 
-def row(columns: Mapping[str, Check], *, optional: Mapping[str, Check] | None = None) -> Check:
-    """A list with one item for each of ``columns``, and for the first of ``optional``, in this order."""
-    checks = [*columns.items(), *(optional or {}).items()]
-    least, most = len(columns), len(checks)
+def row(columns: Mapping[str, Check]) -> Check:
+    """A list with one item for each of ``columns``, in this order."""
 
     def check(datum: Any) -> str:
-        if not isinstance(datum, list) or not least <= len(datum) <= most:
-            return f" is {shown(datum)}, but must be a list of {', '.join(name for name, _ in checks)}"
-        for (name, column_check), item in zip(checks, datum, strict=False):
+        if not isinstance(datum, list) or len(datum) != len(columns):
+            return f" is {shown(datum)}, but must be a list of {', '.join(columns)}"
+        for (name, column_check), item in zip(columns.items(), datum, strict=True):
             fault = column_check(item)
             if fault:
                 return f".{name}{fault}"
@@ -179,46 +176,7 @@ def _is_sound(check: Check, column: Sequence[Any]) -> bool:
     kinds = set(map(type, column))
     if kinds == {str}:
         return _is_text("".join(column)) if check is text else not any(map(check, set(column)))
-    few: Iterable[Any] = column
-    if kinds == {int}:
-        few = min(column), max(column)
-    elif kinds == {list}:
-        numbers = list(chain.from_iterable(column))
-        if set(map(type, numbers)) != {int}:
-            return not any(map(check, column))
-        ends = min(numbers), max(numbers)
-        few = [[end] * length for length in set(map(len, column)) for end in ends]
-    return not any(map(check, few))
-
-
-def named_rows(columns: Mapping[str, Check], *, optional: Mapping[str, Check] | None = None) -> Check:
-    """Checks ``mapping(row(...))`` for many as ``table`` does; row by row where some have optional columns."""
-    slowly, checks = mapping(row(columns, optional=optional)), list(columns.values())
-
-    def check(datum: Any) -> str:
-        if not isinstance(datum, dict) or set(map(type, datum.values())) != {list}:
-            return slowly(datum)
-        if set(map(len, datum.values())) != {len(checks)} or not _is_sound(text, list(datum)):
-            return slowly(datum)
-        return "" if all(map(_is_sound, checks, zip(*datum.values(), strict=True))) else slowly(datum)
-
-    return check
-
-
-def named_records(required: Mapping[str, Check]) -> Check:
-    """Checks ``mapping(record(...))`` for many of them as ``table`` does."""
-    slowly = mapping(record(required))
-
-    def check(datum: Any) -> str:
-        if not isinstance(datum, dict) or set(map(type, datum.values())) != {dict} or not _is_sound(text, list(datum)):
-            return slowly(datum)
-        try:
-            columns = [[fields[name] for fields in datum.values()] for name in required]
-        except KeyError:
-            return slowly(datum)
-        return "" if all(map(_is_sound, required.values(), columns)) else slowly(datum)
-
-    return check
+    return not any(map(check, (min(column), max(column)) if kinds == {int} else column))
 
 
 def mapping(values: Check, keys: Check = text) -> Check:

@@ -13,18 +13,7 @@ import numpy as np
 
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.sharding import (
-    Name,
-    Parts,
-    RowRange,
-    ShardingUnit,
-    Shares,
-    in_dealing_order,
-    parts_equal,
-    parts_none,
-    shares_adaptive,
-    shares_fixed,
-)
+from moe_ckpt.core.sharding import Name, RowRange, ShardingUnit, Shares, in_dealing_order, shares_adaptive
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.format.dtypes import itemsize
 from moe_ckpt.format.gathering import Numbers
@@ -178,26 +167,17 @@ class UnitShare(NamedTuple):
 
 @dataclass(frozen=True)
 class WriteAssignment:
-    """The assignment of one checkpoint's replicated state to ranks: experts by their owners, the rest by ``parts``.
+    """The assignment of one checkpoint's replicated state to ranks: experts by their owners, the rest by ``shares``.
 
     Attributes:
         owners: Expert -> the rank that writes it.
-        given: Rank -> operator that is no expert -> what the rank writes of it; of the checkpoint's operators at least.
-        weigh: Gives the checkpoint's own units with the bytes of each rank, where they are not needed to divide it.
+        unit_shares: Rank -> operator that is no expert -> what the rank writes of it.
+        shares: The checkpoint's units, and the bytes of each rank.
     """
 
     owners: Mapping[str, int]
     unit_shares: Callable[[int], Mapping[str, Sequence[UnitShare]]]
-    weigh: Callable[[], Shares]
-
-    @cached_property
-    def shares(self) -> Shares:
-        return self.weigh()
-
-
-def _nothing(rank: int) -> Mapping[str, Sequence[UnitShare]]:
-    """What ``rank`` writes before anything was weighed."""
-    return {}
+    shares: Shares
 
 
 def _unit_shares(
@@ -220,25 +200,19 @@ def _unit_shares(
 class Sharder:
     """Assigns the replicated state of one checkpoint after the other to ranks. Runs on every rank, with equal results
     on peers.
-
-    Args:
-        sharding: "none", "equal" or "adaptive", see ``core.sharding``.
     """
 
-    def __init__(self, catalog: Catalog, placement: Placement, sharding: str) -> None:
+    def __init__(self, catalog: Catalog, placement: Placement) -> None:
         self._catalog = catalog
         self._peers = placement.peers
         self._number = {rank: at for at, rank in enumerate(placement.peers)}
         self._apart = placement.experts_apart
-        self._sharding = sharding
         self._owners = expert_owners(catalog, placement)
         self._weighed: tuple[StateTensor, ...] | None = None
         self._weights = Weights((), {})
         self._compute_weights: Weights | None = None
         self._compute_types: ComputeTypes = {}
         self._in_array: dict[int, tuple[Mapping[str, int], Numbers]] = {}
-        self._fixed: Parts = {}
-        self._fixed_given: Callable[[int], Mapping[str, Sequence[UnitShare]]] = _nothing
 
     def assign(
         self,
@@ -254,34 +228,18 @@ class Sharder:
         """
         weights = self._weigh(tensors)
         places, resting = places_of(self._catalog, operators), places_of(self._catalog, compute_only)
-        divide = partial(self._divide, weights, places, tensors, resting, compute or {})
-        if self._sharding == "adaptive" and len(self._peers) > 1 and weights.units:
-            shares = divide()
-            shares_of = partial(_unit_shares, tuple(zip(shares.units, shares.dealt, strict=True)), self._number)
-            return WriteAssignment(self._owners, lru_cache(shares_of), lambda: shares)
-        return WriteAssignment(self._owners, self._fixed_given, divide)
-
-    def _divide(
-        self,
-        weights: Weights,
-        places: Numbers,
-        tensors: Sequence[StateTensor],
-        resting: Numbers,
-        compute: ComputeTypes,
-    ) -> Shares:
-        """As ``assign``. weights: of ``tensors``; places, resting: of operators, and of compute-only ones."""
         units = self._chosen(weights.units, places)
         preload = [0] * len(self._peers)
         if weights.experts:
             self._preload(preload, weights.experts, places)
         if len(resting):
-            light = self._weigh_compute(tensors, compute)
+            light = self._weigh_compute(tensors, compute or {})
             units += self._chosen(light.units, resting)
             self._preload(preload, light.experts, resting)
             units = in_dealing_order(units)
-        if self._sharding == "adaptive" and len(self._peers) > 1:
-            return shares_adaptive(units, preload)
-        return shares_fixed(self._fixed, units, preload)
+        shares = shares_adaptive(units, preload)
+        shares_of = partial(_unit_shares, tuple(zip(shares.units, shares.dealt, strict=True)), self._number)
+        return WriteAssignment(self._owners, lru_cache(shares_of), shares)
 
     def _chosen(self, units: Sequence[ShardingUnit], places: Numbers) -> list[ShardingUnit]:
         """Those of the operators at ``places``."""
@@ -325,12 +283,6 @@ class Sharder:
             self._compute_weights = None
             self._in_array.clear()
             self._weighed = tuple(tensors)
-            if self._sharding == "equal":
-                self._fixed = parts_equal(self._weights.units, len(self._peers))
-            else:
-                self._fixed = parts_none(self._weights.units)
-            dealt = tuple((unit, self._fixed[unit.name]) for unit in self._weights.units)
-            self._fixed_given = lru_cache(partial(_unit_shares, dealt, self._number))
         return self._weights
 
     def _weigh_compute(self, tensors: Sequence[StateTensor], compute: ComputeTypes) -> Weights:

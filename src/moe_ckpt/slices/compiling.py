@@ -237,11 +237,11 @@ class PlanCompiler:
         mirrors: What is copied of the shares of others, whose copies this rank holds.
     """
 
-    def __init__(self, catalog: Catalog, placement: Placement, sharding: str, rank: int, ranks: int) -> None:
+    def __init__(self, catalog: Catalog, placement: Placement, rank: int, ranks: int) -> None:
         self._catalog = catalog
         self._rank, self._ranks = rank, ranks
         self._placement = placement
-        self._sharder = Sharder(catalog, placement, sharding)
+        self._sharder = Sharder(catalog, placement)
         self._local = LocalState(catalog, ())
         self._tensors: Sequence[StateTensor] = ()
         self._specs: tuple[TensorSpec, ...] = ()

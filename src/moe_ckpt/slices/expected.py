@@ -50,7 +50,7 @@ class ExpectedShare:
             placement: Who holds what.
             rank: This one.
         """
-        dealt = Sharder(catalog, placement, "adaptive").assign(catalog.everything, self._tensors)
+        dealt = Sharder(catalog, placement).assign(catalog.everything, self._tensors)
         cuts = collect_slices(LocalState(catalog, self._tensors), catalog.everything, dealt, rank)
         written = int(cuts.shelf.table(cuts.slices)[:, NBYTES].sum())
         undivided = sum(tensor.local.nbytes for tensor in self._tensors if not tensor.replicated)

@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from benchmarks.acting import ActedRank
+from moe_ckpt.comm.lane import TreeNode
 from moe_ckpt.core.operators import (
     Catalog,
     MoELayer,
@@ -40,13 +41,11 @@ from moe_ckpt.core.operators import (
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.step import Fate, Superseded
-from moe_ckpt.core.tree import TreeNode
 from moe_ckpt.format.manifest import FileRecord, StateRecord, group_of, shard_path, state_path, step_dir
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import REPLAY, seal_of
-from moe_ckpt.ledger.cover_sum import PRIME, cover_sum
-from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.ledger.coverage import PRIME, Box, cover_sum
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import Reading, StateTensor, TensorSpec

@@ -39,7 +39,7 @@ from moe_ckpt.format.shard import seal_of
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
-from moe_ckpt.slices.copier import Move, carry_out
+from moe_ckpt.slices.copying import Move, carry_out
 from moe_ckpt.slices.writing import checksums_of
 from moe_ckpt.storage.local import LocalStorage
 

@@ -31,7 +31,7 @@ from moe_ckpt.run.planning import LiveState
 from moe_ckpt.run.run_ledger import RunLedger
 from moe_ckpt.session import session
 from moe_ckpt.session.bookkeeping import Bookkeeper
-from moe_ckpt.slices import compiling, copier, snapshot
+from moe_ckpt.slices import compiling, copying, snapshot
 
 WARM_UP = 4
 """Steps that are not counted: the first checkpoint is dense, and buffers come into being."""
@@ -64,7 +64,7 @@ def watched(policy: Policy) -> list[Watched]:
         ("compiled plan", compiling.PlanCompiler, "compile"),
         ("copy at once", pipeline, "copy_at_once"),
         ("buffer", Room, "find"),
-        ("start copy", copier.Copier, "start"),
+        ("start copy", copying.Copier, "start"),
         ("hand on", Stages, "submit"),
     ]
 

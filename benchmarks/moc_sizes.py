@@ -29,8 +29,7 @@ from torch import nn
 from benchmarks import report
 from benchmarks.moc_sim import SimulatedRun
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.sharding import ShardingUnit, shares_adaptive, water_level
+from moe_ckpt.core.placement import ShardingUnit, everywhere, shares_adaptive, water_level
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
 from moe_ckpt.policies import MoC

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moe_ckpt.core.skew import normalized_hhi
+from moe_ckpt.core.tokens import normalized_hhi
 from moe_ckpt.errors import ConfigError, MissingPackageError
 from moe_ckpt.run.events import SessionEvent, StepEnded, StepRecord, TrainingEnded
 from moe_ckpt.run.run_ledger import RunLedger

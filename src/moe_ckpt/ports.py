@@ -134,7 +134,7 @@ class TrainingState(Protocol):
         Keys ``buffers`` {fqn: tensor}, ``optimizers`` [{"param_groups": [...], "scalars": {...}}],
         ``extra_state`` {fqn: tree}, and where there are any ``aliases`` {further name: name} of what is shared, and
         ``unsliced``, what no slice can hold (``format.contents``). Long lists that stay the same (names of parameters)
-        are ``format.fragment.FixedStrings``, so that they are encoded once. Called at every snapshot: of the parameters
+        are ``format.sealed.FixedStrings``, so that they are encoded once. Called at every snapshot: of the parameters
         it may compare, as ``tensors()``, what they are, but not describe them.
         """
         ...

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_ckpt.comm import communicator as comms
 from moe_ckpt.comm.communicator import GlooCommunicator
-from moe_ckpt.core.tree import TreeNode
+from moe_ckpt.comm.lane import TreeNode
 from tests.support import run_ranks
 
 STEPS = 5

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.pace.interference import BLOCK, COMPARED
+from moe_ckpt.core.save_budget import BLOCK, COMPARED
 from moe_ckpt.policies.moetion import PROBED_CHECKPOINTS
 from tests.dist.test_memory import lose
 from tests.support.processes import run_ranks, start_ranks

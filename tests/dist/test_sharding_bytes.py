@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ckpt.comm.communicator import make_communicator
-from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.sharding import GRAIN_BYTES, water_level
+from moe_ckpt.core.placement import GRAIN_BYTES, everywhere, water_level
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers

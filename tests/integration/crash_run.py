@@ -48,12 +48,12 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from benchmarks.tokens_at_risk import InTurn
 from moe_ckpt import Memory
 from moe_ckpt.callbacks import MoECheckpoint, fit
+from moe_ckpt.core import cadence
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.format.slot import GRADIENTS, decode_slot
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.pace import intervals
 from moe_ckpt.policies import Dense, GradientLog, MoC, MoEtion
 from moe_ckpt.run.agreement import StepAgreement
 from moe_ckpt.storage import LocalStorage
@@ -111,7 +111,7 @@ class Run:
     ``memory`` before the backward pass, once the step before is sealed.
     memory: directory for slots, which survive the process; None: private memory.
     to_storage: every so many steps a checkpoint goes on from there to storage. prior_mtbf_secs: as if the run had
-    failed once in so long before it began, instead of ``intervals.PRIOR_MTBF_SECS``.
+    failed once in so long before it began, instead of ``cadence.PRIOR_MTBF_SECS``.
     replicas: copies on peers; each rank is a node of its own then, whose memory is a directory in ``memory``.
     memory_options: other arguments of ``Memory``.
     sampler: "none": the data are a stream, whose length nobody knows.
@@ -698,7 +698,7 @@ def main(run: Run) -> None:
     if run.networks:
         _enter_between(run.networks[rank])
     if run.prior_mtbf_secs is not None:
-        intervals.PRIOR_MTBF_SECS = run.prior_mtbf_secs
+        cadence.PRIOR_MTBF_SECS = run.prior_mtbf_secs
     if run.bad_disk is not None:
         spoil_disk(*run.bad_disk)
     if run.watched:

@@ -15,7 +15,7 @@ from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.reading.reader import open_step
-from moe_ckpt.slices import copier
+from moe_ckpt.slices import copying
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 
 
@@ -35,14 +35,14 @@ class Stop(pl.Callback):
 @pytest.fixture
 def slow_copy(monkeypatch):
     """Every copy takes longer than a step, so that whatever does not wait for it tears it."""
-    quick = copier.carry_out
+    quick = copying.carry_out
 
     def slow(moves):
         for move in moves:
             time.sleep(0.03)
             quick([move])
 
-    monkeypatch.setattr(copier, "carry_out", slow)
+    monkeypatch.setattr(copying, "carry_out", slow)
 
 
 def fit(dirpath, model, policy, *, stop=None, callbacks=(), trainer=None, val=None, ckpt_path=None, **options):
@@ -115,13 +115,13 @@ def test_a_torn_snapshot_is_never_committed_and_the_next_is_whole(tmp_path, monk
     """Weights that change while they are copied: that step is refused by name, later ones copy them at once."""
     whole, broken, resumed = seeded(Target), seeded(Target), seeded(Target)
     reference, _ = fit(tmp_path / "a", whole, Dense(1))
-    quick = copier.carry_out
+    quick = copying.carry_out
 
     def after_the_next_change(moves):
         assert broken.second_step.wait(120)
         quick(moves)
 
-    monkeypatch.setattr(copier, "carry_out", after_the_next_change)
+    monkeypatch.setattr(copying, "carry_out", after_the_next_change)
     fit(tmp_path / "b", broken, Dense(1), stop=6)
     assert "model/target.weight changed while step 1 was being copied" in caplog.text
     assert "from now on training waits until they are copied" in caplog.text

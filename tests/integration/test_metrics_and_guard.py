@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.update_watch import UpdateWatch
-from moe_ckpt.core.skew import normalized_hhi
+from moe_ckpt.core.tokens import normalized_hhi
 from moe_ckpt.driver import run as driver_run
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError

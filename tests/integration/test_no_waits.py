@@ -27,8 +27,7 @@ from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.run.agreement import Deferred
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices import snapshot
-from moe_ckpt.slices.copier import Copy
-from moe_ckpt.slices.copying import target
+from moe_ckpt.slices.copying import Copy, target
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.windows.lightning import Windows
 from tests.support.acted_gpu import CUDA, ActedGPU

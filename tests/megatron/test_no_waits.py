@@ -16,7 +16,7 @@ from moe_ckpt.gradient_log import capture
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.run.agreement import Deferred
-from moe_ckpt.slices import copier
+from moe_ckpt.slices import copying
 from moe_ckpt.storage import LocalStorage
 from tests.support import megatron_gpt, run_ranks
 from tests.support.acted_gpu import ActedGPU
@@ -46,7 +46,7 @@ def break_on_purpose(what: str) -> None:
     elif what == "gradients":
         capture.ConsumedGradients.changed = read_by_value
     elif what == "join":
-        copier.Copy.join = joined_by_its_thread
+        copying.Copy.join = joined_by_its_thread
 
 
 def take_as_before(tables: dict[int, torch.Tensor], shape: tuple[int, int]) -> Deferred[np.ndarray]:
@@ -58,13 +58,13 @@ def read_by_value(consumed: capture.ConsumedGradients) -> tuple[str, ...]:
     return tuple(u.name for u, each in zip(consumed.units, consumed.gradients, strict=True) if each.sum().item() > 1e9)
 
 
-def joined_by_its_thread(copy: copier.Copy) -> None:
+def joined_by_its_thread(copy: copying.Copy) -> None:
     JOIN(copy)
     if (event := copy._issued.result()[0]) is not None:
         event.synchronize()
 
 
-JOIN = copier.Copy.join
+JOIN = copying.Copy.join
 
 
 def train(case: Case, store: str) -> None:

@@ -16,7 +16,7 @@ PACKAGE = "moe_ckpt"
 SIMULATOR = "moe_ckpt_sim"
 """Imports ``PACKAGE``, which knows it only by the names of two commands."""
 LAYERS = (
-    *("core", "ledger", "pace", "policies", "format", "storage", "memory", "comm", "slices", "peers", "run", "tiers"),
+    *("core", "ledger", "policies", "format", "storage", "memory", "comm", "slices", "peers", "run", "tiers"),
     *("commit", "reading", "recovery", "session", "profiling", "modeling", "data", "interop", "metrics"),
     *("driver", "callbacks", "megatron"),
 )
@@ -41,7 +41,7 @@ SUMMIT = ("", "cli", "__main__")
 EVERYWHERE = ("errors", "notices", "tables", "stopwatch", "threads", "ports")
 
 PURE = (
-    *("core", "ledger", "pace", "policies", "peers.replica_placement", "recovery.recovery_plan"),
+    *("core", "ledger", "policies", "peers.replica_placement", "recovery.recovery_plan"),
     *("reading.reading_shares", "reading.memory.memory_shares", "reading.memory.node_fetch"),
     *("boost.arithmetic", "bubbles.schedule", "localized.segments"),
 )
@@ -57,7 +57,7 @@ IMPURE_MODULES = frozenset(
 IMPURE_PARTS = ("numpy.random", f"{PACKAGE}.notices", f"{PACKAGE}.tables")
 KNOW_POLICIES = ("policies", "cli", "conf", "testing", "")
 """Parts that may import a policy: to show their windows, to offer them to users."""
-POLICY_PARTS = tuple(f"{PACKAGE}.policies.{name}." for name in ("base", "by_name", "guard", "wrapper"))
+POLICY_PARTS = tuple(f"{PACKAGE}.policies.{name}." for name in ("base", "by_name", "wrapper"))
 """What others may import of ``policies``: the protocol and its facts, policies by users' names for them, wrappers."""
 HOMES = {
     "lightning": ("callbacks", "interop", "windows"),

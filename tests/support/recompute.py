@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.save_budget import is_small
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.format.slot import SlotHeader
-from moe_ckpt.pace.interference import is_small
 from moe_ckpt.peers.store import ReplicaStore
 from moe_ckpt.policies import MoEtion
 from moe_ckpt.policies.base import Measured, PolicyContext

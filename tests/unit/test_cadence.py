@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ckpt.core.cadence import (
+    LONGEST_AUTO_SECS,
+    PRIOR_MTBF_SECS,
+    UNMEASURED_SECS,
+    StorageCadence,
+    StorageFacts,
+    daly_secs,
+    expected_mtbf_secs,
+    young_secs,
+)
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.pace.cadence import LONGEST_AUTO_SECS, UNMEASURED_SECS, StorageCadence, StorageFacts
-from moe_ckpt.pace.intervals import PRIOR_MTBF_SECS, daly_secs, expected_mtbf_secs, young_secs
 
 AUTO = StorageCadence("auto")
 MEASURED = StorageFacts(step=0, last_step=0, flush_secs=60.0, iteration_secs=2.0)

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from moe_ckpt.commit.keeping import StoreContents, clean_start, collect
-from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
     PART_NAME,
@@ -29,7 +28,7 @@ from moe_ckpt.format.manifest import (
     state_row,
     step_dir,
 )
-from moe_ckpt.format.sealed import seal, unseal
+from moe_ckpt.format.sealed import Fragment, seal, unseal
 from moe_ckpt.ledger import retention
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.run.documents import read_manifest

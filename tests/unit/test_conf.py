@@ -22,8 +22,8 @@ from moe_ckpt import conf as schema
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.report import describe
 from moe_ckpt.conf import SCHEMAS, StoreConfig
+from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.pace.cadence import StorageCadence
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Gemini, GradientLog, Guarded, MoC, MoEtion, MoEvement
 from moe_ckpt.run.options import Options, OptionValues, Settings
 from tests.support import warm

@@ -7,8 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ckpt.ledger.cover_sum import PRIME, cover_sum
-from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.ledger.coverage import PRIME, Box, cover_sum
 
 
 def cells(box: Box) -> list[tuple[int, ...]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import FileRecord, Part, StateRecord, encode_part, shard_path, state_path
-from moe_ckpt.ledger.cover_sum import PRIME
-from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.format.sealed import Fragment
+from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.slices.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, names_in
 
 DIRECTORY = "step_00000007"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.pace import intervals
+from moe_ckpt.core import cadence
 from moe_ckpt.policies import Dense
 from moe_ckpt.run.events import StepEnded
 from moe_ckpt.tiers import host_tier
@@ -25,7 +25,7 @@ WRITE_SECS, ITERATION_SECS = 0.02, 0.005
 
 @pytest.fixture(autouse=True)
 def often_failing(monkeypatch):
-    monkeypatch.setattr(intervals, "PRIOR_MTBF_SECS", PRIOR_SECS)
+    monkeypatch.setattr(cadence, "PRIOR_MTBF_SECS", PRIOR_SECS)
     host_tier.release_host_memory()
     yield
     host_tier.release_host_memory()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.ledger.cover_sum import PRIME, cover_sum
+from moe_ckpt.ledger.coverage import PRIME, cover_sum
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.slices.claims import Claims
 from tests.unit.builders import catalog

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import SliceEntry, lay_out
 from moe_ckpt.slices import copying
-from moe_ckpt.slices.copier import Copier, Copy, carry_out
-from moe_ckpt.slices.copying import CopyProgram
+from moe_ckpt.slices.copying import Copier, Copy, CopyProgram, carry_out
 from moe_ckpt.slices.cuts import Shelf, SliceSource
 from tests.support.acted_gpu import RUBBISH, ActedGPU
 

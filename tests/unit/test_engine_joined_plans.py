@@ -20,14 +20,13 @@ from moe_ckpt.core.window import Window
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry, encode_header, lay_out, seal_of, with_checksums
-from moe_ckpt.ledger.cover_sum import PRIME, cover_sum
+from moe_ckpt.ledger.coverage import PRIME, cover_sum
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices import local_state
 from moe_ckpt.slices.assignment import Sharder
 from moe_ckpt.slices.compiling import HOST_ONLY, CompiledPart, CompiledPlan, PlanCompiler, cover_difference
-from moe_ckpt.slices.copier import carry_out
-from moe_ckpt.slices.copying import target
+from moe_ckpt.slices.copying import carry_out, target
 from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource, sorted_rows
 from moe_ckpt.slices.local_state import LocalState, collect_replay_slices
 from moe_ckpt.slices.writing import checksums_of

@@ -13,14 +13,13 @@ from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.core.step import Contents, WindowPlace
 from moe_ckpt.core.window import Window, slot_plan
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.ledger.cover_sum import PRIME, cover_sum
+from moe_ckpt.ledger.coverage import PRIME, cover_sum
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.run.run_ledger import places
 from moe_ckpt.slices import compiling
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler, cover_difference
-from moe_ckpt.slices.copier import carry_out
-from moe_ckpt.slices.copying import target
+from moe_ckpt.slices.copying import carry_out, target
 from moe_ckpt.slices.snapshot import copy_at_once
 from tests.unit.builders import catalog
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moe_ckpt.core.operators import expert_id
-from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.sharding import GRAIN_BYTES
+from moe_ckpt.core.placement import GRAIN_BYTES, Placement
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import Sharder, WriteAssignment
 from tests.unit.builders import catalog

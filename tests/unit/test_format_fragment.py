@@ -8,9 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from moe_ckpt.format.fragment import FixedStrings, Fragment, encode_json, nesting
 from moe_ckpt.format.schema import MOST_DEPTH
-from moe_ckpt.format.sealed import seal, unseal
+from moe_ckpt.format.sealed import FixedStrings, Fragment, encode_json, nesting, seal, unseal
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.recovery.replay import same_plain
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from moe_ckpt.errors import DamagedError, FormatVersionError
-from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     FileRecord,
     LayerRecord,
@@ -25,7 +24,7 @@ from moe_ckpt.format.manifest import (
     step_dir,
 )
 from moe_ckpt.format.schema import anything, listing, one_of, row, table, text, whole
-from moe_ckpt.format.sealed import digest, seal, unseal
+from moe_ckpt.format.sealed import Fragment, digest, seal, unseal
 
 RANKS = 2
 

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import UnencodableStateError
-from moe_ckpt.format.fragment import nesting
-from moe_ckpt.format.sealed import seal
+from moe_ckpt.format.sealed import nesting, seal
 from moe_ckpt.format.tree import decode_tree, encode_tree
 
 

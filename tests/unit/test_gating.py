@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from moe_ckpt.bubbles.gate import CHUNK_NBYTES, BubbleGate
-from moe_ckpt.slices.copier import Copier
-from moe_ckpt.slices.copying import CopyStep
+from moe_ckpt.slices.copying import Copier, CopyStep
 from tests.support.acted_gpu import ActedGPU
 from tests.unit.test_engine_copying import piece, program_of
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import interference
+from moe_ckpt.core.save_budget import BLOCK, COMPARED, Lap, is_small, secs_per_byte
 from moe_ckpt.core.step import Fate
-from moe_ckpt.pace.interference import BLOCK, COMPARED, Lap, is_small, secs_per_byte
 from moe_ckpt.policies import Dense, MoEtion
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.policies.moetion import PROBED_CHECKPOINTS

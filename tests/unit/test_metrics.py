@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moe_ckpt.core.skew import normalized_hhi
-from moe_ckpt.core.tokens import AtRisk
+from moe_ckpt.core.tokens import AtRisk, normalized_hhi
 from moe_ckpt.errors import ConfigError, MissingPackageError
 from moe_ckpt.metrics import CheckpointMetrics, facts_of
 from moe_ckpt.policies.base import Measured

@@ -17,14 +17,13 @@ from benchmarks.lost_tokens import Workload
 from benchmarks.moc_sim import SimulatedRun
 from benchmarks.moc_sim import catalog as bare
 from benchmarks.tokens_at_risk import InTurn, risks
-from moe_ckpt.core.placement import Placement, everywhere
+from moe_ckpt.core.placement import Placement, everywhere, water_level
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.sharding import water_level
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, Policy, needs_of
 from moe_ckpt.policies.base import Measured, MemoryFacts, Sends, require_served
-from moe_ckpt.policies.experts.load_aware import STALE_ROUNDS
+from moe_ckpt.policies.experts.selectors import STALE_ROUNDS
 from moe_ckpt.policies.moetion import MOST_GRADIENTS, PROBED_CHECKPOINTS, why_no_gradients
 from tests.support.constants import Unprobed
 from tests.unit.builders import catalog, context, experts_in, memory, with_facts

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from moe_ckpt.errors import ConfigError, StoreError, StoreUnwritableError
-from moe_ckpt.slices import copier
-from moe_ckpt.slices.copier import Copier
+from moe_ckpt.slices import copying
+from moe_ckpt.slices.copying import Copier
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt_sim.planner import rates
 from moe_ckpt_sim.planner.rates import MIB, Rates, measure
@@ -71,7 +71,7 @@ def test_slower_links_have_lower_rates(tmp_path, no_network, monkeypatch):
     """What is timed is the write with its fsync, the read and the copy, and nothing else."""
     clock = Clock()
     monkeypatch.setattr(rates, "time", clock)
-    monkeypatch.setattr(copier, "time", clock)
+    monkeypatch.setattr(copying, "time", clock)
 
     def slowed(kind, name, secs):
         real = getattr(kind, name)

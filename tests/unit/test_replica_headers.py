@@ -8,8 +8,8 @@ import pytest
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, in_a_row, with_checksums
 from moe_ckpt.format.slot import SlotHeader, SlotPart
-from moe_ckpt.peers import headers as replica_headers
-from moe_ckpt.peers.headers import Extents, HeaderReader
+from moe_ckpt.peers import store as replica_store
+from moe_ckpt.peers.store import Extents, HeaderReader
 from moe_ckpt.slices.mirroring import digests_of
 from tests.support.replicas import slot_header
 
@@ -85,7 +85,7 @@ def test_a_seal_of_another_length_is_refused_though_the_head_is_known(spoil):
 
 
 def test_texts_that_are_kept_are_bounded(monkeypatch):
-    monkeypatch.setattr(replica_headers, "_CACHED_NBYTES", 3 * len(header(11).parts[0].raw))
+    monkeypatch.setattr(replica_store, "_CACHED_NBYTES", 3 * len(header(11).parts[0].raw))
     reader = HeaderReader()
     for round_ in range(2):
         for prefix in "abcde":

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from moe_ckpt.errors import MemoryFullError
-from moe_ckpt.peers.headers import Extents
-from moe_ckpt.peers.store import Incoming, ReplicaStore
+from moe_ckpt.peers.store import Extents, Incoming, ReplicaStore
 from moe_ckpt.slices.mirroring import Mirror, digests_of
 from moe_ckpt.tiers.host_tier import checksum
 from tests.support.replicas import slot_header

@@ -10,11 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
-from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.sharding import (
+from moe_ckpt.core.placement import (
     GRAIN_BYTES,
     RowRange,
     ShardingUnit,
+    everywhere,
     in_dealing_order,
     shares_adaptive,
     water_level,

@@ -10,8 +10,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 from hydra.utils import instantiate
 
+from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.pace.cadence import StorageCadence
 from moe_ckpt_sim.conf.scenarios import CONFIG_DIR, layout_of, scenario_of
 from moe_ckpt_sim.workload.iteration import breakdown
 

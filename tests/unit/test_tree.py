@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.core.tree import TreeNode
+from moe_ckpt.comm.lane import TreeNode
 from moe_ckpt.run.agreement import StepConsensus, pack
 from moe_ckpt.tiers import memory_tier
 

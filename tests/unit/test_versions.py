@@ -7,7 +7,7 @@ import pytest
 
 from moe_ckpt.commit.commit import View, WrittenPart
 from moe_ckpt.format.manifest import PartRecord
-from moe_ckpt.ledger.versions import NEVER, Versions
+from moe_ckpt.ledger.ledger import NEVER, Versions
 from tests.unit.builders import catalog
 
 MODEL = catalog(1, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from moe_ckpt.core.skew import normalized_hhi
+from moe_ckpt.core.tokens import normalized_hhi
 from moe_ckpt.metrics import CheckpointMetrics
 from moe_ckpt.run.events import SessionEvent, StepEnded, StepRecord, StepReplayed
 from moe_ckpt.run.run_ledger import RunLedger

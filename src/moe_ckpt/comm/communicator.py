@@ -110,7 +110,7 @@ class GlooCommunicator:
     """Ranks of the default process group, on two lanes of one gloo group, each with its thread (``comm.lane``).
 
     One lane is for what the training thread asks and for agreements, one for the persist threads. What is combined over
-    ranks goes along a tree (``core.tree``): a rank sends and receives O(log R) messages, however many ranks there are.
+    ranks goes along a tree (``comm.lane``): a rank sends and receives O(log R) messages, however many ranks there are.
 
     Must be created on all of its ranks at the same point, after ``init_process_group``. No call of the training thread
     waits longer for a peer than ``timeout_secs`` and, while the group is made, the ten seconds by which torch looks

@@ -6,6 +6,10 @@ group takes as long as hundreds of messages, and tell their messages apart by gl
 Whoever wants something of the peers submits a job and waits for its future, so that ``abort`` sets everybody free at
 once, though gloo's own wait goes on, on a daemon thread, until its timeout: torch has no way to end it, but by closing
 the connections of the whole group (``Links.cut``).
+
+Small messages are combined over a binomial tree, which is rooted at rank 0, and which every rank computes alone. The
+parent of a rank is the rank without its lowest bit that is set. So the subtree of a rank is the ranks that follow it,
+up to that bit, and what a subtree sends up is in the order of ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -23,9 +28,42 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.comm.links import Links
-from moe_ckpt.core.tree import TreeNode
 from moe_ckpt.errors import PeerLostError, stale_generation
 from moe_ckpt.threads import ThreadName, named_thread
+
+
+@dataclass(frozen=True)
+class TreeNode:
+    """One rank's place in the tree over which ranks combine small messages.
+
+    Attributes:
+        rank: Which.
+        ranks: How many there are, R.
+    """
+
+    rank: int
+    ranks: int
+
+    @property
+    def parent(self) -> int | None:
+        """None for rank 0."""
+        return self.rank & (self.rank - 1) if self.rank else None
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        """In ascending order, smallest subtree first."""
+        children = []
+        bit = 1
+        while self.rank + bit < self.ranks and not self.rank & bit:
+            children.append(self.rank + bit)
+            bit <<= 1
+        return tuple(children)
+
+    @property
+    def messages(self) -> int:
+        """Messages that this rank sends for one value combined at rank 0 and broadcast."""
+        return len(self.children) + (0 if self.parent is None else 1)
+
 
 _CHUNK_NBYTES = 64 << 20
 _IDLE_SECS = 1.0

@@ -1,6 +1,6 @@
 """Rank 0: turn the ranks' acknowledgements into a part and a manifest, prove it complete, write it last.
 
-``ledger.versions`` computes which part has the newest version of every operator; ``View`` knows which files those are.
+``ledger.ledger`` computes which part has the newest version of every operator; ``View`` knows which files those are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.core.tokens import Counts, TokenBook, window_began
 from moe_ckpt.errors import CoverageError, FilesGoneError, SaveFailedError
-from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     KINDS,
     MANIFEST_NAME,
@@ -27,9 +26,9 @@ from moe_ckpt.format.manifest import (
     SlotRecord,
     encode_part,
 )
+from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.ledger import freshness
-from moe_ckpt.ledger.ledger import Ledger
-from moe_ckpt.ledger.versions import Versions
+from moe_ckpt.ledger.ledger import Ledger, Versions
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.run_ledger import places
 from moe_ckpt.slices.claims import SavedOperators

@@ -29,7 +29,7 @@ from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
-from moe_ckpt.slices.copier import Copier, Copy
+from moe_ckpt.slices.copying import Copier, Copy
 from moe_ckpt.slices.mirroring import MirroredShares
 from moe_ckpt.slices.snapshot import Encode, Snapshot, buffer_sizes, copy_at_once, placed
 from moe_ckpt.tiers import host_tier

@@ -12,10 +12,10 @@ from concurrent.futures import TimeoutError as NotInTimeError
 from functools import partial
 
 from moe_ckpt.commit.persisting import Stages
+from moe_ckpt.core.cadence import are_behind
 from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
-from moe_ckpt.pace.cadence import are_behind
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.expected import ExpectedShare

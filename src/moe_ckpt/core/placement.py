@@ -1,18 +1,27 @@
-"""Owner ranks of experts, and who shares the writing of the rest.
+"""Who holds each operator, and who writes what of it.
 
-Under plain data parallelism every rank holds everything, so the work is dealt out: experts in contiguous
-blocks (the numbering expert parallelism uses), the rest by ``core.sharding``. Where the framework shards the
-state already (FSDP2, ZeRO, expert and pipeline parallelism), its sharding is kept, and the adapter says by a
-``Placement`` who owns what.
+Under plain data parallelism all ranks hold the same state, and the slowest rank sets the time of a checkpoint: what
+counts is the peak, the most bytes on one rank. Experts are written by their owners, in contiguous blocks (the numbering
+expert parallelism uses). The rest is dealt out for every checkpoint anew, counting the expert bytes that each rank was
+just given (ADPS of MoC, arXiv 2408.04307, section 3.2): tensors go to the rank with the least bytes so far, biggest
+first. What does not fit is split by rows, which the paper does not do: the embedding of a small model alone is more
+than a rank's share. ``benchmarks/moc_sizes`` compares this with the paper's other ways.
+
+Every rank computes the same answer from the same plan, so nothing has to be sent. Where the framework shards the state
+already (FSDP2, ZeRO, expert and pipeline parallelism), its sharding is kept, and the adapter says by a ``Placement``
+who owns what.
+
+Legend: R ranks, preload: bytes of experts that a rank writes in this checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from moe_ckpt.core.operators import MoELayer, expert_id
+from moe_ckpt.core.operators import MoELayer, Span, expert_id
 
 
 @dataclass(frozen=True)
@@ -98,3 +107,180 @@ def interleaved_order(owners: Sequence[int]) -> tuple[int, ...]:
         blocks[rank].append(expert)
     depth = max((len(block) for block in blocks.values()), default=0)
     return tuple(block[i] for i in range(depth) for block in blocks.values() if i < len(block))
+
+
+GRAIN_BYTES = 1 << 16
+"""Tensors up to this size are never split: describing and checksumming a slice costs about as much as copying it."""
+
+Name = tuple[str, Span]
+"""(operator, its span of one parameter)."""
+
+
+@dataclass(frozen=True)
+class ShardingUnit:
+    """One operator's span of one parameter, that is its rows ``[start, stop)``, with all state that belongs to them.
+
+    Attributes:
+        row_bytes: Bytes of one row: of the parameter and of all optimizer state that is cut like it.
+        whole_bytes: State of the parameter that has no such rows (Adam's step, column factors), which goes with the
+            first rows. A unit may have no rows at all: the step of a stack of experts belongs to the layer's gate.
+    """
+
+    operator: str
+    span: Span
+    start: int = 0
+    stop: int = 0
+    row_bytes: int = 0
+    whole_bytes: int = 0
+
+    @cached_property
+    def name(self) -> Name:
+        return self.operator, self.span
+
+    @cached_property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.row_bytes + self.whole_bytes
+
+    @cached_property
+    def whole_on(self) -> dict[int, tuple[RowRange, ...]]:
+        """Rank -> the parts where it writes all of it, made on first use: most units are never split."""
+        return _OnRank(self)
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that cannot be split any further, at the end that has the state without rows."""
+        return self.whole_bytes + (self.row_bytes if self.stop > self.start else 0)
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows ``[start, stop)`` of a unit, and the rank that writes them. The first part has the state without rows."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+class _OnRank(dict[int, tuple[RowRange, ...]]):
+    def __init__(self, unit: ShardingUnit) -> None:
+        super().__init__()
+        self._start, self._stop = unit.start, unit.stop
+
+    def __missing__(self, rank: int) -> tuple[RowRange, ...]:
+        ranges = self[rank] = (RowRange(rank, self._start, self._stop),)
+        return ranges
+
+
+Parts = Mapping[Name, tuple[RowRange, ...]]
+"""Unit -> its parts in row order, which tile its rows."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The answer for one checkpoint.
+
+    Attributes:
+        units: Of the checkpoint.
+        dealt: The parts of each.
+        loads: ``[R]`` bytes that each rank writes, experts included.
+    """
+
+    units: tuple[ShardingUnit, ...]
+    dealt: tuple[tuple[RowRange, ...], ...]
+    loads: tuple[int, ...]
+
+    @cached_property
+    def parts(self) -> Parts:
+        return {unit.name: parts for unit, parts in zip(self.units, self.dealt, strict=True)}
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.loads)
+
+
+def in_dealing_order(units: Iterable[ShardingUnit]) -> list[ShardingUnit]:
+    """Biggest first; ties by name, so that the order in which a rank found them does not matter."""
+    return sorted(units, key=lambda unit: (-unit.nbytes, unit.operator, unit.span.parameter, unit.start))
+
+
+def shares_adaptive(ordered: Sequence[ShardingUnit], preload: Sequence[int], grain_bytes: int = GRAIN_BYTES) -> Shares:
+    """Assigns units so that the bytes of experts and of the rest together are balanced over the ranks.
+
+    Args:
+        ordered: The checkpoint's units from ``in_dealing_order``.
+        preload: ``[R]`` bytes that each rank writes besides.
+        grain_bytes: Units up to this size are not split. The sum of all splits nothing, as in the paper.
+
+    Let N be the sum of the units, T that of all bytes, and the level the least whole number with
+    ``sum(max(0, level - preload[r])) >= N``: no way of dealing has a peak below it, nor below the biggest preload. Let
+    g be the most that is ever given at once although it does not fit below the level: over the units, the greater of
+    ``least_bytes`` and ``min(grain_bytes, nbytes)``. Then
+
+        peak <= max(biggest preload, level + g - 1)
+        peak <= max(biggest preload, level, T/R + (1 - 1/R) * g)     (list scheduling with preloads, Graham 1966)
+
+    Everything goes to the rank with the least bytes. While anything is left, that rank is below the level, since with
+    all ranks at the level N bytes would have been given. A part that fits ends at most at the level, one that does not
+    adds at most g: the first line. Before such a part p, the least rank has at most the mean of what is given by then,
+    ``(T - p)/R``, and so at most ``(T - p)/R + p`` after it: the second.
+    """
+    level = water_level(preload, sum(unit.nbytes for unit in ordered))
+    loads = list(preload)
+    dealt = _fill(ordered, loads, level, grain_bytes)
+    return Shares(tuple(ordered), dealt, tuple(loads))
+
+
+def water_level(preload: Sequence[int], nbytes: int) -> int:
+    """The least whole level up to which ranks can be filled so that ``nbytes`` more find room."""
+    loaded, below = 0, 0
+    levels = sorted(preload)
+    for below, at in enumerate(levels, start=1):
+        loaded += at
+        level = -(-(nbytes + loaded) // below)
+        if below == len(levels) or level <= levels[below]:
+            return level
+    raise ValueError("preload: there must be at least one rank")
+
+
+def _fill(
+    ordered: Sequence[ShardingUnit], loads: list[int], level: int, grain_bytes: int
+) -> tuple[tuple[RowRange, ...], ...]:
+    """Give each unit to the rank with the least bytes, splitting what would rise above ``level``; adds to ``loads``.
+
+    Each split fills a rank, so there are about R of them, however many units.
+    """
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    assigned: list[tuple[RowRange, ...]] = []
+    for unit in ordered:
+        remaining = unit.nbytes
+        load, rank = heap[0]
+        if remaining <= grain_bytes or remaining <= level - load:
+            heapq.heapreplace(heap, (load + remaining, rank))
+            assigned.append(unit.whole_on[rank])
+            continue
+        parts, start = [], unit.start
+        while True:
+            load, rank = heap[0]
+            stop, nbytes = unit.stop, remaining
+            if remaining > max(grain_bytes, level - load):
+                stop, nbytes = _first_rows(unit, start, remaining, level - load)
+            parts.append(RowRange(rank, start, stop))
+            heapq.heapreplace(heap, (load + nbytes, rank))
+            start, remaining = stop, remaining - nbytes
+            if stop == unit.stop:
+                break
+        assigned.append(tuple(parts))
+    for load, rank in heap:
+        loads[rank] = load
+    return tuple(assigned)
+
+
+def _first_rows(unit: ShardingUnit, start: int, remaining: int, room: int) -> tuple[int, int]:
+    """(stop, bytes) of the rows from ``start`` on that fit into ``room``; at least one, and never no bytes."""
+    if unit.row_bytes == 0:
+        return unit.stop, remaining
+    whole = unit.whole_bytes if start == unit.start else 0
+    rows = max(1, (room - whole) // unit.row_bytes)
+    stop = min(unit.stop, start + rows)
+    return stop, (stop - start) * unit.row_bytes + whole

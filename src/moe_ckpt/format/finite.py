@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.format.fragment import Fragment
+from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.format.shard import GRADIENT, REPLAY, SliceEntry
 
 _CHUNK_NBYTES = 1 << 20

@@ -23,7 +23,6 @@ from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import WINDOW_BEGAN
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.schema import (
     anything,
     both,
@@ -42,7 +41,7 @@ from moe_ckpt.format.schema import (
     value,
     whole,
 )
-from moe_ckpt.format.sealed import digest, seal, unseal
+from moe_ckpt.format.sealed import Fragment, digest, seal, unseal
 
 MANIFEST_NAME = "MANIFEST.json"
 PART_NAME = "PART.json"

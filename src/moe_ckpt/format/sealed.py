@@ -1,19 +1,128 @@
 """Sealed JSON: a JSON document that carries the checksum of its own bytes.
 
-The file is ``{"xxh3_128": "<32 hex>", "body": <body>}\\n``: any JSON tool reads it, and the reader checks
-the body's exact bytes and the exact frame around it, so that one flipped bit anywhere is found.
+Parts that many documents have in common are fragments: encoded once, and inserted into each. A state file names every
+parameter of the model, tens of thousands with many experts, and is written at every step.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from itertools import chain, compress
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.fragment import encode_json, nesting
 from moe_ckpt.format.schema import MOST_DEPTH
+
+_MARK = "moe_ckpt.fragment"
+
+
+class Fragment:
+    """An encoded list or object of JSON-ready values, for use in documents. It never changes.
+
+    Attributes:
+        value: What it is, unless it was put together ``of_rows`` or ``of_counts``.
+        raw: The same as JSON.
+        depth: Lists and objects within one another.
+    """
+
+    def __init__(self, value: list[Any] | dict[str, Any]) -> None:
+        self.value = value
+        self.raw = _dumps(value).encode()
+        self.depth = nesting(value)
+
+    @classmethod
+    def of_rows(cls, rows: bytes) -> Fragment:
+        """A list whose items are encoded by others: each plain, or a list of plain values, as JSON, and a comma."""
+        made = cls.__new__(cls)
+        made.raw, made.depth = b"[%b]" % rows[:-1], 2
+        return made
+
+    @classmethod
+    def of_counts(cls, table: npt.NDArray[np.int64]) -> Fragment:
+        """``[rows, columns]`` of whole numbers from 0 on."""
+        made = cls.__new__(cls)
+        made.raw, made.depth = _dumps(table.tolist()).encode(), 2
+        return made
+
+
+class FixedStrings(list[str]):
+    """A list of strings in the plain state that never changes. ``encode_tree`` encodes it once; to all others it is a
+    list.
+
+    fragment: what stands for them in a document.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        super().__init__(strings)
+        self.fragment = Fragment(list(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FixedStrings:
+        return self
+
+
+_CONTAINERS = (dict, list, tuple, Fragment)
+
+
+def nesting(document: Any, most: int | None = None) -> int:
+    """Returns how deep lists and objects are nested; ``most + 1`` where there are more than ``most``.
+
+    Never recursive itself, and not within fragments, whose depth is known. Runs no code of its own per number or text.
+    """
+    level, depth, deepest = _containers([document]), 0, 0
+    while level:
+        depth += 1
+        fragments = [container.depth for container in level if type(container) is Fragment]
+        deepest = max(deepest, depth, *(depth - 1 + inner for inner in fragments))
+        if most is not None and deepest > most:
+            return most + 1
+        rest = [container for container in level if type(container) is not Fragment] if fragments else level
+        level = _containers(list(chain.from_iterable(e.values() if isinstance(e, dict) else e for e in rest)))
+    return deepest
+
+
+def _containers(values: list[Any]) -> list[Any]:
+    kinds = {kind for kind in set(map(type, values)) if issubclass(kind, _CONTAINERS)}
+    return list(compress(values, map(kinds.__contains__, map(type, values)))) if kinds else []
+
+
+def encode_json(document: Any) -> bytes:
+    """The document as compact JSON, in ASCII.
+
+    Raises:
+        ValueError: it holds NaN or infinity.
+        TypeError: it holds something that is neither plain data nor a fragment.
+    """
+    mark = _MARK
+    while True:
+        fragments: list[Fragment] = []
+        text = _dumps(document, fragments, mark)
+        if not fragments:
+            return text.encode()
+        between = text.split(f'"{mark}"')
+        if len(between) == len(fragments) + 1:  # else a string of the document is the mark itself
+            parts = [between[0].encode()]
+            for fragment, following in zip(fragments, between[1:], strict=True):
+                parts += fragment.raw, following.encode()
+            return b"".join(parts)
+        mark += "'"
+
+
+def _dumps(document: Any, fragments: list[Fragment] | None = None, mark: str = _MARK) -> str:
+    """found: gets the fragments in their order; ``mark`` stands for each."""
+
+    def default(value: Any) -> str:
+        if not isinstance(value, Fragment) or fragments is None:
+            raise TypeError(f"{type(value).__name__} is no JSON")
+        fragments.append(value)
+        return mark
+
+    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=default)
+
 
 Chunk = bytes | bytearray | memoryview
 

@@ -18,10 +18,9 @@ from moe_ckpt.core.step import Contents, Facts, WindowPlace
 from moe_ckpt.core.tokens import NO_COUNTS, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import MLT_OF_FAULTS, MOST_RANKS, OPERATOR_ID
 from moe_ckpt.format.schema import anything, both, listing, mapping, maybe, number, one_of, record, require, text, whole
-from moe_ckpt.format.sealed import MAX_SEALED_BYTES, digest, seal, unseal
+from moe_ckpt.format.sealed import MAX_SEALED_BYTES, Fragment, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, SliceEntry, decode_header
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from moe_ckpt.errors import UnencodableStateError
-from moe_ckpt.format.fragment import FixedStrings, Fragment, nesting
 from moe_ckpt.format.schema import MOST_DEPTH, shown
+from moe_ckpt.format.sealed import FixedStrings, Fragment, nesting
 
 _TAG = "$"
 _MOST_DEPTH = MOST_DEPTH - 2

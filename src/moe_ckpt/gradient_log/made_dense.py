@@ -16,7 +16,6 @@ import xxhash
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.errors import NotFiniteError
 from moe_ckpt.format.finite import all_finite, judged_in
-from moe_ckpt.format.fragment import Fragment
 from moe_ckpt.format.manifest import (
     KINDS,
     MANIFEST_NAME,
@@ -31,7 +30,7 @@ from moe_ckpt.format.manifest import (
     state_path,
     state_row,
 )
-from moe_ckpt.format.sealed import digest, seal, unseal
+from moe_ckpt.format.sealed import Fragment, digest, seal, unseal
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out
 from moe_ckpt.slices.writing import write_named
 from moe_ckpt.storage.base import Chunk, Storage

@@ -19,7 +19,7 @@ import torch
 
 from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import DamagedError, UnsupportedError
-from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.ledger.coverage import Box
 
 _UNIT = ("name", "optimizer", "group", "dtype", "shape", "stride", "stored")

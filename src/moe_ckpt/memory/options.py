@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.core.quantities import parse_bytes, parse_secs
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.pace.cadence import StorageCadence
 
 DEFAULT_ROOT = "/dev/shm"
 MOST_REPLICAS = 16
@@ -33,7 +33,7 @@ class Memory:
         replicas: Copies of each rank's snapshots in the memory of that many other nodes, which need as much room there.
         failure_domain: Name of the rack or switch that fails together with this node: copies lie outside of it. The
             same on all ranks of a node. None: each node fails alone.
-        storage_every: Which checkpoints in memory are also written to storage (``pace.cadence.StorageCadence``): 1 is
+        storage_every: Which checkpoints in memory are also written to storage (``core.cadence.StorageCadence``): 1 is
             each of them, a whole number n one in n steps, a duration such as "10min" one when this time has passed
             since the last; "auto" chooses by the rate of failures and the cost of writing.
         survivor_secs: When training stops at a failure, each surviving rank takes at most this time to seal the newest

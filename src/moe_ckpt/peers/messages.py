@@ -19,8 +19,7 @@ import torch
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader
-from moe_ckpt.peers.headers import HeaderReader
-from moe_ckpt.peers.store import Incoming, ReplicaStore, decoded
+from moe_ckpt.peers.store import HeaderReader, Incoming, ReplicaStore, decoded
 from moe_ckpt.peers.wire import CHUNK_NBYTES, Link, Wire
 from moe_ckpt.ports import GatedTransfer
 

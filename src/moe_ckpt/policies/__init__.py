@@ -7,7 +7,6 @@ docs/own_policy.md.
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, expert_id, gate_id, non_expert_id
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_nothing
 from moe_ckpt.core.tokens import FaultRecord
-from moe_ckpt.policies.any_of import AnyOf
 from moe_ckpt.policies.base import (
     Measured,
     MemoryFacts,
@@ -19,15 +18,12 @@ from moe_ckpt.policies.base import (
     TokenFacts,
     needs_of,
 )
-from moe_ckpt.policies.checkfreq import CheckFreq
-from moe_ckpt.policies.dense import Dense
-from moe_ckpt.policies.gemini import Gemini
+from moe_ckpt.policies.dense import CheckFreq, Dense, Gemini
 from moe_ckpt.policies.gradient_log import GradientLog
-from moe_ckpt.policies.guard import Guarded
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moetion import MoEtion
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.policies.wrapper import Wrapper
+from moe_ckpt.policies.wrapper import AnyOf, Guarded, Wrapper
 
 __all__ = [
     "AnyOf",

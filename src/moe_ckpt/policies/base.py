@@ -18,10 +18,10 @@ from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.pace.save_budget import bytes_in_time
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Measured:
         update_secs: The part of an iteration that is the optimizer's update, during which nothing may be copied.
         send_bytes_per_sec: From host memory to the memory of all peers, verified; the minimum over ranks.
         copy_interference_secs: What copying makes the last iterations longer, without waits, from iterations beside
-            checkpoints of different sizes (``pace.interference``).
+            checkpoints of different sizes (``core.save_budget``).
     """
 
     iteration_secs: float | None = None

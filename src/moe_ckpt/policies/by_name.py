@@ -6,9 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from moe_ckpt.policies.base import Policy
-from moe_ckpt.policies.checkfreq import CheckFreq
-from moe_ckpt.policies.dense import Dense
-from moe_ckpt.policies.gemini import Gemini
+from moe_ckpt.policies.dense import CheckFreq, Dense, Gemini
 from moe_ckpt.policies.gradient_log import GradientLog
 from moe_ckpt.policies.moc import MoC
 from moe_ckpt.policies.moetion import MoEtion

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_logged, save_nothing
+from moe_ckpt.core.save_budget import BLOCK, is_small
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, no_moe_layer
-from moe_ckpt.pace.interference import BLOCK, is_small
 from moe_ckpt.policies.base import (
     ALL_SENT,
     AS_CONSUMED,
@@ -33,8 +33,8 @@ from moe_ckpt.policies.base import (
     require_positive,
 )
 from moe_ckpt.policies.experts.expert_shares import Stage, Taking, Together, layer_shares, stages_of, together
-from moe_ckpt.policies.experts.load_aware import STALE_ROUNDS
 from moe_ckpt.policies.experts.selection import chosen_at_of, interval_steps, storage_steps, unsaved_of
+from moe_ckpt.policies.experts.selectors import STALE_ROUNDS
 
 MOST_GRADIENTS = 8
 """That an expert is behind its newest full copy on peers: memory keeps all snapshots back to that one, and a recovery
@@ -68,7 +68,7 @@ class MoEtion:
     an iteration does not count, if there are iterations without a checkpoint to compare with, or, with
     ``every_n_steps=1``, once small checkpoints at the beginning of the run have shown it (``probes``).
     Non-experts come first. The rest is enough for ``S_total`` experts, on the rank that has most to save
-    (``pace.save_budget.Load.affordable``), in each pipeline stage separately. They are divided among its layers by
+    (``core.save_budget.Load.affordable``), in each pipeline stage separately. They are divided among its layers by
     unsaved tokens, and in each layer those with most unsaved tokens are saved, ties oldest first, then lowest index
     (Algorithm 1, ``expert_shares.layer_shares``). What a layer cannot save because the owners of its experts have
     no room left goes to the next best experts of all layers.
@@ -134,7 +134,7 @@ class MoEtion:
         """True if a run probes at its beginning, since a checkpoint at each step leaves no iteration to compare with.
 
         It then saves one expert per layer in two of four checkpoints, until it is known what saving adds to an
-        iteration (``pace.interference``), for ``PROBED_CHECKPOINTS`` at most. No gradients are sent until then.
+        iteration (``core.save_budget``), for ``PROBED_CHECKPOINTS`` at most. No gradients are sent until then.
         """
         return self.every_n_steps == 1 and self.experts is None
 

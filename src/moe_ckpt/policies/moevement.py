@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_nothing
+from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.window import (
     Lane,
     OperatorBytes,
@@ -26,7 +27,6 @@ from moe_ckpt.core.window import (
     slot_plan,
 )
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.pace.save_budget import bytes_in_time
 from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
 from moe_ckpt.policies.schedules.popularity import ORDERS, Ordering, Shares, note_proven
 from moe_ckpt.policies.schedules.window_report import WindowReport

@@ -1,15 +1,28 @@
-"""``Wrapper``: the base class of policies that wrap another one and change a part of what it does."""
+"""Policies made of others: ``Wrapper``, a base class; ``AnyOf``, several at once; ``Guarded``, one within a budget."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import lcm
 from typing import Any
 
 from moe_ckpt.core.arguments import named_arguments
-from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.operators import Catalog, expert_id
+from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Needs, Policy, PolicyContext, needs_of
+from moe_ckpt.policies.base import BF16, Needs, Policy, PolicyContext, needs_of
+from moe_ckpt.policies.budget import (
+    MLT_BUDGETS,
+    at_risk,
+    mlt_at_risk,
+    resolve_budget,
+    tokens_left,
+    top_up,
+    top_up_mlt,
+)
+from moe_ckpt.policies.experts.selection import Expert, experts_of
 
 
 def require_policy(argument: str, policy: Policy) -> None:
@@ -52,3 +65,265 @@ class Wrapper:
 
     def describe(self) -> dict[str, Any]:
         return self.policy.describe()
+
+
+@named_arguments
+@dataclass(frozen=True)
+class AnyOf:
+    """Saves what any of ``policies`` wants: ``AnyOf([MoC(k=1), Dense(every_n_steps=1000)])``.
+
+    Each of them is asked at every step, with the same context. So each sees the checkpoints of all: ``last_step``,
+    ``index`` and ``chosen_at`` count them, whichever policy started them. Policies on multiples of an interval are due
+    as they would be alone; those that need to be alone (``Needs.alone``) are refused.
+
+    Attributes:
+        policies: A sequence, or a mapping by name, as Hydra composes it; the names have no effect.
+
+    Raises:
+        ConfigError: There are none, or one of them is not a policy or cannot be combined with others, or two count
+            popularity in different ways.
+    """
+
+    policies: Sequence[Policy] | Mapping[str, Policy]
+
+    def __post_init__(self) -> None:
+        policies = self.policies.values() if isinstance(self.policies, Mapping) else self.policies
+        if isinstance(policies, (str, type)) or not hasattr(policies, "__iter__"):
+            raise ConfigError(f"AnyOf(policies={policies!r}): give several policies, such as [MoC(), Dense(1000)]")
+        object.__setattr__(self, "policies", tuple(policies))
+        if not self.policies:
+            raise ConfigError("AnyOf(policies=[]): give at least one policy, such as MoC()")
+        counted: dict[str, Policy] = {}
+        for number, policy in enumerate(self._all):
+            require_policy(f"AnyOf(policies[{number}]", policy)
+            needs = needs_of(policy)
+            if needs.alone or needs.windows:
+                why = (
+                    "its log has a gap where another policy's checkpoint replaces its own"
+                    if needs.gradients
+                    else "it spreads a checkpoint over several steps, and no other checkpoint may come between them"
+                    if needs.windows
+                    else "it counts steps from the newest checkpoint, and would wait for ever after those of others"
+                )
+                raise ConfigError(
+                    f"AnyOf(policies[{number}]={policy!r}): {type(policy).__name__} cannot be combined with other "
+                    f"policies: {why}; use it alone, or Dense, MoC or MoEtion here"
+                )
+            if needs.popularity is not None:
+                counted[needs.popularity] = policy
+        if len(counted) > 1:
+            what = " and ".join(f"{type(policy).__name__} ({kind!r})" for kind, policy in counted.items())
+            raise ConfigError(f"AnyOf: {what} count popularity in different ways; combine policies that count it alike")
+
+    @property
+    def _all(self) -> tuple[Policy, ...]:
+        return tuple(self.policies)  # type: ignore[arg-type]  # a tuple since __post_init__
+
+    @property
+    def needs(self) -> Needs:
+        every = [needs_of(policy) for policy in self._all]
+        gradients = [needs.gradients for needs in every]
+        return Needs(
+            sizes=any(needs.sizes for needs in every),
+            popularity=next((needs.popularity for needs in every if needs.popularity), None),
+            lost_tokens=any(needs.lost_tokens for needs in every),
+            gradients=BF16 if BF16 in gradients else next(filter(None, gradients), None),
+            tiers=any(needs.tiers for needs in every),
+            partial=any(needs.partial for needs in every),
+            boost=max((needs.boost for needs in every if needs.boost is not None), default=None),
+            replicas=max(needs.replicas for needs in every),
+            bubbles=any(needs.bubbles for needs in every),
+            period_steps=lcm(*(needs.period_steps for needs in every)),
+            next_due=self.next_due,
+            warning=self.warning if any(needs.warning for needs in every) else None,
+        )
+
+    def check(self, catalog: Catalog) -> None:
+        for policy in self._all:
+            policy.check(catalog)
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        """Returns the plan of the only policy that wants a checkpoint, or what any of them wants, tier by tier.
+
+        Training waits, or ends, if any of them asks for it. ``k`` is the largest, and ``plt_budget`` the tightest,
+        since more experts never lose more.
+
+        Raises:
+            ConfigError: A policy plans a slot of a sparse window without ``Needs(windows=True)``.
+        """
+        plans = [policy.plan(context) for policy in self._all]
+        halts = [plan.halt for plan in plans if plan.halt is not None]
+        due = [plan for plan in plans if plan] or plans[:1]
+        plan = due[0] if len(due) == 1 else self._union(context, due)
+        return replace(plan, halt=halts[0]) if halts and plan.halt != halts[0] else plan
+
+    def _union(self, context: PolicyContext, plans: Sequence[SnapshotPlan]) -> SnapshotPlan:
+        for plan in plans:
+            if plan.window is not None or plan.compute:
+                raise ConfigError(
+                    "AnyOf: a policy without Needs(windows=True) plans a slot of a sparse window at step "
+                    f"{context.run.step}; use it alone"
+                )
+        stored = _together(context, [plan.full for plan in plans])
+        in_memory = _together(context, [plan.memory_only for plan in plans])
+        in_storage = set(stored)  # what goes to storage passes through host memory anyway
+        ks = [plan.k for plan in plans if plan.k is not None]
+        budgets = [plan.plt_budget for plan in plans if plan.plt_budget is not None]
+        return save_full(
+            context.run.step,
+            stored,
+            host_only=tuple(op for op in in_memory if op not in in_storage),
+            wait=any(plan.wait for plan in plans),
+            k=max(ks, default=None),
+            plt_budget=min(budgets, default=None),
+        )
+
+    def next_due(self, context: PolicyContext) -> int:
+        """See ``Needs.next_due``."""
+        return min(needs_of(policy).due(context) for policy in self._all)
+
+    def warning(self, context: PolicyContext) -> str | None:
+        """See ``Needs.warning``: the first one of any policy."""
+        asked = (needs_of(policy).warning for policy in self._all)
+        return next((text for ask in asked if ask is not None and (text := ask(context)) is not None), None)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "any_of", "policies": [policy.describe() for policy in self._all]}
+
+
+def _together(context: PolicyContext, chosen: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """What any plan has, in the order of the catalog; what the catalog does not know, for others to refuse."""
+    every = dict.fromkeys(chain.from_iterable(chosen))
+    if not every:
+        return ()
+    operators = tuple(op for op in context.model.catalog.everything if op in every)
+    if len(operators) == len(every):
+        return operators
+    return (*operators, *(op for op in every if op not in context.model.catalog.index_of))
+
+
+ACTIONS = ("escalate", "dense", "stop")
+
+
+@named_arguments
+@dataclass(frozen=True)
+class Guarded(Wrapper):
+    """Keeps ``policy`` within a budget for lost tokens (PLT, MLT or both), whatever it plans.
+
+    If a failure that returns to the planned checkpoint would exceed a budget (``budget.top_up``, ``top_up_mlt``), that
+    checkpoint saves more experts than ``policy`` asked for. When checkpoints are made remains the policy's decision.
+
+    Attributes:
+        policy: The policy that decides within the budget.
+        budget: For PLT, all failures together: a number between 0 and 1, or a name in ``policies.budget.PLT_BUDGETS``.
+            None: only ``mlt_budget`` counts.
+        action: ``"escalate"``: that checkpoint also saves the fewest experts that keep the budget. ``"dense"``: it
+            saves all experts. ``"stop"``: it saves all experts and asks training to end, since the policy alone cannot
+            keep the budget; but while no token was lost yet it escalates, because every run starts with too few routed
+            tokens for a budget.
+        mlt_budget: For MLT, each failure separately: a number between 0 and 1, or a name in
+            ``policies.budget.MLT_BUDGETS``.
+
+    Raises:
+        ConfigError: No policy, no such action, no budget, or one that is not between 0 and 1.
+    """
+
+    budget: float | str | None = "default"
+    action: str = "escalate"
+    mlt_budget: float | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget is None and self.mlt_budget is None:
+            raise ConfigError("Guarded(budget=None, mlt_budget=None): give at least one of the two budgets")
+        if self.budget is not None:
+            resolve_budget(self.budget, "Guarded: budget")
+        if self.mlt_budget is not None:
+            resolve_budget(self.mlt_budget, "Guarded: mlt_budget", MLT_BUDGETS)
+        if self.action not in ACTIONS:
+            raise ConfigError(f"Guarded(action={self.action!r}): no such action; choose from {list(ACTIONS)}")
+
+    @property
+    def plt_budget(self) -> float | None:
+        """``budget`` as a number."""
+        return None if self.budget is None else resolve_budget(self.budget)
+
+    @property
+    def most_mlt(self) -> float | None:
+        """``mlt_budget`` as a number."""
+        return None if self.mlt_budget is None else resolve_budget(self.mlt_budget, names=MLT_BUDGETS)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, lost_tokens=True)
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        """The policy's plan; unchanged if it saves nothing, or all experts without counting in K (Dense)."""
+        plan = self.policy.plan(context)
+        if not plan or plan.window is not None:  # replay loses nothing
+            return plan
+        stored = experts_of(context, (*plan.full, *plan.gradients))
+        if plan.k is None and len(stored) == len(context.model.catalog.experts):
+            return plan
+        budgets = [budget for budget in (self.plt_budget, plan.plt_budget) if budget is not None]
+        plan = replace(plan, plt_budget=min(budgets, default=None))
+        more = self._needed(context, stored)
+        if not more:
+            return plan
+        if self.action == "escalate" or (self.action == "stop" and not context.run.lost_tokens):
+            return _adding(plan, context, more)
+        halt = self._why(context, stored) if self.action == "stop" else None
+        return replace(_adding_all(plan, context), halt=plan.halt or halt)
+
+    def _needed(self, context: PolicyContext, stored: set[Expert]) -> tuple[Expert, ...]:
+        """Experts to save beside ``stored``, so that both budgets hold."""
+        of_plt = () if self.plt_budget is None else top_up(context, stored, self.plt_budget)
+        of_mlt = () if self.most_mlt is None else top_up_mlt(context, stored | {*of_plt}, self.most_mlt)
+        return tuple(sorted((*of_plt, *of_mlt)))
+
+    def _why(self, context: PolicyContext, stored: set[Expert]) -> str:
+        routed = max(context.tokens.routed_tokens, 1)
+        lost, budget, most = context.run.lost_tokens, self.plt_budget, self.most_mlt
+        setting = f"budget ({self.budget!r})"
+        if budget is not None and tokens_left(context, budget) < 0:
+            reason = f"{lost / routed:.2%} of all tokens are lost, over the budget of {budget:.2%}"
+        elif budget is not None and top_up(context, stored, budget):
+            reason = (
+                f"{lost / routed:.2%} of all tokens are lost, and a failure now would make it "
+                f"{(lost + at_risk(context, stored)) / routed:.2%}, over the budget of {budget:.2%}"
+            )
+        else:
+            setting = f"mlt_budget ({self.mlt_budget!r})"
+            reason = (
+                f"a failure now would lose {mlt_at_risk(context, stored):.2%} of each layer's tokens, on average "
+                f"(MLT), over the budget of {most:.2%}"
+            )
+        return (
+            f"{reason}, at step {context.run.step}. All experts are saved. Before going on, save more experts per "
+            f"checkpoint (raise k, or give MoC a plt_budget, which raises k automatically), save more often, or raise "
+            f"the guard's {setting} or change its action from 'stop' to 'escalate'."
+        )
+
+    def describe(self) -> dict[str, Any]:
+        momentary = {} if self.most_mlt is None else {"guard_mlt_budget": self.most_mlt}
+        description = {**self.policy.describe(), "guard_budget": self.plt_budget, "guard_action": self.action}
+        return {**description, **momentary}
+
+
+def _adding(plan: SnapshotPlan, context: PolicyContext, experts: tuple[Expert, ...]) -> SnapshotPlan:
+    """``plan`` with ``experts`` sent to storage too, in the order of the catalog; what stays in host memory follows."""
+    chosen = {*plan.full, *(expert_id(*expert) for expert in experts)}
+    stored = tuple(op for op in context.model.catalog.everything if op in chosen)
+
+    def rest(operators: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(op for op in operators if op not in chosen)
+
+    return replace(plan, full=stored, memory_only=rest(plan.memory_only), gradients=rest(plan.gradients))
+
+
+def _adding_all(plan: SnapshotPlan, context: PolicyContext) -> SnapshotPlan:
+    planned = experts_of(context, plan.full)
+    every = {
+        (op.layer, op.expert) for op in context.model.catalog.experts if op.layer is not None and op.expert is not None
+    }
+    return _adding(plan, context, tuple(sorted(every - planned)))

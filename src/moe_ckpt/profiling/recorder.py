@@ -17,8 +17,7 @@ from typing import Any
 
 from moe_ckpt.core.operators import MoELayer
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.skew import normalized_hhi
-from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.tokens import Counts, normalized_hhi
 from moe_ckpt.format.profile import Life
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import TensorSpec

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from moe_ckpt.core.save_budget import Lap, secs_per_byte
 from moe_ckpt.core.step import Fate
-from moe_ckpt.pace.interference import Lap, secs_per_byte
 from moe_ckpt.policies.base import Measured
 
 _RECENT_LAPS = 50
@@ -27,7 +27,7 @@ class Meter:
     """Fed once per optimizer step; tells clean iterations from those that ran beside a checkpoint.
 
     The cost of a checkpoint is what its iterations took longer than a clean one: that covers stalls and
-    the slowdown of compute alike (CheckFreq, section 4.1). What copying alone adds to a lap: ``pace.interference``.
+    the slowdown of compute alike (CheckFreq, section 4.1). What copying alone adds to a lap: ``core.save_budget``.
 
     Attributes:
         copied_nbytes: Copied beside the lap under way.

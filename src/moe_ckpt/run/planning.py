@@ -18,12 +18,12 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.window import OperatorBytes, lanes_of, share_bytes
-from moe_ckpt.format.gathering import Numbers, ranges
 from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.policies.base import Policy, PolicyContext, needs_of
 from moe_ckpt.ports import Reading, StateTensor, TensorSpec, TrainingState
 from moe_ckpt.run.options import Settings
 from moe_ckpt.slices.assignment import ComputeTypes, coupled_operators, operator_bytes, places_of
+from moe_ckpt.slices.cuts import Numbers, ranges
 
 log = logging.getLogger("moe_ckpt")
 

@@ -9,9 +9,9 @@ from collections import deque
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.commit.pipeline import Pipeline
+from moe_ckpt.core.cadence import StorageCadence, StorageFacts, goes_to_peers
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.step import WindowPlace
-from moe_ckpt.pace.cadence import StorageCadence, StorageFacts, goes_to_peers
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import Communicator
 from moe_ckpt.run.agreement import StepConsensus
@@ -234,7 +234,7 @@ class Backlog:
         )
 
     def to_peers(self, plan: SnapshotPlan, consensus: StepConsensus) -> bool:
-        """Returns whether the snapshot of ``plan``, which begins now, goes to peers (``pace.cadence``)."""
+        """Returns whether the snapshot of ``plan``, which begins now, goes to peers (``core.cadence``)."""
         if not plan.slot:
             behind, waits = consensus.copies_behind, self._waits_if_busy
             self._window_to_peers = not behind or goes_to_peers(plan, behind=behind, waits=waits)

@@ -1,4 +1,4 @@
-"""Which rank writes what of one checkpoint: live state is weighed here, and ``core.sharding`` assigns it."""
+"""Which rank writes what of one checkpoint: live state is weighed here, and ``core.placement`` assigns it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
-from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.sharding import Name, RowRange, ShardingUnit, Shares, in_dealing_order, shares_adaptive
+from moe_ckpt.core.placement import Name, Placement, RowRange, ShardingUnit, Shares, in_dealing_order, shares_adaptive
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.format.dtypes import itemsize
-from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.slices.cuts import Numbers
 
 ComputeTypes = Mapping[str, str]
 """Parameter -> type (as named in headers) in which kernels read it, where that is not its own."""

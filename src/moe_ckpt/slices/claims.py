@@ -14,13 +14,11 @@ from itertools import repeat
 from math import prod
 from zlib import crc32
 
-from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.remembered import Remembered
+from moe_ckpt.core.operators import Catalog, Remembered
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.format.fragment import Fragment
+from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.format.shard import REPLAY
-from moe_ckpt.ledger.cover_sum import PRIME, cover_sum
-from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.ledger.coverage import PRIME, Box, cover_sum
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.slices.assignment import has_rows, holders, is_weight
 from moe_ckpt.slices.local_state import box_of_rows, wanted_boxes, wanted_replay

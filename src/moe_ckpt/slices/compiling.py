@@ -23,10 +23,8 @@ import numpy as np
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.step import Contents, PeerPart
-from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, in_a_row, moved, require_distinct
-from moe_ckpt.ledger.cover_sum import PRIME
-from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import ComputeTypes, Sharder, WriteAssignment, places_of
 from moe_ckpt.slices.claims import Claims
@@ -35,6 +33,7 @@ from moe_ckpt.slices.cuts import (
     NBYTES,
     Cut,
     Cuts,
+    Numbers,
     Slices,
     are_distinct,
     frozen_nbytes,

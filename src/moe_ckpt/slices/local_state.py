@@ -12,12 +12,11 @@ import numpy as np
 
 from moe_ckpt.core.operators import Catalog, Operator, Span
 from moe_ckpt.format.dtypes import dtype_name
-from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.shard import REPLAY, SliceEntry
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import ComputeTypes, UnitShare, WriteAssignment, has_rows, holders, is_weight, places_of
-from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource
+from moe_ckpt.slices.cuts import Cuts, Numbers, Shelf, SliceSource
 
 if TYPE_CHECKING:
     import torch

@@ -20,11 +20,10 @@ import xxhash
 
 from moe_ckpt.core.operators import Catalog, OperatorKind
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.policies.base import ALL_SENT, Sends
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import WriteAssignment, holders, is_weight
-from moe_ckpt.slices.cuts import Cuts
+from moe_ckpt.slices.cuts import Cuts, Numbers
 from moe_ckpt.slices.local_state import LocalState, collect_slices
 
 if TYPE_CHECKING:

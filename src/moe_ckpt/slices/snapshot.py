@@ -19,8 +19,7 @@ from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart, CompiledPlan
-from moe_ckpt.slices.copier import Copy
-from moe_ckpt.slices.copying import copy_here
+from moe_ckpt.slices.copying import Copy, copy_here
 from moe_ckpt.slices.mirroring import Mirror
 
 Plain = tuple[Any, list[tuple[SliceEntry, torch.Tensor]]]

@@ -18,14 +18,13 @@ import xxhash
 from moe_ckpt.errors import StoreUnwritableError, torn_snapshot
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.finite import all_finite, first_not_finite, judged_in
-from moe_ckpt.format.gathering import Numbers
 from moe_ckpt.format.manifest import GROUPS, FileRecord, StateRecord, file_row, shard_path, state_path, state_row
 from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import Checksums, seal_of
-from moe_ckpt.ledger.cover_sum import PRIME
-from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.slices.compiling import CompiledPart
+from moe_ckpt.slices.cuts import Numbers
 from moe_ckpt.slices.snapshot import SealedPart, Snapshot
 from moe_ckpt.storage.base import Chunk, Storage
 

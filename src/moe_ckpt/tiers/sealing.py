@@ -13,7 +13,7 @@ from typing import Any
 from moe_ckpt.core.step import Contents, Facts, PeerPart
 from moe_ckpt.core.tokens import NO_COUNTS
 from moe_ckpt.errors import MemoryFullError, MemoryGoneError, NotFiniteError
-from moe_ckpt.format.fragment import Fragment
+from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.format.slot import GRADIENTS, TENSORS, SlotHeader, SlotPart, encode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies.base import needs_of

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, fsum
 
+from moe_ckpt.core.cadence import daly_secs, young_secs
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.pace.intervals import daly_secs, young_secs
 from moe_ckpt_sim.checks import above_zero, at_least, not_none, whole
 
 
@@ -66,13 +66,13 @@ def component_mtbf_hours(*, system_mtbf_hours: float, count: int) -> float:
 
 
 def young_interval_secs(*, checkpoint_secs: float, mtbf_secs: float) -> float:
-    """Training time between two checkpoints that costs least, to first order: ``pace.intervals.young_secs``."""
+    """Training time between two checkpoints that costs least, to first order: ``core.cadence.young_secs``."""
     above_zero("young_interval_secs", checkpoint_secs=checkpoint_secs, mtbf_secs=mtbf_secs)
     return young_secs(checkpoint_secs, mtbf_secs)
 
 
 def daly_interval_secs(*, checkpoint_secs: float, mtbf_secs: float) -> float:
-    """Training time between two checkpoints that costs least, to higher order: ``pace.intervals.daly_secs``."""
+    """Training time between two checkpoints that costs least, to higher order: ``core.cadence.daly_secs``."""
     above_zero("daly_interval_secs", checkpoint_secs=checkpoint_secs, mtbf_secs=mtbf_secs)
     return daly_secs(checkpoint_secs, mtbf_secs)
 

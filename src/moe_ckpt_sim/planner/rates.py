@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from moe_ckpt.errors import ConfigError, StoreError, StoreUnwritableError
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.slices.copier import Copier
-from moe_ckpt.slices.copying import CopyProgram
+from moe_ckpt.slices.copying import Copier, CopyProgram
 from moe_ckpt.slices.cuts import Shelf, SliceSource
 from moe_ckpt.storage import LocalStorage, open_storage
 from moe_ckpt.storage.base import Storage

@@ -9,10 +9,10 @@ from math import ceil
 import numpy as np
 import xxhash
 
+from moe_ckpt.core.cadence import are_behind, goes_to_peers
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, save_full
 from moe_ckpt.core.window import Window
-from moe_ckpt.pace.cadence import are_behind, goes_to_peers
 from moe_ckpt.policies.base import DECAYED, PolicyContext
 from moe_ckpt_sim.cluster.clock import on_clock
 from moe_ckpt_sim.cluster.costs import Costs

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from moe_ckpt.core.cadence import StorageCadence
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.quantities import parse_bytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.pace.cadence import StorageCadence
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
 from moe_ckpt_sim.checks import above_zero, flag, not_none, one_of, portion, whole
 
@@ -24,7 +24,7 @@ class System:
         policy: The policy, the same object that a Trainer would get.
         durable: The place where a snapshot counts as durable: on "storage", in the memory of its own "node", which
             outlives the process, or also in that of ``replicas`` "peers".
-        storage_every: The checkpoints in memory that also go to storage, in case memory is lost (``pace.cadence``);
+        storage_every: The checkpoints in memory that also go to storage, in case memory is lost (``core.cadence``);
             None: none, and after a loss of memory training starts from scratch.
         when_busy, max_in_flight: As in ``run.options.Settings``.
         rollback: The ranks that go back after a failure: all ("global"), or only the stages that lost a rank

@@ -18,7 +18,7 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.interop import weights
 from moe_ckpt.megatron import hyperparameters
 from moe_ckpt.megatron.model.blocks import BlockPart, Placed, placed_blocks

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.modeling.state import unsliced_state
 from moe_ckpt.modeling.state.watching import Entries
 

@@ -15,7 +15,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnencodableStateError, optimizer_changed
-from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.format.sealed import FixedStrings
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.format.fragment import FixedStrings
+from moe_ckpt.format.sealed import FixedStrings
 
 _GRADIENT = attrgetter("grad")
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from moe_ckpt.format.gathering import Numbers, ascending, ranges
 from moe_ckpt.modeling.blocks import is_dtensor
 from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
 from moe_ckpt.ports import Reading, StateTensor
+from moe_ckpt.slices.cuts import Numbers, ascending, ranges
 
 _BLOCK = attrgetter("_local_tensor")
 _LAYOUT = attrgetter("_spec")

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog, MoELayer, expert_id
 from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.save_budget import Load, least_capacity
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.pace.save_budget import Load, least_capacity
 from moe_ckpt.policies.base import ALL_SENT, PolicyContext, Sends
 
 

@@ -1,21 +1,257 @@
-"""Which experts of each layer a partial checkpoint saves, by name.
+"""Which experts of each layer a partial checkpoint saves, by name: in turn, or by the tokens that are not saved yet.
 
-``MoC`` names a selector by its key in ``SELECTORS``; another rule is added there without touching the policy.
+``load_aware`` is the paper's rule (PEC, arXiv 2408.04307, Algorithm 1), ``least_loss`` one that loses less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
+from moe_ckpt.core.operators import Remembered
 from moe_ckpt.core.placement import interleaved_order
-from moe_ckpt.core.remembered import Remembered
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.policies.experts.load_aware import least_loss, load_aware
-from moe_ckpt.policies.experts.selection import Expert, Request, Selection, Selector, chosen_at_of
+from moe_ckpt.policies.experts.selection import Expert, Request, Selection, Selector, chosen_at_of, unsaved_of
+
+STALE_ROUNDS = 4
+"""An expert not chosen for this many rounds of ceil(E/K) checkpoints is overdue, and goes first."""
+
+
+def load_aware(context: PolicyContext, request: Request) -> Selection:
+    """Per layer the K experts with most unsaved tokens whose rank has capacity left (Algorithm 1).
+
+    Experts by unsaved tokens (what checkpoints under way save counts as saved), then oldest, then lowest
+    index; taken while their owner rank has capacity left. The paper indexes capacity by expert, as if a rank owned one
+    of each layer: here it is the owner's. Where no capacity is used up, that is all there is to it.
+
+    What the paper leaves open, or what would lose more tokens than ``sequential`` (docs/moc.md has the figures):
+    - Capacity is the smallest one with which all K of all layers can be taken: ceil(L*K/R) where R divides E, and
+      more where some ranks own less than others, or nothing. Layers that have no owner in common (pipeline stages)
+      have nothing to share, so each such group of layers chooses by itself.
+    - Layers choose in the order of the unsaved tokens that they would save if all ranks were free, and from the last
+      to the first only where these are equal. The paper always goes from the last to the first; where capacity is
+      scarce, its first layers then get what the others left, at every checkpoint.
+    - An expert is skipped if taking it would leave the layers still to come with ranks that own too few of their
+      experts. With layers of one size that is exact (see ``Dealer``). What is short nevertheless, among layers of
+      different sizes, is taken from the rank with the least to save, over its capacity.
+    - Nothing bounds the age of an expert that gets few tokens. Its file could never be deleted, and weight decay and
+      momentum change it even without tokens. So an overdue expert goes first, the oldest of all layers before the
+      others, within K and capacity. Where R divides E it waits at most another 2*ceil(E/K) checkpoints: each that
+      passes it over takes either K older ones of its layer or a full capacity of older ones of its rank.
+    """
+    return _by_priority(context, request, unsaved_of(context, request.tier))
+
+
+def least_loss(context: PolicyContext, request: Request) -> Selection:
+    """Selects as ``load_aware`` does, but by unsaved tokens times age, which loses least on average.
+
+    Let expert e get ``a_e`` tokens per checkpoint and be saved every ``n_e``-th. When a fault comes, it lacks
+    ``a_e*(n_e - 1)/2`` tokens on average. Under ``sum_e 1/n_e = K``, the sum of that is least for n_e proportional to
+    ``1/sqrt(a_e)``: when ``a_e * n_e**2``, unsaved tokens times age, is the same for all at the moment of saving.
+    Most unsaved tokens first makes ``a_e * n_e`` the same instead, which on average loses as much as taking turns; it
+    gains by experts that are saved at every checkpoint only.
+    """
+    age = context.run.step - chosen_at_of(context, request.tier)
+    return _by_priority(context, request, unsaved_of(context, request.tier) * age)
+
+
+def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> Selection:
+    """The experts with the highest ``priority`` [L, E], evenly over the ranks.
+
+    Whole numbers: sums of floats could differ between ranks with different processors, and so could the plans.
+    """
+    chosen_at = chosen_at_of(context, request.tier)
+    sizes = [layer.experts for layer in context.model.catalog.layers]
+    ranked = sorted_rows(chosen_at, priority, sizes)
+    orders = [order[:size] for order, size in zip(ranked.tolist(), sizes, strict=True)]
+    best = ranked[:, : request.k]
+    at_stake = np.where(best < np.array(sizes)[:, None], np.take_along_axis(priority, best, axis=1), 0).sum(axis=1)
+    turns = sorted(range(len(sizes)), key=lambda row: (-at_stake[row], -row))
+    overdue = _overdue(context, chosen_at, sizes, request)
+    stored: list[list[int]] = [[] for _ in sizes]
+    host_only: list[list[int]] = [[] for _ in sizes]
+    for group in _groups(context.model.placement.owners):
+        rows = group.owners.keys()
+        dealer = Dealer(orders, [row for row in turns if row in rows], group)
+        dealer.deal(request.k, first=[(row, expert) for row, expert in overdue if row in rows])
+        for row in rows:
+            stored[row] = list(dealer.taken[row])
+        if request.snapshot_k > request.k:
+            dealer.deal(request.snapshot_k)
+        for row in rows:
+            host_only[row] = dealer.taken[row][len(stored[row]) :]
+    return Selection(_pairs(stored), _pairs(host_only))
+
+
+def sorted_rows(chosen_at: Counts, priority: Counts, sizes: Sequence[int]) -> Counts:
+    """``[L, E]`` experts of each layer: highest priority first, then oldest, then by index; then what is none."""
+    if not priority.size:
+        return np.zeros_like(priority)
+    oldest, highest, count = int(chosen_at.min()), int(priority.max()), priority.shape[1]
+    ages, amounts = int(chosen_at.max()) - oldest + 1, highest - int(priority.min()) + 1
+    if (amounts * ages + 1) * count < 1 << 63:
+        # One number for all of it, the expert's own included: no two are equal, and sorting them is quick.
+        keys = ((highest - priority) * ages + (chosen_at - oldest)) * count + np.arange(count)
+        none = np.arange(count) >= np.array(sizes)[:, None]
+        keys[none] = amounts * ages * count + np.nonzero(none)[1]
+        experts: Counts = np.sort(keys, axis=1) % count
+        return experts
+    experts = np.tile(np.arange(count), (len(sizes), 1))
+    for row, size in enumerate(sizes):
+        experts[row, :size] = np.lexsort((chosen_at[row, :size], -priority[row, :size]))
+    return experts
+
+
+class OwnerGroup(NamedTuple):
+    """Layers that share owners, directly or through others.
+
+    Attributes:
+        owners: Layer -> owner of each of its experts, counted from 0.
+        owned: ``[L, R]`` how many of each layer each owns.
+    """
+
+    owners: Mapping[int, Sequence[int]]
+    owned: Counts
+
+
+def _groups_of(owners: tuple[tuple[int, ...], ...]) -> tuple[OwnerGroup, ...]:
+    return tuple(group_of(owners, rows) for rows in _connected(owners))
+
+
+_groups = Remembered(_groups_of)
+
+
+def _connected(owners: Sequence[Sequence[int]]) -> Iterator[set[int]]:
+    remaining = {row: set(ranks) for row, ranks in enumerate(owners)}
+    while remaining:
+        row, ranks = remaining.popitem()
+        rows = {row}
+        while joined := [other for other, theirs in remaining.items() if theirs & ranks]:
+            for other in joined:
+                ranks |= remaining.pop(other)
+            rows.update(joined)
+        yield rows
+
+
+def group_of(owners: Sequence[Sequence[int]], rows: Iterable[int]) -> OwnerGroup:
+    number = {rank: at for at, rank in enumerate(sorted({rank for row in rows for rank in owners[row]}))}
+    numbered = {row: [number[rank] for rank in owners[row]] for row in rows}
+    owned = np.zeros((len(owners), len(number)), dtype=np.int64)
+    for row, numbers in numbered.items():
+        owned[row] = np.bincount(numbers, minlength=len(number))
+    return OwnerGroup(numbered, owned)
+
+
+def _pairs(per_layer: list[list[int]]) -> tuple[Expert, ...]:
+    return tuple((row, expert) for row, experts in enumerate(per_layer) for expert in experts)
+
+
+def _overdue(context: PolicyContext, chosen_at: Counts, sizes: list[int], request: Request) -> list[Expert]:
+    """Experts not chosen for over ``STALE_ROUNDS`` rounds, the oldest first, then from the last layer to the first.
+
+    Rounds are counted in steps, so that a storage that cannot keep up does not make every expert overdue.
+    """
+    rounds = np.array([[ceil(size / request.k)] for size in sizes], dtype=np.int64).reshape(-1, 1)
+    late = (chosen_at >= 0) & (context.run.step - chosen_at > STALE_ROUNDS * rounds * request.interval_steps)
+    late &= np.arange(late.shape[1]) < np.array(sizes, dtype=np.int64).reshape(-1, 1)
+    rows, experts = np.nonzero(late)
+    order = np.lexsort((experts, -rows, chosen_at[rows, experts]))
+    return list(zip(rows[order].tolist(), experts[order].tolist(), strict=True))
+
+
+class Dealer:
+    """Takes experts layer by layer, in a given order, evenly over the ranks that own them.
+
+    Args:
+        orders: Per layer, its experts in the order of preference.
+        turns: The layers that take part, first to choose first.
+        group: Has their owners.
+
+    Attributes:
+        taken: Per layer, the experts taken so far, in the order they were.
+
+    Why nothing runs short, for layers of one size: let rank r own n_r experts of each layer and have c_r capacity
+    left, with m layers still to come that need K each. They can be served if and only if
+    sum_r min(c_r, m*n_r) >= m*K (deal each rank's share out evenly over the layers; an integral flow exists where
+    that fractional one does). So taking from a rank is free while c_r > m*n_r, and otherwise uses up the slack of
+    that sum by one. Passing over experts when neither is left is a matroid, in which greedy never gets stuck.
+    """
+
+    def __init__(self, orders: list[list[int]], turns: list[int], group: OwnerGroup) -> None:
+        self.taken: list[list[int]] = [[] for _ in orders]
+        self._orders, self._turns = orders, turns
+        self._owners = group.owners
+        self._load = np.zeros(group.owned.shape[1], dtype=np.int64)
+        self._owned = group.owned.copy()
+        """``[L, R]`` experts not taken yet."""
+        self._supply = self._owned.sum(axis=0)
+
+    def deal(self, per_layer: int, first: list[Expert] | None = None) -> None:
+        """Take until every layer has ``per_layer`` experts, or all it has.
+
+        Args:
+            first: Experts to begin with, as long as their layer and their rank have room.
+        """
+        targets = [0] * len(self._orders)
+        for row in self._turns:
+            targets[row] = min(per_layer, len(self._orders[row]))
+        capacity = self._smallest_capacity(sum(targets))
+        for row, expert in first or ():
+            if len(self.taken[row]) < targets[row] and self._load[self._owners[row][expert]] < capacity:
+                self._take(row, expert)
+        needs = [want - len(taken) for want, taken in zip(targets, self.taken, strict=True)]
+        to_come = self._owned.sum(axis=0)
+        needed = sum(needs)
+        for row in self._turns:
+            to_come -= self._owned[row]
+            needed -= needs[row]
+            if needs[row]:
+                self._deal_layer(row, needs[row], capacity, to_come.copy(), needed)
+
+    def _smallest_capacity(self, experts: int) -> int:
+        """The smallest number of experts per rank with which ``experts`` experts can be saved at all."""
+        capacity = -(-experts // len(self._load))
+        while int(np.minimum(capacity, self._supply).sum()) < experts:
+            capacity += 1
+        return capacity
+
+    def _deal_layer(self, row: int, need: int, capacity: int, to_come: Counts, needed: int) -> None:
+        """Take ``need`` experts of one layer. ``to_come`` [R], ``needed``: supply and need of the layers after it."""
+        rooms = np.maximum(capacity - self._load, 0)
+        slack = int(np.minimum(rooms, to_come).sum()) - needed
+        free = np.maximum(rooms - to_come, 0).tolist()
+        rooms = rooms.tolist()
+        owners, before = self._owners[row], set(self.taken[row])
+        for expert in self._orders[row]:
+            rank = owners[expert]
+            if not rooms[rank] or (slack <= 0 and not free[rank]) or expert in before:
+                continue
+            self._take(row, expert)
+            need -= 1
+            if not need:
+                return
+            if free[rank]:
+                free[rank] -= 1
+            else:
+                slack -= 1
+            rooms[rank] -= 1
+        taken = set(self.taken[row])
+        over = [expert for expert in self._orders[row] if expert not in taken]
+        for _ in range(need):
+            expert = min(over, key=lambda e: self._load[owners[e]])
+            over.remove(expert)
+            self._take(row, expert)
+
+    def _take(self, row: int, expert: int) -> None:
+        rank = self._owners[row][expert]
+        self.taken[row].append(expert)
+        self._load[rank] += 1
+        self._owned[row, rank] -= 1
 
 
 def sequential(context: PolicyContext, request: Request) -> Selection:

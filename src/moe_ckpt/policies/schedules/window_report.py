@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from moe_ckpt.core.placement import Placement
+from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.window import OperatorBytes, Window, balance, lanes_of, share_bytes, slot_bytes
-from moe_ckpt.pace.save_budget import bytes_in_time
 
 _NOTICED = 0.01
 """Stall that is told, as a portion of an iteration."""

@@ -14,7 +14,6 @@ from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.step import Contents, Facts
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.fragment import Fragment, encode_json
 from moe_ckpt.format.manifest import (
     FileRecord,
     Manifest,
@@ -24,7 +23,7 @@ from moe_ckpt.format.manifest import (
     shard_path,
     state_path,
 )
-from moe_ckpt.format.sealed import digest
+from moe_ckpt.format.sealed import Fragment, digest, encode_json
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
 from moe_ckpt.format.slot import GRADIENTS as GRADIENTS_ALONE
 from moe_ckpt.format.slot import STATE, SlotHeader, SlotPart, decoded, encoded

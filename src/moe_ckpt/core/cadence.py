@@ -1,17 +1,52 @@
-"""Which checkpoints in memory are also written to storage, and which are sent to peers.
+"""How often: which checkpoints in memory are also written to storage, and which are sent to peers; best intervals.
 
-Pure, for trainers and the simulator.
+Pure, for policies, trainers and the simulator.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, sqrt
 
 from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.quantities import parse_secs
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.pace.intervals import expected_mtbf_secs, young_secs
+
+PRIOR_MTBF_SECS = 3 * 3600.0
+"""What is assumed of a run that has not failed yet: the long end of what papers report, from 10 minutes (MoEvement,
+section 5.2) to 3 hours (Llama 3, section 3.3.4: 419 failures in 54 days)."""
+
+
+def young_secs(cost_secs: float, mtbf_secs: float) -> float:
+    """Returns the time between two checkpoints that costs least: ``sqrt(2 d M)`` (Young, CACM 1974)."""
+    return sqrt(2 * cost_secs * mtbf_secs)
+
+
+def daly_secs(cost_secs: float, mtbf_secs: float) -> float:
+    """Returns the same to a higher order, for checkpoints that are not short beside the MTBF (Daly, FGCS 2006).
+
+    ``sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d`` for ``d < 2M``, else ``M``. The two do not quite meet: at
+    ``d = 2M`` the first gives eight ninths of M.
+    """
+    if cost_secs >= 2 * mtbf_secs:
+        return mtbf_secs
+    part = cost_secs / (2 * mtbf_secs)
+    return young_secs(cost_secs, mtbf_secs) * (1 + sqrt(part) / 3 + part / 9) - cost_secs
+
+
+def expected_mtbf_secs(failures: int, run_secs: float) -> float:
+    """Returns an estimate of the mean time between failures, from what a run has seen so far.
+
+    ``(PRIOR_MTBF_SECS + run_secs) / (1 + failures)``: as if it had failed once in ``PRIOR_MTBF_SECS`` before it began.
+    So there is a figure before the first failure, no single one changes it much, and in the long run it is what was
+    seen.
+
+    Args:
+        failures: So far, over all restarts.
+        run_secs: So far, over all restarts.
+    """
+    return (PRIOR_MTBF_SECS + run_secs) / (1 + failures)
+
 
 AUTO = "auto"
 LONGEST_AUTO_SECS = 3 * 3600.0
@@ -55,7 +90,7 @@ class StorageCadence:
         every: A whole number n: a checkpoint goes if a multiple of n lies after the last that went and up to this one;
             with 1 each goes. A duration, as text such as "10min" or as a float of seconds: so long after the last. With
             "auto", after Young's interval ``sqrt(2 d M)`` (Young, CACM 1974), where d is ``flush_secs`` and M is
-            ``pace.intervals.expected_mtbf_secs``; never sooner than ``flush_secs``, so that one is written before the
+            ``core.cadence.expected_mtbf_secs``; never sooner than ``flush_secs``, so that one is written before the
             next begins, and never later than ``LONGEST_AUTO_SECS``.
 
     Raises:

@@ -1,1 +1,0 @@
-"""How often to checkpoint, and how much at once, from measured times. Pure."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from moe_ckpt import profiling
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.window import OperatorBytes
@@ -36,9 +37,7 @@ from moe_ckpt.format.profile import (
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.policies.base import Sends
 from moe_ckpt.ports import TensorSpec
-from moe_ckpt.profiling import recorder
-from moe_ckpt.profiling.file import weighed
-from moe_ckpt.profiling.recorder import parallel, profilers, started_unix_secs
+from moe_ckpt.profiling import parallel, profilers, started_unix_secs, weighed
 from moe_ckpt.run.events import Loaded, StepRecord, StepReplayed
 from moe_ckpt.run.options import Options
 from moe_ckpt.slices.assignment import operator_bytes
@@ -315,9 +314,7 @@ def test_the_process_began_when_the_system_says():
     assert started_unix_secs() == pytest.approx(
         psutil.Process().create_time(), abs=1.5
     )  # psutil rounds boot to seconds
-    code = (
-        "import time; t = time.time(); from moe_ckpt.profiling import recorder as p; print(t - p.started_unix_secs())"
-    )
+    code = "import time; t = time.time(); from moe_ckpt import profiling as p; print(t - p.started_unix_secs())"
     spent = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
     assert -0.02 < spent < 60  # time to start Python, before the imports
 
@@ -383,7 +380,7 @@ def test_a_life_is_recorded(tmp_path, path):
     (found,) = read(path).lives
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert found.finished
-    assert recorder._left_unix_secs == found.last_unix_secs  # and not when it was closed once more
+    assert profiling._left_unix_secs == found.last_unix_secs  # and not when it was closed once more
     assert (found.first_step, found.last_step, found.steps, found.restored_step) == (1, 5, 5, None)
     assert found.policy == MoC(k=1).describe()
     assert (found.ranks, found.ranks_per_node, found.pp, found.dp, found.ep) == (1, 1, 1, 1, 1)
@@ -441,7 +438,7 @@ def test_a_clock_that_is_set_back_spoils_nothing(tmp_path, path, monkeypatch):
         clock[0] -= 10.0
         return clock[0]
 
-    monkeypatch.setattr(recorder.time, "time", backwards)
+    monkeypatch.setattr(profiling.time, "time", backwards)
     with life(tmp_path, path) as second:
         second.session.resume_from(engine_parts.manifests(tmp_path / "store")[-1])
         second.session.training_begins()
@@ -453,7 +450,7 @@ def test_a_clock_that_is_set_back_spoils_nothing(tmp_path, path, monkeypatch):
 
 
 def test_only_the_newest_lives_are_kept(tmp_path, path, monkeypatch):
-    monkeypatch.setattr("moe_ckpt.profiling.file._MOST_LIVES", 3)
+    monkeypatch.setattr("moe_ckpt.profiling._MOST_LIVES", 3)
     for _ in range(5):
         with life(tmp_path, path) as run:
             run.go(1, settle=True)
@@ -589,7 +586,7 @@ def test_a_write_error_is_told_once(tmp_path, path, caplog, monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moe_ckpt.profiling.file.replace_file", full)
+    monkeypatch.setattr("moe_ckpt.profiling.replace_file", full)
     with caplog.at_level(logging.WARNING, "moe_ckpt"), life(tmp_path, path) as run:
         run.session.training_begins()
         run.go(3, settle=True)
@@ -608,9 +605,9 @@ def test_without_a_path_nothing_is_recorded(tmp_path):
 def test_how_often_it_is_written(tmp_path, path, monkeypatch):
     """A hundredth of the life's length apart, within 0.5 and 10 s; and as soon as iterations are measured."""
     clock = [1000.0]
-    monkeypatch.setattr(recorder.time, "time", lambda: clock[0])
-    monkeypatch.setattr(recorder, "started_unix_secs", lambda: 1000.0)
-    monkeypatch.setattr(recorder, "_left_unix_secs", 0.0)
+    monkeypatch.setattr(profiling.time, "time", lambda: clock[0])
+    monkeypatch.setattr(profiling, "started_unix_secs", lambda: 1000.0)
+    monkeypatch.setattr(profiling, "_left_unix_secs", 0.0)
     run = life(tmp_path, path)
     run.session.open()
     written = []

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, Moment, State
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
-from moe_ckpt.modeling.moe.routing import Mask, RoutingCounter, no_experts
+from moe_ckpt.modeling.moe.routing import RoutingCounter
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.state.trainable import FrozenExperts
 from moe_ckpt.policies.base import GATE_WEIGHTS
@@ -82,7 +82,7 @@ class Fit:
         on_device = trainer.strategy.root_device.type == "cuda"
         passes = self.host.passes
         self.step_log = StepLog(k, trainer)
-        frozen: Callable[[], Mask | None] = no_experts
+        frozen = None
         if options.needs.partial:  # looked for at every update, hence only where experts may come back older
             frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
         soft = options.needs.popularity == GATE_WEIGHTS

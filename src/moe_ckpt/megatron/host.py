@@ -47,10 +47,7 @@ _REPEATED: tuple[Repeated, ...] = (
 
 
 class MegatronHost(Host):
-    """One training loop. Arguments: as of ``MegatronCheckpoint``; ``inventory`` is that of ``chunks``.
-
-    Attributes:
-    """
+    """One training loop. Arguments: as of ``MegatronCheckpoint``; ``inventory`` is that of ``chunks``."""
 
     def __init__(
         self,

@@ -167,11 +167,6 @@ Mask = NDArray[np.bool_]
 """``[L, E]``: of each expert."""
 
 
-def no_experts() -> Mask | None:
-    """Returns None, for a ``RoutingCounter`` of a model without frozen experts."""
-    return None
-
-
 class RoutingCounter:
     """Hooks on the MoE layers of one model; see the module's docstring for what is counted.
 
@@ -184,7 +179,7 @@ class RoutingCounter:
         soft: Count the gate's weights too, where a tensor of the shape of the indices shows them: a floating-point one
             among the arguments or results of the same module.
         frozen: Tells which experts no update changes (``trainable.FrozenExperts``): none of their tokens is applied.
-            The very same array for as long as it is the same.
+            The very same array for as long as it is the same. None: there are none.
         passes: Tells which forward passes are training's. None: those of modules in training mode.
         stopwatch: Counts what hooks take, but for those that are compiled: there the kernels are the model's.
     """
@@ -195,7 +190,7 @@ class RoutingCounter:
         layers: Sequence[FoundLayer],
         *,
         soft: bool = False,
-        frozen: Callable[[], Mask | None] = no_experts,
+        frozen: Callable[[], Mask | None] | None = None,
         passes: TrainingPasses | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
@@ -208,7 +203,7 @@ class RoutingCounter:
         self._rows = [[0] * layer.info.experts for layer in layers]
         self._soft = [c.to(torch.float64) for c in self._counts] if soft else []
         self._handles = [handle for at, layer in enumerate(layers) for handle in self._attach(at, layer)]
-        self._frozen, self._updated = frozen, False
+        self._frozen, self._updated = frozen or (lambda: None), False
         self._left_out: Mask | None = None
 
     def update_begins(self) -> None:

@@ -1,8 +1,8 @@
 """Checkpoint Mixture-of-Experts training every iteration, and recover it exactly or with counted loss.
 
 PyTorch Lightning users need ``moe_ckpt.callbacks.MoECheckpoint`` and a policy from ``moe_ckpt.policies``; Megatron-Core
-users need ``moe_ckpt.megatron``. A model whose MoE layers are not recognised by themselves needs one call of
-``register_moe``.
+users need ``moe_ckpt.megatron``, and loops of your own ``moe_ckpt.attach``. A model whose MoE layers are not recognised
+by themselves needs one call of ``register_moe``.
 """
 
 import warnings
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moe_ckpt.ledger.retention import RetentionPolicy
     from moe_ckpt.memory.options import Memory
     from moe_ckpt.modeling.moe.registry import register_moe
+    from moe_ckpt.plain.checkpoint import attach
     from moe_ckpt.reading.newest import newest_step
     from moe_ckpt.tiers.host_tier import release_host_memory
 
@@ -27,6 +28,7 @@ __all__ = [
     "Memory",
     "RetentionPolicy",
     "__version__",
+    "attach",
     "load_from_checkpoint",
     "newest_step",
     "register_moe",
@@ -36,6 +38,7 @@ __all__ = [
 _HOMES = {
     "Memory": "moe_ckpt.memory.options",
     "RetentionPolicy": "moe_ckpt.ledger.retention",
+    "attach": "moe_ckpt.plain.checkpoint",
     "load_from_checkpoint": "moe_ckpt.callbacks",
     "newest_step": "moe_ckpt.reading.newest",
     "register_moe": "moe_ckpt.modeling.moe.registry",

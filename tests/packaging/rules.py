@@ -18,7 +18,7 @@ SIMULATOR = "moe_ckpt_sim"
 LAYERS = (
     *("core", "ledger", "policies", "format", "storage", "memory", "comm", "slices", "peers", "run", "tiers"),
     *("commit", "reading", "recovery", "session", "profiling", "modeling", "data", "interop", "metrics"),
-    *("driver", "callbacks", "megatron"),
+    *("driver", "callbacks", "megatron", "plain"),
 )
 """Each may import itself and what stands before it."""
 GUESTS = ("boost", "bubbles", "localized", "inprocess", "gradient_log", "survivors", "windows")
@@ -27,13 +27,14 @@ DOORS = {
     "callbacks.fit": ("boost", "gradient_log", "survivors", "windows"),
     "callbacks.host": ("windows",),
     "megatron.checkpoint": ("boost", "bubbles", "localized", "gradient_log", "survivors"),
+    "plain.checkpoint": ("boost", "gradient_log", "survivors"),
     "recovery.executing": ("windows",),
     "cli.densify": ("gradient_log",),
 }
 """Module -> the guests that it imports, in a function, where a policy, an option, a checkpoint or a command asks for
 them; or for the type checker only."""
-ADAPTERS = ("callbacks", "megatron")
-"""One per training framework; though one stands before the other, neither may import the other."""
+ADAPTERS = ("callbacks", "megatron", "plain")
+"""One per training framework; though they stand in an order, none may import another."""
 ON_TOP = ("testing", "conf")
 """May import every layer, but not one another."""
 SUMMIT = ("", "cli", "__main__")

@@ -27,7 +27,9 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "moe_ckpt"
 
 SURFACE = {
-    "moe_ckpt": "Memory RetentionPolicy __version__ load_from_checkpoint newest_step register_moe release_host_memory",
+    "moe_ckpt": (
+        "Memory RetentionPolicy __version__ attach load_from_checkpoint newest_step register_moe release_host_memory"
+    ),
     "moe_ckpt.callbacks": "MoECheckpoint MoECheckpointIO load_from_checkpoint",
     "moe_ckpt.conf": "build_callback register",
     "moe_ckpt.data": "RecoverableDistributedSampler",
@@ -36,6 +38,7 @@ SURFACE = {
         "MegatronCheckpoint MegatronLM Progress attach export_torch_dist import_torch_dist install load_weights"
     ),
     "moe_ckpt.metrics": "CheckpointMetrics",
+    "moe_ckpt.plain": "PlainCheckpoint Position attach",
     "moe_ckpt.policies": (
         "AnyOf Catalog CheckFreq Dense FaultRecord Gemini GradientLog Guarded Measured MemoryFacts MoC "
         "MoELayer MoEtion MoEvement ModelFacts Needs Operator OperatorKind Policy PolicyContext RunFacts "

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ckpt.callbacks import bucket_order
-from moe_ckpt.callbacks.bucket_order import BucketOrder, decoded, encoded
+from moe_ckpt.modeling import bucket_order
+from moe_ckpt.modeling.bucket_order import BucketOrder, decoded, encoded
 
 
 class Crossed(nn.Module):

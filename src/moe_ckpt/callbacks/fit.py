@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
@@ -22,7 +21,7 @@ from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import inexact, require_restartable, warn_of_timers
+from moe_ckpt.callbacks.support import buckets_of, inexact, require_restartable, warn_of_timers
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import Catalog
@@ -78,7 +77,7 @@ class Fit:
         self.host = LightningHost(trainer, module, options, self._count_update)
         self.driver = Driver(self.host, options, "step", _ADVICE, stopwatch)
         self._policy = type(options.policy).__name__
-        self.buckets = BucketOrder.of(trainer)
+        self.buckets = buckets_of(trainer)
         on_device = trainer.strategy.root_device.type == "cuda"
         passes = self.host.passes
         self.step_log = StepLog(k, trainer)

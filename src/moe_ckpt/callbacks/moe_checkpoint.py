@@ -26,7 +26,6 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from moe_ckpt.callbacks.bucket_order import BUCKETS_KEY
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO, load_steps_into_shards
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.fit import Fit
@@ -38,6 +37,7 @@ from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.lightning_dict import TOKENS_MARK
+from moe_ckpt.modeling.bucket_order import BUCKETS_KEY
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.recovery_plan import RecoveryPlan
 from moe_ckpt.run.events import StepRecord

@@ -18,10 +18,10 @@ from lightning.pytorch.strategies import (
 )
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.compat import Private
 from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
 from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.modeling.bucket_order import BucketOrder
 
 log = logging.getLogger("moe_ckpt")
 
@@ -85,6 +85,14 @@ def sharding_of(strategy: Any) -> str:
         f"its state like another would lose experts. {_ADVICE} If you know how it holds its state, declare it by the "
         f"class attribute {SHARDING_ATTRIBUTE}: {choices}."
     )
+
+
+def buckets_of(trainer: Any) -> BucketOrder | None:
+    """Returns the order of the buckets of the trainer's DDP; None where there is none, or it does not matter."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy):
+        return None
+    return BucketOrder.of(strategy.model, trainer.world_size, hooked=Private(strategy).ddp_comm_hook is not None)
 
 
 def inexact(trainer: Any, buckets: BucketOrder | None) -> list[str]:

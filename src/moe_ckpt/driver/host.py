@@ -18,6 +18,14 @@ from moe_ckpt.recovery.replay import Repeated
 _REFUSALS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
 
 
+class Stateful(Protocol):
+    """An object that is saved beside model and optimizers: a scheduler, a data loader, a gradient scaler."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
 class End(NamedTuple):
     """End of training; see ``format.run_records.Finished``."""
 

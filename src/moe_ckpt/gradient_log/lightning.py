@@ -1,4 +1,4 @@
-"""The gradients that the optimizers of a Lightning fit consume.
+"""The gradients that optimizers of a torch module consume: in a Lightning fit, or in a loop without a framework.
 
 Gradients of an update stay where they are through the next forward pass: under automatic optimization Lightning zeroes
 them after ``training_step``. A copy can be made meanwhile, and must be done (``release``) before that, and before a
@@ -7,10 +7,13 @@ backward pass writes into buffers that outlive their gradients (DDP with ``gradi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import UnsupportedError
@@ -67,6 +70,26 @@ def fit_log(trainer: Any, module: Any, driver: Driver) -> RunLog:
     """
     attach = partial(capture_gradients, trainer, module, stopwatch=driver.stopwatch)
     return RunLog(attach, trainer.optimizers, driver.options.policy, driver.release_gradients)
+
+
+def loop_log(optimizers: Sequence[Optimizer], module: nn.Module, driver: Driver) -> RunLog:
+    """Returns the gradient log of a loop without a framework, which zeroes gradients through its optimizers.
+
+    Args:
+        optimizers: All that update the model.
+        module: The model.
+        driver: As of ``fit_log``.
+
+    Raises:
+        UnsupportedError: As ``fit_log``.
+    """
+
+    def attach(consumer: GradientConsumer, rounded: torch.dtype | None) -> GradientCapture:
+        capture = GradientCapture(optimizers, _ModuleUnits(module), consumer, rounded, driver.stopwatch)
+        capture.release_before([*optimizers, module], "zero_grad")
+        return capture
+
+    return RunLog(attach, optimizers, driver.options.policy, driver.release_gradients)
 
 
 class _ModuleUnits:

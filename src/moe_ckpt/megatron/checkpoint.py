@@ -13,6 +13,7 @@ from torch import nn
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.guests import GradientLogging
+from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, Moment, State
 from moe_ckpt.errors import ConfigError
@@ -23,7 +24,7 @@ from moe_ckpt.megatron.model.state import MegatronTrainingState
 from moe_ckpt.megatron.model.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
-from moe_ckpt.megatron.trainer_state import Stateful, all_stateful
+from moe_ckpt.megatron.trainer_state import all_stateful
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
 from moe_ckpt.recovery.recovery_plan import RecoveryPlan

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from moe_ckpt.driver.changes import Change, trainable_changes
-from moe_ckpt.driver.host import End, Host, loading_state, require_framework
+from moe_ckpt.driver.host import End, Host, Stateful, loading_state, require_framework
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
@@ -22,7 +22,6 @@ from moe_ckpt.megatron.model.state import RESTING, MegatronTrainingState
 from moe_ckpt.megatron.model.topology import layout
 from moe_ckpt.megatron.trainer_state import (
     SCHEDULER,
-    Stateful,
     capture_generators,
     follows,
     restore_generators,

@@ -16,9 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ckpt.driver.changes import Change, differing, plain_values, same
+from moe_ckpt.driver.host import Stateful
 from moe_ckpt.errors import optimizer_changed
 from moe_ckpt.megatron.optimizers import STEP, leaves, read_step, write_step
-from moe_ckpt.megatron.trainer_state import SCHEDULER, Stateful
+from moe_ckpt.megatron.trainer_state import SCHEDULER
 from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS, class_name, fitted, require_plain
 
 log = logging.getLogger("moe_ckpt")

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
@@ -54,7 +55,6 @@ from moe_ckpt.megatron.script import (
     unknown_release,
     warn_of_loader,
 )
-from moe_ckpt.megatron.trainer_state import Stateful
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.reading.newest import newest_step

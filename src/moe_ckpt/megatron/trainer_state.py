@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from moe_ckpt.driver.host import loading_state
+from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
@@ -15,14 +15,6 @@ from moe_ckpt.recovery.replay import same_plain
 
 SCHEDULER = "scheduler"
 """Name of the scheduler among what is saved beside model and optimizer."""
-
-
-class Stateful(Protocol):
-    """The scheduler, and what else the user wants saved."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 def capture_generators() -> dict[str, Any]:

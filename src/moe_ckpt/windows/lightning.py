@@ -19,11 +19,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from moe_ckpt.callbacks.bucket_order import BucketOrder
 from moe_ckpt.callbacks.support import inexact, overrides
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.modeling.names import has_compiled, is_compiled
 from moe_ckpt.modeling.state.trainable import without_gradient
 from moe_ckpt.modeling.state.training_state import TorchTrainingState

@@ -18,16 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from moe_ckpt.callbacks.compat import Private
 
 log = logging.getLogger("moe_ckpt")
 
 BUCKETS_KEY = "moe_ckpt_ddp_buckets"
-"""In a Lightning checkpoint: the order, as ``BucketOrder.recorded``."""
+"""Name in a checkpoint: the order, as ``BucketOrder.recorded``."""
 _REBUILT = "rebuilt_per_bucket_param_indices"
 """In what DDP logs: indices of parameters, separated by blanks, and by commas where a bucket ends."""
 _LEAST_RANKS = 3
@@ -38,8 +35,8 @@ class BucketOrder:
     """The order of parameters in the buckets of one ``DistributedDataParallel``. For the training thread.
 
     Args:
-        model: Of the fit, before its first step.
-        hooked: Its strategy has a communication hook.
+        model: Before its first step.
+        hooked: It gets a communication hook.
 
     Attributes:
         recorded: The order, for a checkpoint; None before the first step of a run.
@@ -52,17 +49,13 @@ class BucketOrder:
         self._settled = False  # what is recorded is how the buckets of this process lie, or nothing ever will be
 
     @classmethod
-    def of(cls, trainer: Any) -> BucketOrder | None:
-        """Returns the order of the trainer's model; None where the order never changes, or does not matter."""
-        strategy = trainer.strategy
-        model = getattr(strategy, "model", None)
-        if trainer.world_size < _LEAST_RANKS or not isinstance(strategy, DDPStrategy):
-            return None
-        if not isinstance(model, DistributedDataParallel):
+    def of(cls, model: object, world_size: int, *, hooked: bool = False) -> BucketOrder | None:
+        """Returns the order of a model; None where the order never changes, or does not matter."""
+        if world_size < _LEAST_RANKS or not isinstance(model, DistributedDataParallel):
             return None
         if model.find_unused_parameters and not model.static_graph:
             return None  # DDP then leaves the buckets as they are at first
-        return cls(model, hooked=Private(strategy).ddp_comm_hook is not None)
+        return cls(model, hooked=hooked)
 
     @property
     def why_not(self) -> str | None:

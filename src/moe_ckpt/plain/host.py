@@ -1,0 +1,173 @@
+"""``driver.host.Host`` of a PyTorch loop: its step, its plain state, and how that is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from moe_ckpt.driver.changes import Change, differing, plain_values
+from moe_ckpt.driver.host import End, Host, Stateful, loading_state, require_framework
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.run_records import Finished
+from moe_ckpt.interop.weights import LoadedWeights, load_weights
+from moe_ckpt.modeling.names import clean_name, tied_aliases
+from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
+from moe_ckpt.modeling.state import module_state
+from moe_ckpt.modeling.state.param_groups import require_plain
+from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.executing import Restored
+from moe_ckpt.recovery.replay import Repeated
+from moe_ckpt.recovery.resume import other_ranks
+
+_Plain = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position at which training starts or resumes.
+
+    Attributes:
+        step: Steps done; the next one to compute is ``step + 1``, counted from 1.
+        restored: False for a new run.
+        counters: Counters of the loop, as given to ``after_step``; empty for a new run.
+    """
+
+    step: int = 0
+    restored: bool = False
+    counters: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PlainHost(Host):
+    """One training loop.
+
+    Args:
+        module: The model, without wrappers of data parallelism.
+        optimizers: All that update it.
+        stateful: As given to ``attach``.
+        world_size: Number of ranks.
+
+    Attributes:
+        progress: The position of the loop.
+        moved: A step was done in this process.
+        buckets: The order of DDP's buckets (``modeling.bucket_order``); None where it does not matter.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful], world_size: int
+    ) -> None:
+        self.module, self.stateful = module, stateful
+        self._world_size = world_size
+        self.state = TorchTrainingState(module, optimizers)
+        self.generators = Generators(capture_rng, restore_rng)
+        self.progress, self.moved = Position(), False
+        self.buckets: str | None = None
+        self._optimizers = optimizers
+        self._configured = self._groups()
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    def step_to(self, step: int, counters: Mapping[str, Any] | None) -> None:
+        """A step was done. Raises ``ConfigError`` unless it follows the one before."""
+        if step != self.step + 1:
+            raise ConfigError(
+                f"after_step({step}) follows step {self.step}: call it once per optimizer step, with the number of "
+                "steps done, and start from progress.step of what resume() returned"
+            )
+        if counters is None:
+            counters = self.progress.counters
+        else:
+            require_plain(counters, "counters")
+            counters = deepcopy(dict(counters))
+        self.progress, self.moved = Position(step, self.progress.restored, counters), True
+        self.generators.note()
+
+    def admits(self, manifest: Manifest, plain: _Plain) -> None:
+        require_framework(plain, "torch", f"checkpoint {manifest.directory}")
+        if self.stateful.keys() != plain["stateful"].keys():
+            raise ConfigError(
+                f"checkpoint {manifest.directory} holds the state of {sorted(plain['stateful'])}, and this run gives "
+                f"stateful={sorted(self.stateful)} to moe_ckpt.attach: give the same names"
+            )
+
+    def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
+        plain = restored.plain
+        with loading_state("the model and its optimizers", restored.path):
+            self.state.load_plain(plain["plain"])
+        for name, target in self.stateful.items():
+            with loading_state(f"{name} ({type(target).__name__})", restored.path):
+                target.load_state_dict(plain["stateful"][name])
+        changes = [
+            change
+            for number, (before, now) in enumerate(zip(plain["configured"], self._configured, strict=False))
+            for old, new in zip(before, now, strict=False)
+            for change in differing(f"optimizer {number} ", old, new, from_checkpoint=True)
+        ]
+        self._configured = plain["configured"]
+        self.progress = Position(int(plain["step"]), restored=True, counters=plain["counters"])
+        self.buckets = plain["buckets"]
+        self.generators.take(plain["rng"])
+        return changes, other_ranks(restored.manifest, self._world_size)
+
+    def advance_counts(self, missed: Mapping[str, int]) -> None:
+        self.state.advance_counts(missed)
+
+    def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
+        module = self.module
+        return load_weights(
+            path,
+            self.state,
+            comm,
+            module_state.buffers(module),
+            aliases=tied_aliases(module) | module_state.tied_buffers(module),
+            others={clean_name(name) for name in module.state_dict()},
+        )
+
+    def go_on_from_end(
+        self, manifest: Manifest, finished: Finished, changes: Sequence[Change], plt: float
+    ) -> tuple[bool, str]:
+        return True, (  # only the loop knows its length
+            f". The run is finished ({finished.reason}): a loop that ends at step {manifest.step} trains nothing, a "
+            "longer one continues. For another experiment choose another dirpath"
+        )
+
+    def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
+        return _REPEATED
+
+    def capture(self, *, described: bool = False) -> _Plain:
+        if self.generators.state is None:
+            self.generators.note()
+        return {
+            "framework": "torch",
+            "step": self.step,
+            "counters": self.progress.counters,
+            "plain": self.state.plain(described=described),
+            "stateful": {name: target.state_dict() for name, target in self.stateful.items()},
+            "rng": self.generators.state,
+            "buckets": self.buckets,
+            "configured": self._configured,
+        }
+
+    def end(self) -> End:
+        return End("finish() was called")
+
+    def _groups(self) -> list[list[dict[str, Any]]]:
+        return [[plain_values(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+
+
+_REPEATED: tuple[Repeated, ...] = (
+    ("the state of the random number generators", lambda state: state["rng"]),
+    (
+        "the hyperparameters of the optimizers",
+        lambda state: [optimizer["param_groups"] for optimizer in state["plain"]["optimizers"]],
+    ),
+    ("the state of an object in stateful=", lambda state: state["stateful"]),
+)

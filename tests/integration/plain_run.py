@@ -1,0 +1,144 @@
+"""One life of a PyTorch loop that nobody but its user wrote, in a process of its own: ``plain_run.lived``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import moe_ckpt
+from moe_ckpt import newest_step, policies
+from moe_ckpt.data import RecoverableDistributedSampler
+from tests.support.tiny_moe import CLASSES, WIDTH, Block
+
+STEPS, BATCH, SAMPLES = 24, 4, 64
+"""At one rank an epoch has 16 steps: the run crosses one."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One run.
+
+    Attributes:
+        policy: Name and arguments.
+        memory: Checkpoints in memory that outlives the process.
+        sharding: "none", "ddp" or "fsdp2".
+        optimizers: Of one, or of experts and the rest apart.
+        scaler: Loss is scaled, and one step overflows.
+        accumulate: Batches a step.
+        unused: The second layer lists its experts: one without tokens gets no gradient. DDP looks for those, FSDP2
+            cannot be without.
+        settled: A process is killed when storage has the newest step.
+        options: Further ones of ``attach``.
+    """
+
+    policy: tuple[str, dict[str, Any]] = ("Dense", {})
+    memory: bool = False
+    sharding: str = "none"
+    optimizers: int = 1
+    scaler: bool = False
+    accumulate: int = 1
+    unused: bool = True
+    settled: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def model(loop: Loop) -> nn.Module:
+    torch.manual_seed(3)
+    stacked = (True, not loop.unused)
+    return nn.Sequential(*(Block(4, 2, 0.1, kind) for kind in stacked), nn.Linear(WIDTH, CLASSES))
+
+
+def dataset() -> list[tuple[torch.Tensor, int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(WIDTH, generator=generator), i % CLASSES) for i in range(SAMPLES)]
+
+
+def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None = None) -> dict[str, Any]:
+    """The state at the end; a process that is killed returns nothing."""
+    torch.set_num_threads(1)
+    torch.manual_seed(7 + rank)
+    net = inner = model(loop)
+    torch.manual_seed(11 + rank)
+    sampler = None
+    if loop.sharding == "ddp":
+        net = DistributedDataParallel(inner, find_unused_parameters=loop.unused)
+    elif loop.sharding == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in inner:
+            fully_shard(block)
+        fully_shard(inner)
+    if world_size > 1:
+        sampler = RecoverableDistributedSampler(dataset(), world_size, rank, shuffle=True, seed=1)
+    loader: Any
+    if sampler is None:
+        loader = StatefulDataLoader(dataset(), batch_size=BATCH, shuffle=True)
+    else:  # not among what is saved: it must not draw from the run's generator when a life begins in an epoch's middle
+        loader = DataLoader(dataset(), batch_size=BATCH, sampler=sampler, generator=torch.Generator())
+    names = [name for name, _ in inner.named_parameters()]
+    groups = [names] if loop.optimizers == 1 else [[n for n in names if ("experts" in n) is e] for e in (True, False)]
+    parameters = dict(inner.named_parameters())
+    optimizers = [torch.optim.AdamW([parameters[n] for n in group], lr=1e-2) for group in groups]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) for optimizer in optimizers]
+    stateful: dict[str, Any] = {"data": sampler or loader, **{f"schedule {n}": s for n, s in enumerate(schedules)}}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5) if loop.scaler else None
+    if scaler is not None:
+        stateful["scaler"] = scaler
+    memory = moe_ckpt.Memory(directory=root, replicas=0) if loop.memory else None
+    name, arguments = loop.policy
+    policy = getattr(policies, name)(**arguments)
+    ckpt = moe_ckpt.attach(
+        net, optimizers, policy=policy, dirpath=f"{root}/store", stateful=stateful, memory=memory, **loop.options
+    )
+    with ckpt:
+        progress = ckpt.resume()
+        began, step, batches = progress.step, progress.step, progress.step * loop.accumulate
+        records = []
+        while step < STEPS:
+            for x, y in loader:
+                if kill_at is not None and step == kill_at and rank == 0:
+                    while loop.settled and newest_step(f"{root}/store") != step:
+                        time.sleep(0.01)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss = F.cross_entropy(net(x), y)
+                if scaler is not None:
+                    loss = scaler.scale(loss) * (torch.inf if step == 4 else 1)
+                loss.backward()
+                batches += 1
+                if sampler is not None:
+                    sampler.advance(BATCH)
+                if batches % loop.accumulate:
+                    continue
+                for optimizer in optimizers:
+                    optimizer.step() if scaler is None else scaler.step(optimizer)
+                if scaler is not None:
+                    scaler.update()
+                for schedule, optimizer in zip(schedules, optimizers, strict=True):
+                    schedule.step()
+                    optimizer.zero_grad()
+                step += 1
+                records.append(ckpt.after_step(step))
+                if step == STEPS:
+                    break
+            if sampler is not None and step < STEPS:
+                sampler.set_epoch(sampler.epoch + 1)
+        ckpt.finish()
+    state = {"began": began, "restored": ckpt.restored_step, "replayed": sum(record.replayed for record in records)}
+    whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # noqa: E731
+    tensors = {f"model/{key}": whole(value) for key, value in inner.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        for at, entries in sorted(optimizer.state_dict()["state"].items()):
+            tensors |= {f"optimizer {number}/{at}/{key}": whole(value) for key, value in sorted(entries.items())}
+    tensors["rng"] = torch.get_rng_state()
+    plt = ckpt.session.run_ledger.tokens.plt
+    return state | {"plt": plt, "tensors": tensors}

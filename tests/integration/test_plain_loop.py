@@ -1,0 +1,167 @@
+"""``moe_ckpt.attach``: PyTorch loops of a user's own, killed and started again, with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import moe_ckpt
+from moe_ckpt.errors import ConfigError, MoECheckpointError
+from moe_ckpt.policies import Dense, MoC
+from tests.integration import plain_run
+from tests.integration.plain_run import STEPS, Loop
+from tests.support.processes import start_ranks
+
+WINDOWS, LOG = ("MoEvement", {}), ("GradientLog", {})
+
+
+def life(root: Path, loop: Loop, ranks: int = 1, kill_at: int | None = None) -> dict[str, Any]:
+    """The end of a life; of one in which rank 0 was killed, nothing."""
+    outcomes = start_ranks(plain_run.lived, ranks, str(root), loop, kill_at)
+    assert outcomes[0].exitcode == (0 if kill_at is None else -9), outcomes[0].error
+    return outcomes[0].value if kill_at is None else {}
+
+
+def require_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["tensors"].keys() == other["tensors"].keys()
+    differing = [name for name, tensor in one["tensors"].items() if not torch.equal(tensor, other["tensors"][name])]
+    assert not differing
+
+
+@pytest.mark.parametrize(
+    ("loop", "ranks"),
+    [
+        (Loop(), 1),
+        (Loop(memory=True, optimizers=2), 1),
+        (Loop(("CheckFreq", {}), scaler=True), 1),
+        (Loop(WINDOWS, memory=True), 1),
+        (Loop(LOG, memory=True), 1),
+        (Loop(memory=True, accumulate=2), 1),
+        (Loop(sharding="ddp"), 2),
+        (Loop(WINDOWS, memory=True, sharding="fsdp2", unused=False), 2),
+        pytest.param(Loop(LOG, memory=True, sharding="ddp"), 2, marks=pytest.mark.slow),
+        pytest.param(Loop(LOG, memory=True, sharding="fsdp2", unused=False), 2, marks=pytest.mark.slow),
+        pytest.param(Loop(sharding="ddp", unused=False), 3, marks=pytest.mark.slow),
+    ],
+    ids=[
+        *("dense", "two-optimizers", "scaler", "windows", "log", "accumulated", "ddp", "windows-fsdp2"),
+        *("log-ddp", "log-fsdp2", "buckets"),
+    ],
+)
+def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, loop: Loop, ranks: int):
+    """One kill is in the middle of an epoch, one at its end: a new epoch draws its order from the run's generator."""
+    (whole := tmp_path / "whole").mkdir()
+    (killed := tmp_path / "killed").mkdir()
+    undisturbed = life(whole, loop, ranks)
+    epoch = plain_run.SAMPLES // plain_run.BATCH // ranks // loop.accumulate
+    for kill_at in sorted({random.randrange(3, epoch), epoch, random.randrange(epoch + 1, STEPS)}):
+        life(killed, loop, ranks, kill_at)
+    resumed = life(killed, loop, ranks)
+    assert resumed["restored"]
+    require_alike(undisturbed, resumed)
+
+
+def test_moc_counts_what_a_kill_loses(tmp_path: Path):
+    loop = Loop(("MoC", {"k": 1}), settled=True)
+    life(tmp_path, loop, kill_at=9)
+    end = life(tmp_path, loop)
+    assert end["restored"] == 9
+    assert 0 < end["plt"] < 1
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = plain_run.model(Loop())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def attached(tmp_path: Path):
+    model, optimizer = made()
+    ckpt = moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path / "store")
+    yield model, optimizer, ckpt
+    ckpt.close()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, plain_run.WIDTH)).sum().backward()
+    optimizer.step()
+
+
+def test_calls_out_of_order_say_what_to_do(attached):
+    model, optimizer, ckpt = attached
+    with pytest.raises(ConfigError, match=r"resume\(\) was not called"):
+        step(model, optimizer)
+    assert ckpt.resume() == moe_ckpt.plain.Position()
+    with pytest.raises(ConfigError, match="called twice"):
+        ckpt.resume()
+    step(model, optimizer)
+    with pytest.raises(ConfigError, match=r"after_step\(2\) follows step 0"):
+        ckpt.after_step(2)
+    with pytest.raises(ConfigError, match=r"after_step\(1\) was not called"):
+        ckpt.save()
+    ckpt.after_step(1, counters={"epoch": 3})
+    with pytest.raises(ConfigError, match=r"after_step\(1\) follows step 1"):
+        ckpt.after_step(1)
+    assert ckpt.save()
+    ckpt.finish()
+    ckpt.finish()
+    with pytest.raises(ConfigError, match="to train again, attach again"):
+        ckpt.after_step(2)
+
+
+def test_counters_come_back(tmp_path: Path):
+    for steps in (2, 3):
+        model, optimizer = made()
+        with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path) as ckpt:
+            progress = ckpt.resume()
+            assert (progress.restored, progress.counters) == ((True, {"epoch": 1}) if steps == 3 else (False, {}))
+            for number in range(progress.step, steps):
+                step(model, optimizer)
+                ckpt.after_step(number + 1, counters={"epoch": 1})
+    assert progress.step == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (lambda model, optimizer: (model, []), "give the optimizer"),
+        (lambda model, optimizer: (model, [object()]), "object is no torch.optim.Optimizer"),
+        (lambda model, optimizer: (model, made()[1]), "is not among the model's|not .* model"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path: Path, arguments, says: str):
+    with pytest.raises((MoECheckpointError, ConfigError), match=says):
+        moe_ckpt.attach(*arguments(*made()), policy=Dense(), dirpath=tmp_path).resume()
+    assert not any(tmp_path.glob("step_*"))
+
+
+def test_a_loader_that_cannot_say_where_it_is_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"stateful=\{'loader'.*DataLoader lacks state_dict.*StatefulDataLoader"):
+        moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"loader": DataLoader([1])})
+
+
+def test_a_model_without_moe_layers_is_refused_by_a_policy_of_experts(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    with pytest.raises(MoECheckpointError, match=r"register_moe"):
+        moe_ckpt.attach(model, torch.optim.SGD(model.parameters(), 0.1), policy=MoC(k=1), dirpath=tmp_path)
+
+
+def test_other_stateful_objects_than_the_checkpoints_are_named(tmp_path: Path):
+    for stateful in ({}, {"lr": torch.optim.lr_scheduler.ConstantLR}):
+        model, optimizer = made()
+        objects = {name: kind(optimizer) for name, kind in stateful.items()}
+        with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path, stateful=objects) as ckpt:
+            if stateful:
+                with pytest.raises(ConfigError, match=r"holds the state of \[\], and this run gives stateful=\['lr'\]"):
+                    ckpt.resume()
+                ckpt.close()
+                break
+            ckpt.resume()
+            step(model, optimizer)
+            ckpt.after_step(1)

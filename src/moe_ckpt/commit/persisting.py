@@ -41,6 +41,11 @@ log = logging.getLogger("moe_ckpt")
 _REMEMBERED = 64
 """Fates remembered; far more than can come between two optimizer steps."""
 _LONGEST_UNSEEN_SECS = 1.0
+_FULL = os.strerror(errno.ENOSPC)
+_NOT_CLEARED = "files of the failed checkpoint of step %d could not be removed, retrying: %s"
+_NOT_REMOVED = "old checkpoints could not be removed after step %d: %s"
+_NUMBERS = re.compile(r"\d[\d,]*")
+"""What differs between two failures for one reason: steps, sizes, ranks."""
 
 
 class SnapshotThread:
@@ -261,13 +266,6 @@ class Stages:
         if self._first is not self.persister:
             self._first.close(timeout_secs)
         return self.persister.close(max(0.0, until - time.monotonic()), afterwards)
-
-
-_FULL = os.strerror(errno.ENOSPC)
-_NOT_CLEARED = "files of the failed checkpoint of step %d could not be removed, retrying: %s"
-_NOT_REMOVED = "old checkpoints could not be removed after step %d: %s"
-_NUMBERS = re.compile(r"\d[\d,]*")
-"""What differs between two failures for one reason: steps, sizes, ranks."""
 
 
 def announced(fate: Fate, comm: Communicator) -> Fate:

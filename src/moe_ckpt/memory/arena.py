@@ -38,6 +38,14 @@ _STEPS_PER_DOUBLING = 64
 
 Span = tuple[int, int]
 """First byte and end."""
+ARENA, COPIES = "arena", "copies"
+"""Names of a rank's files: of its own snapshots, and of copies of others' and plain states."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+"""Errors of a file system without room."""
+_PIECE_NBYTES = LOCK_NBYTES
+"""Made by one call: signals, as a profiler sends a hundred in a second, may make the kernel begin a call again."""
+_RECORDS_NBYTES, _RECORDS_PORTION = 16 << 20, 16
+"""So much of the file system, but no more than one part in so many of it, is left to headers of slots."""
 
 
 class FreeSpace:
@@ -120,16 +128,6 @@ def rounded(nbytes: int) -> int:
     little fit into each other's rooms."""
     grain = max(ALIGNMENT, (1 << max(1, nbytes).bit_length() - 1) // _STEPS_PER_DOUBLING)
     return -(-max(1, nbytes) // grain) * grain
-
-
-ARENA, COPIES = "arena", "copies"
-"""Names of a rank's files: of its own snapshots, and of copies of others' and plain states."""
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-"""Errors of a file system without room."""
-_PIECE_NBYTES = LOCK_NBYTES
-"""Made by one call: signals, as a profiler sends a hundred in a second, may make the kernel begin a call again."""
-_RECORDS_NBYTES, _RECORDS_PORTION = 16 << 20, 16
-"""So much of the file system, but no more than one part in so many of it, is left to headers of slots."""
 
 
 @dataclass(eq=False)

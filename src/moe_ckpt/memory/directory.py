@@ -52,6 +52,9 @@ _FLOCK = "hhqqi"
 _owned: set[Identity] = set()
 """The locks of this process: POSIX locks do not keep it from taking its own twice."""
 _owned_guard = threading.Lock()
+MESSAGES_SUFFIX, SEALED_SUFFIX = ".messages", ".sealed"
+"""Of the files of an upstream log, which lie beside the slots of a rank: messages, and a header written last."""
+_LOG_NAME = re.compile(r"upstream_\d{8,}")
 
 
 @dataclass(frozen=True)
@@ -422,10 +425,6 @@ def boot_id() -> str:
         return ""
 
 
-MESSAGES_SUFFIX, SEALED_SUFFIX = ".messages", ".sealed"
-_NAME = re.compile(r"upstream_\d{8,}")
-
-
 def log_path(directory: Path, step: int) -> Path:
     """Returns where the log of a step lies, without a suffix."""
     return directory / f"upstream_{step:08d}"
@@ -438,5 +437,5 @@ def is_log(name: str, siblings: Collection[str]) -> bool:
         siblings: Names of all files of its directory.
     """
     path = Path(name)
-    is_named = _NAME.fullmatch(path.stem) is not None and path.suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX)
+    is_named = _LOG_NAME.fullmatch(path.stem) is not None and path.suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX)
     return is_named and all(path.stem + suffix in siblings for suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX))

@@ -31,6 +31,7 @@ _GAPS = 3
 has room for, an arena may become larger than the budget by one part in so many."""
 _ROUNDING_NBYTES = 64 * ALIGNMENT
 """What rooms of a small budget may take beyond it, because they are rounded up."""
+T = TypeVar("T")
 
 
 class BufferPool:
@@ -296,9 +297,6 @@ class BufferPool:
 def arena_limit(budget_bytes: int) -> int:
     """Returns the most bytes of an arena for so many of buffers: rooms are rounded up, and leave gaps between them."""
     return rounded(budget_bytes + budget_bytes // _GAPS) + _ROUNDING_NBYTES
-
-
-T = TypeVar("T")
 
 
 class WorkThread:

@@ -25,6 +25,16 @@ _LIMITS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memo
 _SHARE_OF_FREE_MEMORY = 0.5
 _NO_LIMIT = 1 << 60
 """Version 1 says a number that no machine has."""
+CGROUP, MACHINE = "the memory limit of this job's cgroup", "the memory of this machine"
+"""What can leave less room than a tmpfs has."""
+RAISE_LIMIT = "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem)"
+_IN_MEMORY = ("tmpfs", "ramfs")
+_said: set[str | tuple[str, str]] = set()
+"""Directories that this process has warned of."""
+_BESIDE_NBYTES = 16 << 20
+"""That sealing takes for headers and plain states, roughly."""
+_COPIES = 2
+"""Of one rank on its holder: the newest that is complete, and the one that comes in."""
 
 
 def cgroup_bytes(
@@ -93,12 +103,6 @@ def _reclaimed(cgroup: Path, prefix: str, names: Sequence[str]) -> int:
         return sum(int(stat.get(prefix + name, 0)) for name in names)
     except (OSError, ValueError):
         return 0
-
-
-CGROUP, MACHINE = "the memory limit of this job's cgroup", "the memory of this machine"
-"""What can leave less room than a tmpfs has."""
-RAISE_LIMIT = "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem)"
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:
@@ -221,15 +225,6 @@ def say_file_system(root: str) -> None:
             kind,
             level=logging.WARNING,
         )
-
-
-_said: set[str | tuple[str, str]] = set()
-
-
-_BESIDE_NBYTES = 16 << 20
-"""That sealing takes for headers and plain states, roughly."""
-_COPIES = 2
-"""Of one rank on its holder: the newest that is complete, and the one that comes in."""
 
 
 class LimitedSlots:

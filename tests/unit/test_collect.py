@@ -109,7 +109,7 @@ WHOLE = ["MANIFEST.json", "rank_00000_expert.safetensors", "rank_00000_non_exper
 def test_what_nobody_names_goes_and_shared_files_stay(storage):
     for step, others in ((1, ()), (2, (1,)), (3, (1, 2)), (4, (1, 3))):
         commit(storage, step, others)
-    report = collect(storage, LAST, NOW)
+    report = collect(storage, LAST)
     assert tree(storage) == {
         "step_00000001": ["rank_00000_expert.safetensors"],
         "step_00000003": ["rank_00000_expert.safetensors"],
@@ -121,14 +121,14 @@ def test_what_nobody_names_goes_and_shared_files_stay(storage):
     assert len(report.deleted) == 11, "three parts stay, and one goes"
     assert [path for path in report.deleted if path.endswith(MANIFEST_NAME)] == list(report.deleted[:3])
     commit(storage, 5, ())
-    collect(storage, LAST, NOW)
+    collect(storage, LAST)
     assert tree(storage) == {"step_00000005": WHOLE}
 
 
 def test_an_empty_or_uncommitted_store_is_left_alone(storage):
-    assert collect(storage, LAST, NOW).deleted == ()
+    assert collect(storage, LAST).deleted == ()
     commit(storage, 1, write_manifest=False)
-    assert collect(storage, LAST, NOW).deleted == ()
+    assert collect(storage, LAST).deleted == ()
     assert tree(storage)["step_00000001"] == WHOLE[1:]
 
 
@@ -137,9 +137,9 @@ def test_a_faster_ranks_next_step_is_left_alone_unless_abandoned(storage):
     for step in (1, 2):
         commit(storage, step)
     commit(storage, 3, write_manifest=False)
-    collect(storage, LAST, NOW)
+    collect(storage, LAST)
     assert tree(storage) == {"step_00000002": WHOLE, "step_00000003": WHOLE[1:]}
-    collect(storage, LAST, NOW, abandoned={"step_00000003"})
+    collect(storage, LAST, abandoned={"step_00000003"})
     assert tree(storage) == {"step_00000002": WHOLE}
 
 
@@ -148,7 +148,7 @@ def test_leftovers_of_failed_saves_go_with_the_next_commit(storage):
     commit(storage, 2, write_manifest=False)
     storage.write("step_00000002/.f.1.0123abcd.tmp", [b""])
     commit(storage, 3)
-    collect(storage, RetentionPolicy(keep_last=5), NOW)
+    collect(storage, RetentionPolicy(keep_last=5))
     assert tree(storage) == {"step_00000001": WHOLE, "step_00000003": WHOLE}
 
 
@@ -160,7 +160,7 @@ def test_other_peoples_files_are_never_touched(storage):
     storage.write("step_00000001_old/rank_00000_state.json", [b"mine"])
     storage.write("store.json", [b"{}"])
     commit(storage, 2)
-    collect(storage, LAST, NOW)
+    collect(storage, LAST)
     clean_start(storage)
     assert storage.list() == [
         "backup_step_00000001", "last.ckpt", "step_00000001", "step_00000001_old", "step_00000002", "store.json",
@@ -182,7 +182,7 @@ def test_a_damaged_checkpoint_is_reported_and_left_as_it_is(storage, change):
     for step in (1, 2, 3):
         commit(storage, step)
     _damage(storage, 2, change)
-    for report in (clean_start(storage), collect(storage, LAST, NOW)):
+    for report in (clean_start(storage), collect(storage, LAST)):
         assert report.damaged == ("step_00000002",)
     assert tree(storage) == dict.fromkeys(("step_00000001", "step_00000002", "step_00000003"), WHOLE)
 
@@ -191,7 +191,7 @@ def test_when_the_newest_is_damaged_the_newest_readable_one_stays(storage):
     for step in (1, 2, 3):
         commit(storage, step)
     _damage(storage, 3, lambda raw: raw[:-9])
-    report = collect(storage, LAST, NOW)
+    report = collect(storage, LAST)
     assert report.retained == ("step_00000002",)
     assert tree(storage) == dict.fromkeys(("step_00000001", "step_00000002", "step_00000003"), WHOLE)
 
@@ -213,11 +213,11 @@ def test_nothing_goes_that_a_manifest_may_name_until_it_can_be_read_again(storag
     commit(storage, 5, generation=1, write_manifest=False)
     commit(storage, 6, generation=1)
     for _ in range(2):
-        assert collect(storage, LAST, NOW).damaged == tuple(step_dir(step, 0) for step in damaged)
+        assert collect(storage, LAST).damaged == tuple(step_dir(step, 0) for step in damaged)
         assert tree(storage) == before | {"step_00000006_g1": WHOLE}
     for step, raw in sound.items():
         _damage(storage, step, lambda _, raw=raw: raw)
-    collect(storage, LAST, NOW)
+    collect(storage, LAST)
     assert tree(storage) == {"step_00000006_g1": WHOLE}
 
 
@@ -231,7 +231,7 @@ def test_what_a_run_came_back_to_stays_beside_what_it_passed_over(storage, is_da
     if is_damaged:
         _damage(storage, 10, lambda raw: raw[:-9])
         stay = (step_dir(9, 0), *stay[1:])
-    assert collect(storage, RetentionPolicy(), NOW).retained == stay
+    assert collect(storage, RetentionPolicy()).retained == stay
 
 
 def test_a_link_that_leads_out_of_the_store_is_left_alone(storage, tmp_path_factory, caplog):
@@ -241,7 +241,7 @@ def test_a_link_that_leads_out_of_the_store_is_left_alone(storage, tmp_path_fact
     commit(storage, 2)
     os.symlink(outside, f"{storage.root}/step_00000009")
     assert clean_start(storage).retained == ("step_00000001", "step_00000002")
-    assert collect(storage, LAST, NOW).retained == ("step_00000002",)
+    assert collect(storage, LAST).retained == ("step_00000002",)
     assert os.listdir(outside) == ["rank_00000_expert.safetensors"]
     assert sum("step_00000009 is skipped" in record.getMessage() for record in caplog.records) == 1
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_could_not_be_read_stays_as_long_as_a_manifest_names_i
     passed_over = {"passed_over": ("step_00000003",)}
     for step in (3, 4, 5, 6):
         commit(storage, step, generation=1, parent="step_00000002", **passed_over)
-    report = collect(storage, LAST, NOW)
+    report = collect(storage, LAST)
     assert report.retained == ("step_00000003", "step_00000006_g1")
     assert tree(storage)["step_00000003"] == WHOLE
 
@@ -262,7 +262,7 @@ def test_a_copied_directory_is_no_checkpoint_of_its_name(storage):
     commit(storage, 1)
     raw = storage.read(f"step_00000001/{MANIFEST_NAME}")
     storage.write(f"step_00000009/{MANIFEST_NAME}", [raw])
-    report = collect(storage, LAST, NOW)
+    report = collect(storage, LAST)
     assert report.damaged == ("step_00000009",)
     assert report.retained == ("step_00000001",)
 
@@ -278,7 +278,7 @@ def test_another_format_version_stops_the_collection(storage):
     commit(storage, 4, write_manifest=False)
     _damage(storage, 2, newer)
     before = tree(storage)
-    for report in (collect(storage, LAST, NOW), clean_start(storage)):
+    for report in (collect(storage, LAST), clean_start(storage)):
         assert report.damaged == ("step_00000002",)
         assert report.deleted == ()
     assert tree(storage) == before
@@ -308,11 +308,11 @@ def test_what_is_known_spares_reading_and_is_kept_up_to_date(storage):
     known = StoreContents()
     for step in (1, 2, 3):
         commit(storage, step)
-    collect(storage, RetentionPolicy(keep_last=2), NOW, contents=known)
+    collect(storage, RetentionPolicy(keep_last=2), contents=known)
     assert sorted(known.records) == sorted(known.current) == ["step_00000002", "step_00000003"]
     commit(storage, 4)
     watched = FaultyStorage(storage, fail_at=None, verbs={"read", "list"})
-    collect(watched, RetentionPolicy(keep_last=2), NOW, contents=known)
+    collect(watched, RetentionPolicy(keep_last=2), contents=known)
     assert {path.partition("/")[0] for _, path in watched.calls} == {"", "step_00000004"}
     assert sorted(known.records) == sorted(known.current) == sorted(tree(storage)) == ["step_00000003", "step_00000004"]
 
@@ -322,10 +322,10 @@ def test_what_a_failed_collection_left_is_looked_at_again(storage):
     for step in (1, 2, 3):
         commit(storage, step)
     known = StoreContents()
-    collect(storage, RetentionPolicy(keep_last=5), NOW, contents=known)
+    collect(storage, RetentionPolicy(keep_last=5), contents=known)
     with pytest.raises(OSError, match="injected"):
-        collect(FaultyStorage(storage, 4, verbs={"delete"}), LAST, NOW, contents=known)
-    collect(storage, LAST, NOW, contents=known)
+        collect(FaultyStorage(storage, 4, verbs={"delete"}), LAST, contents=known)
+    collect(storage, LAST, contents=known)
     assert tree(storage) == {"step_00000003": WHOLE}
 
 
@@ -336,7 +336,7 @@ def test_an_error_while_reading_deletes_nothing(storage):
     before = tree(storage)
     for verb in ("read", "list"):
         for n in (1, 2, 3):
-            for collection in (lambda s: collect(s, LAST, NOW), clean_start):
+            for collection in (lambda s: collect(s, LAST), clean_start):
                 with pytest.raises(OSError, match="injected"):
                     collection(FaultyStorage(storage, n, verbs={verb}))
                 assert tree(storage) == before
@@ -352,11 +352,11 @@ def test_the_nth_storage_call_fails_for_every_n(tmp_path, persistent, age):
             commit(storage, step, others)
         faulty = FaultyStorage(storage, n, OSError(errno.EIO, "injected"), persistent)
         try:
-            collect(faulty, LAST, NOW)
+            collect(faulty, LAST)
         except OSError:
             assert faulty.failures
         require_whole(storage)
-        collect(storage, LAST, NOW)
+        collect(storage, LAST)
         assert tree(storage) == {"step_00000003": ["rank_00000_expert.safetensors"], "step_00000004": WHOLE}
         if not faulty.failures:
             break
@@ -378,7 +378,7 @@ from moe_ckpt.commit.keeping import collect
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import crash_at
 retention._spares = lambda ordered: []
-collect(LocalStorage(sys.argv[1], crash_at("gc", int(sys.argv[2]))), retention.RetentionPolicy(1), 0.0)
+collect(LocalStorage(sys.argv[1], crash_at("gc", int(sys.argv[2]))), retention.RetentionPolicy(1))
 """
 
 
@@ -391,7 +391,7 @@ def test_kill_minus_nine_during_collection(storage, n):
     require_whole(storage)
     clean_start(storage)
     require_whole(storage)
-    collect(storage, LAST, NOW)
+    collect(storage, LAST)
     assert tree(storage) == {"step_00000003": ["rank_00000_expert.safetensors"], "step_00000004": WHOLE}
 
 
@@ -416,7 +416,7 @@ def test_other_ranks_delete_their_own_files(storage):
             for rank in (1, 2):
                 storage.write(f"{step_dir(step, 0)}/{name.replace('00000', f'0000{rank}')}", [b"theirs"])
     known = StoreContents()
-    report = collect(storage, LAST, NOW, contents=known, others=others)
+    report = collect(storage, LAST, contents=known, others=others)
     assert report.delegated == {
         "step_00000001": (False, ["non_expert", "state"]),
         "step_00000002": (True, ["expert", "non_expert", "state"]),
@@ -432,7 +432,7 @@ def test_other_ranks_delete_their_own_files(storage):
     assert [name for name in storage.list("step_00000001") if name != PART_NAME] == [
         f"rank_0000{rank}_expert.safetensors" for rank in range(3)
     ]
-    assert collect(storage, LAST, NOW, contents=known, others=others).delegated == {}
+    assert collect(storage, LAST, contents=known, others=others).delegated == {}
 
 
 def test_what_other_ranks_did_not_delete_is_told_again(storage):
@@ -442,8 +442,6 @@ def test_what_other_ranks_did_not_delete_is_told_again(storage):
         storage.write(state_path(step_dir(step, 0), 1), [b"theirs"])
     known = StoreContents()
     for _ in range(2):
-        assert collect(storage, LAST, NOW, contents=known, others=others).delegated == {
-            "step_00000001": (True, ["state"])
-        }
-    assert collect(storage, LAST, NOW, contents=known).deleted == (state_path("step_00000001", 1),)
+        assert collect(storage, LAST, contents=known, others=others).delegated == {"step_00000001": (True, ["state"])}
+    assert collect(storage, LAST, contents=known).deleted == (state_path("step_00000001", 1),)
     assert storage.list() == ["step_00000002"]

@@ -65,7 +65,8 @@ def test_no_step_waits_for_page_locking(name, in_memory, where, gpu, caplog):  #
     assert threading.current_thread().name not in made | freed
     assert max(secs) < 0.8 * MAKING_SECS, sorted(secs)[-5:]
     assert each.records[0].skipped
-    assert counted == skips < len(each.records), "what is left out is counted"
+    assert skips < len(each.records)
+    assert skips <= counted == last.skips, "what is left out is counted, also by storage alone"
     assert last.begun
     assert last.failed_checkpoints == 0
     assert "WARNING" not in caplog.text

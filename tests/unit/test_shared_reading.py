@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +14,17 @@ from moe_ckpt.format.manifest import FileRecord
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.reading import reading_shares as shared_reading
 from moe_ckpt.reading.index import StoredSlice
-from moe_ckpt.reading.reading_shares import Group, Paths, anything_shared, groups_of, readers_of, rounds_of
+from moe_ckpt.reading.reading_shares import (
+    Group,
+    Route,
+    SlotSpan,
+    anything_shared,
+    groups_of,
+    readers_of,
+    rounds_of,
+    route_of,
+    routes_of,
+)
 from moe_ckpt.reading.shared_reading import divide
 from tests.unit.engine_parts import ThreadRanks, run_threads
 
@@ -73,19 +85,69 @@ def test_each_slice_has_one_reader_and_nobody_reads_much_more_than_the_others(si
 
 
 @pytest.mark.parametrize("nodes", ["aaaa", "aabb", "abab", "abbb", "abcd"])
-def test_every_rank_gets_every_chunk_and_every_other_node_gets_it_once(nodes):
+def test_every_rank_gets_the_bytes_and_every_other_node_gets_them_once(nodes):
     ranks = [0, 1, 2, 3]
-    paths = Paths(ranks, nodes)
-    assert paths.is_one_node == (nodes == "aaaa")
-    for reader in ranks:
-        for first in range(3):
-            chunk = shared_reading.Chunk(reader, first, first + 1)
-            sent = [(reader, target) for target in paths.from_reader(chunk)]
-            sent += [(rank, target) for rank in ranks if rank != reader for target in paths.onward(chunk, rank)]
-            assert sorted(target for _, target in sent) == [rank for rank in ranks if rank != reader]
-            assert all(paths.source(chunk, target) == source for source, target in sent)
-            crossed = [nodes[target] for source, target in sent if nodes[source] != nodes[target]]
-            assert sorted(crossed) == sorted(set(nodes) - {nodes[reader]})
+    for source in ranks:
+        for turn in range(3):
+            route = route_of(source, ranks, nodes, lambda members: members[turn % len(members)])  # noqa: B023
+            sent = [*route.from_source, *route.onward]
+            assert sorted(target for _, target in sent) == [rank for rank in ranks if rank != source]
+            assert {sender for sender, _ in route.from_source} == {source}
+            assert {sender for sender, _ in route.onward} <= {target for _, target in route.from_source}
+            crossed = [nodes[target] for sender, target in sent if nodes[sender] != nodes[target]]
+            assert sorted(crossed) == sorted(set(nodes) - {nodes[source]})
+
+
+NODES = ["a", "a", "a", "b", "b"]
+
+
+def test_one_rank_of_a_node_receives_and_the_others_get_it_from_that_one():
+    all_of_it = SlotSpan(3, 0, 1, 0, 90)
+    [(span, route)] = routes_of(NODES, {rank: [all_of_it] for rank in (0, 1, 2)})
+    assert (span, route) == (all_of_it, Route(((3, 0),), ((0, 1), (0, 2))))
+
+
+def test_what_only_some_need_goes_to_those():
+    found = routes_of(NODES, {0: [SlotSpan(3, 0, 0, 0, 10)], 1: [SlotSpan(3, 0, 0, 6, 16)]})
+    assert found == [
+        (SlotSpan(3, 0, 0, 0, 6), Route(((3, 0),), ())),
+        (SlotSpan(3, 0, 0, 6, 10), Route(((3, 1),), ((1, 0),))),
+        (SlotSpan(3, 0, 0, 10, 16), Route(((3, 1),), ())),
+    ]
+
+
+def test_the_ranks_of_a_node_take_turns():
+    needed = [SlotSpan(3, number, 0, 0, 8) for number in range(6)]
+    found = routes_of(NODES, dict.fromkeys((0, 1, 2), needed))
+    assert Counter(target for _, route in found for _, target in route.from_source) == {0: 2, 1: 2, 2: 2}
+
+
+spans = st.lists(st.integers(0, 40), unique=True, max_size=8).map(
+    lambda edges: [tuple(sorted(edges)[at : at + 2]) for at in range(0, len(edges) - 1, 2)]
+)
+
+
+@given(st.dictionaries(st.sampled_from([0, 1, 2, 4]), st.dictionaries(st.integers(0, 1), spans), max_size=4))
+def test_every_rank_gets_what_it_needs_and_every_node_receives_it_once(asked):
+    """Rank 4 is on the holder's node."""
+    needed = {
+        rank: [SlotSpan(3, number, 0, *span) for number, found in slots.items() for span in found]
+        for rank, slots in asked.items()
+    }
+    got: Counter[tuple[int, int, int]] = Counter()
+    for (_, number, _, begin, end), route in routes_of(NODES, needed):
+        crossed = [target for source, target in route.from_source if NODES[source] != NODES[target]]
+        assert len(crossed) <= 1
+        assert all(NODES[source] == NODES[target] for source, target in route.onward)
+        for _, rank in (*route.from_source, *route.onward):
+            got.update((rank, number, byte) for byte in range(begin, end))
+    expected = {
+        (rank, number, byte)
+        for rank, those in needed.items()
+        for _, number, _, begin, end in those
+        for byte in range(begin, end)
+    }
+    assert got == dict.fromkeys(expected, 1)
 
 
 def stored(number: int, checksum: int = 0) -> StoredSlice:

@@ -1,12 +1,14 @@
-"""Which of the ranks that need the same slices of a checkpoint reads each of them, and who hands it on.
+"""Which of the ranks that need the same bytes of a checkpoint reads them, and who hands them on.
 
 Pure. Ranks that hold the same (all under data parallelism; under Megatron those that share weights or experts) need
-the same bytes of storage. Each slice is read by one of them, and goes to every other node once.
+the same bytes. A slice on storage is read by one of them; of what lies in another node's memory, its holder sends each
+part. Either goes to every other node once, since the network between nodes is the narrowest way there is; inside of a
+node bytes go from memory to memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,49 +45,39 @@ class Chunk(NamedTuple):
     end: int
 
 
-class Paths:
-    """Routes of chunks from their readers to the other ranks of a group: once to every other node.
+Hop = tuple[int, int]
+"""(sender, receiver)."""
 
-    Args:
-        ranks: Of the group.
-        nodes: Per rank of the run its node.
+
+class Route(NamedTuple):
+    """The way of some bytes to the ranks that need them: once to every other node.
+
+    Attributes:
+        from_source: Hops from the rank that has the bytes: to the others of its node, and to one rank of every other.
+        onward: Hops after those, from that one rank to the others of its node.
     """
 
-    def __init__(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        self._nodes = nodes
-        self._by_node: dict[str, list[int]] = {}
-        for rank in ranks:
-            self._by_node.setdefault(nodes[rank], []).append(rank)
+    from_source: tuple[Hop, ...]
+    onward: tuple[Hop, ...]
 
-    @property
-    def is_one_node(self) -> bool:
-        """True if readers send to every rank, and no rank hands a chunk on."""
-        return len(self._by_node) == 1
 
-    def source(self, chunk: Chunk, rank: int) -> int:
-        """From whom a rank that is not the reader gets a chunk."""
-        relay = self._relay(chunk, self._nodes[rank])
-        return chunk.reader if rank == relay or self._nodes[rank] == self._nodes[chunk.reader] else relay
+def route_of(source: int, ranks: Iterable[int], nodes: Sequence[str], relay: Callable[[list[int]], int]) -> Route:
+    """Returns the route of bytes from ``source`` to the others of ``ranks``. Alike on every rank.
 
-    def from_reader(self, chunk: Chunk) -> list[int]:
-        """Returns the ranks that get a chunk from its reader: the others of its node, and one of every other node."""
-        receivers = []
-        for node, ranks in self._by_node.items():
-            near = node == self._nodes[chunk.reader]
-            receivers += [rank for rank in ranks if rank != chunk.reader] if near else [self._relay(chunk, node)]
-        return receivers
-
-    def onward(self, chunk: Chunk, rank: int) -> list[int]:
-        """Returns the ranks that get a chunk from a rank that is not its reader."""
-        node = self._nodes[rank]
-        if node == self._nodes[chunk.reader] or rank != self._relay(chunk, node):
-            return []
-        return [other for other in self._by_node[node] if other != rank]
-
-    def _relay(self, chunk: Chunk, node: str) -> int:
-        """The rank of a node that gets it from the reader, if that is on another."""
-        ranks = self._by_node[node]
-        return ranks[chunk.first % len(ranks)]
+    Args:
+        source: The rank that has the bytes, or reads them.
+        ranks: That need them.
+        nodes: Per rank of the run its node.
+        relay: Chooses, of the ranks of one node that need the bytes, the one that gets them from ``source``.
+    """
+    by_node: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank != source:
+            by_node.setdefault(nodes[rank], []).append(rank)
+    near = by_node.pop(nodes[source], [])
+    relays = {node: relay(members) for node, members in by_node.items()}
+    onward = ((relays[node], rank) for node, members in by_node.items() for rank in members if rank != relays[node])
+    return Route(tuple((source, rank) for rank in (*near, *relays.values())), tuple(onward))
 
 
 def anything_shared(needs: Sequence[Flags]) -> bool:
@@ -191,3 +183,66 @@ def _bounded(sizes: Sequence[int], most_nbytes: int) -> list[tuple[int, int]]:
     if first < len(sizes):
         runs.append((first, len(sizes)))
     return runs
+
+
+# --- memory of other nodes ---
+
+
+class SlotSpan(NamedTuple):
+    """Bytes of a slot on another node.
+
+    Attributes:
+        holder: Rank that has the slot.
+        number: Of the slot among its own.
+        part: Its place in the slot.
+        begin, end: In the part.
+    """
+
+    holder: int
+    number: int
+    part: int
+    begin: int
+    end: int
+
+
+def routes_of(nodes: Sequence[str], spans_of: Mapping[int, Sequence[SlotSpan]]) -> list[tuple[SlotSpan, Route]]:
+    """Divides what ranks need of other nodes' memory into spans that exactly the same ranks need, each with its route.
+
+    Of the ranks of a node the one that received least so far gets a span from the holder. Alike on every rank.
+
+    Args:
+        nodes: Per rank its node.
+        spans_of: Rank -> what it needs; no byte twice.
+    """
+    asking: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    for rank, requests in sorted(spans_of.items()):
+        for request in requests:
+            asking.setdefault(request[:3], []).append((request.begin, request.end, rank))
+    received = dict.fromkeys(spans_of, 0)
+
+    def least(members: list[int]) -> int:
+        return min(members, key=lambda rank: (received[rank], rank))
+
+    routes = []
+    for (holder, number, part), spans in sorted(asking.items()):
+        for begin, end, ranks in _divided(spans):
+            route = route_of(holder, ranks, nodes, least)
+            for _, rank in route.from_source:
+                received[rank] += end - begin
+            routes.append((SlotSpan(holder, number, part, begin, end), route))
+    return routes
+
+
+def _divided(requests: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
+    """(begin, end, rank) -> (begin, end, ranks that need all of it), in order and without an overlap."""
+    turns = [(begin, True, rank) for begin, _, rank in requests]
+    turns += [(end, False, rank) for _, end, rank in requests]
+    disjoint = []
+    active: set[int] = set()
+    before = 0
+    for at, begins, rank in sorted(turns):
+        if active and at > before:
+            disjoint.append((before, at, sorted(active)))
+        (active.add if begins else active.discard)(rank)
+        before = at
+    return disjoint

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import socket
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -29,7 +30,16 @@ from moe_ckpt.memory.directory import boot_id
 from moe_ckpt.ports import Communicator, StateTensor
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.reading_shares import Chunk, Flags, Paths, anything_shared, groups_of, readers_of, rounds_of
+from moe_ckpt.reading.reading_shares import (
+    Chunk,
+    Flags,
+    Route,
+    anything_shared,
+    groups_of,
+    readers_of,
+    rounds_of,
+    route_of,
+)
 from moe_ckpt.reading.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice
 from moe_ckpt.reading.slices import RUN_NBYTES
 from moe_ckpt.reading.together import NotUsableError, raise_on_all_ranks, together
@@ -98,7 +108,7 @@ def divide(
     for ranks, numbers in groups_of(comm.rank, needs):
         chosen = [slices[number] for number in numbers]
         readers = readers_of([stored.nbytes for stored in chosen], ranks, RUN_NBYTES)
-        groups.append(_Group(dict(zip(chosen, readers, strict=True)), Paths(ranks, nodes)))
+        groups.append(_Group(dict(zip(chosen, readers, strict=True)), ranks, nodes))
     return SharedReading(comm, groups, agrees=agrees)
 
 
@@ -115,6 +125,25 @@ def _flags(packed: bytes, count: int) -> Flags:
     return np.unpackbits(np.frombuffer(zlib.decompress(packed), dtype=np.uint8), count=count).astype(np.bool_)
 
 
+def hand_on(comm: Communicator, routed: Sequence[tuple[Route, torch.Tensor]]) -> None:
+    """Sends and receives bytes along their routes. Every rank that a route names calls this, in the same order.
+
+    Args:
+        comm: The ranks.
+        routed: Routes, each with the memory that has the bytes on this rank, or gets them.
+    """
+    for hops_of in (attrgetter("from_source"), attrgetter("onward")):
+        outgoing, expected = defaultdict[int, list[torch.Tensor]](list), defaultdict[int, list[torch.Tensor]](list)
+        for route, data in routed:
+            for sender, receiver in hops_of(route):
+                if sender == comm.rank:
+                    outgoing[receiver].append(data)
+                elif receiver == comm.rank:
+                    expected[sender].append(data)
+        if outgoing or expected:
+            comm.swap(outgoing, expected)
+
+
 def load_slices(
     reader: StoreReader, stored_of: StoredByKey, tensors: Tensors, shared: SharedReading | None = None
 ) -> None:
@@ -127,25 +156,36 @@ def load_slices(
 
 @dataclass(frozen=True)
 class _Group:
-    """readers: Of each slice, in order. paths: How they get to the others."""
+    """Slices that the same ranks need.
+
+    Attributes:
+        readers: Of each slice, in order.
+        ranks: That need them.
+        nodes: Per rank of the run its node.
+    """
 
     readers: Mapping[StoredSlice, int]
-    paths: Paths
+    ranks: tuple[int, ...]
+    nodes: Sequence[str]
+
+    def route(self, chunk: Chunk) -> Route:
+        """Returns the route of a chunk from its reader; the ranks of another node take turns in receiving from it."""
+        return route_of(chunk.reader, self.ranks, self.nodes, lambda members: members[chunk.first % len(members)])
 
     def rounds(self, chosen: Collection[StoredSlice]) -> list[_Round]:
         """What is handed over of the chosen slices, round by round."""
         slices = [stored for stored in self.readers if stored in chosen]
         sizes, readers = [tensor.nbytes for tensor in slices], [self.readers[tensor] for tensor in slices]
         return [
-            _Round(self.paths, [(chunk, slices[chunk.first : chunk.end]) for chunk in chunks])
+            _Round(self, [(chunk, slices[chunk.first : chunk.end]) for chunk in chunks])
             for chunks in rounds_of(sizes, readers, RUN_NBYTES)
         ]
 
 
 class _Round(NamedTuple):
-    """What is handed over at once: chunks with their slices, and how they get to the others."""
+    """What is handed over at once: chunks of a group, with their slices."""
 
-    paths: Paths
+    group: _Group
     chunks: Sequence[tuple[Chunk, Sequence[StoredSlice]]]
 
 
@@ -264,11 +304,11 @@ class _Handing:
         pool = named_pool(ThreadName.READ)  # its thread begins with the first round ahead
         begun: deque[_Begun] = deque()
         try:
-            for number, (paths, _) in enumerate(rounds):
+            for number, (group, _) in enumerate(rounds):
                 for coming in rounds[number + len(begun) : number + ROUNDS_AHEAD + 1]:
                     begun.append(self._begin(coming, pool if begun else None))
                 parts = self._finished(begun.popleft())
-                self._exchange(paths, parts)
+                hand_on(self._comm, [(group.route(part.chunk), part.data) for part in parts])
                 for part in parts:
                     self._take(part)
                 self._spare.append(parts[0].memory)
@@ -313,24 +353,6 @@ class _Handing:
         problems = (part.problem for part in parts if part.problem is not None)
         self.problem = self.problem or next(problems, None)
         return parts
-
-    def _exchange(self, paths: Paths, parts: Sequence[_Part]) -> None:
-        """Every part goes from its reader to the other ranks."""
-        me = self._comm.rank
-        for by_readers in (True,) if paths.is_one_node else (True, False):
-            outgoing: dict[int, list[torch.Tensor]] = {}
-            expected: dict[int, list[torch.Tensor]] = {}
-            for chunk, data in ((part.chunk, part.data) for part in parts):
-                if chunk.reader == me:
-                    targets = paths.from_reader(chunk) if by_readers else []
-                else:
-                    targets = [] if by_readers else paths.onward(chunk, me)
-                    source = paths.source(chunk, me)
-                    if (source == chunk.reader) == by_readers:
-                        expected.setdefault(source, []).append(data)
-                for target in targets:
-                    outgoing.setdefault(target, []).append(data)
-            self._comm.swap(outgoing, expected)
 
     def _take(self, part: _Part) -> None:
         """Write the slices that arrived undamaged. The rest is read from storage."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,8 @@ from moe_ckpt.memory.left_slots import SlotChecker
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.memory.memory_shares import Share
-from moe_ckpt.reading.memory.node_fetch import Portion, SlotSpan, share_out
+from moe_ckpt.reading.reading_shares import SlotSpan, routes_of
+from moe_ckpt.reading.shared_reading import hand_on
 from moe_ckpt.reading.together import STOPS, NotUsableError
 from moe_ckpt.storage.base import Chunk, Storage
 
@@ -69,10 +69,6 @@ def _place_of(places: _Places, run: SlotSpan) -> torch.Tensor:
     among = places[run[:3]]
     target = among[bisect_right(among, run.begin, key=lambda fetched: fetched.begin) - 1]
     return target.data[run.begin - target.begin : run.end - target.begin]
-
-
-_Exchange = defaultdict[int, list[torch.Tensor]]
-"""Rank -> tensors, for ``Communicator.swap``."""
 
 
 def packed_paths(slots: Sequence[FoundSlot]) -> list[Any]:
@@ -185,37 +181,17 @@ class SlotStorage:
         for run, path, fetched in asked:
             self._fetched.setdefault(path, []).append(fetched)
             places.setdefault(run[:3], []).append(fetched)
-        nodes = [node for node, _ in requests]
-        wanted_by = {rank: [SlotSpan(*run) for run in runs] for rank, (_, runs) in enumerate(requests)}
-        portions = share_out(nodes, wanted_by)
-        received = self._from_other_nodes(portions, places)
-        if any(portion.others for portion in portions):  # alike on every rank
-            self._on_this_node(portions, places)
+        me, nodes = self.comm.rank, [node for node, _ in requests]
+        needed_by = {rank: [SlotSpan(*run) for run in runs] for rank, (_, runs) in enumerate(requests)}
+        routed, received = [], 0
+        for run, route in routes_of(nodes, needed_by):
+            if run.holder == me:
+                routed.append((route, _part_of(self.slots[run.number], run.part)[run.begin : run.end]))
+            elif any(me == receiver for _, receiver in (*route.from_source, *route.onward)):
+                routed.append((route, _place_of(places, run)))
+                received += run.end - run.begin if (run.holder, me) in route.from_source else 0
+        hand_on(self.comm, routed)
         return received
-
-    def _from_other_nodes(self, portions: Sequence[Portion], places: _Places) -> int:
-        """Receive what this rank fetches, and send what it holds. Returns the bytes received."""
-        outgoing, expected = _Exchange(list), _Exchange(list)
-        for portion in portions:
-            run = portion.span
-            if run.holder == self.comm.rank:
-                data = _part_of(self.slots[run.number], run.part)[run.begin : run.end]
-                outgoing[portion.fetcher].append(data)
-            if portion.fetcher == self.comm.rank:
-                expected[run.holder].append(_place_of(places, run))
-        self.comm.swap(outgoing, expected)
-        return sum(data.numel() for group in expected.values() for data in group)
-
-    def _on_this_node(self, portions: Sequence[Portion], places: _Places) -> None:
-        """Send the node's other ranks what this one fetched, and receive what they did."""
-        outgoing, expected = _Exchange(list), _Exchange(list)
-        for portion in portions:
-            if portion.fetcher == self.comm.rank:
-                for other in portion.others:
-                    outgoing[other].append(_place_of(places, portion.span))
-            elif self.comm.rank in portion.others:
-                expected[portion.fetcher].append(_place_of(places, portion.span))
-        self.comm.swap(outgoing, expected)
 
     def _far(self, spans: Iterable[Span]) -> Iterable[Span]:
         """What of ``spans`` lies on other nodes, counted from the end of each file's header."""

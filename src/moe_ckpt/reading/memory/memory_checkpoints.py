@@ -29,8 +29,6 @@ from moe_ckpt.format.manifest import (
     step_dir,
 )
 from moe_ckpt.ledger.coverage import Box, prove_cover
-from moe_ckpt.memory.files import FoundSlot
-from moe_ckpt.memory.left_slots import newest_of
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.index import blocks_of
 from moe_ckpt.reading.memory.memory_shares import (
@@ -50,19 +48,16 @@ from moe_ckpt.reading.memory.memory_shares import (
     without_log,
 )
 from moe_ckpt.reading.memory.opened_memory import LoggedSnapshot, OpenedMemory, RankMemory
-from moe_ckpt.reading.memory.slot_storage import SlotFile, SlotPaths, SlotStorage, packed_paths
+from moe_ckpt.reading.memory.slot_storage import SlotFile, SlotStorage
 from moe_ckpt.reading.memory.slot_views import (
-    ExchangedHeaders,
     LaidSnapshots,
     Layer,
     SlotFiles,
     SnapshotFacts,
     facts_of_slots,
     packed_header,
-    packed_with_headers,
     share_of,
     unpacked_headers,
-    unpacked_with_headers,
 )
 from moe_ckpt.reading.memory.standing import Standing, checkpoint_in, say_unusable
 from moe_ckpt.reading.reader import StoreReader
@@ -90,7 +85,7 @@ class MemoryCheckpoints:
     Attributes:
         standing: What storage has.
         used: Path of a file of the checkpoint opened last -> the slot that it comes from.
-        paths: Where each slot lies.
+        paths: (holder, number) -> where that slot lies.
 
     Raises:
         MoECheckpointError, OSError: Rank 0 cannot list the store.
@@ -106,19 +101,13 @@ class MemoryCheckpoints:
         self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
         self._slots = tier.left_slots.slots
         answer = RankZeroAnswer.of(reader.directories if comm.rank == 0 else None)
-        here = [answer.payload, tier.node, packed_paths(self._slots), facts_of_slots(self._slots)]
-        self._exchanged = ExchangedHeaders()
-        ranks = []
-        payload = b"".join(packed_with_headers(here, _newest_headers(self._slots, comm.rank)))
-        for holder, raw in enumerate(comm.everyone(payload)):
-            facts, headers = unpacked_with_headers(raw)
-            ranks.append(facts)
-            self._exchanged.note(holder, headers)
+        here = [answer.payload, tier.node, [str(slot.slot.path) for slot in self._slots], facts_of_slots(self._slots)]
+        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(here).encode())]
         self.standing = Standing(comm, answer.taken(ranks[0][0], f"list the store {reader.storage.root}"))
         self.shares: list[Share] = []
-        self.paths = SlotPaths()
+        self.paths: dict[tuple[int, int], str] = {}
         for holder, (_, node, paths, slots) in enumerate(ranks):
-            self.paths.note(holder, paths)
+            self.paths |= {(holder, number): path for number, path in enumerate(paths)}
             self.shares += [share_of(holder, node, fields) for fields in slots]
         if not tier.outlives_process:  # a commit on storage makes it a checkpoint
             stored = set(self.standing.stored)
@@ -236,7 +225,10 @@ class MemoryCheckpoints:
         shares = checkpoint.shares
         starts = max(share.starts for share in shares)
         if starts >= MOST_STARTS:
-            slots = [f"{self.paths[share]} (rank {share.writer}'s, on rank {share.holder})" for share in shares]
+            slots = [
+                f"{self.paths[share.holder, share.number]} (rank {share.writer}'s, on rank {share.holder})"
+                for share in shares
+            ]
             raise RecoveryLoopError(directory, starts, slots, self._tier.run_id, self._tier.root)
         for number in {share.number for share in shares if share.holder == self._comm.rank} - self._noted:
             self._noted.add(number)
@@ -258,7 +250,7 @@ class MemoryCheckpoints:
 
     def describe(self, checkpoints: Sequence[MemoryCheckpoint], recounted: Collection[int] = ()) -> list[SnapshotFacts]:
         """Returns what every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what
-        a manifest needs. A collective, unless all of it was told at first.
+        a manifest needs. A collective.
 
         Args:
             recounted: As of ``SnapshotFacts.settle``.
@@ -268,8 +260,6 @@ class MemoryCheckpoints:
             for checkpoint in checkpoints
             for one, gradients in checkpoint.with_gradients()
         ]
-        if all(not states and self._exchanged.tells(snapshot, gradients) for snapshot, states, gradients in snapshots):
-            return [self._exchanged.facts_of(snapshot, gradients, recounted) for snapshot, _, gradients in snapshots]
         facts_of_all = [SnapshotFacts() for _ in snapshots]
         mine: list[bytes] = []
         for position, (snapshot, states, gradients) in enumerate(snapshots):
@@ -512,13 +502,6 @@ class MemoryCheckpoints:
 def _grid(model: ModelRecord) -> tuple[int, int]:
     """(layers, experts of the largest)."""
     return len(model.layers), max((layer.experts for layer in model.layers), default=0)
-
-
-def _newest_headers(slots: Sequence[FoundSlot], rank: int) -> list[bytes]:
-    """Those of what this rank sealed last. Most starts go on from it, and need not ask for them then."""
-    newest = newest_of(slots, rank, 1)
-    headers = [(number, slot.header) for number, slot in enumerate(slots) if any(slot is one for one in newest)]
-    return [piece for number, header in headers for piece in packed_header(number, rank, header, tells=rank == 0)]
 
 
 def _covers(operator: str, needed: Mapping[str, Sequence[Box]], stored: Sequence[tuple[str, Box]]) -> bool:

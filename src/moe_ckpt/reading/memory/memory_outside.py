@@ -186,7 +186,7 @@ class MemoryOutside:
                 if share is None:
                     raise
                 self._bad.add((share.holder, share.number))
-                self.damages.append(f"{self.memory.paths[share]} is damaged ({error})")
+                self.damages.append(f"{self.memory.paths[share.holder, share.number]} is damaged ({error})")
                 log.warning("%s; it is left out", self.damages[-1])
                 continue
             return opened

@@ -71,29 +71,6 @@ def _place_of(places: _Places, run: SlotSpan) -> torch.Tensor:
     return target.data[run.begin - target.begin : run.end - target.begin]
 
 
-def packed_paths(slots: Sequence[FoundSlot]) -> list[Any]:
-    """Returns the paths of slots, for ``SlotPaths``; names of directories once."""
-    directories = list(dict.fromkeys(str(slot.slot.path.parent) for slot in slots))
-    at = {directory: number for number, directory in enumerate(directories)}
-    return [directories, [[at[str(slot.slot.path.parent)], slot.slot.path.name] for slot in slots]]
-
-
-class SlotPaths:
-    """The paths of the slots of all ranks."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, list[Any]] = {}
-
-    def note(self, holder: int, packed: list[Any]) -> None:
-        """Takes in what a rank's ``packed_paths`` gave."""
-        self._of[holder] = packed
-
-    def __getitem__(self, share: Share) -> str:
-        directories, names = self._of[share.holder]
-        directory, name = names[share.number]
-        return f"{directories[directory]}/{name}"
-
-
 @dataclass
 class SlotStorage:
     """A store as ``storage`` has it, but for ``files``, which come from slots. For reading only.
@@ -103,7 +80,7 @@ class SlotStorage:
         comm: The ranks.
         node: This rank's.
         slots: This rank's that ``files`` need, by their number. No others: whoever knows a slot holds its memory.
-        paths: Share -> where its slot lies; only those of this node are opened.
+        paths: (holder, number) -> where the slot lies; only those of this node are opened.
         files: Path -> what is read instead of the store's file.
         checker: Has verified some of this rank's slots, if any.
         places: Where memory is, for people: what this rank reaches as files, and the rest; or all of it.
@@ -113,7 +90,7 @@ class SlotStorage:
     comm: Communicator
     node: str
     slots: Mapping[int, FoundSlot]
-    paths: SlotPaths
+    paths: Mapping[tuple[int, int], str]
     files: Mapping[str, SlotFile]
     checker: SlotChecker | None = None
     places: tuple[str, ...] = ("this node", "other nodes")
@@ -215,11 +192,12 @@ class SlotStorage:
         if share not in self._opened and share.holder == self.comm.rank:
             self._opened[share] = self.slots[share.number]
         if share not in self._opened:
-            opened = FoundSlot(*Slot.open(Path(self.paths[share])))
+            path = self.paths[share.holder, share.number]
+            opened = FoundSlot(*Slot.open(Path(path)))
             header = opened.header
             now = header.life, header.sequence, header.rank, header.sealer
             if now != (share.life, share.sequence, share.writer, share.sealer):
-                raise DamagedError(self.paths[share], "now holds another snapshot", step=share.step)
+                raise DamagedError(path, "now holds another snapshot", step=share.step)
             self._opened[share] = opened
         return self._opened[share]
 

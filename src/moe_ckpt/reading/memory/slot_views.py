@@ -29,7 +29,7 @@ from moe_ckpt.format.slot import GRADIENTS as GRADIENTS_ALONE
 from moe_ckpt.format.slot import STATE, SlotHeader, SlotPart, decoded, encoded
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.reading.index import StoredSlice
-from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, PieceHolders, Share, Snapshot, fullest, teller_of
+from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share
 from moe_ckpt.reading.memory.slot_storage import STATE as STATE_FILE
 from moe_ckpt.reading.memory.slot_storage import SlotFile
 from moe_ckpt.slices.compiling import GRADIENTS, HOST_ONLY
@@ -157,18 +157,6 @@ def packed_header(position: int, writer: int, header: SlotHeader, *, tells: bool
     return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
 
 
-def packed_with_headers(value: Any, headers: Iterable[bytes]) -> list[bytes]:
-    """Packs something in JSON, and what ``packed_header`` gave, for ``unpacked_with_headers``."""
-    first = json.dumps(value).encode()
-    return [struct.pack("<Q", len(first)), first, *headers]
-
-
-def unpacked_with_headers(raw: bytes) -> tuple[Any, Iterable[UnpackedHeader]]:
-    """Returns what ``packed_with_headers`` was given."""
-    [nbytes] = struct.unpack_from("<Q", raw)
-    return json.loads(raw[8 : 8 + nbytes]), unpacked_headers(raw[8 + nbytes :])
-
-
 def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
     """Yields what each ``packed_header`` was given."""
     at = 0
@@ -182,50 +170,6 @@ def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
             at += size
         counted = None if tokens is None else np.asarray(tokens, dtype=np.int64)
         yield position, writer, alone, Described(tuple(state), tuple(parts), counted, gradient_slot), facts
-
-
-class ExchangedHeaders:
-    """Headers that ranks exchanged in advance, before it was known which are needed."""
-
-    def __init__(self) -> None:
-        self._headers: dict[tuple[int, int], tuple[Described, Mapping[str, Any] | None]] = {}
-
-    def note(self, holder: int, headers: Iterable[UnpackedHeader]) -> None:
-        """Takes in the headers that a rank sent of its own slots, by their numbers."""
-        self._headers |= {(holder, number): (described, facts) for number, _, _, described, facts in headers}
-
-    def tells(self, snapshot: Snapshot, gradients: PieceHolders) -> bool:
-        """Returns whether nothing else is needed of a snapshot, with slots of gradients beside it."""
-        headers = {writer: self._of(shares) for writer, shares in snapshot.items()}
-        teller = headers[teller_of(snapshot)]
-        if None in headers.values() or teller is None or teller[1] is None:
-            return False
-        return all(self._of(shares) is not None for shares in gradients.values() if shares)
-
-    def facts_of(self, snapshot: Snapshot, gradients: PieceHolders, recounted: Collection[int] = ()) -> SnapshotFacts:
-        """Returns the facts of a snapshot whose headers were all exchanged.
-
-        Args:
-            recounted: As of ``SnapshotFacts.settle``.
-        """
-        snapshot_facts, teller = SnapshotFacts(), teller_of(snapshot)
-        for writer, shares in snapshot.items():
-            header = self._of(shares)
-            if header is not None:
-                described, facts = header
-                snapshot_facts.add(writer, described, facts if writer == teller else None)
-        for (writer, _), shares in gradients.items():
-            header = self._of(shares) if shares else None
-            if header is not None:
-                snapshot_facts.add(writer, header[0], None)
-        snapshot_facts.settle(recounted)
-        return snapshot_facts
-
-    def _of(self, shares: Sequence[Share]) -> tuple[Described, Mapping[str, Any] | None] | None:
-        """What was told of a writer's slot by anybody who has all of it; copies have the source's own header."""
-        sent = fullest(shares).sent
-        places = ((share.holder, share.number) for share in shares if share.sent == sent)
-        return next((self._headers[key] for key in places if key in self._headers), None)
 
 
 class SlotFiles:

@@ -9,29 +9,30 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from moe_ckpt.commit.keeping import clean_start
 from moe_ckpt.errors import CoverageError, NoCheckpointError, StoreInUseError, UnsupportedError
-from moe_ckpt.format.manifest import Manifest, group_of, state_path
+from moe_ckpt.format.manifest import Manifest, group_of
 from moe_ckpt.gradient_log.made_dense import WrittenShare, commit_made
 from moe_ckpt.gradient_log.shares import Densifier
 from moe_ckpt.gradient_log.units import Device
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
-from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.memory_outside import MemoryOutside
-from moe_ckpt.reading.memory.opened_memory import LoggedSnapshot, OpenedMemory
-from moe_ckpt.reading.memory.slot_storage import Span
+from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.reading.together import by_rank_zero, together
+from moe_ckpt.recovery.executing import plain_spans
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 
+_Made = TypeVar("_Made")
 Tell = Callable[[float, float, str], None]
 """(bytes done, of how many, what is done now) -> None."""
 
@@ -190,11 +191,12 @@ def densify_together(
     """
     slots, manifest = opened.slots, opened.manifest
     mine = range(comm.rank, manifest.world_size, comm.world_size)
-    everyone, last = range(manifest.world_size), opened.logged[-1:]
-    slots.fetch(together(comm, lambda: list(_plain_spans(opened, last, everyone))))
-    maker = together(comm, lambda: _densifier(opened))
+    everyone, logged = range(manifest.world_size), [snapshot.manifest for snapshot in opened.logged]
+    slots.fetch(together(comm, lambda: list(plain_spans(opened.reader, logged[-1:], everyone))))
+    maker = together(comm, lambda: _usable(manifest, lambda: Densifier(opened)))
     together(comm, require_fitting)
-    slots.fetch(together(comm, lambda: [*_plain_spans(opened, opened.logged, mine), *_spans(maker.inputs(mine))]))
+    inputs = (stored.span for stored in maker.inputs(mine))
+    slots.fetch(together(comm, lambda: [*plain_spans(opened.reader, logged, mine), *inputs]))
     together(comm, lambda: maker.verify(mine))
     if comm.rank == 0:
         announce(
@@ -205,7 +207,11 @@ def densify_together(
             storage.root,
             manifest.directory,
         )
-    written = together(comm, lambda: {rank: _write_share(maker, storage, rank) for rank in mine})
+
+    def write() -> dict[int, WrittenShare]:
+        return {rank: maker.write(storage, rank, maker.device()) for rank in mine}
+
+    written = together(comm, lambda: _usable(manifest, write))
     payload = json.dumps({rank: [row.decode() for row in share.rows] for rank, share in written.items()}).encode()
     rows = {int(rank): facts for raw in comm.everyone(payload) for rank, facts in json.loads(raw).items()}
     shares = [(rows[rank][0].encode(), rows[rank][1].encode()) for rank in range(manifest.world_size)]
@@ -216,31 +222,9 @@ def densify_together(
     return by_rank_zero(comm, commit, f"commit {storage.root}/{manifest.directory}")
 
 
-def _densifier(opened: OpenedMemory) -> Densifier:
+def _usable(manifest: Manifest, make: Callable[[], _Made]) -> _Made:
+    """Returns what ``make`` does. A reason why it cannot be is one not to use this step."""
     try:
-        return Densifier(opened)
+        return make()
     except (NoCheckpointError, UnsupportedError) as error:
-        raise CoverageError(f"making {opened.manifest.directory} dense", (str(error),)) from error
-
-
-def _write_share(maker: Densifier, storage: Storage, rank: int) -> WrittenShare:
-    try:
-        return maker.write(storage, rank, maker.device())
-    except UnsupportedError as error:
-        raise CoverageError(f"making {maker.manifest.directory} dense", (str(error),)) from error
-
-
-def _spans(slices: Iterable[StoredSlice]) -> Iterator[Span]:
-    for stored in slices:
-        yield stored.path, stored.offset, stored.offset + stored.nbytes
-
-
-def _plain_spans(opened: OpenedMemory, snapshots: Sequence[LoggedSnapshot], ranks: Iterable[int]) -> Iterator[Span]:
-    """Yields the plain states of these ranks, with their side tensors."""
-    chosen = set(ranks)
-    for manifest in (snapshot.manifest for snapshot in snapshots):
-        for record in manifest.states:
-            if record.rank in chosen:
-                yield state_path(manifest.directory, record.rank), 0, record.nbytes
-        side = opened.reader.index(manifest).side.values()
-        yield from _spans(stored for stored in side if stored.file.rank in chosen)
+        raise CoverageError(f"making {manifest.directory} dense", (str(error),)) from error

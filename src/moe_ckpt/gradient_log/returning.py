@@ -85,15 +85,8 @@ class LogReturn:
         manifest = opened.manifest
         records = dict(manifest.operators)
         records |= {op: replace(records[op], step=manifest.step) for op in opened.chained}
-        return replace(
-            restored,
-            manifest=replace(manifest, operators=records),
-            tokens_from_host=opened.tokens_from_memory(records),
-            from_memory=True,
-            beneath=opened.beneath,
-            plan=plan,
-            planned_unix_secs=planned_at,
-        )
+        restored = restored.out_of(opened, plan, planned_at)
+        return replace(restored, manifest=replace(manifest, operators=records))
 
     def _replay(self, source: StorageSource, log_here: StoredLog) -> None:
         comm, state, opened, survivors = self._recovery.comm, self._recovery.state, self._opened, self._survivors

@@ -49,6 +49,11 @@ class StoredSlice:
     def nbytes(self) -> int:
         return self.entry.end - self.entry.begin
 
+    @property
+    def span(self) -> tuple[str, int, int]:
+        """(file, first byte of the slice in it, first byte behind it)."""
+        return self.path, self.offset, self.offset + self.nbytes
+
     def damaged(self, reason: str) -> DamagedError:
         """Returns an error that names the file, its step and rank, and this slice."""
         what = f"slice {self.entry.name}" + (f" of {self.entry.operator}" if self.entry.operator else "")

@@ -84,6 +84,22 @@ class Restored:
     joined: Restored | None = None
     planned_unix_secs: float | None = None
 
+    def out_of(self, opened: OpenedMemory, plan: RecoveryPlan, planned_unix_secs: float) -> Restored:
+        """Returns the same, from memory.
+
+        Args:
+            opened: What memory gave.
+            plan: As of the attribute, and so is ``planned_unix_secs``.
+        """
+        return replace(
+            self,
+            tokens_from_host=opened.tokens_from_memory(opened.manifest.operators),
+            from_memory=True,
+            beneath=opened.beneath,
+            plan=plan,
+            planned_unix_secs=planned_unix_secs,
+        )
+
     @property
     def origin(self) -> str:
         """The place that the state came from, for people."""
@@ -245,14 +261,7 @@ class Recovery:
             say_plan(plan)
         planned_at, operators = time.time(), tuple(opened.manifest.operators)
         together(comm, lambda: source.prepare_and_write(operators, state))
-        return replace(
-            restored,
-            tokens_from_host=opened.tokens_from_memory(operators),
-            from_memory=True,
-            beneath=opened.beneath,
-            plan=plan,
-            planned_unix_secs=planned_at,
-        )
+        return restored.out_of(opened, plan, planned_at)
 
     def _verified(self, opened: OpenedMemory) -> _Verified:
         """Opens a checkpoint, and verifies what this rank reads of it. Changes nothing."""
@@ -316,19 +325,26 @@ class Recovery:
         """
         reader, manifest = opened.reader, opened.manifest
         index, rank = reader.index(manifest), rank_of_state(manifest, self.comm.rank)
-        slots = slots or manifest.slots
-        for slot in slots:
-            path = state_path(slot.directory, rank)
-            yield path, 0, next((record.nbytes for record in slot.states if record.rank == rank), 0)
-        side = [stored for slot in slots for stored in reader.index(slot).side.values()]
-        needed = [*besides, *(stored for stored in side if stored.file.rank == rank)]
+        yield from plain_spans(reader, slots or manifest.slots, (rank,))
+        yield from (stored.span for stored in besides)
         parameters = parameters_of(self.state)
         for stored_of in (index.tensors, *index.replay.values()):
-            needed += (
-                stored for stored in needed_slices(stored_of, parameters) if stored.entry.operator not in without
-            )
-        for stored in needed:
-            yield stored.path, stored.offset, stored.offset + stored.nbytes
+            for stored in needed_slices(stored_of, parameters):
+                if stored.entry.operator not in without:
+                    yield stored.span
+
+
+def plain_spans(reader: StoreReader, slots: Iterable[Manifest], ranks: Collection[int]) -> Iterator[Span]:
+    """Yields the spans of the plain states of some ranks, with their side tensors.
+
+    Args:
+        reader: Of the checkpoint.
+        slots: Whose plain states they are.
+        ranks: That wrote them.
+    """
+    for slot in slots:
+        yield from ((record.path, 0, record.nbytes) for record in slot.states if record.rank in ranks)
+        yield from (stored.span for stored in reader.index(slot).side.values() if stored.file.rank in ranks)
 
 
 def opening(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:

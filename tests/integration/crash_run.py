@@ -185,7 +185,7 @@ class Recorder(pl.Callback):
 
     def measured(self) -> dict[str, float | None]:
         """What the policy knew at the newest step."""
-        return {} if self.ours is None else asdict(self.ours._fit.session._booking._consensus.measured)
+        return {} if self.ours is None else asdict(self.ours._fit.session._booking.consensus.measured)
 
     def note(self, rank: int, **what: Any) -> None:
         self.lines.append(what)

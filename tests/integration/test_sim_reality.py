@@ -62,15 +62,15 @@ def test_rank_iterations_that_were_done_before():
 def test_who_fails_in_the_simulation():
     real = real_run((), took_node=(False, True), victims=(1, 1))
     real = replace(real, kills=(5.0, 9.0))
-    assert trace(BY_NAME["peers"], real).given == (
+    assert trace(BY_NAME["peers"], real).recorded == (
         FailureEvent(5.0, 1, process=True),
         FailureEvent(9.0, 1),
         FailureEvent(9.0, 1, joins=True),
     )
     both = replace(real, took_node=(False, False), victims=(2, 0))
-    assert [event.node for event in trace(BY_NAME["localized"], both).given] == [2, 0], "a stage is a node"
-    assert [event.node for event in trace(BY_NAME["survivors"], real).given] == [0, 0, 0]
-    moved = trace(BY_NAME["localized"], both, seed=1).given
+    assert [event.node for event in trace(BY_NAME["localized"], both).recorded] == [2, 0], "a stage is a node"
+    assert [event.node for event in trace(BY_NAME["survivors"], real).recorded] == [0, 0, 0]
+    moved = trace(BY_NAME["localized"], both, seed=1).recorded
     assert [0 < abs(event.at_secs - at) <= 2 for event, at in zip(moved, (5.0, 9.0), strict=True)] == [True, True]
 
 

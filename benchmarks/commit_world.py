@@ -50,9 +50,10 @@ from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import Reading, StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import Sharder
+from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.cuts import Cuts
-from moe_ckpt.slices.local_state import LocalState, wanted_boxes, wanted_replay
+from moe_ckpt.slices.local_state import LocalState
 from moe_ckpt.slices.snapshot import side_tensors
 from moe_ckpt.slices.writing import acknowledge
 from moe_ckpt.threads import ThreadName
@@ -190,9 +191,7 @@ class Others:
     def _claims(self, operators: frozenset[str], frozen: frozenset[str], in_window: bool) -> list[int]:
         """What each rank answers for, as ``compiling.Claim`` divides it, of all ranks at once."""
         catalog, specs = self._state.catalog, self._state.specs()
-        wanted = wanted_boxes(catalog, operators, specs)
-        if in_window:
-            wanted |= wanted_replay(catalog, operators, frozen, specs)
+        wanted = Claims(catalog, specs, 0, 1).boxes(operators, frozen, in_window=in_window)
         boxes: list[list[tuple[str, Box]]] = [[] for _ in range(self._ranks)]
         for key, those in wanted.items():
             boxes[crc32(key.removeprefix(REPLAY).encode()) % self._ranks] += [(key, box) for box in those]

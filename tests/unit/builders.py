@@ -27,7 +27,7 @@ from moe_ckpt.ledger.memory_retention import MemoryStep
 from moe_ckpt.policies import FaultRecord, MemoryFacts, ModelFacts, PolicyContext, RunFacts
 from moe_ckpt.slices.assignment import WriteAssignment
 from moe_ckpt.slices.cuts import BLOCK, SliceSource
-from moe_ckpt.slices.local_state import LocalState, collect_slices
+from moe_ckpt.slices.local_state import LocalState
 
 
 def catalog(layers: int, experts: int, *, stacked: bool = True, first_index: int = 0) -> Catalog:
@@ -62,7 +62,7 @@ def mixed(*sizes: int) -> Catalog:
 
 def pieces_of(local: LocalState, operators: Collection[str], dealt: WriteAssignment, rank: int) -> list[SliceSource]:
     """What ``rank`` writes of ``operators``, slice by slice."""
-    found = collect_slices(local, operators, dealt, rank)
+    found = local.cuts(operators, dealt, rank)
     shelf, numbers = found.shelf, found.slices
     blocks = [shelf.blocks[at] for at in shelf.table(numbers)[:, BLOCK].tolist()]
     return [SliceSource(shelf.entries[n], shelf.source(n), b) for n, b in zip(numbers.tolist(), blocks, strict=True)]

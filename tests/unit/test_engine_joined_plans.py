@@ -28,7 +28,7 @@ from moe_ckpt.slices.assignment import Sharder
 from moe_ckpt.slices.compiling import HOST_ONLY, CompiledPart, CompiledPlan, PlanCompiler, cover_difference
 from moe_ckpt.slices.copying import carry_out, target
 from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource, sorted_rows
-from moe_ckpt.slices.local_state import LocalState, collect_replay_slices
+from moe_ckpt.slices.local_state import LocalState
 from moe_ckpt.slices.writing import checksums_of
 from tests.unit.builders import catalog, pieces_of
 
@@ -265,7 +265,7 @@ def test_state_without_rows_is_repeated_once_per_slot():
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
     local = LocalState(model, tensors)
     dealt = Sharder(model, everywhere(model.layers, 1)).assign({"expert/0/1"}, tensors, {"expert/0/2"}, {})
-    found = [collect_replay_slices(local, {"expert/0/1"}, {"expert/0/2"}, dealt, 0, {}).listed() for _ in range(2)]
+    found = [local.replay_cuts({"expert/0/1"}, {"expert/0/2"}, dealt, 0, {}).listed() for _ in range(2)]
     keys = [sorted(entry.key for cut in cuts for entry in cut.entries) for cuts in found]
     assert keys[0] == keys[1] == ["replay/model/layers.0.moe.w", "replay/optim/0/layers.0.moe.w/step"]
     assert found[0][1] is found[1][1]

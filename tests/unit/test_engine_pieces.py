@@ -18,7 +18,8 @@ from moe_ckpt.ledger.coverage import Box, prove_cover
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import Sharder, expert_owners
-from moe_ckpt.slices.local_state import LocalState, wanted_boxes
+from moe_ckpt.slices.claims import Claims
+from moe_ckpt.slices.local_state import LocalState
 from tests.unit.builders import catalog, pieces_of
 
 
@@ -83,6 +84,10 @@ def worlds(draw):
     ids = [op.id for op in model.operators]
     chosen = frozenset(draw(st.sets(st.sampled_from(ids))))
     return model, ranks, on_ranks(model, ranks, sharded, frozenset(duplicated)), chosen
+
+
+def wanted_boxes(model, chosen, specs):
+    return Claims(model, specs, 0, 1).boxes(chosen, (), in_window=False)
 
 
 def shares(model, ranks, tensors, chosen):

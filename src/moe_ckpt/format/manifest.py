@@ -292,17 +292,8 @@ class Manifest:
         body: dict[str, Any] = {
             "kind": _KIND,
             "format_version": FORMAT_VERSION,
-            "run_id": self.run_id,
-            "step": self.step,
-            "generation": self.generation,
-            "world_size": self.world_size,
-            "index": self.index,
-            "created_unix_secs": self.created_unix_secs,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "model": self.model.fragment,
-            "parent": self.parent,
-            "policy": dict(self.policy),
-            "measured": dict(self.measured),
-            "tokens": dict(self.tokens),
             "parts": [[part.directory, part.nbytes, part.digest] for part in self.parts],
         }
         if self.passed_over:
@@ -319,18 +310,11 @@ class Manifest:
         body = unseal(raw, path)
         check_version(body, path, _KIND)
         require(MANIFEST, body, path, "not a manifest of this format: ")
+        model = body["model"]
+        layers = tuple(LayerRecord(layer["name"], layer["experts"], layer.get("top_k")) for layer in model["layers"])
         return cls(
-            run_id=body["run_id"],
-            step=body["step"],
-            generation=body["generation"],
-            world_size=body["world_size"],
-            index=body["index"],
-            created_unix_secs=body["created_unix_secs"],
-            parent=body["parent"],
-            policy=body["policy"],
-            measured={name: float(value) for name, value in body["measured"].items()},
-            tokens=body["tokens"],
-            model=_model_of(body),
+            **{name: body[name] for name in _AS_THEY_ARE},
+            model=ModelRecord(model["fingerprint"], layers, dict(model["aliases"])),
             window=tuple(SlotRecord(step, ()) for step in body.get("window", ())),
             passed_over=tuple(body.get("passed_over", ())),
             parts=tuple(PartRecord(*row) for row in body["parts"]),
@@ -338,10 +322,11 @@ class Manifest:
         )
 
 
-def _model_of(body: Mapping[str, Any]) -> ModelRecord:
-    model = body["model"]
-    layers = tuple(LayerRecord(layer["name"], layer["experts"], layer.get("top_k")) for layer in model["layers"])
-    return ModelRecord(model["fingerprint"], layers, dict(model["aliases"]))
+_AS_THEY_ARE = (
+    *("run_id", "step", "generation", "world_size", "index", "created_unix_secs", "parent"),
+    *("policy", "measured", "tokens"),
+)
+"""Fields of ``Manifest`` that stand in the document as they are."""
 
 
 def check_version(body: Mapping[str, Any], path: str, kind: str) -> None:
@@ -542,12 +527,10 @@ _FIELDS = record(
 
 def _contradictions(body: Mapping[str, Any]) -> str:
     """What is wrong between fields that are right by themselves."""
-    return _wrong_model(body["model"]["layers"]) or _wrong_parts(body) or _wrong_tokens(body)
-
-
-def _wrong_model(layers: list[dict[str, Any]]) -> str:
-    experts = sum(layer["experts"] for layer in layers)
-    return f".model.layers have {experts:,} experts, more than {MOST_EXPERTS:,}" if experts > MOST_EXPERTS else ""
+    experts = sum(layer["experts"] for layer in body["model"]["layers"])
+    if experts > MOST_EXPERTS:
+        return f".model.layers have {experts:,} experts, more than {MOST_EXPERTS:,}"
+    return _wrong_parts(body) or _wrong_tokens(body)
 
 
 def _wrong_parts(body: Mapping[str, Any]) -> str:

@@ -8,20 +8,20 @@ names, not what the model has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from itertools import repeat
 from math import prod
 from zlib import crc32
 
-from moe_ckpt.core.operators import Catalog, Remembered
+from moe_ckpt.core.operators import Catalog, Operator, Remembered
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.format.shard import REPLAY
 from moe_ckpt.ledger.coverage import PRIME, Box, cover_sum
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.slices.assignment import has_rows, holders, is_weight
-from moe_ckpt.slices.local_state import box_of_rows, wanted_boxes, wanted_replay
+from moe_ckpt.slices.local_state import Repeated
 
 _Scattered = tuple[str, frozenset[str], int]
 """(home, operators with rows of the parameter, sum) of state without rows."""
@@ -48,7 +48,7 @@ class Claims:
         Args:
             operators: Are saved in full.
             compute_only: Of which only compute weights are saved.
-            in_window: The plan is a slot of a sparse window: see ``wanted_replay``.
+            in_window: The plan is a slot of a sparse window: see ``LocalState.replay_cuts``.
         """
         full, light, scattered = self._sums
         total = sum(map(full.get, operators, repeat(0)))
@@ -62,17 +62,30 @@ class Claims:
         self, operators: Collection[str], compute_only: Collection[str], *, in_window: bool
     ) -> Mapping[str, list[Box]]:
         """All boxes that the ranks together must write, to say what is missing when sums differ."""
-        chosen = frozenset(operators)
-        boxes = wanted_boxes(self._catalog, chosen, self._specs)
-        if in_window:
-            boxes |= wanted_replay(self._catalog, chosen, frozenset(compute_only), self._specs)
+        chosen, resting = frozenset(operators), frozenset(compute_only)
+        repeated = Repeated(self._catalog, chosen)
+        boxes: dict[str, list[Box]] = {}
+        for operator, spec, box in self._blocks():
+            if operator.id in chosen:
+                boxes.setdefault(spec.key, []).append(box)
+            if is_weight(spec):
+                again = operator.id in resting
+            else:
+                again = not has_rows(self._catalog, spec) and repeated.has(spec.parameter, operator)
+            if in_window and again:
+                boxes.setdefault(REPLAY + spec.key, []).append(box)
         return boxes
+
+    def _blocks(self, specs: Iterable[TensorSpec] | None = None) -> Iterator[tuple[Operator, TensorSpec, Box]]:
+        """Yields the block of each operator in each tensor that has elements; by default in all tensors."""
+        for spec in self._specs if specs is None else specs:
+            for operator, span in holders(self._catalog, spec) if prod(spec.global_shape) else ():
+                yield operator, spec, box_of_rows(*span.rows(spec.global_shape), spec.global_shape)
 
     @cached_property
     def operators(self) -> int:
         """Operators that have anything to save (``OperatorSets``): not all, where parameters are empty."""
-        held_by = (holders(self._catalog, spec) for spec in self._specs if prod(spec.global_shape))
-        return self._catalog.sets.of(tuple({operator.id for holders_of in held_by for operator, _ in holders_of}))
+        return self._catalog.sets.of(tuple({operator.id for operator, _, _ in self._blocks()}))
 
     @cached_property
     def _sums(self) -> tuple[Mapping[str, int], Mapping[str, int], Sequence[_Scattered]]:
@@ -80,26 +93,26 @@ class Claims:
         full: dict[str, int] = {}
         light: dict[str, int] = {}
         scattered: list[_Scattered] = []
-        for spec in self._specs_of_rank():
-            rows, weight = has_rows(self._catalog, spec), is_weight(spec)
-            for operator, span in holders(self._catalog, spec):
-                box = box_of_rows(*span.rows(spec.global_shape), spec.global_shape)
-                full[operator.id] = full.get(operator.id, 0) + cover_sum([(spec.key, box)])
-                if not weight and rows:
-                    continue
-                again = cover_sum([(REPLAY + spec.key, box)])
-                if weight:
-                    light[operator.id] = light.get(operator.id, 0) + again
-                    continue
-                parts = frozenset(op.id for op, _ in self._catalog.spans_of[spec.parameter])
-                if parts - {operator.id}:
-                    scattered.append((operator.id, parts, again))
+        mine = (spec for spec in self._specs if crc32(spec.key.encode()) % self._ranks == self._rank)
+        for operator, spec, box in self._blocks(mine):
+            full[operator.id] = full.get(operator.id, 0) + cover_sum([(spec.key, box)])
+            if not is_weight(spec) and has_rows(self._catalog, spec):
+                continue
+            again = cover_sum([(REPLAY + spec.key, box)])
+            if is_weight(spec):
+                light[operator.id] = light.get(operator.id, 0) + again
+                continue
+            parts = frozenset(op.id for op, _ in self._catalog.spans_of[spec.parameter])
+            if parts - {operator.id}:
+                scattered.append((operator.id, parts, again))
         return full, light, scattered
 
-    def _specs_of_rank(self) -> Iterator[TensorSpec]:
-        for spec in self._specs:
-            if prod(spec.global_shape) and crc32(spec.key.encode()) % self._ranks == self._rank:
-                yield spec
+
+@lru_cache(maxsize=1 << 14)
+def box_of_rows(start: int, stop: int, global_shape: tuple[int, ...]) -> Box:
+    """Rows ``[start, stop)`` of a tensor, whole in all other dimensions."""
+    rest = global_shape[1:]
+    return Box((start, *(0 for _ in rest)), (stop - start, *rest)) if global_shape else Box((), ())
 
 
 class SavedOperators:

@@ -41,7 +41,7 @@ from moe_ckpt.slices.cuts import (
     stretches,
     table_of_side,
 )
-from moe_ckpt.slices.local_state import LocalState, collect_replay_slices, collect_slices
+from moe_ckpt.slices.local_state import LocalState
 from moe_ckpt.slices.mirroring import MIRROR, MirroredShares, digests_of
 
 HOST_ONLY = "held"
@@ -345,7 +345,7 @@ class PlanCompiler:
         """With this rank's share of the gradients, behind the rest of its share, or in buffers of their own."""
         operators, groups = contents.gradients, contents.groups
         assignment = self._sharder.assign(operators, self._tensors)
-        share = collect_slices(LocalState(self._catalog, gradients), operators, assignment, self._rank)
+        share = LocalState(self._catalog, gradients).cuts(operators, assignment, self._rank)
         of_others = self.mirrors.cuts_of_gradients(operators, gradients, assignment) if contents.to_peers else {}
         mirrored = [CompiledPart(kind, cuts, (), ()) for kind, cuts in of_others.items() if len(cuts)]
         planned = [part for _, part in plan.parts]
@@ -370,11 +370,9 @@ class PlanCompiler:
             self._newest.clear()
         compute, types = contents.compute, self._compute_types
         assignment = self._sharder.assign(contents.copied, self._tensors, compute, types)
-        cuts = collect_slices(self._local, contents.copied, assignment, self._rank)
+        cuts = self._local.cuts(contents.copied, assignment, self._rank)
         if contents.window is not None:
-            cuts = cuts.joined(
-                collect_replay_slices(self._local, contents.full, compute, assignment, self._rank, types)
-            )
+            cuts = cuts.joined(self._local.replay_cuts(contents.full, compute, assignment, self._rank, types))
         return cuts, assignment
 
     def _part(self, kind: str, cuts: Cuts, side: Sequence[SliceEntry]) -> CompiledPart:

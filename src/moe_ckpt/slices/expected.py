@@ -11,7 +11,7 @@ from moe_ckpt.format.dtypes import itemsize
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import Sharder, is_weight
 from moe_ckpt.slices.cuts import NBYTES
-from moe_ckpt.slices.local_state import LocalState, collect_slices
+from moe_ckpt.slices.local_state import LocalState
 
 _MOMENTS = 2
 
@@ -51,7 +51,7 @@ class ExpectedShare:
             rank: This one.
         """
         dealt = Sharder(catalog, placement).assign(catalog.everything, self._tensors)
-        cuts = collect_slices(LocalState(catalog, self._tensors), catalog.everything, dealt, rank)
+        cuts = LocalState(catalog, self._tensors).cuts(catalog.everything, dealt, rank)
         written = int(cuts.shelf.table(cuts.slices)[:, NBYTES].sum())
         undivided = sum(tensor.local.nbytes for tensor in self._tensors if not tensor.replicated)
         alike = sum(tensor.local.nbytes for tensor in self._tensors if tensor.replicated)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, filterfalse
-from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -13,8 +12,7 @@ import numpy as np
 from moe_ckpt.core.operators import Catalog, Operator, Span
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.shard import REPLAY, SliceEntry
-from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.ports import StateTensor, TensorSpec
+from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import ComputeTypes, UnitShare, WriteAssignment, has_rows, holders, is_weight, places_of
 from moe_ckpt.slices.cuts import Cuts, Numbers, Shelf, SliceSource
 
@@ -116,15 +114,30 @@ class LocalState:
                 self._shelf.transient += self._shelf.cuts[number].count
         return number
 
-    def scattered_cuts(self, scattered: Iterable[tuple[Operator, Span, StateTensor]]) -> Cuts:
-        """Returns the cuts of ``scattered``, to be written once more though their homes are not."""
+    def replay_cuts(
+        self,
+        anchored: Collection[str],
+        compute_only: Collection[str],
+        assignment: WriteAssignment,
+        rank: int,
+        compute: ComputeTypes,
+    ) -> Cuts:
+        """Returns what ``rank`` writes besides, so that the step after one slot of a sparse window can be computed
+        again: weights of ``compute_only`` in the types ``compute``, and state whose home is anchored in another slot.
+
+        Args:
+            assignment: Of ``anchored`` and ``compute_only``.
+        """
+        cuts, repeated = self.cuts(compute_only, assignment, rank, compute), Repeated(self.catalog, anchored)
         numbers = []
-        for home, span, tensor in scattered:
+        for home, span, tensor in self.scattered:
+            if tensor.duplicate or (tensor.replicated and rank) or not repeated.has(tensor.parameter, home):
+                continue
             if tensor.key not in self._own_scattered:
                 piece = _piece(home.id, span, tensor, tensor.local.detach(), REPLAY)
                 self._own_scattered[tensor.key] = self._add(home.id, () if piece is None else (piece,))
             numbers.append(self._own_scattered[tensor.key])
-        return self._filled(np.array(numbers, dtype=np.int64))
+        return cuts.joined(self._filled(np.array(numbers, dtype=np.int64)))
 
     def _add(self, operator: str, pieces: Sequence[SliceSource]) -> int:
         return self._shelf.add(operator, pieces, self._places, self.catalog.index_of[operator])
@@ -195,50 +208,16 @@ class _DescribedCuts:
         return self._cuts_of_units
 
 
-def collect_slices(local: LocalState, operators: Collection[str], assignment: WriteAssignment, rank: int) -> Cuts:
-    """Returns what ``rank`` writes of ``operators``, none of it empty. Views only; nothing is copied here.
-
-    Args:
-        assignment: Who writes what of the tensors that all peers hold, from ``Sharder.assign`` of the same operators
-            and tensors.
-    """
-    return local.cuts(operators, assignment, rank)
-
-
-def collect_replay_slices(
-    local: LocalState,
-    anchored: Collection[str],
-    compute_only: Collection[str],
-    assignment: WriteAssignment,
-    rank: int,
-    compute: ComputeTypes,
-) -> Cuts:
-    """Returns what ``rank`` writes besides, so that the step after one slot of a sparse window can be computed again.
-
-    Args:
-        assignment: Of ``anchored`` and ``compute_only``.
-        compute: Types of the weights of ``compute_only``.
-    """
-    cuts = local.cuts(compute_only, assignment, rank, compute)
-    counted = _Counted(local.catalog, anchored)
-    scattered = (
-        (home, span, tensor)
-        for home, span, tensor in local.scattered
-        if not tensor.duplicate and counted.here(tensor.parameter, home) and (rank == 0 or not tensor.replicated)
-    )
-    return cuts.joined(local.scattered_cuts(scattered))
-
-
-class _Counted:
-    """Which state without rows (Adam's ``step``) is needed besides what is anchored: that of a parameter that is
+class Repeated:
+    """Tells which state without rows (Adam's ``step``) is needed besides what is anchored: that of a parameter that is
     anchored in part, whose home may be anchored in another slot. The optimizer needs it from here on."""
 
     def __init__(self, catalog: Catalog, anchored: Collection[str]) -> None:
         self._catalog, self._anchored = catalog, frozenset(anchored)
         self._in_part: dict[frozenset[str], bool] = {}
 
-    def here(self, parameter: str, home: Operator) -> bool:
-        """home: of that state."""
+    def has(self, parameter: str, home: Operator) -> bool:
+        """Returns whether the state of a parameter that is at ``home`` is needed."""
         if home.id in self._anchored:
             return False
         sharing = self._catalog.sharing[parameter]  # a layer's stacks are shared by the same experts
@@ -282,40 +261,3 @@ def _entry(
 ) -> SliceEntry:
     """Entries are values and the same at every step; remembering them also keeps their names and sizes."""
     return SliceEntry(key, operator, dtype, offsets, shape, global_shape, on_param_device=on_param_device)
-
-
-def wanted_boxes(catalog: Catalog, operators: Collection[str], specs: Sequence[TensorSpec]) -> dict[str, list[Box]]:
-    """Returns what the ranks together must write for ``operators``: the claim that the commit proves."""
-    boxes: dict[str, list[Box]] = {}
-    for tensor in specs:
-        for operator, span in holders(catalog, tensor):
-            if operator.id not in operators or prod(tensor.global_shape) == 0:
-                continue
-            start, stop = span.rows(tensor.global_shape)
-            boxes.setdefault(tensor.key, []).append(box_of_rows(start, stop, tensor.global_shape))
-    return boxes
-
-
-def wanted_replay(
-    catalog: Catalog, anchored: Collection[str], compute_only: Collection[str], specs: Sequence[TensorSpec]
-) -> dict[str, list[Box]]:
-    """Returns what all ranks together must write for ``collect_replay_slices``."""
-    boxes: dict[str, list[Box]] = {}
-    counted = _Counted(catalog, anchored)
-    for tensor in specs:
-        if not prod(tensor.global_shape):
-            continue
-        weight, rows = is_weight(tensor), has_rows(catalog, tensor)
-        for operator, span in holders(catalog, tensor) if weight or not rows else ():
-            due = operator.id in compute_only if weight else counted.here(tensor.parameter, operator)
-            if due:
-                start, stop = span.rows(tensor.global_shape)
-                boxes.setdefault(REPLAY + tensor.key, []).append(box_of_rows(start, stop, tensor.global_shape))
-    return boxes
-
-
-@lru_cache(maxsize=_REMEMBERED)
-def box_of_rows(start: int, stop: int, global_shape: tuple[int, ...]) -> Box:
-    """Rows ``[start, stop)`` of a tensor, whole in all other dimensions."""
-    rest = global_shape[1:]
-    return Box((start, *(0 for _ in rest)), (stop - start, *rest)) if global_shape else Box((), ())

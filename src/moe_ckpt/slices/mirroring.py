@@ -24,7 +24,7 @@ from moe_ckpt.policies.base import ALL_SENT, Sends
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import WriteAssignment, holders, is_weight
 from moe_ckpt.slices.cuts import Cuts, Numbers
-from moe_ckpt.slices.local_state import LocalState, collect_slices
+from moe_ckpt.slices.local_state import LocalState
 
 if TYPE_CHECKING:
     from moe_ckpt.slices.compiling import CompiledPart
@@ -94,20 +94,14 @@ class MirroredShares:
                 self._local.clear()
                 self._sends = None
             self._tensors = tensors
-        return {
-            f"{MIRROR}{source}": collect_slices(self._of(source), operators, assignment, source)
-            for source in self._sources
-        }
+        return {f"{MIRROR}{source}": self._of(source).cuts(operators, assignment, source) for source in self._sources}
 
     def cuts_of_gradients(
         self, operators: Collection[str], gradients: Sequence[StateTensor], assignment: WriteAssignment
     ) -> dict[str, Cuts]:
         """Returns the same of consumed gradients, which are other tensors at each step: nothing is kept of them."""
         local = {s: LocalState(self._catalog, gradients, s, alike=s in self._alike) for s in self._sources}
-        return {
-            f"{MIRROR}{source}": collect_slices(local[source], operators, assignment, source)
-            for source in self._sources
-        }
+        return {f"{MIRROR}{source}": local[source].cuts(operators, assignment, source) for source in self._sources}
 
     def _of(self, source: int) -> LocalState:
         local = self._local.get(source)

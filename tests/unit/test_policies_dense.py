@@ -8,11 +8,15 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Policy
-from moe_ckpt.policies.base import interval_passed
+from moe_ckpt.policies.base import next_multiple
 from moe_ckpt_sim.run.sync import SyncDense
 from tests.unit.builders import catalog, context
 
 MODEL = catalog(2, 3)
+
+
+def is_due(step: int, last_step: int | None, every_n_steps: int) -> bool:
+    return step >= next_multiple(last_step, every_n_steps)
 
 
 def test_dense_saves_every_operator_at_full_fidelity_to_storage():
@@ -38,9 +42,9 @@ def test_every_n_steps():
 
 
 def test_a_skipped_checkpoint_is_made_up_for_and_the_rhythm_kept():
-    assert interval_passed(12, last_step=9, every_n_steps=5)
-    assert not interval_passed(14, last_step=12, every_n_steps=5)
-    assert interval_passed(15, last_step=12, every_n_steps=5)
+    assert is_due(12, last_step=9, every_n_steps=5)
+    assert not is_due(14, last_step=12, every_n_steps=5)
+    assert is_due(15, last_step=12, every_n_steps=5)
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 7), max_size=60))
@@ -49,7 +53,7 @@ def test_never_further_apart_than_n_when_asked_every_step(every, busy):
     blocked = {sum(busy[: i + 1]) for i in range(len(busy))}
     last, due_since = None, None
     for step in range(1, 80):
-        due = interval_passed(step, last, every)
+        due = is_due(step, last, every)
         if step % every == 0:
             due_since = due_since or step
         assert due == (due_since is not None)

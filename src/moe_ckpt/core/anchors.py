@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +67,7 @@ class Anchors:
     @property
     def log_operators(self) -> Collection[str]:
         """Operators whose newest version is one that gradients lead to."""
-        return tuple(compress(self._catalog.everything, self._is_owed.tolist())) if self._is_owed.any() else ()
+        return self._catalog.ids_of(self._is_owed) if self._is_owed.any() else ()
 
     def without_anchor(self, gradients: tuple[str, ...]) -> frozenset[str]:
         """Returns those of ``gradients`` that have none."""

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from itertools import compress
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -21,36 +22,38 @@ import numpy.typing as npt
 
 from moe_ckpt.errors import CoverageError
 
-_Key = TypeVar("_Key", bound="tuple[Any, ...]")
 _Result = TypeVar("_Result")
 
 
-class Remembered(Generic[_Key, _Result]):
-    """Caches a function of tuples by the identity of the tuples that it was called with lately.
+class Remembered(Generic[_Result]):
+    """Caches a pure function by the identity of the arguments that it was called with lately.
+
+    The operators of a dense checkpoint are one tuple of thousands of ids, the same object at each step. A cache that
+    goes by what is in it looks at every id for each question; this one looks at none.
 
     Args:
-        find: A pure function.
-        most: So many answers are kept, with the tuples.
+        find: The function.
+        most: So many answers are kept, with their arguments.
     """
 
-    def __init__(self, find: Callable[[_Key], _Result], most: int = 16) -> None:
+    def __init__(self, find: Callable[..., _Result], most: int = 16) -> None:
         self._find = find
         self._most = most
-        self._entries: dict[int, tuple[_Key, _Result]] = {}
+        self._entries: dict[tuple[int, ...], tuple[tuple[Any, ...], _Result]] = {}
 
-    def __call__(self, key: _Key) -> _Result:
-        entry = self._entries.get(id(key))
-        if entry is not None and entry[0] is key:
+    def __call__(self, *arguments: Any) -> _Result:
+        entry = self._entries.get(tuple(map(id, arguments)))  # whose arguments live, so that no other has their ids
+        if entry is not None:
             return entry[1]
-        result = self._find(key)
-        self.note(key, result)
+        result = self._find(*arguments)
+        self.note(result, *arguments)
         return result
 
-    def note(self, key: _Key, result: _Result) -> None:
-        """Stores a result for ``key`` that is known already."""
+    def note(self, result: _Result, *arguments: Any) -> None:
+        """Stores a result that is known already."""
         if len(self._entries) >= self._most:
             self._entries.clear()
-        self._entries[id(key)] = key, result
+        self._entries[tuple(map(id, arguments))] = arguments, result
 
 
 class OperatorKind(str, enum.Enum):
@@ -189,9 +192,13 @@ class Catalog:
         return {op: at for at, op in enumerate(self.everything)}
 
     @cached_property
-    def places_of(self) -> Remembered[tuple[str, ...], npt.NDArray[np.int64]]:
+    def places_of(self) -> Remembered[npt.NDArray[np.int64]]:
         """Operator ids -> their places. Caches the newest few."""
         return Remembered(partial(_places, self.index_of))
+
+    def ids_of(self, chosen: npt.NDArray[np.bool_]) -> tuple[str, ...]:
+        """Returns the ids of the operators that are ``chosen`` ``[operators]``: ``everything`` itself if all are."""
+        return self.everything if chosen.all() else tuple(compress(self.everything, chosen.tolist()))
 
     @cached_property
     def sets(self) -> OperatorSets:

@@ -103,8 +103,8 @@ class Window:
         [(_, places)] = self._places
         begin = sum(map(len, self.slots[:slot]))
         end = begin + len(self.slots[slot])
-        catalog.places_of.note(self.slots[slot], places[begin:end])
-        catalog.places_of.note(self.frozen(slot), places[end:])
+        catalog.places_of.note(places[begin:end], self.slots[slot])
+        catalog.places_of.note(places[end:], self.frozen(slot))
 
     @cached_property
     def _places(self) -> list[tuple[Catalog, npt.NDArray[np.int64]]]:

@@ -9,7 +9,6 @@ sources tell after a failure; this ledger is what a run knows while it lives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -212,7 +211,7 @@ class Ledger:
 
     def missing(self) -> Sequence[str]:
         """Ids of the operators that are ``lacking``."""
-        return tuple(compress(self.catalog.everything, self.lacking.tolist()))
+        return self.catalog.ids_of(self.lacking)
 
     def steps(self, tier: Tier) -> Counts:
         """``[operators]`` step of the newest version of each operator in ``tier``; ``NEVER`` where there is none."""

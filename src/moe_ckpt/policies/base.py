@@ -423,26 +423,13 @@ def require_served(policy: Policy, *, gradients: bool = False) -> None:
         )
 
 
-def interval_passed(step: int, last_step: int | None, every_n_steps: int) -> bool:
-    """True when a multiple of ``every_n_steps`` lies in ``(last_step, step]``.
-
-    So a checkpoint that had to be skipped is made up for at the next step, and the rhythm stays on
-    the multiples.
-    """
-    return step // every_n_steps > (last_step or 0) // every_n_steps
-
-
 def next_multiple(last_step: int | None, every_n_steps: int) -> int:
-    """The first step at which ``interval_passed`` is true."""
+    """The first multiple of ``every_n_steps`` after ``last_step``.
+
+    Whoever saves from there on makes up at the next step for a checkpoint that had to be skipped, and the rhythm stays
+    on the multiples.
+    """
     return ((last_step or 0) // every_n_steps + 1) * every_n_steps
-
-
-def due_as_measured(context: PolicyContext, interval: int | None, profile_steps: int, max_interval: int) -> int:
-    """The first step that is due where ``interval`` follows measurements; it is None while these are wanting."""
-    if interval is None:
-        # Later: one checkpoint is on its way and not yet measured, or a restart forgot the measurements.
-        interval = max_interval if context.measured.iteration_secs is None else profile_steps
-    return (context.run.last_step or 0) + interval
 
 
 def require_boost(where: str, boost: object) -> None:

@@ -3,6 +3,7 @@ in the memory of peers, at the interval that loses least."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import ceil, isfinite
 from typing import Any, ClassVar
@@ -16,8 +17,6 @@ from moe_ckpt.policies.base import (
     Measured,
     Needs,
     PolicyContext,
-    due_as_measured,
-    interval_passed,
     next_multiple,
     require_positive,
 )
@@ -44,9 +43,7 @@ class Dense:
         """Accepts any model, also one without MoE layers."""
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        if not interval_passed(context.run.step, context.run.last_step, self.every_n_steps):
-            return save_nothing(context.run.step)
-        return save_full(context.run.step, context.model.catalog.everything)
+        return _everything(context, due=self.next_due(context))
 
     @property
     def needs(self) -> Needs:
@@ -60,9 +57,47 @@ class Dense:
         return {"name": "dense", **asdict(self)}
 
 
+def _everything(context: PolicyContext, due: int) -> SnapshotPlan:
+    """Saves everything from step ``due`` on."""
+    step = context.run.step
+    return save_full(step, context.model.catalog.everything) if step >= due else save_nothing(step)
+
+
+class _AsMeasured:
+    """Base class of policies whose interval follows from measurements."""
+
+    profile_steps: ClassVar[int] = 10
+    """Steps before the first checkpoint."""
+    max_interval: ClassVar[int] = 1000
+    """Upper bound on the steps between two checkpoints, so that one wrong measurement cannot stop saving."""
+
+    def check(self, catalog: Catalog) -> None:
+        """Accepts any model, also one without MoE layers."""
+
+    def _steps(self, measured: Measured, least_secs: Callable[[float], float]) -> int | None:
+        """Returns the steps between checkpoints; None while there is nothing to compute it from.
+
+        Args:
+            measured: Times so far. The interval is at least the time that a checkpoint takes until it is complete, so
+                that at most one is under way.
+            least_secs: Gives the least time between two checkpoints of which one costs so many seconds.
+        """
+        iteration, cost, persist = measured.iteration_secs, measured.checkpoint_cost_secs, measured.persist_secs
+        if not iteration or cost is None or persist is None:
+            return None
+        return min(self.max_interval, max(1, ceil(max(least_secs(cost), persist) / iteration)))
+
+    def _due(self, context: PolicyContext, interval: int | None) -> int:
+        """Returns the first step that is due."""
+        if interval is None:
+            # Later: one checkpoint is on its way and not yet measured, or a restart forgot the measurements.
+            interval = self.max_interval if context.measured.iteration_secs is None else self.profile_steps
+        return (context.run.last_step or 0) + interval
+
+
 @named_arguments
 @dataclass(frozen=True)
-class CheckFreq:
+class CheckFreq(_AsMeasured):
     """Saves everything at the smallest interval that keeps the overhead within ``max_overhead``.
 
     The first ``profile_steps`` steps run without checkpoints, to measure the iteration time; one checkpoint then
@@ -76,10 +111,6 @@ class CheckFreq:
     """
 
     max_overhead: float = 0.03
-    profile_steps: ClassVar[int] = 10
-    """Steps before the first checkpoint."""
-    max_interval: ClassVar[int] = 1000
-    """Upper bound on the interval in steps, so that one wrong measurement cannot stop saving."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_overhead, (int, float)) or not 0 < self.max_overhead < 1:
@@ -88,25 +119,16 @@ class CheckFreq:
                 "below 1, the share of training time that checkpoints may take"
             )
 
-    def check(self, catalog: Catalog) -> None:
-        """Accepts any model, also one without MoE layers."""
-
     def interval(self, measured: Measured) -> int | None:
         """Steps between checkpoints, or None while there is nothing to compute it from.
 
-        Smallest n with ``cost <= max_overhead * n * iteration`` and ``persist <= n * iteration``: the
-        second keeps at most one checkpoint under way (CheckFreq, section 4.1).
+        Smallest n with ``cost <= max_overhead * n * iteration`` and ``persist <= n * iteration`` (CheckFreq, section
+        4.1).
         """
-        iteration, cost, persist = measured.iteration_secs, measured.checkpoint_cost_secs, measured.persist_secs
-        if not iteration or cost is None or persist is None:
-            return None
-        needed = max(cost / (self.max_overhead * iteration), persist / iteration)
-        return min(self.max_interval, max(1, ceil(needed)))
+        return self._steps(measured, lambda cost: cost / self.max_overhead)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        if context.run.step >= self.next_due(context):
-            return save_full(context.run.step, tuple(op.id for op in context.model.catalog.operators))
-        return save_nothing(context.run.step)
+        return _everything(context, due=self.next_due(context))
 
     @property
     def needs(self) -> Needs:
@@ -114,7 +136,7 @@ class CheckFreq:
 
     def next_due(self, context: PolicyContext) -> int:
         """The first step that is due by what ``context`` has measured. See ``Needs.next_due``."""
-        return due_as_measured(context, self.interval(context.measured), self.profile_steps, self.max_interval)
+        return self._due(context, self.interval(context.measured))
 
     def describe(self) -> dict[str, Any]:
         return {"name": "checkfreq", **asdict(self)}
@@ -125,7 +147,7 @@ FORMULAS = {"young": young_secs, "daly": daly_secs}
 
 @named_arguments
 @dataclass(frozen=True)
-class Gemini:
+class Gemini(_AsMeasured):
     """Saves everything to the memory of peers, at a fixed interval or at the one that loses least time.
 
     It needs memory with at least one replica, from which a lost node is restored (``Needs.replicas``). ``Memory`` also
@@ -145,10 +167,6 @@ class Gemini:
 
     every_n_steps: int | str = "daly"
     mtbf_secs: float | None = None
-    profile_steps: ClassVar[int] = 10
-    """With a formula, steps before the first checkpoint, as in ``CheckFreq``."""
-    max_interval: ClassVar[int] = 1000
-    """With a formula, upper bound on the steps between two checkpoints."""
 
     def __post_init__(self) -> None:
         every, mtbf = self.every_n_steps, self.mtbf_secs
@@ -160,27 +178,17 @@ class Gemini:
         if mtbf is not None and not (isinstance(mtbf, (int, float)) and isfinite(mtbf) and mtbf > 0):
             raise ConfigError(f"Gemini(mtbf_secs={mtbf!r}): mtbf_secs must be a number of seconds above 0, or None")
 
-    def check(self, catalog: Catalog) -> None:
-        """Accepts any model, also one without MoE layers."""
-
     def interval(self, context: PolicyContext) -> int | None:
         """Steps between checkpoints, or None while there is nothing to compute it from."""
         if isinstance(self.every_n_steps, int):
             return self.every_n_steps
-        measured = context.measured
-        iteration, cost, persist = measured.iteration_secs, measured.checkpoint_cost_secs, measured.persist_secs
-        if not iteration or cost is None or persist is None:
-            return None
-        mtbf = self.mtbf_secs or expected_mtbf_secs(len(context.run.faults), context.run.step * iteration)
-        best = FORMULAS[self.every_n_steps](cost, mtbf)
-        return min(self.max_interval, max(1, ceil(max(best, persist) / iteration)))
+        run_secs = context.run.step * (context.measured.iteration_secs or 0.0)
+        mtbf = self.mtbf_secs or expected_mtbf_secs(len(context.run.faults), run_secs)
+        formula = FORMULAS[self.every_n_steps]
+        return self._steps(context.measured, lambda cost: formula(cost, mtbf))
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        if isinstance(self.every_n_steps, int):
-            due = interval_passed(context.run.step, context.run.last_step, self.every_n_steps)
-        else:
-            due = context.run.step >= self.next_due(context)
-        return save_full(context.run.step, context.model.catalog.everything) if due else save_nothing(context.run.step)
+        return _everything(context, due=self.next_due(context))
 
     @property
     def needs(self) -> Needs:
@@ -192,7 +200,7 @@ class Gemini:
         """See ``Needs.next_due``."""
         if isinstance(self.every_n_steps, int):
             return next_multiple(context.run.last_step, self.every_n_steps)
-        return due_as_measured(context, self.interval(context), self.profile_steps, self.max_interval)
+        return self._due(context, self.interval(context))
 
     def describe(self) -> dict[str, Any]:
         return {"name": "gemini", **asdict(self)}

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from moe_ckpt.core.arguments import named_arguments
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.operators import Catalog, Remembered
 from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import AS_CONSUMED, BF16, TOKENS, ModelFacts, Needs, PolicyContext, Sends
+from moe_ckpt.policies.base import AS_CONSUMED, BF16, TOKENS, Needs, PolicyContext, Sends
 from moe_ckpt.policies.experts.selection import in_shape
 from moe_ckpt.policies.schedules.rolling import LogReport, Rounds, Slots, most_held_bytes_per_parameter
 
@@ -130,8 +130,7 @@ class GradientLog:
             anchored[places] = anchored[places].any()
         if anchored.all():
             return self._everything(context)
-        everything = catalog.everything
-        return save_logged(run.step, _named(everything, anchored), _named(everything, ~anchored))
+        return save_logged(run.step, catalog.ids_of(anchored), catalog.ids_of(~anchored))
 
     def explain(self, context: PolicyContext) -> LogReport:
         """Returns the round that ``context.run.step`` belongs to, with its costs.
@@ -245,7 +244,8 @@ class GradientLog:
                 f"GradientLog: ModelFacts.sizes must have every operator of the catalog, but {len(unknown)} are not "
                 f"there, such as {unknown[0]}"
             )
-        return _rounds_of(context.model)
+        model = context.model
+        return _rounds(model.catalog, model.sizes, model.placement, model.coupled)
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``: every step, once."""
@@ -278,30 +278,5 @@ def _tokens(context: PolicyContext, slots: tuple[Counts, ...]) -> list[int]:
     return [int(of_operator[slot].sum()) for slot in slots]
 
 
-def _named(everything: tuple[str, ...], chosen: Any) -> tuple[str, ...]:
-    return tuple(everything[at] for at in np.flatnonzero(chosen).tolist())
-
-
-class _RecentRounds:
-    """Rounds of the newest few models: one is weighed anew only when its tensors change, and cutting takes a while."""
-
-    def __init__(self, most: int = 4) -> None:
-        self._most = most
-        self._former: list[tuple[ModelFacts, Rounds]] = []
-
-    def __call__(self, model: ModelFacts) -> Rounds:
-        for former, rounds in self._former:
-            if _same_model(former, model):
-                return rounds
-        rounds_of_model = Rounds(model.catalog, model.sizes, model.placement, model.coupled)
-        self._former = [(model, rounds_of_model), *self._former[: self._most - 1]]
-        return rounds_of_model
-
-
-def _same_model(one: ModelFacts, other: ModelFacts) -> bool:
-    """By identity, since to compare thousands of operators takes as long as cutting them anew."""
-    same = one.catalog is other.catalog and one.sizes is other.sizes and one.placement is other.placement
-    return same and one.coupled == other.coupled
-
-
-_rounds_of = _RecentRounds()
+_rounds = Remembered(Rounds, most=4)
+"""Cutting takes a while; a model is weighed anew only when its tensors change."""

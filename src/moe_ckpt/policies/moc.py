@@ -15,7 +15,7 @@ from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
 from moe_ckpt.core.save_budget import largest_k
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, no_moe_layer
-from moe_ckpt.policies.base import Needs, PolicyContext, interval_passed, next_multiple, require_positive
+from moe_ckpt.policies.base import Needs, PolicyContext, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
 from moe_ckpt.policies.experts.expert_shares import stages_of
 from moe_ckpt.policies.experts.selection import Expert, Request, interval_steps, storage_steps, tier_of
@@ -116,7 +116,7 @@ class MoC:
         return AUTO in (self.k, self.snapshot_k)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        if not interval_passed(context.run.step, context.run.last_step, self.every_n_steps):
+        if context.run.step < self.next_due(context):
             return save_nothing(context.run.step)
         k, snapshot_k = self.levels(context)
         request = Request(k, snapshot_k, interval_steps(context, self.every_n_steps), tier_of(context))
@@ -129,7 +129,7 @@ class MoC:
             more = top_up(context, catalog.layer_and_expert[chosen & catalog.is_expert], budget)
             chosen[_places(catalog, more)] = True
         chosen |= ~catalog.is_expert
-        stored = tuple(map(catalog.everything.__getitem__, np.flatnonzero(chosen).tolist()))
+        stored = catalog.ids_of(chosen)
         places = _places(catalog, selection.host_only).tolist()
         host_only = tuple(catalog.everything[at] for at in places if not chosen[at])
         return save_full(context.run.step, stored, host_only=host_only, k=k, plt_budget=budget)

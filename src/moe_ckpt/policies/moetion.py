@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import compress
 from math import ceil
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +26,6 @@ from moe_ckpt.policies.base import (
     Needs,
     PolicyContext,
     Sends,
-    interval_passed,
     next_multiple,
     require_boost,
     require_positive,
@@ -191,7 +189,7 @@ class MoEtion:
         Raises:
             ConfigError: the budget is known, but ``context.model.sizes`` lacks operators.
         """
-        if not interval_passed(context.run.step, context.run.last_step, self.every_n_steps):
+        if context.run.step < self.next_due(context):
             return save_nothing(context.run.step)
         layers = max(len(context.model.catalog.layers), 1)
         if not context.memory.storage_due:
@@ -207,7 +205,7 @@ class MoEtion:
             return save_full(context.run.step, context.model.catalog.everything, k=total // layers)
         forced = [context.model.catalog.index_of[op] for op in context.run.missing]
         stored = self._chosen(context, rooms, Tier.STORAGE, forced)
-        return save_full(context.run.step, _named(context.model.catalog, stored), k=total // layers)
+        return save_full(context.run.step, context.model.catalog.ids_of(stored), k=total // layers)
 
     def _two_sets(self, context: PolicyContext) -> SnapshotPlan:
         """Algorithm 1 for what goes to peers, and for what stays here, of which the former is a part."""
@@ -223,9 +221,9 @@ class MoEtion:
         first = here if to_peers is None else to_peers
         return save_logged(
             context.run.step,
-            _named(catalog, first & ~gradients),
-            _named(catalog, gradients) if gradients.any() else (),
-            host_only=_named(catalog, here & ~first),
+            catalog.ids_of(first & ~gradients),
+            catalog.ids_of(gradients) if gradients.any() else (),
+            host_only=catalog.ids_of(here & ~first),
             k=sum(most for _, most, _ in rooms) // max(len(catalog.layers), 1),
             sends_host_only=False,
         )
@@ -365,8 +363,3 @@ def _overdue(step: int, patience: int, stages: Together, rooms: Sequence[_Room],
         mine = late[np.searchsorted(late, first) : np.searchsorted(late, end)]
         overdue.append(mine[np.argsort(chosen_at[mine], kind="stable")] - first)
     return overdue
-
-
-def _named(catalog: Catalog, chosen: _Mask) -> tuple[str, ...]:
-    """In the catalog's order."""
-    return catalog.everything if chosen.all() else tuple(compress(catalog.everything, chosen.tolist()))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
+from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Remembered, Span
 from moe_ckpt.core.placement import Name, Placement, RowRange, ShardingUnit, Shares, in_dealing_order, shares_adaptive
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.format.dtypes import itemsize
@@ -211,7 +211,7 @@ class Sharder:
         self._weights = Weights((), {})
         self._compute_weights: Weights | None = None
         self._compute_types: ComputeTypes = {}
-        self._in_array: dict[int, tuple[Mapping[str, int], Numbers]] = {}
+        self._expert_bytes = Remembered(self._bytes_of_experts)
 
     def assign(
         self,
@@ -263,14 +263,11 @@ class Sharder:
             peers[self._catalog.index_of[op]] = 0 if alone else self._number.get(rank, -1)
         return peers
 
-    def _expert_bytes(self, experts: Mapping[str, int]) -> Numbers:
-        """Of each operator; 0 where none are known. Made once for the very same ``experts``."""
-        entry = self._in_array.get(id(experts))
-        if entry is None or entry[0] is not experts:
-            sizes = np.zeros(len(self._catalog.operators), dtype=np.int64)
-            sizes[places_of(self._catalog, experts.keys())] = list(experts.values())
-            entry = self._in_array[id(experts)] = experts, sizes
-        return entry[1]
+    def _bytes_of_experts(self, experts: Mapping[str, int]) -> Numbers:
+        """Of each operator; 0 where none are known."""
+        sizes = np.zeros(len(self._catalog.operators), dtype=np.int64)
+        sizes[places_of(self._catalog, experts.keys())] = list(experts.values())
+        return sizes
 
     def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
         """Weighs again when a tensor is another object than last time, which is rare for plain tensors."""
@@ -280,7 +277,6 @@ class Sharder:
         ):
             self._weights = self._with_peers_experts(weigh(self._catalog, tensors), tensors)
             self._compute_weights = None
-            self._in_array.clear()
             self._weighed = tuple(tensors)
         return self._weights
 

@@ -6,7 +6,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.operators import Catalog, MoELayer, expert_id
+from moe_ckpt.core.operators import Catalog, MoELayer, Remembered, expert_id
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.save_budget import Load, least_capacity
 from moe_ckpt.core.tokens import Counts
@@ -309,21 +309,13 @@ def stages_of(context: PolicyContext, *, weighed: bool) -> tuple[Stage, ...]:
     Raises:
         ConfigError: ``context.model.sizes`` lacks operators that are to be weighed.
     """
-    catalog = context.model.catalog
-    placement = context.model.placement
-    sizes = context.model.sizes if weighed else None
-    for entry in _REMEMBERED:
-        if entry[0] is catalog and entry[1] is placement and entry[2] is sizes:
-            return entry[3]
-    stages = tuple(_stages(catalog, placement, sizes))
-    _REMEMBERED.appendleft((catalog, placement, sizes, stages))
-    return stages
+    return _stages(context.model.catalog, context.model.placement, context.model.sizes if weighed else None)
 
 
-_REMEMBERED: deque[tuple[Catalog, Placement, Mapping[str, OperatorBytes] | None, tuple[Stage, ...]]] = deque(maxlen=4)
+_stages = Remembered(lambda *facts: tuple(_each_stage(*facts)), most=4)
 
 
-def _stages(catalog: Catalog, placement: Placement, sizes: Mapping[str, OperatorBytes] | None) -> Iterator[Stage]:
+def _each_stage(catalog: Catalog, placement: Placement, sizes: Mapping[str, OperatorBytes] | None) -> Iterator[Stage]:
     stage_of = placement.stage_of
     shared, shared_weights = Counter[int](), Counter[int]()
     largest, lightest = dict[int, int](), dict[int, int]()  # in full, and without weights

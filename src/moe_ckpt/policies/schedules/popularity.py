@@ -19,7 +19,6 @@ Popularity ``A`` of an expert (appendix B of the paper):
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.operators import Catalog, MoELayer
+from moe_ckpt.core.operators import Catalog, MoELayer, Remembered
 from moe_ckpt.core.placement import interleaved_order
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import DECAYED, GATE_WEIGHTS, TOKENS, PolicyContext
@@ -201,19 +200,17 @@ def _over_even_share(tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 def _of_this_model(context: PolicyContext) -> Window | None:
     """The newest window, if there is one and it has this model's operators."""
-    window, by_id = context.run.window, context.model.catalog.by_id
-    if window is None or any(slots is window.slots and of is by_id for slots, of in _PROVEN):
-        return window
-    return window if set(window.order) == by_id.keys() else None
+    window = context.run.window
+    return window if window is None or _is_of_model(window.slots, context.model.catalog.by_id) else None
 
 
 def note_proven(catalog: Catalog, window: Window) -> None:
     """The window has just this model's operators, which it takes long to find out."""
-    _PROVEN.append((window.slots, catalog.by_id))
+    _is_of_model.note(True, window.slots, catalog.by_id)
 
 
-_PROVEN: deque[tuple[object, object]] = deque(maxlen=4)
-"""Slots of windows, and the operators that they have."""
+_is_of_model = Remembered(lambda slots, by_id: set(chain.from_iterable(slots)) == by_id.keys(), most=4)
+"""Returns whether slots of a window have just the operators of a model."""
 
 
 def _next_in_turn(context: PolicyContext, former: Window | None) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -139,8 +138,7 @@ class Rounds:
             for places in self.places(window):
                 anchored = np.zeros(len(self._catalog.operators), dtype=bool)
                 anchored[places] = True
-                chosen = (tuple(compress(self._catalog.everything, mask.tolist())) for mask in (anchored, ~anchored))
-                parts.append((next(chosen), next(chosen)))
+                parts.append((self._catalog.ids_of(anchored), self._catalog.ids_of(~anchored)))
             self._parted[window] = tuple(parts)
         return self._parted[window]
 

@@ -373,20 +373,6 @@ class ReplayDivergedError(UserError, RuntimeError):
         self.logged = logged
 
 
-class GradientGapError(StoreError, LookupError):
-    """An operator cannot be brought to a step, because a gradient or an anchor before that step is missing."""
-
-    def __init__(self, operator: str, missing: int, step: int, problem: str) -> None:
-        super().__init__(
-            f"{operator} cannot be brought to step {step} by gradients: of step {missing}, {problem}. It must be saved "
-            "or sent in full before its gradients can be used again."
-        )
-        self.operator = operator
-        self.missing = missing
-        self.step = step
-        self.problem = problem
-
-
 class RecoveryLoopError(StoreError, RuntimeError):
     """Several starts in a row resumed from the same checkpoint in memory, and none of them completed a step."""
 

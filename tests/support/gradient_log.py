@@ -12,9 +12,9 @@ from moe_ckpt.format.shard import GRADIENT as KEY
 from moe_ckpt.gradient_log.optimizers import GRADIENT, WEIGHT, OptimizerKind, TensorBlock, detached
 from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer
 from moe_ckpt.gradient_log.units import Pieces, Unit
-from moe_ckpt.ledger.gradient_chain import LoggedStep, chain
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.state.param_groups import class_name
+from tests.support.gradient_chain import LoggedStep, chain
 
 
 class Copier:

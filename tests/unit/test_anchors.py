@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.ledger.freshness import STALE
-from moe_ckpt.ledger.gradient_chain import LoggedStep, chain
 from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.ledger.memory_retention import needed, newest_checkpoint
 from moe_ckpt.reading.memory.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
+from tests.support.gradient_chain import LoggedStep, chain
 from tests.unit.builders import catalog, memory_step
 
 MODEL = catalog(1, 1)

@@ -27,7 +27,6 @@ EXAMPLES = [
     errors.OtherLayoutError("step_00000009", "that 4 ranks computed, and this run has 2", "Start 4 ranks."),
     errors.ReplayDivergedError(8, "the next optimizer step was step 9"),
     errors.ReplayDivergedError(8, "step of head.weight is 7.0, recorded was 3.0", logged=True),
-    errors.GradientGapError("expert/0/1", 3, 8, "its gradient is missing"),
 ]
 
 

@@ -26,8 +26,8 @@ from moe_ckpt.gradient_log.optimizers import (
 )
 from moe_ckpt.gradient_log.replaying import coupled_with, require_together
 from moe_ckpt.gradient_log.units import Pieces, whole_unit
-from moe_ckpt.ledger.gradient_chain import Chain
 from moe_ckpt.recovery.replay import same_plain
+from tests.support.gradient_chain import Chain
 from tests.support.gradient_log import (
     Copier,
     MemoryLog,

@@ -225,7 +225,7 @@ class MemoryFacts:
         tiers: Those that the checkpoint of this step goes to. ``Tier.HOST`` is memory that outlives the process, if
             there is any, ``Tier.PEER`` that of the peers that get copies.
         sends: Which parts of a snapshot must be sent to peers.
-        anchored_at: ``[operators]``, in the catalog's order: step of the newest anchor (``ledger.gradient_chain``),
+        anchored_at: ``[operators]``, in the catalog's order: step of the newest anchor (``core.anchors``),
             complete or under way, from which gradients (held or under way) bring the operator to the newest step; -1 if
             there is none. Empty if the policy does not need it.
     """

@@ -22,6 +22,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import ALL_SENT, PolicyContext, Sends
+from moe_ckpt.policies.experts.selection import best_first
 
 
 def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: int = 0) -> tuple[int, ...]:
@@ -264,7 +265,6 @@ class Together:
         )
         self._totals = [stage.total for stage in stages]
         self.bounds = tuple(pairwise(np.cumsum([0, *self._totals]).tolist()))
-        self._numbers = np.arange(len(self.at))
         self._stage = self.spread(range(len(stages)))
         firsts = [first for first, _ in self.bounds]
         self._first = self.spread(firsts)
@@ -282,14 +282,7 @@ class Together:
 
     def ordered(self, chosen_at: Counts, unsaved: Counts) -> list[Counts]:
         """Stage by stage, all experts: most unsaved tokens first, then the oldest, then by layer and index."""
-        most, oldest = int(unsaved.max()), int(chosen_at.min())
-        amounts, ages = most - int(unsaved.min()) + 1, int(chosen_at.max()) - oldest + 1
-        if len(self.bounds) * amounts * ages * len(self.at) < 1 << 63:
-            # One number for all of it, the expert's own included: no two are equal, and sorting them is quick.
-            keys = (self._stage * amounts + (most - unsaved)) * ages + (chosen_at - oldest)
-            order = np.sort(keys * len(self.at) + self._numbers) % len(self.at)
-        else:
-            order = np.lexsort((chosen_at, -unsaved, self._stage))  # stable: what is equal stays in order
+        order = best_first(self._stage, unsaved, chosen_at)
         numbers = order - self._first
         return [numbers[first:end] for first, end in self.bounds]
 

@@ -97,3 +97,17 @@ def experts_of(context: PolicyContext, operators: Iterable[str]) -> set[Expert]:
     """The experts among ``operators``, which are ids of the catalog."""
     at = context.model.catalog.expert_at
     return {at[op] for op in operators if op in at}
+
+
+def best_first(groups: Counts, priority: Counts, chosen_at: Counts) -> Counts:
+    """Returns places of experts group by group: highest priority first, then the oldest, then as they are listed."""
+    if not len(groups):
+        return groups
+    highest, oldest = int(priority.max()), int(chosen_at.min())
+    amounts, ages = highest - int(priority.min()) + 1, int(chosen_at.max()) - oldest + 1
+    if (int(groups.max()) + 1) * amounts * ages * len(groups) >= 1 << 63:
+        return np.lexsort((chosen_at, -priority, groups))  # stable: what is equal stays in order
+    # One number for all of it, the expert's own included: no two are equal, and sorting them is quick.
+    keys = (groups * amounts + (highest - priority)) * ages + (chosen_at - oldest)
+    order: Counts = np.sort(keys * len(groups) + np.arange(len(groups))) % len(groups)
+    return order

@@ -16,7 +16,15 @@ from moe_ckpt.core.operators import Remembered
 from moe_ckpt.core.placement import interleaved_order
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.policies.experts.selection import Expert, Request, Selection, Selector, chosen_at_of, unsaved_of
+from moe_ckpt.policies.experts.selection import (
+    Expert,
+    Request,
+    Selection,
+    Selector,
+    best_first,
+    chosen_at_of,
+    unsaved_of,
+)
 
 STALE_ROUNDS = 4
 """An expert not chosen for this many rounds of ceil(E/K) checkpoints is overdue, and goes first."""
@@ -68,9 +76,8 @@ def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> 
     chosen_at = chosen_at_of(context, request.tier)
     sizes = [layer.experts for layer in context.model.catalog.layers]
     ranked = sorted_rows(chosen_at, priority, sizes)
-    orders = [order[:size] for order, size in zip(ranked.tolist(), sizes, strict=True)]
-    best = ranked[:, : request.k]
-    at_stake = np.where(best < np.array(sizes)[:, None], np.take_along_axis(priority, best, axis=1), 0).sum(axis=1)
+    orders = [order.tolist() for order in ranked]
+    at_stake = [int(priority[row, order[: request.k]].sum()) for row, order in enumerate(ranked)]
     turns = sorted(range(len(sizes)), key=lambda row: (-at_stake[row], -row))
     overdue = _overdue(context, chosen_at, sizes, request)
     stored: list[list[int]] = [[] for _ in sizes]
@@ -88,23 +95,12 @@ def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> 
     return Selection(_pairs(stored), _pairs(host_only))
 
 
-def sorted_rows(chosen_at: Counts, priority: Counts, sizes: Sequence[int]) -> Counts:
-    """``[L, E]`` experts of each layer: highest priority first, then oldest, then by index; then what is none."""
-    if not priority.size:
-        return np.zeros_like(priority)
-    oldest, highest, count = int(chosen_at.min()), int(priority.max()), priority.shape[1]
-    ages, amounts = int(chosen_at.max()) - oldest + 1, highest - int(priority.min()) + 1
-    if (amounts * ages + 1) * count < 1 << 63:
-        # One number for all of it, the expert's own included: no two are equal, and sorting them is quick.
-        keys = ((highest - priority) * ages + (chosen_at - oldest)) * count + np.arange(count)
-        none = np.arange(count) >= np.array(sizes)[:, None]
-        keys[none] = amounts * ages * count + np.nonzero(none)[1]
-        experts: Counts = np.sort(keys, axis=1) % count
-        return experts
-    experts = np.tile(np.arange(count), (len(sizes), 1))
-    for row, size in enumerate(sizes):
-        experts[row, :size] = np.lexsort((chosen_at[row, :size], -priority[row, :size]))
-    return experts
+def sorted_rows(chosen_at: Counts, priority: Counts, sizes: Sequence[int]) -> list[Counts]:
+    """Layer by layer, its experts: highest priority first, then oldest, then by index."""
+    is_expert = np.arange(priority.shape[1]) < np.array(sizes, dtype=np.int64).reshape(-1, 1)
+    layers, experts = np.nonzero(is_expert)
+    order = best_first(layers, priority[is_expert], chosen_at[is_expert])
+    return np.split(experts[order], np.cumsum(sizes)[:-1])[: len(sizes)]
 
 
 class OwnerGroup(NamedTuple):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from moe_ckpt.comm.communicator import SoloCommunicator
+from moe_ckpt.core.quantities import name_ranks
 from moe_ckpt.errors import (
     DamagedError,
-    GradientGapError,
     MoECheckpointError,
     NoCheckpointError,
     StepRemovedError,
@@ -23,8 +23,6 @@ from moe_ckpt.errors import (
     UnsupportedError,
 )
 from moe_ckpt.format.manifest import Manifest, ModelRecord, step_dir
-from moe_ckpt.format.slot import GRADIENTS
-from moe_ckpt.ledger.gradient_chain import LoggedStep, chain
 from moe_ckpt.memory.directory import (
     RankDirectory,
     entries,
@@ -109,7 +107,6 @@ class MemoryOutside:
                 slots += _slots_of(path, reader.storage.root)
         if not slots:
             raise NoCheckpointError(_nothing(reader, roots))
-        self._headers = [slot.header for slot in slots]
         self.memory = MemoryCheckpoints(SoloCommunicator(), _Memory(slots, run_id, model), reader)
 
     @staticmethod
@@ -201,46 +198,28 @@ class MemoryOutside:
         return f"step {step} cannot be made: {self._lacking(step)}{_because(self.damages)}; {can}"
 
     def _lacking(self, step: int) -> str:
-        """Which operators lack which steps."""
+        """Says what a step lacks, or steps of the gradient log that lead to it."""
         shares = without(self.memory.shares, self._bad)
         snapshots = {snapshot.step: snapshot for snapshot in snapshots_of(shares)}
         if step not in snapshots:
             extent = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"
             return f"no slot holds a part of it ({extent})"
-        logged = self._logged_steps(snapshots)
-        gaps: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for operator in sorted(frozenset().union(*(logged_step.updated for logged_step in logged.values()))):
-            try:
-                chain(logged, operator, step)
-            except GradientGapError as gap:
-                gaps[gap.missing, gap.problem].append(operator)
+        last = snapshots[step].shares[-1]
+        first = step if last.since is None else step - (last.sequence - last.since)
+        gaps: dict[str, list[int]] = defaultdict(list)
+        for at in range(first, step + 1):
+            if at not in snapshots:
+                gaps["no slot holds a part of it"].append(at)
+            elif not snapshots[at].is_complete:
+                gone = [rank for rank in range(snapshots[at].writers) if rank not in snapshots[at].snapshots[0]]
+                gaps[f"the share of {name_ranks(gone)} is in none of the given directories"].append(at)
+        for checkpoint in checkpoints_of(shares) if not gaps else ():
+            if checkpoint.is_log and checkpoint.step == step and not checkpoint.is_complete:
+                gaps["gradients that lead to it are gone: no newer step needs them, or a slot is damaged"].append(step)
         if not gaps:
             return "it is a step of a sparse window, or the snapshots of its ranks do not fit together"
-        return "; ".join(_gap(*gap, names, snapshots) for gap, names in sorted(gaps.items()))
-
-    def _logged_steps(self, snapshots: Mapping[int, MemoryCheckpoint]) -> dict[int, LoggedStep]:
-        """The log, with nothing of the steps of which a rank's share is gone."""
-        anchored = {header.step: set(header.contents.full) for header in self._headers if not header.only}
-        everything = frozenset().union(*anchored.values())
-        steps: dict[int, LoggedStep] = {}
-        for at, snapshot in snapshots.items():
-            if not snapshot.is_complete:
-                steps[at] = LoggedStep(updated=everything)
-                continue
-            full = frozenset(anchored.get(at, ()))
-            gradients = everything - full
-            if any(header.step == at and header.contents.groups for header in self._headers):
-                gradients &= self._alone(at)
-            steps[at] = LoggedStep(everything, gradients, full)
-        for at in range(min(steps), max(steps)):
-            steps.setdefault(at, LoggedStep(updated=everything))
-        return steps
-
-    def _alone(self, step: int) -> frozenset[str]:
-        """Operators of whose gradients some slot is there that holds nothing else."""
-        slots = (slot for slot in self._headers if (slot.step, slot.only) == (step, GRADIENTS))
-        parts = (header.slices(part, f"memory slots of step {step}") for header in slots for part in header.parts)
-        return frozenset(entry.operator for slices in parts for entry in slices)
+        problems = (f"step {', '.join(map(str, steps[:_SHOWN]))}: {problem}" for problem, steps in gaps.items())
+        return f"{'; '.join(problems)}. Give the directories of all nodes, or of the peers that hold copies"
 
 
 @contextlib.contextmanager
@@ -276,23 +255,6 @@ def verify_opened(opened: OpenedMemory) -> None:
     for _, damage in find_damage(opened.reader.storage, slices):
         if damage is not None:
             raise damage
-
-
-def _gap(missing: int, why: str, operators: Sequence[str], snapshots: Mapping[int, MemoryCheckpoint]) -> str:
-    shown = ", ".join(operators[:_SHOWN]) + (f" and {len(operators) - _SHOWN} more" if len(operators) > _SHOWN else "")
-    snapshot = snapshots.get(missing)
-    if snapshot is None:
-        return f"{shown} lack step {missing}, of which no slot holds a part"
-    if snapshot.is_complete and "gradient" in why:
-        return f"{shown} lack the gradient of step {missing}: no newer step needs it, or its slot is damaged"
-    if snapshot.is_complete:
-        return f"{shown} lack an anchor of step {missing} or before"
-    gone = [str(rank) for rank in range(snapshot.writers) if rank not in snapshot.snapshots[0]]
-    several = "shares of ranks" if len(gone) > 1 else "share of rank"
-    return (
-        f"{shown} lack step {missing}: the {several} {', '.join(gone)} are in none of the given directories. Give the "
-        "directories of all nodes, or of the peers that hold copies"
-    )
 
 
 def _because(damages: Sequence[str]) -> str:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moe_ckpt.errors import GradientGapError
-
 _NONE: frozenset[str] = frozenset()
 
 
@@ -54,17 +52,17 @@ def chain(log: Log, operator: str, step: int) -> Chain:
     """Returns the shortest chain of ``operator`` to ``step``: the one from its newest anchor.
 
     Raises:
-        GradientGapError: Something is missing since that anchor, or there is none.
+        LookupError: Something is missing since that anchor, or there is none.
     """
     gradients: list[int] = []
     for at in range(step, min(log, default=step) - 1, -1):
         logged = log.get(at)
         if logged is None:
-            raise GradientGapError(operator, at, step, "it is not known what that step updated")
+            raise LookupError(operator, at, step, "it is not known what that step updated")
         if operator in logged.anchored:
             return Chain(operator, at, tuple(reversed(gradients)))
         if operator in logged.updated:
             if operator not in logged.gradients:
-                raise GradientGapError(operator, at, step, "its gradient is missing")
+                raise LookupError(operator, at, step, "its gradient is missing")
             gradients.append(at)
-    raise GradientGapError(operator, min(log, default=step), step, "there is no anchor of it or of an earlier step")
+    raise LookupError(operator, min(log, default=step), step, "there is no anchor of it or of an earlier step")

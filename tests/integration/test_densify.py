@@ -199,9 +199,11 @@ def test_a_step_that_is_not_there(place, capsys):  # noqa: F811
 
 def test_a_damaged_gradient_is_said_and_an_older_step_can_be_made(place, capsys):  # noqa: F811
     run = killed(logged(LOG, place))
-    sealed = list(Path(run.memory).rglob("*.head"))
-    newest = max((path for path in sealed if header_of(path).only), key=lambda path: header_of(path).sequence)
-    step = header_of(newest).step
+    complete = listed(run, capsys)[0]  # the kill may have come between two seals of a newer step
+    headers = {path: header_of(path) for path in Path(run.memory).rglob("*.head")}
+    gradients = {path: header for path, header in headers.items() if header.only and header.step <= complete}
+    newest = max(gradients, key=lambda path: gradients[path].sequence)
+    step = gradients[newest].step
     spoil(newest, "gradient")
     before = _directories(run)
     assert densify(run) in (1, 2)

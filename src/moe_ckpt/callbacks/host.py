@@ -24,11 +24,10 @@ from moe_ckpt.driver.changes import Change, differing, plain_values, same, train
 from moe_ckpt.driver.host import End, Host, loading_state
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.run_records import Finished
-from moe_ckpt.interop.weights import LoadedWeights, load_weights
+from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
 from moe_ckpt.modeling.moe.routing import TrainingPasses
-from moe_ckpt.modeling.names import clean_name, is_compiled, tied_aliases
+from moe_ckpt.modeling.names import is_compiled
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
-from moe_ckpt.modeling.state import module_state
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored, rank_of_state
@@ -96,16 +95,8 @@ class LightningHost(Host):
         self.state.advance_counts(missed)
 
     def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
-        module = self.module
-        return load_weights(
-            path,
-            self.state,
-            comm,
-            module_state.buffers(module),
-            strict=module.strict_loading,  # if False, names may be missing on either side, as for Lightning's own
-            aliases=tied_aliases(module) | module_state.tied_buffers(module),
-            others={clean_name(name) for name in module.state_dict()},
-        )
+        strict = self.module.strict_loading  # if False, names may be missing on either side, as for Lightning's own
+        return load_module_weights(path, self.state, comm, self.module, strict=strict)
 
     def go_on_from_end(
         self, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import CoverageError, NoCheckpointError, StepRemovedError, StoreError
@@ -21,6 +22,8 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.safetensors import SUFFIX, FileTensor, model_files, read_block, read_tables
 from moe_ckpt.interop.whole import module_buffers
+from moe_ckpt.modeling.names import clean_name, tied_aliases
+from moe_ckpt.modeling.state import module_state
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
 from moe_ckpt.reading.newest import newest_dense, require_dense
 from moe_ckpt.reading.reader import StoreReader, locate
@@ -199,6 +202,21 @@ class LoadedWeights:
             if names:
                 parts.append(f"{what}: {', '.join(names[:6])}" + (f" and {len(names) - 6} more" * (len(names) > 6)))
         return "; ".join(parts)
+
+
+def load_module_weights(
+    path: str, state: TrainingState, comm: Communicator, module: nn.Module, *, strict: bool = True
+) -> LoadedWeights:
+    """Loads weights and persistent buffers into a torch module; arguments and errors as of ``load_weights``."""
+    return load_weights(
+        path,
+        state,
+        comm,
+        module_state.buffers(module),
+        strict=strict,
+        aliases=tied_aliases(module) | module_state.tied_buffers(module),
+        others={clean_name(name) for name in module.state_dict()},
+    )
 
 
 def load_weights(

@@ -12,9 +12,10 @@ from torch import nn
 
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
+from moe_ckpt.driver.attached import AttachedCheckpoint
 from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.host import Stateful
-from moe_ckpt.driver.run import CLOSE_SECS, Driver
+from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Action, Moment, State
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.host import MegatronHost
@@ -32,7 +33,6 @@ from moe_ckpt.recovery.replay import StepSource
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.events import Observer, StepRecord
 from moe_ckpt.run.options import Options, OptionValues, make_options
-from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.stopwatch import timed
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def attach(
     return MegatronCheckpoint(chosen, model_chunks, optimizer, scheduler, stateful or {})
 
 
-class MegatronCheckpoint:
+class MegatronCheckpoint(AttachedCheckpoint):
     """Checkpoints one training loop. All ranks call each method, on the training thread.
 
     Attributes:
@@ -206,29 +206,9 @@ class MegatronCheckpoint:
             self._pipeline.open()
 
     @property
-    def session(self) -> CheckpointSession:
-        """The session, with its catalog, its ledger and the newest committed step."""
-        return self._driver.session
-
-    @property
-    def last(self) -> StepRecord | None:
-        """The record of the newest step; ``last.halt`` is the reason if the policy asks to end training, else None."""
-        return self._driver.last
-
-    @property
-    def restored_step(self) -> int | None:
-        """The iteration of the checkpoint that training resumed from."""
-        return self._driver.restored_step
-
-    @property
     def iteration(self) -> int:
         """The number of iterations done."""
         return self._host.step
-
-    @property
-    def replaying(self) -> bool:
-        """Returns whether a sparse window is replayed now; until that is done, the model holds no complete state."""
-        return self._driver.replaying is not None
 
     # --- once, before training ---
 
@@ -430,12 +410,7 @@ class MegatronCheckpoint:
         if self.upstream is not None:
             self.upstream.boundary.begin()  # others may have to compute steps again, though this rank has none left
             self.upstream.close()
-        halted = self.last is not None and self.last.halt is not None
-        try:
-            self._driver.catch_up()
-            self._driver.finish(moved=self._host.loop.moved, ended=ended and not halted)
-        finally:
-            self._release()
+        self._end(moved=self._host.loop.moved, ended=ended)
 
     def _release(self) -> None:
         """Removes the hooks from model and optimizer."""
@@ -444,29 +419,6 @@ class MegatronCheckpoint:
         for watcher in (self._first, self._pipeline, self.upstream):
             if watcher is not None:
                 watcher.close()
-
-    def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
-        """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``.
-
-        Args:
-            timeout_secs: Longest wait for what is being written.
-            failure: What happened. Memory that outlives the process then keeps the newest iteration, within
-                ``Memory(survivor_secs)``, unless the failure came in the middle of an update.
-        """
-        if failure is not None:
-            self._driver.survive(failure)
-        self._release()
-        self._driver.close(timeout_secs)
-
-    def __enter__(self) -> MegatronCheckpoint:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        try:
-            if kind is None and self.session.is_open:  # else it was finished or closed inside
-                self.finish()
-        finally:
-            self.close(CLOSE_SECS, error)
 
 
 def load_weights(

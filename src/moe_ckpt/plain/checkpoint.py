@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader
 
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
+from moe_ckpt.driver.attached import AttachedCheckpoint
 from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.host import Stateful
-from moe_ckpt.driver.run import CLOSE_SECS, Driver
+from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Action, Moment, State
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.modeling.bucket_order import BucketOrder
@@ -33,7 +34,6 @@ from moe_ckpt.recovery.recovery_plan import RecoveryPlan
 from moe_ckpt.recovery.replay import StepSource
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.run.options import Options, OptionValues, make_options
-from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.stopwatch import timed
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def attach(
     return PlainCheckpoint(chosen, model, listed, stateful or {})
 
 
-class PlainCheckpoint:
+class PlainCheckpoint(AttachedCheckpoint):
     """Checkpoints one training loop. All ranks call each method, on the training thread.
 
     Attributes:
@@ -155,26 +155,6 @@ class PlainCheckpoint:
             before, after = stopwatch.around(self._before_update), stopwatch.around(self._updated)
             self._undo.append(optimizer.register_step_pre_hook(before).remove)
             self._undo.append(optimizer.register_step_post_hook(after).remove)
-
-    @property
-    def session(self) -> CheckpointSession:
-        """The session, with its catalog, its ledger and the newest committed step."""
-        return self._driver.session
-
-    @property
-    def last(self) -> StepRecord | None:
-        """The record of the newest step; ``last.halt`` is the reason if the policy asks to end training, else None."""
-        return self._driver.last
-
-    @property
-    def restored_step(self) -> int | None:
-        """The step of the checkpoint that training resumed from; None for a new run."""
-        return self._driver.restored_step
-
-    @property
-    def replaying(self) -> bool:
-        """True while a sparse window is replayed; until that is done, the model holds no complete state."""
-        return self._driver.replaying is not None
 
     # --- once, before training ---
 
@@ -341,40 +321,12 @@ class PlainCheckpoint:
         if self._driver.lifecycle.state is State.ENDED:
             return
         self._require_counted("finish()")
-        halted = self.last is not None and self.last.halt is not None
-        try:
-            self._driver.catch_up()
-            self._driver.finish(moved=self._host.moved, ended=ended and not halted)
-        finally:
-            self._release()
+        self._end(moved=self._host.moved, ended=ended)
 
     def _release(self) -> None:
         self._counter.close()
         while self._undo:
             self._undo.pop()()
-
-    def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
-        """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``.
-
-        Args:
-            timeout_secs: Longest wait for what is being written.
-            failure: What happened. Memory that outlives the process then keeps the newest step, within
-                ``Memory(survivor_secs)``, unless the failure came in the middle of an update.
-        """
-        if failure is not None:
-            self._driver.survive(failure)
-        self._release()
-        self._driver.close(timeout_secs)
-
-    def __enter__(self) -> PlainCheckpoint:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        try:
-            if kind is None and self.session.is_open:  # else it was finished or closed inside
-                self.finish()
-        finally:
-            self.close(CLOSE_SECS, error)
 
 
 def _open_log(optimizers: Sequence[Optimizer], module: nn.Module, driver: Driver) -> GradientLogging:

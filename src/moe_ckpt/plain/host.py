@@ -15,10 +15,8 @@ from moe_ckpt.driver.host import End, Host, Stateful, loading_state, require_fra
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
-from moe_ckpt.interop.weights import LoadedWeights, load_weights
-from moe_ckpt.modeling.names import clean_name, tied_aliases
+from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
-from moe_ckpt.modeling.state import module_state
 from moe_ckpt.modeling.state.param_groups import require_plain
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
@@ -121,15 +119,7 @@ class PlainHost(Host):
         self.state.advance_counts(missed)
 
     def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
-        module = self.module
-        return load_weights(
-            path,
-            self.state,
-            comm,
-            module_state.buffers(module),
-            aliases=tied_aliases(module) | module_state.tied_buffers(module),
-            others={clean_name(name) for name in module.state_dict()},
-        )
+        return load_module_weights(path, self.state, comm, self.module)
 
     def go_on_from_end(
         self, manifest: Manifest, finished: Finished, changes: Sequence[Change], plt: float

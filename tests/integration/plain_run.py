@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +36,7 @@ class Loop:
         accumulate: Batches a step.
         unused: The second layer lists its experts: one without tokens gets no gradient. DDP looks for those, FSDP2
             cannot be without.
-        settled: A process is killed when storage has the newest step.
+        stored: A process is killed when storage has this step, or a newer one.
         options: Further ones of ``attach``.
     """
 
@@ -48,7 +47,7 @@ class Loop:
     scaler: bool = False
     accumulate: int = 1
     unused: bool = True
-    settled: bool = False
+    stored: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -61,6 +60,10 @@ def model(loop: Loop) -> nn.Module:
 def dataset() -> list[tuple[torch.Tensor, int]]:
     generator = torch.Generator().manual_seed(5)
     return [(torch.randn(WIDTH, generator=generator), i % CLASSES) for i in range(SAMPLES)]
+
+
+def stored(root: str) -> int:
+    return newest_step(f"{root}/store") or 0
 
 
 def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None = None) -> dict[str, Any]:
@@ -106,9 +109,7 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
         records = []
         while step < STEPS:
             for x, y in loader:
-                if kill_at is not None and step == kill_at and rank == 0:
-                    while loop.settled and newest_step(f"{root}/store") != step:
-                        time.sleep(0.01)
+                if kill_at is not None and step >= kill_at and rank == 0 and stored(root) >= loop.stored:
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss = F.cross_entropy(net(x), y)
                 if scaler is not None:

@@ -68,10 +68,10 @@ def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, loop: Loop,
 
 
 def test_moc_counts_what_a_kill_loses(tmp_path: Path):
-    loop = Loop(("MoC", {"k": 1}), settled=True)
+    loop = Loop(("MoC", {"k": 1}), stored=2)
     life(tmp_path, loop, kill_at=9)
     end = life(tmp_path, loop)
-    assert end["restored"] == 9
+    assert 2 <= end["restored"] < STEPS, "experts take turns, of which the first checkpoint has all"
     assert 0 < end["plt"] < 1
 
 

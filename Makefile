@@ -29,7 +29,7 @@ VENV_NEW := $(VENV)-megatron-$(MEGATRON_NEW)
 STAMP_NEW := $(VENV_NEW)/.moe_ckpt_installed
 PY_NEW := MEGATRON_LM="$$MEGATRON_LM_NEW" $(VENV_NEW)/bin/python
 TESTS_NEW := $(patsubst %,tests/megatron/test_%.py,bad_input dense_models exact fused_adam gradient_log inventory \
-  localized megatron_cpu megatron_lm moc optimizer_changed param_groups parameters reshard routing sparing topology \
+  localized megatron_cpu megatron_lm moc optimizer_changed param_groups parameters reshard routing topology \
   torch_dist weights_from)
 
 .PHONY: help demo demo-megatron check unit test test-slow test-oldest test-newest lint types docs bench bench-papers bench-reality setup belongs clean

@@ -19,7 +19,7 @@ from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import require_fitting
 from moe_ckpt.reading.slices import find_damage
 from moe_ckpt.reading.together import STOPS, NotUsableError, raise_on_all_ranks
-from moe_ckpt.recovery.named import load_tensors
+from moe_ckpt.recovery.sources import StorageSource
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import PARAMETERS, STACK, LiveState, TinyRun, example
 
@@ -37,7 +37,7 @@ def stores(tmp_path_factory):
 def restore(reader: StoreReader, manifest: Manifest, state: LiveState) -> None:
     require_fitting(reader, manifest, state, None)
     try:
-        load_tensors(SoloCommunicator(), reader, manifest, state)
+        StorageSource(reader, manifest).load(SoloCommunicator(), state)
     except NotUsableError as error:
         raise error.problem or error from None
 

@@ -92,8 +92,8 @@ class LogReturn:
         comm, state, opened, survivors = self._recovery.comm, self._recovery.state, self._opened, self._survivors
         if survivors.spares_log:
             opened.slots.check_only(stored.path for stored in survivors.read)
-        from_log = [op for op in opened.manifest.operators if op not in survivors.operators]
-        together(comm, lambda: source.verify(from_log, state))
+        from_log = frozenset(opened.manifest.operators) - survivors.operators
+        together(comm, lambda: source.verify(state, from_log))
         together(comm, log_here.verify)
         together(comm, lambda: self._replayer.check(log_here))
         together(comm, lambda: source.prepare(state))

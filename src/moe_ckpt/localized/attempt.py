@@ -178,9 +178,9 @@ class LocalAttempt:
         shared = self._divide(reader, manifest, opened, goes_back=goes_back)
         if goes_back:
             source.shared = shared
-        planned_at, operators = time.time(), tuple(mine[1].operators)
-        together(comm, lambda: source.verify(operators, state))
-        together(comm, lambda: source.prepare_and_write(operators, state))
+        planned_at = time.time()
+        together(comm, lambda: source.verify(state))
+        together(comm, lambda: source.prepare_and_write(state))
         recounts = not is_agreed(sealed.snapshots[0])
         self.part = LocalPart(local, since, goes_back, exchange.history, received, recounts=recounts)
         joined = _all_as_of(local.step, retained)

@@ -22,9 +22,9 @@ from moe_ckpt.reading.memory.slot_storage import Span
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of, require_fitting
 from moe_ckpt.reading.together import NotUsableError, together, together_and_most
-from moe_ckpt.recovery.recovery_plan import Inventory, RecoveryPlan, plan_recovery
+from moe_ckpt.recovery.recovery_plan import Inventory, RecoveryPlan
 from moe_ckpt.recovery.replay import StepReplay
-from moe_ckpt.recovery.sources import StorageSource, opened_inventories
+from moe_ckpt.recovery.sources import StorageSource, opened_inventories, planned
 
 log = logging.getLogger("moe_ckpt")
 
@@ -228,15 +228,11 @@ class Recovery:
         """
         comm, state = self.comm, self.state
         restored, storage = together(comm, lambda: opening(self, self.reader, self.reader.manifest(directory)))
-        manifest = restored.manifest
-        first, operators = manifest.window[0].step if manifest.window else None, tuple(manifest.operators)
-        plan = plan_recovery(directory, manifest.step, operators, [storage.inventory()], first=first)
+        plan = storage.plan()
         if comm.rank == 0:
             say_plan(plan)
         restored = replace(restored, plan=plan, planned_unix_secs=time.time())
-        storage.share(comm, operators, state)
-        together(comm, lambda: storage.verify(operators, state))
-        together(comm, lambda: storage.prepare_and_write(operators, state))
+        storage.load(comm, state)
         return restored
 
     def _return_to_memory(self, opener: Opener) -> Restored:
@@ -259,15 +255,15 @@ class Recovery:
         restored, source, plan = verified
         if comm.rank == 0:
             say_plan(plan)
-        planned_at, operators = time.time(), tuple(opened.manifest.operators)
-        together(comm, lambda: source.prepare_and_write(operators, state))
+        planned_at = time.time()
+        together(comm, lambda: source.prepare_and_write(state))
         return restored.out_of(opened, plan, planned_at)
 
     def _verified(self, opened: OpenedMemory) -> _Verified:
         """Opens a checkpoint, and verifies what this rank reads of it. Changes nothing."""
-        planned = self._planned(opened)
-        planned.source.verify(tuple(opened.manifest.operators), self.state)
-        return planned
+        described = self._planned(opened)
+        described.source.verify(self.state)
+        return described
 
     def _verified_together(self, opened: OpenedMemory, verified: _Verified | None) -> _Verified:
         """The same, where ranks divide what they read of storage. A collective.
@@ -276,18 +272,15 @@ class Recovery:
             opened: The checkpoint.
             verified: What this rank, which reads only what it has, has verified.
         """
-        planned = together(self.comm, lambda: verified or self._planned(opened))
-        operators, files = tuple(opened.manifest.operators), opened.slots.files
-        planned.source.share(self.comm, operators, self.state, lambda path: path not in files)
-        together(self.comm, lambda: None if verified else planned.source.verify(operators, self.state))
-        return planned
+        to_verify, files = together(self.comm, lambda: verified or self._planned(opened)), opened.slots.files
+        to_verify.source.share(self.comm, self.state, lambda path: path not in files)
+        together(self.comm, lambda: None if verified else to_verify.source.verify(self.state))
+        return to_verify
 
     def _planned(self, opened: OpenedMemory) -> _Verified:
         """Opens a checkpoint. Changes nothing, and reads no slice."""
-        manifest = opened.manifest
-        operators, first = tuple(manifest.operators), manifest.window[0].step if manifest.window else None
-        plan = plan_recovery(manifest.directory, manifest.step, operators, opened_inventories(opened), first=first)
-        return _Verified(*opening(self, opened.reader, manifest), plan)
+        plan = planned(opened.manifest, opened_inventories(opened))
+        return _Verified(*opening(self, opened.reader, opened.manifest), plan)
 
     def _proven(self, opened: OpenedMemory) -> tuple[_Proven, int]:
         """Proves that a checkpoint is whole. Also returns what this rank needs: ``_OF_OTHERS``, ``_OF_STORAGE`` or 0.

@@ -57,18 +57,8 @@ def load_step(
         return Named(reader, manifest, restored)
 
     named = together(comm, fitting)
-    load_tensors(comm, named.reader, named.manifest, state, model_only=model_only)
+    StorageSource(named.reader, named.manifest, weights_only=model_only).load(comm, state)
     return named
-
-
-def load_tensors(
-    comm: Communicator, reader: StoreReader, manifest: Manifest, state: TrainingState, *, model_only: bool = False
-) -> None:
-    """Loads the tensors of a checkpoint that fits (``require_fitting``). Arguments and errors: see ``load_step``."""
-    source, operators = StorageSource(reader, manifest, weights_only=model_only), tuple(manifest.operators)
-    source.share(comm, operators, state)
-    together(comm, lambda: source.verify(operators, state))
-    together(comm, lambda: source.prepare_and_write(operators, state))
 
 
 def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -> dict[str, torch.Tensor]:

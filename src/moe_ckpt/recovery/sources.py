@@ -18,7 +18,8 @@ from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of, prepare, verify_needed
 from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
-from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory
+from moe_ckpt.reading.together import together
+from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 
 
 class StorageSource:
@@ -53,44 +54,53 @@ class StorageSource:
         sizes = np.array(list(nbytes.values()), dtype=np.int64)
         return Inventory(Tier.STORAGE, self._manifest.directory, np.array(steps, dtype=np.int64), sizes)
 
+    def plan(self) -> RecoveryPlan:
+        """Returns the plan of a recovery that takes everything from here."""
+        return planned(self._manifest, [self.inventory()])
+
+    def load(self, comm: Communicator, state: TrainingState) -> None:
+        """Verifies what each rank needs, and writes it once all have verified theirs. A collective.
+
+        Raises:
+            NotUsableError: On every rank, if it failed on any.
+        """
+        self.share(comm, state)
+        together(comm, lambda: self.verify(state))
+        together(comm, lambda: self.prepare_and_write(state))
+
     def share(
-        self,
-        comm: Communicator,
-        operators: Collection[str],
-        state: TrainingState,
-        is_stored: Callable[[str], bool] = lambda path: True,
+        self, comm: Communicator, state: TrainingState, is_stored: Callable[[str], bool] = lambda path: True
     ) -> None:
         """Divides among the ranks the reading of what several of them need. A collective, before ``verify``.
 
         Args:
             comm: The ranks.
-            operators: That will be loaded; the same on every rank.
             state: Of this rank.
             is_stored: Whether the file at a path lies on storage; the same on every rank.
         """
-        kinds = self._kinds(operators)
-        slices = in_order(
-            piece for kind in kinds for group in kind.values() for piece in group if is_stored(piece.path)
-        )
+        groups = (group for kind in self._kinds for group in kind.values())
+        slices = in_order(stored for group in groups for stored in group if is_stored(stored.path))
 
         def needed() -> set[StoredSlice]:
             parameters = parameters_of(state)
-            return {stored for kind in kinds for stored in needed_slices(kind, parameters)}
+            return {stored for kind in self._kinds for stored in needed_slices(kind, parameters)}
 
         self.shared = divide(comm, slices, needed)
 
-    def verify(self, operators: Collection[str], state: TrainingState) -> None:
-        """Raises ``DamagedError`` if what this rank reads of these operators is damaged."""
-        for kind in self._kinds(operators):
-            verify_needed(self._reader, kind, parameters_of(state), self.shared)
+    def verify(self, state: TrainingState, operators: Collection[str] | None = None) -> None:
+        """Raises ``DamagedError`` if what this rank reads, of these operators or of all, is damaged."""
+        for kind in self._kinds:
+            chosen = kind
+            if operators is not None:
+                chosen = {key: [one for one in group if one.entry.operator in operators] for key, group in kind.items()}
+            verify_needed(self._reader, chosen, parameters_of(state), self.shared)
 
     def prepare(self, state: TrainingState) -> None:
         """Creates the optimizer state that the checkpoint has, before anything is written."""
         prepare(self._manifest, self._index, state)
 
-    def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
-        """Does ``prepare``, and writes these operators, verified, into the live tensors. A collective if reading is
-        shared.
+    def prepare_and_write(self, state: TrainingState) -> None:
+        """Does ``prepare``, and writes everything, verified, into the live tensors. A collective if reading is shared.
 
         Raises:
             DamagedError: There is damage since ``verify``.
@@ -102,24 +112,22 @@ class StorageSource:
             self.prepare(state)
             return state.tensors()
 
-        load_slices(self._reader, self._of(operators), prepared, self.shared)
+        [slices] = self._kinds
+        load_slices(self._reader, slices, prepared, self.shared)
 
-    def _kinds(self, operators: Collection[str]) -> tuple[Mapping[str, Sequence[StoredSlice]], ...]:
-        """Returns, each by key, what is loaded of these operators."""
-        return (self._of(operators),)
-
-    def _of(self, operators: Collection[str]) -> Mapping[str, Sequence[StoredSlice]]:
-        """Returns the slices of these operators."""
+    @property
+    def _kinds(self) -> tuple[Mapping[str, Sequence[StoredSlice]], ...]:
+        """What is loaded, each by key."""
         tensors: Mapping[str, Sequence[StoredSlice]] = self._index.tensors
         if self._weights_only:
             tensors = {key: group for key, group in tensors.items() if split_key(key).optimizer is None}
-        if len(operators) == len(self._manifest.operators):
-            return tensors
-        chosen = frozenset(operators)
-        chosen_slices = {
-            key: [stored for stored in group if stored.entry.operator in chosen] for key, group in tensors.items()
-        }
-        return {key: group for key, group in chosen_slices.items() if group}
+        return (tensors,)
+
+
+def planned(manifest: Manifest, inventories: Sequence[Inventory]) -> RecoveryPlan:
+    """Returns where each operator of a checkpoint comes from."""
+    first = manifest.window[0].step if manifest.window else None
+    return plan_recovery(manifest.directory, manifest.step, tuple(manifest.operators), inventories, first=first)
 
 
 def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:

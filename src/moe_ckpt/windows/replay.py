@@ -10,7 +10,7 @@ are overwritten before anything reads them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from moe_ckpt.errors import OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
@@ -125,14 +125,15 @@ class WindowSource(StorageSource):
         super().__init__(reader, manifest)
         self._replay = replay
 
-    def _kinds(self, operators: Collection[str]) -> tuple[Mapping[str, Sequence[StoredSlice]], ...]:
+    @property
+    def _kinds(self) -> tuple[Mapping[str, Sequence[StoredSlice]], ...]:
         """Returns all that the replay will read, so that it cannot fail half way."""
         return (self._index.tensors, *self._index.replay.values())
 
     def prepare(self, state: TrainingState) -> None:
         """Does nothing: the replay creates optimizer state step by step."""
 
-    def prepare_and_write(self, operators: Collection[str], state: TrainingState) -> None:
+    def prepare_and_write(self, state: TrainingState) -> None:
         """Writes the window's first step; there is nothing to prepare. A collective if reading is shared."""
         self._replay.shared = self.shared
         self._replay.load()

@@ -13,6 +13,7 @@ from moe_ckpt import Memory
 from moe_ckpt.core.placement import lends
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.slot import STATE, TENSORS
+from moe_ckpt.reading.memory.memory_checkpoints import say_kept
 from moe_ckpt.reading.memory.memory_shares import (
     LeftBehind,
     MemoryCheckpoint,
@@ -25,7 +26,6 @@ from moe_ckpt.reading.memory.memory_shares import (
     snapshots_of,
     teller_of,
 )
-from moe_ckpt.reading.memory.standing import say_kept
 
 DUE = Share(0, "a", 0, "life", 3, 7, 40, 0, 2, None, "step_00000001_g3")
 """Of a partial checkpoint of step 40, as rank 0 of two sealed it."""

@@ -17,12 +17,11 @@ import numpy as np
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError
-from moe_ckpt.format.manifest import Manifest, age_of, step_dir
+from moe_ckpt.format.manifest import Manifest, age_of
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState
-from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
+from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints, say_kept
 from moe_ckpt.reading.memory.memory_shares import checkpoints_of
-from moe_ckpt.reading.memory.standing import say_kept
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
 from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored
@@ -91,7 +90,7 @@ def resume_newest(
     recovery = Recovery(reader, comm, state, admits, open_log)
     has_slots = tier is not None and (tier.outlives_process or any(largest(comm, [bool(tier.left_slots.slots)])))
     memory = None if tier is None or not has_slots else MemoryCheckpoints(comm, tier, reader)
-    directories = memory.standing.stored if memory is not None else _listed(comm, reader)
+    directories = memory.stored if memory is not None else _listed(comm, reader)
     only_copy = memory is not None and tier is not None and tier.outlives_process
     in_memory = None if not only_copy or memory is None else max((share.step for share in memory.shares), default=None)
     passed_over = _PassedOver(comm)
@@ -238,8 +237,8 @@ def _rebuilding(
             " and ".join(damaged),
             level=logging.WARNING,
         )
-    same = (e for e in checkpoints_of(memory.shares) if step_dir(e.step, e.generation) == joined.manifest.directory)
-    if not (damaged or any(map(memory.standing.follows_what_is_gone, same))):
+    same = (e for e in checkpoints_of(memory.shares) if e.directory == joined.manifest.directory)
+    if not (damaged or any(map(memory.follows_what_is_gone, same))):
         return restored
     return replace(restored, rebuilds=True, joined=restored.joined and replace(joined, rebuilds=True))
 
@@ -265,11 +264,7 @@ def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) ->
 def _has_whole(memory: MemoryCheckpoints, directory: str) -> bool:
     """Whether memory has all of a checkpoint. Newer ones, of which it has a part, were still being made then."""
     checkpoints = checkpoints_of(memory.shares)
-    return any(
-        checkpoint.is_complete
-        for checkpoint in checkpoints
-        if step_dir(checkpoint.step, checkpoint.generation) == directory
-    )
+    return any(checkpoint.is_complete for checkpoint in checkpoints if checkpoint.directory == directory)
 
 
 def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]) -> Restored:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.quantities import name_ranks
 from moe_ckpt.core.step import Facts
 from moe_ckpt.core.tokens import TokenBook, window_began
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
@@ -29,6 +30,7 @@ from moe_ckpt.format.manifest import (
     step_dir,
 )
 from moe_ckpt.ledger.coverage import Box, prove_cover
+from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.index import blocks_of
 from moe_ckpt.reading.memory.memory_shares import (
@@ -41,6 +43,7 @@ from moe_ckpt.reading.memory.memory_shares import (
     fullest,
     left_behind,
     nearest,
+    newer_than,
     sealed_beside,
     snapshots_of,
     teller_of,
@@ -59,7 +62,6 @@ from moe_ckpt.reading.memory.slot_views import (
     share_of,
     unpacked_headers,
 )
-from moe_ckpt.reading.memory.standing import Standing, checkpoint_in, say_unusable
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.together import RankZeroAnswer
 
@@ -72,6 +74,12 @@ SURVIVORS_SUFFIX = "_survivors"
 MOST_STARTS = 3
 """From one checkpoint in memory without a step that ended: what is wrong is with it, or with what computes from it."""
 
+_GONE = (
+    "%s is gone from storage, or its MANIFEST.json is, and memory has steps up to %d that follow it: the run goes on "
+    "from there as far as memory has everything. If you removed it in order to go back, stop, run moe-ckpt memory "
+    "clear on every node, and start again"
+)
+
 
 class MemoryCheckpoints:
     """The checkpoints that the slots of earlier lives hold together. Made and used by all ranks, on the training
@@ -83,7 +91,7 @@ class MemoryCheckpoints:
         reader: Of the store; what it has read already is not read again.
 
     Attributes:
-        standing: What storage has.
+        stored: Directories of the checkpoints on storage, newest first, as rank 0 lists them.
         used: Path of a file of the checkpoint opened last -> the slot that it comes from.
         paths: (holder, number) -> where that slot lies.
 
@@ -103,32 +111,40 @@ class MemoryCheckpoints:
         answer = RankZeroAnswer.of(reader.directories if comm.rank == 0 else None)
         here = [answer.payload, tier.node, [str(slot.slot.path) for slot in self._slots], facts_of_slots(self._slots)]
         ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(here).encode())]
-        self.standing = Standing(comm, answer.taken(ranks[0][0], f"list the store {reader.storage.root}"))
+        self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
         self.shares: list[Share] = []
         self.paths: dict[tuple[int, int], str] = {}
         for holder, (_, node, paths, slots) in enumerate(ranks):
             self.paths |= {(holder, number): path for number, path in enumerate(paths)}
             self.shares += [share_of(holder, node, fields) for fields in slots]
         if not tier.outlives_process:  # a commit on storage makes it a checkpoint
-            stored = set(self.standing.stored)
-            self.shares = [share for share in self.shares if step_dir(share.step, share.generation) in stored]
-        self.standing.say_gone(checkpoints_of(self.shares))
+            stored = set(self.stored)
+            self.shares = [share for share in self.shares if share.directory in stored]
+        newest = next(iter(checkpoints_of(self.shares)), None)
+        if newest is None or comm.rank or not self.follows_what_is_gone(newest):
+            return
+        if all((newest.generation, newest.step) > age_of(name) for name in self.stored):
+            announce(_GONE, newest.base, newest.step, level=logging.WARNING)
+
+    def follows_what_is_gone(self, checkpoint: MemoryCheckpoint) -> bool:
+        """Returns whether storage lacks the checkpoint that this one builds on, and what replaced that.
+
+        A file was lost, or a user removed checkpoints, or restored an older copy of the store.
+        """
+        base, begun = age_of(checkpoint.base), checkpoint.generation
+        return bool(checkpoint.base) and not any(
+            name == checkpoint.base or (age_of(name)[0] == begun and age_of(name) > base) for name in self.stored
+        )
 
     def offered(self) -> list[str]:
         """Directories of what memory has whole, or has a part of beside storage, newest first."""
         checkpoints = checkpoints_of(self.shares)
-        whole = {
-            step_dir(checkpoint.step, checkpoint.generation) for checkpoint in checkpoints if checkpoint.is_complete
-        }
+        whole = {checkpoint.directory for checkpoint in checkpoints if checkpoint.is_complete}
         # What ``moe-ckpt densify`` made of a log stands on storage by itself.
-        logs = {step_dir(checkpoint.step, checkpoint.generation) for checkpoint in checkpoints if checkpoint.is_log}
-        whole -= logs & set(self.standing.stored)
-        parts = {
-            step_dir(checkpoint.step, checkpoint.generation)
-            for checkpoint in checkpoints
-            if not (checkpoint.is_window or checkpoint.is_log)
-        }
-        return sorted((whole | parts.intersection(self.standing.stored)) - self._given_up, key=age_of, reverse=True)
+        logs = {checkpoint.directory for checkpoint in checkpoints if checkpoint.is_log}
+        whole -= logs & set(self.stored)
+        parts = {checkpoint.directory for checkpoint in checkpoints if not (checkpoint.is_window or checkpoint.is_log)}
+        return sorted((whole | parts.intersection(self.stored)) - self._given_up, key=age_of, reverse=True)
 
     def ask(self, directory: str) -> Callable[[], OpenedMemory]:
         """Hear from all ranks what memory has of a checkpoint. A collective; reads no slice.
@@ -146,7 +162,7 @@ class MemoryCheckpoints:
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
         """Asks as ``ask`` does, but does not count as a start from the checkpoint."""
-        stored = [(*age_of(name), name) for name in self.standing.stored]
+        stored = [(*age_of(name), name) for name in self.stored]
         names = [name for name in base_of(checkpoint, stored) if name not in self._bad_bases]
         described = self.describe([checkpoint])
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
@@ -191,7 +207,7 @@ class MemoryCheckpoints:
         if bad or bases or diverged:
             return
         count = len(self.shares)  # without what stands in for a rank's own share there may be another of the step
-        of_step = [share for share in self.shares if step_dir(share.step, share.generation) == directory]
+        of_step = [share for share in self.shares if share.directory == directory]
         self.shares = [share for share in self.shares if not share.only or share not in of_step]
         if len(self.shares) == count:
             self._given_up.add(directory)
@@ -284,7 +300,7 @@ class MemoryCheckpoints:
         described: Sequence[SnapshotFacts],
         beneath: Manifest | None,
     ) -> OpenedMemory:
-        directory = step_dir(checkpoint.step, checkpoint.generation)
+        directory = checkpoint.directory
         logged, chained, alive = tuple[LoggedSnapshot, ...](), frozenset[str](), list[SlotFiles]()
         count = len(checkpoint.snapshots)
         parts = self.parts(checkpoint, described[:count])
@@ -511,3 +527,41 @@ def _covers(operator: str, needed: Mapping[str, Sequence[Box]], stored: Sequence
         log.info("not all of %s survived in memory, so the version on storage is used: %s", operator, str(error))
         return False
     return True
+
+
+def say_unusable(directory: str, reasons: Sequence[str]) -> None:
+    """Logs each reason once, with the ranks that gave it, unless all did.
+
+    Args:
+        directory: Of a checkpoint in memory.
+        reasons: Why it cannot be used, of each rank; empty where it can.
+    """
+    for reason in dict.fromkeys(filter(None, reasons)):
+        ranks = [rank for rank, other in enumerate(reasons) if other == reason]
+        where = "" if len(ranks) == len(reasons) else f" by {name_ranks(ranks)}"
+        log.warning("%s in memory cannot be used%s: %s", directory, where, reason)
+
+
+def checkpoint_in(shares: Sequence[Share], directory: str) -> MemoryCheckpoint:
+    """Returns the checkpoint of this name that memory has whole, or else has a part of: rather of what was due than of
+    what survivors sealed, which is then laid over that."""
+    candidates = [candidate for candidate in checkpoints_of(shares) if candidate.directory == directory]
+    return min(
+        candidates,
+        key=lambda candidate: 0 if candidate.is_complete else 1 + candidate.is_parting,
+    )
+
+
+def say_kept(shares: Sequence[Share], directory: str) -> None:
+    """All ranks go back to this checkpoint: says which of them kept a newer step, if any did."""
+    checkpoint = checkpoint_in(shares, directory)
+    newer = newer_than(checkpoint, shares)
+    if newer is None:
+        return
+    why = "the other ranks' state of it is lost: all continue from step %d, the newest that all of them have"
+    if checkpoint.is_log:
+        why = "the other ranks' gradients of it are lost: all ranks are restored to step %d by the log"
+    if checkpoint.writers == 1:
+        why = "it cannot be used: the run continues from step %d"
+    ranks = name_ranks(newer.writers)
+    announce(f"%s kept step %d when training stopped, but {why}", ranks, newer.step, checkpoint.step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from moe_ckpt.comm.communicator import SoloCommunicator
@@ -22,7 +22,7 @@ from moe_ckpt.errors import (
     StoreError,
     UnsupportedError,
 )
-from moe_ckpt.format.manifest import Manifest, ModelRecord, step_dir
+from moe_ckpt.format.manifest import Manifest, ModelRecord
 from moe_ckpt.memory.directory import (
     RankDirectory,
     entries,
@@ -33,7 +33,7 @@ from moe_ckpt.memory.directory import (
     user_directory,
 )
 from moe_ckpt.memory.files import FoundSlot
-from moe_ckpt.memory.left_slots import SlotChecker
+from moe_ckpt.memory.left_slots import LeftSlots
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, checkpoints_of, snapshots_of, without
@@ -46,18 +46,6 @@ log = logging.getLogger("moe_ckpt")
 _SHOWN = 4
 
 
-class _SlotsOutside:
-    def __init__(self, slots: Sequence[FoundSlot]) -> None:
-        self.slots = tuple(slots)
-        self.checker = SlotChecker(())  # of none: everything is verified when it is read
-
-    def keep(self, used: Collection[FoundSlot]) -> None:
-        """Nobody goes on from here."""
-
-    def note_start(self, slot: FoundSlot, *, lasting: bool = False) -> None:
-        """Nobody does."""
-
-
 class _Memory:
     """``opened_memory.RankMemory`` of everything that was found."""
 
@@ -66,7 +54,8 @@ class _Memory:
     outlives_process = True
 
     def __init__(self, slots: Sequence[FoundSlot], run_id: str, model: ModelRecord) -> None:
-        self.left_slots, self.model, self.run_id = _SlotsOutside(slots), model, run_id
+        self.model, self.run_id = model, run_id
+        self.left_slots = LeftSlots(slots, lambda gone: None)  # nobody goes on from them, so that none is deleted
 
 
 class MemoryOutside:
@@ -129,7 +118,7 @@ class MemoryOutside:
         return list(dict.fromkeys(checkpoint.step for checkpoint in self._complete() if not self._stored(checkpoint)))
 
     def _stored(self, checkpoint: MemoryCheckpoint) -> bool:
-        return step_dir(checkpoint.step, checkpoint.generation) in self.memory.standing.stored
+        return checkpoint.directory in self.memory.stored
 
     def _complete(self, *, windows: bool = False) -> list[MemoryCheckpoint]:
         """Newest first. By default without sparse windows: what they are takes forward and backward passes."""
@@ -169,8 +158,7 @@ class MemoryOutside:
             if checkpoint is None:
                 raise NoCheckpointError(self._unreached(requested))
             if self._stored(checkpoint):
-                directory = step_dir(checkpoint.step, checkpoint.generation)
-                raise NoCheckpointError(f"{self._reader.storage.root}/{directory} is there already")
+                raise NoCheckpointError(f"{self._reader.storage.root}/{checkpoint.directory} is there already")
             requested = checkpoint.step  # damage found in the newest is said, and is no reason to take an older one
             try:
                 opened = self.memory.opener(checkpoint)()

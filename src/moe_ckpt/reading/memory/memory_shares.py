@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.format.slot import GRADIENTS, STATE, TENSORS
 from moe_ckpt.ledger.freshness import STALE, UNKNOWN, of_all
 
@@ -65,6 +66,11 @@ class Share:
     pieces: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
     piece: int = 0
+
+    @property
+    def directory(self) -> str:
+        """The directory that storage has, or would have, of the step."""
+        return step_dir(self.step, self.generation)
 
     @property
     def is_parting(self) -> bool:
@@ -135,6 +141,11 @@ class MemoryCheckpoint:
     snapshots: tuple[Snapshot, ...]
     states: Snapshot = field(default_factory=dict)
     gradients: tuple[tuple[GradientPiece, ...], ...] = ()
+
+    @property
+    def directory(self) -> str:
+        """The directory that storage has, or would have, of the checkpoint."""
+        return step_dir(self.step, self.generation)
 
     @property
     def is_complete(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,35 +11,11 @@ import numpy as np
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.format.manifest import Manifest, ModelRecord
-from moe_ckpt.memory.files import FoundSlot
-from moe_ckpt.memory.left_slots import SlotChecker
+from moe_ckpt.memory.left_slots import LeftSlots
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.slot_storage import SlotStorage
 from moe_ckpt.reading.memory.slot_views import place_of
 from moe_ckpt.reading.reader import StoreReader
-
-
-class LeftMemory(Protocol):
-    """Slots that earlier lives left (``memory.left_slots``).
-
-    Attributes:
-        checker: Has verified some of them.
-    """
-
-    checker: SlotChecker
-
-    @property
-    def slots(self) -> tuple[FoundSlot, ...]:
-        """The slots that still exist."""
-        ...
-
-    def keep(self, used: Collection[FoundSlot]) -> None:
-        """The run goes on from these, or from none."""
-        ...
-
-    def note_start(self, slot: FoundSlot, *, lasting: bool = False) -> None:
-        """One more start goes on from it."""
-        ...
 
 
 class RankMemory(Protocol):
@@ -66,7 +42,7 @@ class RankMemory(Protocol):
     def root(self) -> str: ...
 
     @property
-    def left_slots(self) -> LeftMemory:
+    def left_slots(self) -> LeftSlots:
         """The slots that earlier lives left."""
         ...
 

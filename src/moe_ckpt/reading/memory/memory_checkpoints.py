@@ -57,9 +57,9 @@ from moe_ckpt.reading.memory.slot_views import (
     Layer,
     SlotFiles,
     SnapshotFacts,
-    facts_of_slots,
     packed_header,
     share_of,
+    shares_of,
     unpacked_headers,
 )
 from moe_ckpt.reading.reader import StoreReader
@@ -109,14 +109,15 @@ class MemoryCheckpoints:
         self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
         self._slots = tier.left_slots.slots
         answer = RankZeroAnswer.of(reader.directories if comm.rank == 0 else None)
-        here = [answer.payload, tier.node, [str(slot.slot.path) for slot in self._slots], facts_of_slots(self._slots)]
+        shares = [vars(share) for share in shares_of(self._slots, comm.rank, tier.node)]
+        here = [answer.payload, [str(slot.slot.path) for slot in self._slots], shares]
         ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(here).encode())]
         self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
         self.shares: list[Share] = []
         self.paths: dict[tuple[int, int], str] = {}
-        for holder, (_, node, paths, slots) in enumerate(ranks):
+        for holder, (_, paths, offered) in enumerate(ranks):
             self.paths |= {(holder, number): path for number, path in enumerate(paths)}
-            self.shares += [share_of(holder, node, fields) for fields in slots]
+            self.shares += map(share_of, offered)
         if not tier.outlives_process:  # a commit on storage makes it a checkpoint
             stored = set(self.stored)
             self.shares = [share for share in self.shares if share.directory in stored]

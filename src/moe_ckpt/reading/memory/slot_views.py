@@ -335,69 +335,61 @@ class LaidSnapshots:
         return {path: file for path, file in self.slots.items() if path in named}
 
 
-def facts_of_slots(slots: Sequence[FoundSlot]) -> list[list[Any]]:
-    """Returns what a rank sends the others of its slots, for ``share_of``: of slots of gradients, whose they are
-    beside.
+def shares_of(slots: Sequence[FoundSlot], holder: int, node: str) -> list[Share]:
+    """Returns the shares that a rank offers. Slots of gradients are no shares; those that they lie beside name them.
 
     Args:
         slots: All that it has.
-    """
-    gradient_slots: dict[tuple[str, int, int], dict[int, int]] = {}
-    for number, slot in enumerate(slots):
-        if slot.header.only == GRADIENTS_ALONE:
-            gradient_slots.setdefault(_key(slot.header), {})[slot.header.place] = number
-    return [
-        [
-            *_fields_of(slot, number),
-            [gradient_slots.get(_key(slot.header), {}).get(at, -1) for at in slot.header.beside],
-        ]
-        for number, slot in enumerate(slots)
-        if slot.header.only != GRADIENTS_ALONE
-    ]
-
-
-def _key(header: SlotHeader) -> tuple[str, int, int]:
-    return header.life, header.sequence, header.rank
-
-
-def _fields_of(slot: FoundSlot, number: int) -> list[Any]:
-    """number: among the holder's."""
-    header = slot.header
-    window, groups = header.contents.window, header.contents.groups
-    position = None if window is None else [window.start, window.size, window.slot]
-    return [
-        number,
-        header.life,
-        header.generation,
-        header.sequence,
-        header.step,
-        header.rank,
-        header.world_size,
-        position,
-        header.facts.base,
-        slot.slot.starts,
-        header.freshness,
-        header.sent,
-        header.contents.since,
-        header.only,
-        header.sealer,
-        header.facts.counted is not None and header.only != STATE,
-        () if groups is None else groups.groups,
-        header.beside,
-    ]
-
-
-def share_of(holder: int, node: str, fields: Sequence[Any]) -> Share:
-    """Returns the share that ``facts_of_slots`` described on another rank.
-
-    Args:
         holder: That rank.
         node: Its node.
     """
-    number, life, generation, sequence, step, writer, writers, in_window, *rest, groups, gradient_slots, held = fields
-    window = None if in_window is None else (in_window[0], in_window[1], in_window[2])
-    of = number, life, generation, sequence, step, writer, writers, window, *rest
-    share = Share(holder, node, *of)
-    if not groups:
-        return share
-    return replace(share, groups=tuple(map(tuple, groups)), pieces=tuple(gradient_slots), held=tuple(held))
+
+    def key(header: SlotHeader) -> tuple[str, int, int]:
+        return header.life, header.sequence, header.rank
+
+    gradient_slots: dict[tuple[str, int, int], dict[int, int]] = {}
+    for number, slot in enumerate(slots):
+        if slot.header.only == GRADIENTS_ALONE:
+            gradient_slots.setdefault(key(slot.header), {})[slot.header.place] = number
+    shares = []
+    for number, header, starts in ((number, slot.header, slot.slot.starts) for number, slot in enumerate(slots)):
+        if header.only == GRADIENTS_ALONE:
+            continue
+        window, groups = header.contents.window, header.contents.groups
+        pieces = header.beside if groups is not None and groups.groups else ()
+        numbers = gradient_slots.get(key(header), {})
+        shares.append(
+            Share(
+                holder=holder,
+                node=node,
+                number=number,
+                life=header.life,
+                generation=header.generation,
+                sequence=header.sequence,
+                step=header.step,
+                writer=header.rank,
+                writers=header.world_size,
+                window=None if window is None else (window.start, window.size, window.slot),
+                base=header.facts.base,
+                starts=starts,
+                freshness=header.freshness,
+                sent=header.sent,
+                since=header.contents.since,
+                only=header.only,
+                sealer=header.sealer,
+                unagreed=header.facts.counted is not None and header.only != STATE,
+                groups=() if groups is None else groups.groups,
+                pieces=pieces,
+                held=tuple(numbers.get(piece, -1) for piece in pieces),
+            )
+        )
+    return shares
+
+
+def share_of(fields: Mapping[str, Any]) -> Share:
+    """Returns a share of which another rank sent the fields as JSON, which has no tuples."""
+
+    def tuples(value: Any) -> Any:
+        return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+    return Share(**{name: tuples(value) for name, value in fields.items()})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from moe_ckpt.core.operators import expert_id, gate_id
@@ -274,35 +274,36 @@ def _check_operators(path: str, model: ProfiledModel) -> None:
 
 # --- what a profile must look like ---
 
-_amount = number()
-_above_zero = number(above=True)
-_portion = number(most=1, requirement="a number from 0 to 1")
 _from_one = whole(1)
-
-_LIFE: Mapping[str, Check] = {
-    "run_id": text,
-    "policy": mapping(anything),
-    "finished": flag,
-    "held_alike": maybe(flag),
-    **dict.fromkeys(("ranks", "ranks_per_node", "pp", "dp", "ep"), _from_one),
-    **dict.fromkeys(
-        ("generation", "host_memory_bytes", "begun", "committed", "failed", "skipped", "snapshot_bytes", "assignments"),
-        whole(),
-    ),
-    **dict.fromkeys(("clean_steps", "replayed_steps"), whole()),
-    **dict.fromkeys(("started_unix_secs", "opened_unix_secs", "last_unix_secs", "stall_secs", "waited_secs"), _amount),
-    **dict.fromkeys(("agree_secs", "clean_secs"), _amount),
-    **dict.fromkeys(("ready_unix_secs", "training_unix_secs", "last_step_unix_secs"), maybe(_amount)),
-    **dict.fromkeys(
-        ("checkpoint_cost_secs", "persist_secs", "update_secs", "load_secs", "plan_secs", "first_step_secs"),
-        maybe(_amount),
-    ),
-    **dict.fromkeys(("iteration_secs", "recent_iteration_secs"), maybe(_above_zero)),
-    **dict.fromkeys(("copy_bytes_per_sec", "persist_bytes_per_sec", "send_bytes_per_sec"), maybe(_above_zero)),
-    **dict.fromkeys(("replicas", "sent_bytes", "saved_bytes"), whole()),
-    **dict.fromkeys(("restored_step", "first_step", "last_step"), maybe(whole())),
-    "skewness": maybe(_portion),
+_rate = maybe(number(above=True))
+_BY_TYPE: Mapping[str, Check] = {
+    "str": text,
+    "bool": flag,
+    "int": whole(),
+    "float": number(),
+    "bool | None": maybe(flag),
+    "int | None": maybe(whole()),
+    "float | None": maybe(number()),
+    "Mapping[str, Any]": mapping(anything),
 }
+"""Type of a field -> its check."""
+
+
+def _fields_of(kind: type[Any], **others: Check) -> Check:
+    """Returns the check of a record with the fields of a dataclass, each by its type or by ``others``."""
+    return record({**{field.name: _BY_TYPE[str(field.type)] for field in fields(kind)}, **others}, exact=True)
+
+
+_LIFE = _fields_of(
+    Life,
+    **dict.fromkeys(("ranks", "ranks_per_node", "pp", "dp", "ep"), _from_one),
+    **dict.fromkeys(("iteration_secs", "recent_iteration_secs"), _rate),
+    **dict.fromkeys(("copy_bytes_per_sec", "persist_bytes_per_sec", "send_bytes_per_sec"), _rate),
+    skewness=maybe(number(most=1, requirement="a number from 0 to 1")),
+)
+_LAYER = record({"name": text, "experts": _from_one, "top_k": maybe(_from_one)}, exact=True)
+_OPERATOR = _fields_of(OperatorRow, id=OPERATOR_ID, count=_from_one)
+_MODEL = record({"layers": listing(_LAYER), "operators": listing(_OPERATOR)}, exact=True)
 
 
 def _life_contradicts_itself(life: Mapping[str, Any]) -> str:
@@ -320,29 +321,8 @@ _PROFILE = record(
         "kind": text,
         "format_version": whole(),
         "fingerprint": text,
-        "model": maybe(
-            record(
-                {
-                    "layers": listing(
-                        record({"name": text, "experts": _from_one, "top_k": maybe(_from_one)}, exact=True)
-                    ),
-                    "operators": listing(
-                        record(
-                            {
-                                "id": OPERATOR_ID,
-                                "count": _from_one,
-                                **dict.fromkeys(("elements", "full_bytes", "compute_bytes", "stage"), whole()),
-                                "gradient_bytes": maybe(whole()),
-                                "weight_bytes": whole(),
-                            },
-                            exact=True,
-                        )
-                    ),
-                },
-                exact=True,
-            )
-        ),
-        "lives": listing(both(record(_LIFE, exact=True), _life_contradicts_itself)),
+        "model": maybe(_MODEL),
+        "lives": listing(both(_LIFE, _life_contradicts_itself)),
     },
     exact=True,
 )

@@ -31,7 +31,7 @@ def copies(rank: int, ranks: int, root: str, fsdp: bool, other_bits: bool) -> di
         wait_for_copies(life)
     dist.barrier()
     found = {"sent": replicator.sent_bytes, "saved": replicator.saved_bytes, "said": texts(said)}
-    found["equal"] = [same_as_its_source(root, slot) for slot in replicator.held.values()]
+    found["equal"] = [same_as_its_source(root, slot) for slot in replicator.store.held().values()]
     dist.barrier()
     life.session.close()
     return found

@@ -79,8 +79,8 @@ def _well(_: int, __: int, root: str) -> dict:
         found[sequence] = acknowledged, [source for source in sources if rank.holds(source, sequence, SIZE)]
         dist.barrier()
     found["said"] = texts(said)
-    rank.replicator.release_except([6])
-    found["except"] = sorted(sequence for _, sequence in rank.replicator.held)
+    rank.replicator.store.release_except([6])
+    found["except"] = sorted(sequence for _, sequence in rank.replicator.store.held())
     dist.barrier()
     found |= _several_slots(rank)
     found |= _many_rounds(rank)
@@ -107,7 +107,7 @@ def _several_slots(rank: Rank) -> dict:
         dist.barrier()
         there = sorted((key[0], key[2]) for key in rank.replicator.store._kept if key[1] == sequence)
         found[sequence] = acknowledged, there
-    rank.replicator.release_except([9], over={(9, 0)})
+    rank.replicator.store.release_except([9], over={(9, 0)})
     found["over"] = sorted((key[1], key[2]) for key in rank.replicator.store._kept)
     dist.barrier()
     return found
@@ -123,13 +123,13 @@ def _many_rounds(rank: Rank) -> dict:
         own[at], share = rank.seal(sequence, SIZE, own[at])
         acknowledged = rank.replicator.submit(sequence, share).result(PATIENCE_SECS)
         dist.barrier()
-        rank.replicator.release(sequence - 1)
+        rank.release_before(sequence - 1)
         if acknowledged != 2 or not all(rank.holds(source, sequence, SIZE) for source in sources):
             wrong.append(sequence)
         heads = [Slot.open(path.with_suffix(""))[1] for path in rank.files.path.glob("*.head")]
         wrong += [head for head in heads if head.rank != rank.rank and 100 <= head.step < sequence - 1]
         files = len(list(rank.files.path.glob("copy_*.head"))), (rank.files.path / COPIES).stat().st_size
-        seen.append((*resources(), files, rank.replicator.held_bytes, len(rank.replicator.held)))
+        seen.append((*resources(), files, rank.replicator.store.nbytes, len(rank.replicator.store.held())))
         dist.barrier()
     last = weakref.ref(share)
     del share
@@ -336,7 +336,7 @@ def _crowded(me: int, _: int, root: str) -> dict:
         dist.barrier()
         found["acknowledged"].append(rank.replicator.submit(sequence, share).result(PATIENCE_SECS))
         dist.barrier()
-        rank.replicator.release(sequence)
+        rank.release_before(sequence)
     found["said"] = texts(said)
     found["closed"] = rank.close()
     return found
@@ -372,7 +372,7 @@ def _until_killed(me: int, _: int, root: str, delay_secs: float) -> None:
     try:
         for sequence in range(1, 100_000):
             rank.replicator.submit(sequence, sealed[sequence % 5][1]).result(PATIENCE_SECS)
-            rank.replicator.release(sequence - 1)
+            rank.release_before(sequence - 1)
     except PeerLostError:
         rank.replicator.close()
 

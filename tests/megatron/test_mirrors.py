@@ -83,7 +83,7 @@ def copies(rank: int, world_size: int, root: str, setup: Setup) -> dict[str, Any
     said_bytes = record.replica_sent_nbytes, record.replica_saved_nbytes
     found["told"] = all(least <= told for least, told in zip(before, said_bytes, strict=True)) and said_bytes[0] > 0
     found["told"] &= said_bytes[0] <= found["sent"] and said_bytes[1] <= found["saved"]
-    found["equal"] = [same_as_its_source(root, slot) for slot in replicator.held.values()]
+    found["equal"] = [same_as_its_source(root, slot) for slot in replicator.store.held().values()]
     told = policy.told[-1]
     sends, sizes, experts = told.memory.sends, told.model.sizes, told.model.catalog.expert_at
     full = sum(size.full for size in sizes.values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.step import Contents, Facts
-from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, in_a_row, with_checksums
+from moe_ckpt.format.shard import Checksums, ShardHeader, SliceEntry, encode_header, in_a_row
 from moe_ckpt.format.slot import SlotHeader, SlotPart, encode_slot
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
@@ -25,6 +27,12 @@ from moe_ckpt.tiers.host_tier import checksum
 
 RUN = "a-run"
 SLICES = 5
+
+
+def with_checksums(entries: Sequence[SliceEntry], checksums: Checksums) -> tuple[SliceEntry, ...]:
+    """The entries, each with its checksum."""
+    pairs = zip(entries, checksums.tolist(), strict=True)
+    return tuple(replace(entry, checksum=checksum) for entry, checksum in pairs)
 
 
 class Rank:
@@ -69,12 +77,17 @@ class Rank:
 
     def holds(self, source: int, sequence: int, nbytes: int) -> bool:
         """A copy lies here, equal to the last bit, and opens."""
-        slot = self.replicator.held.get((source, sequence))
+        slot = self.replicator.store.held().get((source, sequence))
         if slot is None:
             return False
         opened, header = Slot.open(slot.path)
         assert (header.rank, header.step) == (source, sequence)
         return torch.equal(opened.memory[:nbytes], bytes_of(source, sequence, nbytes))
+
+    def release_before(self, sequence: int) -> None:
+        """Copies older than those of ``sequence`` are no longer needed."""
+        store = self.replicator.store
+        store.release_except({newer for _, newer in store.held() if newer >= sequence})
 
     def close(self, timeout_secs: float = 20.0) -> bool:
         ended = self.replicator.close(timeout_secs)

@@ -19,7 +19,7 @@ from moe_ckpt.core.step import Contents, WindowPlace
 from moe_ckpt.core.window import Window
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry, encode_header, lay_out, seal_of, with_checksums
+from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry, encode_header, lay_out, seal_of
 from moe_ckpt.ledger.coverage import PRIME, cover_sum
 from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
@@ -30,6 +30,7 @@ from moe_ckpt.slices.copying import carry_out, target
 from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource, sorted_rows
 from moe_ckpt.slices.local_state import LocalState
 from moe_ckpt.slices.writing import checksums_of
+from tests.support.replicas import with_checksums
 from tests.unit.builders import catalog, pieces_of
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]

@@ -28,9 +28,9 @@ from moe_ckpt.format.shard import (
     require_distinct,
     seal_of,
     split_header,
-    with_checksums,
 )
 from moe_ckpt.ledger.coverage import Box
+from tests.support.replicas import with_checksums
 
 entries = st.builds(
     lambda key, dtype, dims, cpu: SliceEntry(

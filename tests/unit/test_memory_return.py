@@ -166,7 +166,7 @@ def test_after_a_complete_checkpoint_peers_go_on_taking_copies(where, tmp_path):
                 each.go(1, settle=True)
             wait_for_copies(each)
             largest(comm, [0])  # nobody ends while somebody sends
-            assert max(Slot.open(slot.path)[1].step for slot in each.session.tier.replicator.held.values()) == 6
+            assert max(Slot.open(slot.path)[1].step for slot in each.session.tier.replicator.store.held().values()) == 6
 
     def back(comm):
         memory = Memory(directory=nodes[comm.rank], replicas=1)

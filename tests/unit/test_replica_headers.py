@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, in_a_row, with_checksums
+from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, in_a_row
 from moe_ckpt.format.slot import SlotHeader, SlotPart
 from moe_ckpt.peers import store as replica_store
 from moe_ckpt.peers.store import Extents, HeaderReader
 from moe_ckpt.slices.mirroring import digests_of
-from tests.support.replicas import slot_header
+from tests.support.replicas import slot_header, with_checksums
 
 SIZES = (16, 0, 7, 100)
 

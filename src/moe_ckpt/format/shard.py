@@ -129,15 +129,6 @@ def moved(entry: SliceEntry, begin: int) -> SliceEntry:
     return moved
 
 
-def with_checksums(entries: Sequence[SliceEntry], checksums: Checksums) -> tuple[SliceEntry, ...]:
-    """The entries, each with its checksum."""
-    marked = []
-    for entry, checksum in zip(entries, checksums.tolist(), strict=True):
-        marked.append(object.__new__(SliceEntry))
-        marked[-1].__dict__.update(entry.__dict__, checksum=checksum)
-    return tuple(marked)
-
-
 def head_of(run_id: str, rank: int, entries: Sequence[SliceEntry], ends: Sequence[int]) -> bytes:
     """Renders the head of a shard, which no step changes.
 

@@ -304,32 +304,6 @@ class Replicator:
 
     # --- as a holder ---
 
-    def release(self, sequence: int) -> None:
-        """Copies older than those of ``sequence`` are no longer needed."""
-        self.store.release(sequence)
-
-    def release_except(
-        self, sequences: Collection[int], spare: Collection[int] = (), over: Collection[tuple[int, int]] = ()
-    ) -> None:
-        """Only copies of these sequences are still needed; ``spare`` ones only as long as there is room.
-
-        Args:
-            sequences: Of snapshots.
-            spare: Likewise.
-            over: (sequence, place) of slots of gradients that are not needed though the sequence is.
-        """
-        self.store.release_except(sequences, spare, over)
-
-    @property
-    def held(self) -> Mapping[tuple[int, int], Slot]:
-        """Returns (source, sequence) -> slot of the copies that lie here, verified and sealed."""
-        return self.store.held()
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory that copies of others take on this rank."""
-        return self.store.nbytes
-
     def _accept(self, listener: Listener, sources: Collection[int]) -> None:
         """Until all sources are connected: then no connection is accepted any more."""
         roster = self.roster

@@ -327,12 +327,6 @@ class ReplicaStore:
             slots = [self._kept.pop(key) for key in gone]
         self._give_back(slots)
 
-    def release(self, sequence: int) -> None:
-        """Let go of all copies that are older than those of ``sequence``."""
-        with self._lock:
-            stays = {newer for _, newer, _ in self._kept if newer >= sequence}
-        self.release_except(stays)
-
     def _give_back(self, slots: Iterable[Slot]) -> None:
         if not self._is_closed:
             for slot in slots:

@@ -303,7 +303,7 @@ class MemoryTier:
         if newest:
             self.left_slots.remove()
         if self.replicator is not None and settled:
-            self.replicator.release_except(retained | spare, spare, over)
+            self.replicator.store.release_except(retained | spare, spare, over)
         return sorted(settled)
 
     def _note_newest(self) -> list[_Entry]:
@@ -427,7 +427,7 @@ class MemoryTier:
     def nbytes(self) -> int:
         """Returns the bytes of memory of what is kept."""
         with self._lock:
-            copies = 0 if self.replicator is None else self.replicator.held_bytes
+            copies = 0 if self.replicator is None else self.replicator.store.nbytes
             in_slots = sum(buffer.nbytes for entry in self._entries.values() for buffer in entry.buffers)
             return self.left_slots.nbytes + copies + in_slots
 

@@ -235,42 +235,34 @@ class WindowReport:
             {
                 "anchors": list(slot.anchors),
                 "frozen_operators": slot.frozen,
-                "full_bytes": slot.full_bytes,
-                "compute_bytes": slot.compute_bytes,
                 "bytes": slot.nbytes,
-                "rank_bytes": slot.rank_bytes,
-                "secs": slot.secs,
-                "stall_secs": slot.stall_secs,
+                **{name: getattr(slot, name) for name in _OF_A_SLOT},
             }
             for slot in self.slots
         ]
-        expected, most = self.recovery_iterations
-        secs = self.recovery_secs
+        iterations, secs = self.recovery_iterations, self.recovery_secs or (None, None)
         return {
             "start": self.window.start,
             "window": self.size,
             "operators": len(self.window.order),
-            "dense_bytes": self.dense_bytes,
-            "heaviest_bytes": self.heaviest_bytes,
-            "mean_bytes": self.mean_bytes,
-            "ranks": self.ranks,
-            "iteration_secs": self.iteration_secs,
-            "bytes_per_sec": self.bytes_per_sec,
-            "budget_fraction": self.budget_fraction,
-            "snapshot_bytes": self.snapshot_bytes,
-            "limit_bytes": self.limit_bytes,
-            "fits": self.fits,
-            "stall_secs": self.stall_secs,
-            "mean_stall_secs": self.mean_stall_secs,
+            **{name: getattr(self, name) for name in _OF_A_WINDOW},
             "recovery": {
-                "expected_iterations": expected,
-                "most_iterations": most,
-                "expected_secs": None if secs is None else secs[0],
-                "most_secs": None if secs is None else secs[1],
+                "expected_iterations": iterations[0],
+                "most_iterations": iterations[1],
+                "expected_secs": secs[0],
+                "most_secs": secs[1],
             },
             "frequencies": None if self.window.frequencies is None else dict(self.window.frequencies),
             "slots": slots,
         }
+
+
+_OF_A_SLOT = ("full_bytes", "compute_bytes", "rank_bytes", "secs", "stall_secs")
+_OF_A_WINDOW = (
+    *("dense_bytes", "heaviest_bytes", "mean_bytes", "ranks", "iteration_secs", "bytes_per_sec", "budget_fraction"),
+    *("snapshot_bytes", "limit_bytes", "fits", "stall_secs", "mean_stall_secs"),
+)
+"""Fields that ``to_dict`` gives by their names."""
 
 
 def _share(nbytes: float, of: int) -> str:

@@ -21,7 +21,7 @@ from moe_ckpt.format.slot import SlotHeader, SlotPart, encode_slot
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.peers.messages import SealedSlot
-from moe_ckpt.peers.opening import open_replication
+from moe_ckpt.peers.replication import open_replication
 from moe_ckpt.ports import Communicator
 from moe_ckpt.tiers.host_tier import checksum
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from moe_ckpt.core.step import Contents, WindowPlace
-from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, Checksums, of_all
+from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, of_all
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.slices.compiling import GRADIENTS
-from moe_ckpt.slices.freshness import FreshnessWatch
+from moe_ckpt.slices.writing import FreshnessWatch
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads, told
 from tests.unit.test_engine_host_tier import assert_state, come_back
@@ -22,7 +22,7 @@ KEYS = ("model/w", "optim/0/w/exp_avg", "side/0/buffer")
 
 def seals(*given: tuple[int, list[int]]) -> list[int]:
     """(updates, checksums of the three slices) of each snapshot, and what it shows."""
-    checksums = Checksums()
+    checksums = LastChecksums()
     checksums.add(KEYS)
     numbers = np.arange(len(KEYS))
     return [checksums.seal(numbers, np.array(digests, dtype=np.uint64), updates) for updates, digests in given]
@@ -45,7 +45,7 @@ def test_after_an_update_something_must_have_moved(second, shows):
 
 def test_weights_alone_need_not_move():
     """Without optimizer state (plain SGD) a learning rate of 0 leaves them as they are."""
-    checksums = Checksums()
+    checksums = LastChecksums()
     checksums.add(["model/w"])
     number, digest = np.arange(1), np.ones(1, dtype=np.uint64)
     assert [checksums.seal(number, digest, updates) for updates in (1, 2)] == [UNKNOWN, UNKNOWN]
@@ -53,7 +53,7 @@ def test_weights_alone_need_not_move():
 
 
 def test_a_slice_is_compared_with_the_last_time_that_it_was_saved():
-    checksums = Checksums()
+    checksums = LastChecksums()
     checksums.add(["optim/0/a/m", "optim/0/b/m"])
     one = np.ones(1, dtype=np.uint64)
     shown = [checksums.seal(np.array([number]), one, updates) for number, updates in ((0, 1), (1, 2), (0, 3))]

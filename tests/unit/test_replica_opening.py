@@ -14,7 +14,7 @@ from moe_ckpt import Memory
 from moe_ckpt.errors import ConfigError, StoreError
 from moe_ckpt.memory import directory
 from moe_ckpt.memory.directory import node_of
-from moe_ckpt.peers.opening import open_replication
+from moe_ckpt.peers.replication import open_replication
 from tests.unit.engine_parts import ThreadRanks, run_threads
 
 TIMEOUT_SECS = 30.0

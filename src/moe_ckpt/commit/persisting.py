@@ -28,9 +28,16 @@ from moe_ckpt.ledger.coverage import prove_cover
 from moe_ckpt.ports import Communicator
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.compiling import cover_difference
-from moe_ckpt.slices.freshness import FreshnessWatch
 from moe_ckpt.slices.snapshot import Snapshot
-from moe_ckpt.slices.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, seal_snapshot, write_share
+from moe_ckpt.slices.writing import (
+    Acknowledgement,
+    FreshnessWatch,
+    acknowledge,
+    decode_boxes,
+    encode_boxes,
+    seal_snapshot,
+    write_share,
+)
 from moe_ckpt.threads import ThreadName, named_thread
 from moe_ckpt.tiers.host_tier import BufferTier
 from moe_ckpt.tiers.memory_tier import MemoryTier

@@ -36,7 +36,7 @@ def of_all(seen: Iterable[int]) -> int:
     return max(seen, default=UNKNOWN)
 
 
-class Checksums:
+class LastChecksums:
     """Checksums of numbered slices as they were sealed last, with the number of updates made by then."""
 
     def __init__(self) -> None:

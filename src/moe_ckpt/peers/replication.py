@@ -3,27 +3,37 @@
 A rank has one connection to each rank that holds its copies, and one from each whose copies it holds, each with a
 thread that sleeps in the kernel while bytes move. So a peer that is slow, paused or gone holds up only the copies
 that are meant for it; when the timeout has passed, it is given up for the rest of this life of the run.
+
+At the beginning (``open_replication``) ranks agree on who is on which node, who holds whose copies, and how to reach
+them.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
-from moe_ckpt.errors import PeerLostError
+from moe_ckpt.core.quantities import name_ranks
+from moe_ckpt.errors import ConfigError, PeerLostError, StoreError
+from moe_ckpt.memory.directory import node_of
+from moe_ckpt.memory.options import Memory
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.notices import announce
 from moe_ckpt.peers.messages import Answer, SealedSlot, Status, receive_copies, send_copy
-from moe_ckpt.peers.replica_placement import ReplicaPlacement
+from moe_ckpt.peers.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.peers.store import ReplicaStore
-from moe_ckpt.peers.wire import Cutter, Link, Listener, StaleHelloError, Wire, connect
-from moe_ckpt.ports import GatedTransfer, TransferGate
+from moe_ckpt.peers.wire import SECRET_NBYTES, Cutter, Link, Listener, StaleHelloError, Wire, connect
+from moe_ckpt.ports import Communicator, GatedTransfer, TransferGate
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
@@ -189,7 +199,7 @@ class _Sender:
 
 
 class Replicator:
-    """One rank's part in the copies of one life of a run. Made by ``peers.opening``.
+    """One rank's part in the copies of one life of a run. Made by ``peers.replication``.
 
     ``submit`` is called on the persist thread, ``release`` and ``release_except`` on any, ``close`` last.
 
@@ -370,3 +380,106 @@ class Replicator:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
+
+
+CANNOT_OPEN = "rank {} could not open its memory directory; see its log"
+
+
+def open_replication(
+    comm: Communicator,
+    memory: Memory,
+    run_id: str,
+    generation: int,
+    make: Callable[[int], Slot],
+    timeout_secs: float,
+    *,
+    groups: Sequence[Sequence[int]] = (),
+    gate: TransferGate | None = None,
+    problem: Exception | None = None,
+) -> Replicator | None:
+    """Returns this rank's replicator; None without replicas. A collective of the training thread.
+
+    The last one of a start's: what went wrong on a rank before is told here, and needs no message of its own.
+
+    Args:
+        comm: The ranks, all of which have memory on.
+        memory: What this rank's user chose.
+        run_id: Of the store.
+        generation: Life of the run, which ``comm`` has entered.
+        make: Makes a slot in this rank's memory directory. Raises ``MemoryFullError``.
+        timeout_secs: Longest time in which a peer takes or gives no byte.
+        groups: Kinds of data parallelism, from the one whose ranks share most state: the ranks of this rank's group.
+        gate: Holds sends back; None: they go at once.
+        problem: Why this rank cannot use its memory directory; it raises that, once the others know.
+
+    Raises:
+        ConfigError: On every rank alike: settings differ, or there are no nodes for so many copies.
+        StoreError: A rank cannot listen, and says why; or cannot use its memory directory.
+        PeerLostError: A peer did not come.
+    """
+    listener, trouble = None, "" if problem is None else CANNOT_OPEN.format(comm.rank)
+    announced: dict[str, Any] = {"replicas": memory.replicas, "domain": memory.failure_domain}
+    announced["groups"] = [min(group) for group in groups]  # whose members all say so
+    announced["secret"] = secrets.token_hex(SECRET_NBYTES)  # rank 0's counts
+    try:
+        announced["node"] = node_of(memory.root)
+        if memory.replicas and comm.world_size > 1 and problem is None:
+            listener = Listener(timeout_secs)
+            announced["address"] = list(listener.address)
+    except OSError as error:
+        trouble = trouble or f"rank {comm.rank} cannot take copies of peers: {error}"
+    try:
+        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps({**announced, "trouble": trouble}).encode())]
+        if problem is not None:
+            raise problem
+        placement = _placement(ranks)
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+    if listener is None:
+        return None
+    if comm.rank == 0 and placement.short:
+        _say_short(placement, memory.replicas)
+    addresses = tuple((str(answer["address"][0]), int(answer["address"][1])) for answer in ranks)
+    secret = bytes.fromhex(ranks[0]["secret"])
+    roster = Roster(comm.rank, run_id, generation, placement, addresses, secret)
+    return Replicator(roster, listener, make, timeout_secs, gate)
+
+
+def _placement(ranks: list[dict[str, Any]]) -> ReplicaPlacement:
+    """The same on every rank, or the same error."""
+    trouble = next((answer["trouble"] for answer in ranks if answer["trouble"]), "")
+    if trouble:
+        raise StoreError(trouble)
+    for rank, answer in enumerate(ranks):
+        if answer["replicas"] != ranks[0]["replicas"]:
+            raise ConfigError(
+                f"Memory(replicas=...): rank 0 has {ranks[0]['replicas']}, and rank {rank} has {answer['replicas']}"
+            )
+        if (answer["domain"] is None) != (ranks[0]["domain"] is None):
+            raise ConfigError(
+                f"Memory(failure_domain=...): rank 0 has {ranks[0]['domain']!r}, and rank {rank} has "
+                f"{answer['domain']!r}; set it on all ranks, or on none"
+            )
+    named = [(answer["node"],) if answer["domain"] is None else (answer["node"], answer["domain"]) for answer in ranks]
+    kinds = [list(kind) for kind in zip(*(answer["groups"] for answer in ranks), strict=True)]
+    return place_replicas(named, ranks[0]["replicas"], [_groups(kind) for kind in kinds])
+
+
+def _groups(first: Sequence[int]) -> list[tuple[int, ...]]:
+    """Per rank the ranks of its group. first: per rank the lowest of them."""
+    members: dict[int, list[int]] = {}
+    for rank, lowest in enumerate(first):
+        members.setdefault(lowest, []).append(rank)
+    return [tuple(members[lowest]) for lowest in first]
+
+
+def _say_short(placement: ReplicaPlacement, replicas: int) -> None:
+    fewest = min(len(placement.peers_of[rank]) for rank in placement.short)
+    announce(
+        "Memory(replicas=%d): %d of %d ranks (%s) have fewer copies, at least %d: there are no more nodes outside "
+        "their failure domain",
+        *(replicas, len(placement.short), len(placement.peers_of), name_ranks(placement.short), fewest),
+        level=logging.WARNING,
+    )

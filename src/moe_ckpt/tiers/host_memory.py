@@ -19,8 +19,7 @@ from moe_ckpt.memory.directory import HeldByCopyError, node_of
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.left_slots import LeftSlots, newest_of
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.peers.opening import CANNOT_OPEN, open_replication
-from moe_ckpt.peers.replication import Replicator
+from moe_ckpt.peers.replication import CANNOT_OPEN, Replicator, open_replication
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.expected import ExpectedShare
 from moe_ckpt.storage.local import free_bytes

@@ -20,9 +20,8 @@ from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.claims import SavedOperators
 from moe_ckpt.slices.compiling import HOST_ONLY
-from moe_ckpt.slices.freshness import FreshnessWatch
 from moe_ckpt.slices.snapshot import SealedPart, Snapshot
-from moe_ckpt.slices.writing import seal_snapshot
+from moe_ckpt.slices.writing import FreshnessWatch, seal_snapshot
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
 log = logging.getLogger("moe_ckpt")

@@ -12,7 +12,6 @@ from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share, check
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.memory.slot_views import LaidSnapshots, SnapshotFacts
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.slices.compiling import HOST_ONLY
 
 
 class KeptState:
@@ -94,8 +93,8 @@ class KeptState:
         [part] = memory.parts(sealed, [described], SURVIVORS_SUFFIX if is_last else "")
         view = LaidSnapshots(list(manifest.files), dict(manifest.operators))
         view.slots |= {} if opened is None else opened.slots.files
-        host_only = part.of_kind(HOST_ONLY)
-        others = frozenset(entry.operator for entry in part.every_slice if entry.operator) - host_only
+        host_only = part.host_only
+        others = frozenset(stored.entry.operator for stored in part.slices()) - host_only
         covered = memory.covered(part, host_only | others, manifest, reader)
         view.lay(part, described, stored=sorted(covered & others), host_only=sorted(covered & host_only))
         view.slots |= part.files

@@ -64,6 +64,7 @@ from moe_ckpt.reading.memory.slot_views import (
 )
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.together import RankZeroAnswer
+from moe_ckpt.slices.compiling import GRADIENTS
 
 log = logging.getLogger("moe_ckpt")
 
@@ -337,7 +338,7 @@ class MemoryCheckpoints:
         self._passing = frozenset(() if survivors is None else survivors.shares)
         if checkpoint.is_log:
             pairs = zip(manifest.slots, parts, strict=True)
-            logged = tuple(LoggedSnapshot(slot, part.gradients) for slot, part in pairs)
+            logged = tuple(LoggedSnapshot(slot, tuple(part.slices(GRADIENTS))) for slot, part in pairs)
             manifest = replace(manifest, window=())
             alive += [] if survivors is None else self.parts(survivors, described[-1:], SURVIVORS_SUFFIX)
             files |= {path: file for part in (*parts, *alive) for path, file in part.files.items()}
@@ -346,7 +347,7 @@ class MemoryCheckpoints:
             chained = view.brought_to(newest.contents, newest.require_facts(checkpoint.step))
         self.used = {}
         reader, slots = self.reading(manifest, files, [*parts, *alive, *(layer.part for layer in layers)])
-        survivor_slices = tuple(stored for part in alive for stored in part.in_full)
+        survivor_slices = tuple(stored for part in alive for stored in part.slices())
         return OpenedMemory(
             reader, slots, manifest, beneath, view.fresh, logged, chained=chained, survivor_slices=survivor_slices
         )
@@ -432,7 +433,7 @@ class MemoryCheckpoints:
         view = LaidSnapshots([], {}) if beneath is None else LaidSnapshots(list(beneath.files), dict(beneath.operators))
         for part, checkpoint, facts in layers if beneath is not None else ():
             newer = view.older_than(part.step)
-            host_only, sent = part.host_only & newer, (part.of_kind(_EXPERTS) - part.host_only) & newer
+            host_only, sent = part.host_only & newer, (part.operators(_EXPERTS) - part.host_only) & newer
             if not checkpoint.is_whole:
                 host_only = self.covered(part, host_only, beneath)
             if not checkpoint.is_complete:
@@ -511,7 +512,7 @@ class MemoryCheckpoints:
             return frozenset()
         blocks = blocks_of((reader or self._reader).index(beneath), operators)
         boxes_of: dict[str, list[tuple[str, Box]]] = {}
-        for entry in part.slices_of(operators):
+        for entry in (stored.entry for stored in part.slices() if stored.entry.operator in operators):
             boxes_of.setdefault(entry.operator, []).append((entry.key, entry.box))
         return frozenset(op for op, boxes in boxes_of.items() if _covers(op, blocks[op], boxes))
 

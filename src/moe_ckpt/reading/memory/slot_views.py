@@ -24,7 +24,7 @@ from moe_ckpt.format.manifest import (
     state_path,
 )
 from moe_ckpt.format.sealed import Fragment, digest, encode_json
-from moe_ckpt.format.shard import ShardHeader, SliceEntry, decode_header
+from moe_ckpt.format.shard import ShardHeader, decode_header
 from moe_ckpt.format.slot import GRADIENTS as GRADIENTS_ALONE
 from moe_ckpt.format.slot import STATE, SlotHeader, SlotPart, decoded, encoded
 from moe_ckpt.memory.files import FoundSlot
@@ -219,39 +219,20 @@ class SlotFiles:
             self.records.setdefault(kind, []).append(record)
             self.headers[record] = header
 
-    @property
-    def gradients(self) -> tuple[StoredSlice, ...]:
-        """The slices of consumed gradients in the slots."""
-        records = self.records.get(GRADIENTS, ())
-        return tuple(StoredSlice(entry, record) for record in records for entry in self.headers[record].slices)
+    def slices(self, *kinds: str) -> Iterator[StoredSlice]:
+        """Yields the slices of operators in the parts of these kinds; by default of all but consumed gradients."""
+        for kind in kinds or (kind for kind in self.records if kind != GRADIENTS):
+            for record in self.records.get(kind, ()):
+                yield from (StoredSlice(entry, record) for entry in self.headers[record].slices if entry.operator)
 
-    @property
-    def in_full(self) -> tuple[StoredSlice, ...]:
-        """The slices of operators in the slots, but for consumed gradients."""
-        written = (record for kind, records in self.records.items() if kind != GRADIENTS for record in records)
-        return tuple(StoredSlice(e, record) for record in written for e in self.headers[record].slices if e.operator)
+    def operators(self, kind: str) -> frozenset[str]:
+        """Returns the operators of which parts of a kind hold something."""
+        return frozenset(stored.entry.operator for stored in self.slices(kind))
 
     @property
     def host_only(self) -> frozenset[str]:
         """Operators of which the slots hold something that this snapshot does not bring to storage."""
-        return self.of_kind(HOST_ONLY)
-
-    def of_kind(self, kind: str) -> frozenset[str]:
-        """Operators of which parts of a kind hold something."""
-        headers = (self.headers[record] for record in self.records.get(kind, ()))
-        return frozenset(entry.operator for header in headers for entry in header.slices if entry.operator)
-
-    @property
-    def every_slice(self) -> Iterator[SliceEntry]:
-        """Yields the slices in the slots, but for consumed gradients."""
-        for kind, records in self.records.items():
-            for record in records if kind != GRADIENTS else ():
-                yield from self.headers[record].slices
-
-    def slices_of(self, operators: frozenset[str]) -> Iterator[SliceEntry]:
-        """Yields the slices of these operators in the slots."""
-        for header in self.headers.values():
-            yield from (entry for entry in header.slices if entry.operator in operators)
+        return self.operators(HOST_ONLY)
 
     def known_to(self, stored: Manifest) -> dict[str, SlotFile]:
         """The files that are byte for byte those of a checkpoint on storage, and those that never go there."""

@@ -138,7 +138,7 @@ def recorded(policy: Policy, plans: deque[SnapshotPlan]) -> Policy:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes for a plan, and what it says of the proof (see ``compiling.cover_difference``)."""
+    """What one rank writes for a plan, and what it says of the proof (see ``CompiledPlan.cover_difference``)."""
 
     parts: tuple[CompiledPart, ...]
     cover: int

@@ -18,7 +18,7 @@ from moe_ckpt.modeling.state.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.run.run_ledger import places
 from moe_ckpt.slices import compiling
-from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler, cover_difference
+from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
 from moe_ckpt.slices.copying import carry_out, target
 from moe_ckpt.slices.snapshot import copy_at_once
 from tests.unit.builders import catalog
@@ -119,7 +119,7 @@ def test_host_only_operators_move_to_their_own_part_and_back():
     assert plans[0] is plans[2]
     [held] = [part for _, part in plans[1].parts if part.kind == "held"]
     assert {entry.operator for entry in held.entries} == {expert}
-    assert cover_difference(plans[1]) == 0, "what stays in memory is no part of the claim"
+    assert plans[1].cover_difference == 0, "what stays in memory is no part of the claim"
 
 
 def test_side_tensors_of_each_time_are_copied():
@@ -184,7 +184,7 @@ def test_the_differences_of_all_ranks_add_up_to_nothing(saved):
         tensors = state(sharded=False)
         made = PlanCompiler(MODEL, everywhere(MODEL.layers, ranks), rank, ranks)
         plans.append(made.compile(contents(operators), tensors, specs_of(tensors), ()))
-    differences = [cover_difference(plan) for plan in plans]
+    differences = [plan.cover_difference for plan in plans]
     assert sum(differences) % PRIME == 0
     (_, part), *_ = plans[0].parts
     lost = cover_sum(part.boxes[:1])

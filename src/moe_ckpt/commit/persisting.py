@@ -27,7 +27,6 @@ from moe_ckpt.format.manifest import group_path
 from moe_ckpt.ledger.coverage import prove_cover
 from moe_ckpt.ports import Communicator
 from moe_ckpt.run.context import RunContext
-from moe_ckpt.slices.compiling import cover_difference
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.slices.writing import (
     Acknowledgement,
@@ -405,7 +404,7 @@ class SnapshotResolver:
             if not snapshot.not_finite():
                 self._tier.offer(snapshot)
             spoiled = snapshot.not_finite(written=True)
-            return acknowledge(records, state, cover_difference(snapshot.plan), snapshot.freshness, spoiled)
+            return acknowledge(records, state, snapshot.plan.cover_difference, snapshot.freshness, spoiled)
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
 

@@ -211,22 +211,17 @@ class CompiledPlan:
         return max(ends, default=0)
 
     @cached_property
-    def own_claim(self) -> int:
-        """The ``cover_sum`` of what this rank must account for."""
+    def cover_difference(self) -> int:
+        """What this rank writes minus what it must account for: added over all ranks, 0 modulo ``PRIME`` if the plan is
+        tiled."""
         operators, _, compute_only, in_window = self.key
-        return self.claims.own_sum(operators, compute_only, in_window=in_window)
+        written = sum(part.cover_sum for _, part in self.parts if part.is_written)
+        return (written - self.claims.own_sum(operators, compute_only, in_window=in_window)) % PRIME
 
     def claimed_boxes(self) -> Mapping[str, list[Box]]:
         """All boxes that the ranks together must write."""
         operators, _, compute_only, in_window = self.key
         return self.claims.boxes(operators, compute_only, in_window=in_window)
-
-
-def cover_difference(plan: CompiledPlan) -> int:
-    """Returns what this rank writes minus what it must account for. Added over all ranks, 0 modulo ``PRIME`` if the
-    plan is tiled."""
-    written = sum(part.cover_sum for _, part in plan.parts if part.is_written)
-    return (written - plan.own_claim) % PRIME
 
 
 class PlanCompiler:

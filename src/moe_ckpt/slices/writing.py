@@ -45,7 +45,7 @@ class Acknowledgement:
 
     Attributes:
         errors: Why ranks wrote nothing that counts: ``[rank, reason]`` as JSON, and a comma each.
-        covers: ``cover_difference`` of each rank's plan.
+        covers: ``CompiledPlan.cover_difference`` of each rank's plan.
         experts, others, states: Names of their files, one line each: by ``format.manifest.GROUPS``.
         file_rows, state_rows: As they will be in the part document (``format.manifest``).
         freshness: What their checksums show, a byte of each rank (``ledger.freshness``).
@@ -101,7 +101,7 @@ def acknowledge(
     """Returns the acknowledgement of a rank that wrote these files.
 
     Args:
-        cover: ``cover_difference`` of its plan.
+        cover: ``CompiledPlan.cover_difference`` of its plan.
         freshness: Of its share.
         not_finite: As of ``SealedPart``, of what it wrote.
     """

@@ -18,13 +18,16 @@ from moe_ckpt.core.window import (
     balance,
     lanes_of,
     merge_coupled,
-    pack,
     share_bytes,
     side_by_side,
     slot_bytes,
     slot_plan,
 )
 from tests.unit.builders import catalog
+
+
+def pack(order, sizes, limit, most_slots=None):
+    return Lane(tuple(order), 1).pack(sizes, limit, most_slots)
 
 
 def sized(*pairs):

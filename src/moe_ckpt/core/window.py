@@ -8,17 +8,16 @@ of earlier slots are not saved, since replay brings them here from their anchor.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, pairwise, repeat, zip_longest
 from operator import attrgetter, is_
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.operators import Catalog, Remembered
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.plan import SnapshotPlan, save_slot
 
@@ -154,48 +153,9 @@ def _together(members: Sequence[OperatorBytes]) -> OperatorBytes:
     return OperatorBytes(full, compute, gradient, sum(size.weights for size in members))
 
 
-def pack(
-    order: Sequence[str], sizes: Mapping[str, OperatorBytes], limit_bytes: int, most_slots: int | None = None
-) -> tuple[tuple[str, ...], ...] | None:
-    """``order`` cut into the fewest slots of which none weighs more than ``limit_bytes``; None if there is no such cut.
-
-    Slots are runs of ``order``, each as long as it may be. That is best: a slot that starts later in the order never
-    weighs more, so nothing is gained by ending the one before it early. (MoEvement's Algorithm 1 counts operators as
-    if all had one size, and gives all slots equally many.)
-
-    Args:
-        limit_bytes: Of one slot, all ranks together.
-        most_slots: None as well if more are needed.
-    """
-    return _cut(order, _Runs(_bytes_of(order, sizes)).ends(limit_bytes, most_slots))
-
-
 def balance(order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots: int) -> tuple[tuple[str, ...], ...]:
-    """``order`` cut into at most ``most_slots`` slots, the heaviest of which weighs as little as it can.
-
-    Of all such cuts one with the fewest slots: where a single large operator decides, more slots would make recovery
-    longer and nothing lighter. And of these, one that anchors as early as it can, so that the window's slots together
-    hold the fewest compute weights.
-
-    Raises:
-        ValueError: ``most_slots`` is below 1.
-    """
-    if most_slots < 1:
-        raise ValueError(f"a window of {most_slots} slots")
-    if most_slots == 1:
-        return (tuple(order),) if order else ()
-    return _evened_out(order, _Runs(_bytes_of(order, sizes)), most_slots)
-
-
-def _evened_out(order: Sequence[str], runs: _Runs, most_slots: int) -> tuple[tuple[str, ...], ...]:
-    too_little, enough = -1, runs.dense_bytes
-    while enough - too_little > 1:
-        middle = (too_little + enough) // 2
-        if runs.ends(middle, most_slots) is None:
-            too_little = middle
-        else:
-            enough = middle
-    return _cut(order, runs.ends(enough, most_slots)) or ()
+    """Returns ``Lane.balance`` of operators whose bytes all ranks share."""
+    return Lane(tuple(order), 1).balance(sizes, most_slots)
 
 
 _SHARED = -1
@@ -220,21 +180,47 @@ class Lane:
     def pack(
         self, sizes: Mapping[str, OperatorBytes], limit_bytes: int, most_slots: int | None = None
     ) -> tuple[tuple[str, ...], ...] | None:
-        """Returns ``pack`` of the order."""
+        """The order cut into the fewest slots of which none weighs more than ``limit_bytes``; None if there is no such
+        cut.
+
+        Slots are runs of the order, each as long as it may be. That is best: a slot that starts later in the order
+        never weighs more, so nothing is gained by ending the one before it early. (MoEvement's Algorithm 1 counts
+        operators as if all had one size, and gives all slots equally many.)
+
+        Args:
+            limit_bytes: Of one slot, all ranks together.
+            most_slots: None as well if more are needed.
+        """
         return _cut(self.order, _Runs(self._nbytes(sizes)).ends(limit_bytes, most_slots))
 
     def balance(self, sizes: Mapping[str, OperatorBytes], most_slots: int) -> tuple[tuple[str, ...], ...]:
-        """Returns ``balance`` of the order."""
-        if most_slots <= 1:
-            return balance(self.order, sizes, most_slots)
-        return _evened_out(self.order, _Runs(self._nbytes(sizes)), most_slots)
+        """The order cut into at most ``most_slots`` slots, the heaviest of which weighs as little as it can.
 
-    def _nbytes(self, sizes: Mapping[str, OperatorBytes]) -> npt.NDArray[np.int64]:
+        Of all such cuts one with the fewest slots: where a single large operator decides, more slots would make
+        recovery longer and nothing lighter. And of these, one that anchors as early as it can, so that the window's
+        slots together hold the fewest compute weights.
+
+        Raises:
+            ValueError: ``most_slots`` is below 1.
+        """
+        if most_slots < 1:
+            raise ValueError(f"a window of {most_slots} slots")
+        if most_slots == 1:
+            return (self.order,) if self.order else ()
+        runs = _Runs(self._nbytes(sizes))
+        too_little, enough = -1, runs.dense_bytes
+        while enough - too_little > 1:
+            middle = (too_little + enough) // 2
+            if runs.ends(middle, most_slots) is None:
+                too_little = middle
+            else:
+                enough = middle
+        return _cut(self.order, runs.ends(enough, most_slots)) or ()
+
+    @cached_property
+    def _nbytes(self) -> Remembered[npt.NDArray[np.int64]]:
         """``_bytes_of`` the order. It is asked about several times, and to look thousands of names up takes long."""
-        weighed: tuple[object, npt.NDArray[np.int64]] | None = vars(self).get("_weighed")
-        if weighed is None or weighed[0] is not sizes:
-            weighed = vars(self)["_weighed"] = sizes, _bytes_of(self.order, sizes)
-        return weighed[1]
+        return Remembered(partial(_bytes_of, self.order), most=1)
 
     @cached_property
     def _owner_numbers(self) -> npt.NDArray[np.int64]:
@@ -338,24 +324,19 @@ _FULL, _COMPUTE = attrgetter("full"), attrgetter("compute")
 
 def _bytes_of(operators: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> npt.NDArray[np.int64]:
     """``[2, n]``: of each in full, and as compute weights."""
-    numbers, nbytes = _weighed(sizes)
+    numbers, nbytes = _looked_up(sizes)
     return nbytes[:, np.fromiter(map(numbers.__getitem__, operators), np.int64, len(operators))]
 
 
 def _weighed(sizes: Mapping[str, OperatorBytes]) -> tuple[Mapping[str, int], npt.NDArray[np.int64]]:
-    """Operator -> its number, and ``_bytes_of`` all by their numbers. Sizes are the very same object for long."""
-    for weighed_sizes, weighed in _WEIGHED:
-        if weighed_sizes is sizes:
-            return weighed
+    """Operator -> its number, and ``_bytes_of`` all by their numbers."""
     rows = sizes.values()
     nbytes = np.array([np.fromiter(map(kind, rows), np.int64, len(rows)) for kind in (_FULL, _COMPUTE)])
-    weighed = {op: number for number, op in enumerate(sizes)}, nbytes
-    _WEIGHED.append((sizes, weighed))
-    return weighed
+    return {op: number for number, op in enumerate(sizes)}, nbytes
 
 
-_WEIGHED: deque[tuple[object, tuple[Mapping[str, int], npt.NDArray[np.int64]]]] = deque(maxlen=4)
-"""The sizes that were looked up last. They are never changed."""
+_looked_up = Remembered(_weighed, most=4)
+"""Sizes are the very same object for long, and never changed."""
 
 
 class _Runs:

@@ -1,11 +1,10 @@
-"""What ranks that hold the same read of storage at a start, together and each by itself, and with rounds read ahead.
+"""What ranks that hold the same read of storage at a start, together and each by itself.
 
 One process writes a dense checkpoint of a synthetic MoE. Then 2 and 4 processes, data-parallel peers on one machine,
 come back to it (``resume_newest``), in turns:
 
 - each by itself: every rank reads all, as without shared reading;
-- shared: each reads its part, and gets the rest from the others;
-- shared, not ahead: a round is read when its turn has come, instead of while the one before is sent and verified.
+- shared: each reads its part, and gets the rest from the others.
 
 With ``--delay-ms`` every read waits, as one of a far storage does, and with ``--link-ms`` every exchange of a round.
 Bytes and CPU time hold on a busy machine; seconds need an idle one, with a core for each rank.
@@ -40,15 +39,14 @@ from benchmarks.memory_tiers import turned
 from benchmarks.memory_tiers_rank import Life, Shard, spent_in
 from benchmarks.ranks import end, gathered
 from moe_ckpt.comm.communicator import GlooCommunicator, make_communicator
-from moe_ckpt.reading import shared_reading
 from moe_ckpt.recovery import sources
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.recovery.sources import StorageSource
 from moe_ckpt.storage import LocalStorage
 
 _EXAMPLE = "example: python benchmarks/reading.py --mib 512 --ranks 2 4 --delay-ms 50 --rounds 5 --write"
-ALONE, SHARED, NOT_AHEAD = "each by itself", "shared", "shared, not ahead"
-WAYS = (ALONE, SHARED, NOT_AHEAD)
+ALONE, SHARED = "each by itself", "shared"
+WAYS = (ALONE, SHARED)
 _TIMEOUT_SECS = 600.0
 _PATIENCE_SECS = 120.0
 
@@ -81,8 +79,6 @@ def second_life(order: Mapping[str, Any], rank: int) -> dict[str, float]:
     """Comes back. Returns what this rank read, and its seconds, of CPU too, of all its threads."""
     if order["way"] == ALONE:
         sources.divide = lambda *args, **kwargs: None  # type: ignore[attr-defined]
-    if order["way"] == NOT_AHEAD:
-        shared_reading.ROUNDS_AHEAD = 0
     swap = GlooCommunicator.swap
 
     def swapping(self: GlooCommunicator, outgoing: Any, expected: Any) -> None:

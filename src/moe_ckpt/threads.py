@@ -27,7 +27,6 @@ class ThreadName(Enum):
     PARTS = "moe_ckpt-parts"
     PERSIST = "moe_ckpt-persist"
     PROFILE = "moe_ckpt-profile"
-    READ = "moe_ckpt-read"
     REMOVE = "moe_ckpt-remove"
     REPLICATE = "moe_ckpt-replicate"
     SEAL = "moe_ckpt-seal"

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,40 +107,6 @@ def test_together_they_read_as_much_as_one_alone_evenly_and_get_every_bit(store,
     once = alone / 2  # verified first, then loaded
     crossed = sum(nbytes for _, _, nbytes in results)
     assert (crossed == 0) if nodes == 1 else once <= crossed < 1.05 * once, "to another machine once, not to each rank"
-
-
-def ahead(rank: int, world_size: int, root: str) -> tuple[dict[str, torch.Tensor], list[str], int, int]:
-    """(state, threads that read while bytes are handed over, rounds, buffers)"""
-    handing, read, swap = shared_reading._Handing.hand_over, LocalStorage.read, GlooCommunicator.swap
-    readers: list[str] = []
-    rounds: list[int] = []
-    buffers: list[int] = []
-
-    def reading(self, *args):
-        readers.append(threading.current_thread().name)
-        return read(self, *args)
-
-    def swapping(self, given, expected):
-        rounds.append(len(readers))
-        swap(self, given, expected)
-
-    def handed(self, *args):
-        readers.clear()
-        handing(self, *args)
-        buffers.append(len(self._spare))
-
-    shared_reading._Handing.hand_over, LocalStorage.read, GlooCommunicator.swap = handed, reading, swapping
-    with as_ranks_do(rank) as comm:
-        found, _ = resume(root, comm)
-    return found, sorted(set(readers)), len(rounds), max(buffers)
-
-
-def test_one_round_is_read_ahead_of_its_turn(store):
-    root, last, _ = store
-    for found, readers, rounds, buffers in run_ranks(ahead, 2, str(root)):
-        require_equal(found, last)
-        assert readers == ["MainThread", "moe_ckpt-read_0"]
-        assert (rounds > 5, buffers) == (True, 2), "memory for two rounds, however many there are"
 
 
 class Meagre:

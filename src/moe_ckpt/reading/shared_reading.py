@@ -3,7 +3,7 @@
 Each slice is read, and verified, by one of the ranks that need it: first by itself, before training state is touched,
 and then once more, when its bytes also go to the others. These compare its checksum before they use it. What does not
 arrive as it was written they read from storage. Storage thus gives all ranks together what it would give to one.
-They go in rounds; while one is sent, compared and written, a thread reads this rank's part of the next.
+They go in rounds, each in the same memory.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 import socket
 import zlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +42,6 @@ from moe_ckpt.reading.reading_shares import (
 from moe_ckpt.reading.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice
 from moe_ckpt.reading.slices import RUN_NBYTES
 from moe_ckpt.reading.together import NotUsableError, raise_on_all_ranks, together
-from moe_ckpt.threads import ThreadName, named_pool
 from moe_ckpt.tiers.host_tier import as_values, checksum
 
 log = logging.getLogger("moe_ckpt")
@@ -52,9 +50,6 @@ _ALIGNED = 64
 """Slices begin at multiples of it in what is handed over, so that every dtype can be viewed there."""
 _NOT_READ = torch.frombuffer(bytearray(b"not read"), dtype=torch.uint8)
 """End of a chunk whose reader failed. Only this word says so: all else is judged by the checksums of the slices."""
-
-ROUNDS_AHEAD = 1
-"""So many rounds are read before their turn comes, each into memory of its own (``RUN_NBYTES``, or one slice)."""
 
 Tensors = Callable[[], Sequence[StateTensor]]
 
@@ -264,16 +259,12 @@ class SharedReading:
             raise StoreError(f"rank {failed - 1} has no memory for what ranks read for one another; see its log")
 
 
-_Begun = tuple[Sequence["_Part"], Future[None] | None]
-"""The parts of a round that is read, and when this rank's are there; None if they are."""
-
-
 class _Handing:
     """One load of this rank.
 
     Attributes:
         targets: Where each slice goes that this rank needs.
-        problem: The first thing that went wrong. What this rank begins to read after that is said to be unread.
+        problem: The first thing that went wrong. What this rank was to read after that is said to be unread.
         done: Slices that were written, and need not be read by this rank.
     """
 
@@ -281,7 +272,6 @@ class _Handing:
         self.targets: Targets = {}
         self.problem: Exception | None = None
         self.done: set[StoredSlice] = set()
-        self._spare: deque[torch.Tensor] = deque()
         self._comm, self._reader = comm, reader
 
     def attempt(self, action: Callable[[], object]) -> bool:
@@ -294,70 +284,32 @@ class _Handing:
         return self.problem is None
 
     def reserve(self, rounds: Sequence[_Round]) -> None:
-        """Memory for as many rounds as are under way at once. Raises ``RuntimeError``: there is none."""
+        """Memory for any round. Raises ``RuntimeError``: there is none."""
         nbytes = max((sum(_Part.nbytes(slices) for _, slices in chunks) for _, chunks in rounds), default=0)
-        for _ in rounds[: ROUNDS_AHEAD + 1]:
-            self._spare.append(torch.empty(nbytes, dtype=torch.uint8))
+        self._memory = torch.empty(nbytes, dtype=torch.uint8)
 
     def hand_over(self, rounds: Sequence[_Round]) -> None:
-        """Read this rank's part of every round, the next ones ahead of time, and get the others' parts."""
-        pool = named_pool(ThreadName.READ)  # its thread begins with the first round ahead
-        begun: deque[_Begun] = deque()
-        try:
-            for number, (group, _) in enumerate(rounds):
-                for coming in rounds[number + len(begun) : number + ROUNDS_AHEAD + 1]:
-                    begun.append(self._begin(coming, pool if begun else None))
-                parts = self._finished(begun.popleft())
-                hand_on(self._comm, [(group.route(part.chunk), part.data) for part in parts])
-                for part in parts:
-                    self._take(part)
-                self._spare.append(parts[0].memory)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        """Read this rank's part of every round, and get the others' parts."""
+        for group, chunks in rounds:
+            ends = [0, *accumulate(_Part.nbytes(slices) for _, slices in chunks)]
+            spans = (self._memory[begin:end] for begin, end in pairwise(ends))
+            parts = [_Part(*chunk, data) for chunk, data in zip(chunks, spans, strict=True)]
+            for part in parts:
+                if part.chunk.reader == self._comm.rank:
+                    is_read = self.attempt(partial(self._read, part))
+                    part.end.copy_(torch.zeros_like(_NOT_READ) if is_read else _NOT_READ)
+            hand_on(self._comm, [(group.route(part.chunk), part.data) for part in parts])
+            for part in parts:
+                self._take(part)
 
-    def _begin(self, coming: _Round, pool: ThreadPoolExecutor | None) -> _Begun:
-        """Read this rank's part of a round, into memory that a later one gets: new memory costs as much as reading.
-
-        Args:
-            coming: The round.
-            pool: Reads it in the background; None if it is due.
-        """
-        ends = [0, *accumulate(_Part.nbytes(slices) for _, slices in coming.chunks)]
-        memory = self._spare.popleft()
-        parts = [_Part(*chunk, memory, *span) for chunk, span in zip(coming.chunks, pairwise(ends), strict=True)]
-        mine = [part for part in parts if part.chunk.reader == self._comm.rank]
-        if pool is not None and mine:
-            try:
-                return parts, pool.submit(self._read, mine)
-            except RuntimeError:  # no thread to be had
-                log.debug("no thread to read the next round ahead of time")
-        self._read(mine)
-        return parts, None
-
-    def _read(self, parts: Sequence[_Part]) -> None:
-        """Reads the slices of these parts, or marks the parts as unread. Raises nothing. On either thread."""
-        failed = self.problem
-        for part in parts:
-            try:
-                for stored, values in self._reader.read_many(part.slices) if failed is None else ():
-                    part.bytes_of(stored).copy_(values.reshape(-1).view(torch.uint8))
-            except Exception as error:  # the other ranks still wait for this one
-                failed = part.problem = error
-            part.end.copy_(torch.zeros_like(_NOT_READ) if failed is None else _NOT_READ)
-
-    def _finished(self, begun: _Begun) -> Sequence[_Part]:
-        """The parts of a round whose turn has come, once this rank has read its own."""
-        parts, reading = begun
-        if reading is not None:
-            reading.result()
-        problems = (part.problem for part in parts if part.problem is not None)
-        self.problem = self.problem or next(problems, None)
-        return parts
+    def _read(self, part: _Part) -> None:
+        for stored, values in self._reader.read_many(part.slices):
+            part.bytes_of(stored).copy_(values.reshape(-1).view(torch.uint8))
 
     def _take(self, part: _Part) -> None:
         """Write the slices that arrived undamaged. The rest is read from storage."""
         if torch.equal(part.end, _NOT_READ):
-            self.attempt(partial(_raise, part.slices[0].damaged(f"rank {part.chunk.reader} could not read it")))
+            self.problem = self.problem or part.slices[0].damaged(f"rank {part.chunk.reader} could not read it")
             return
         for stored in part.slices:
             data = part.bytes_of(stored)
@@ -380,17 +332,12 @@ class _Part:
     Args:
         chunk: Which.
         slices: Of it.
-        memory: Of its round.
-        begin, end: Of its ``nbytes(slices)`` bytes there.
-
-    Attributes:
-        problem: Why this rank could not read it.
+        data: Its ``nbytes(slices)`` bytes.
     """
 
-    def __init__(self, chunk: Chunk, slices: Sequence[StoredSlice], memory: torch.Tensor, begin: int, end: int) -> None:
-        self.chunk, self.slices, self.memory, self.data = chunk, slices, memory, memory[begin:end]
-        self.end = self.data[-len(_NOT_READ) :]
-        self.problem: Exception | None = None
+    def __init__(self, chunk: Chunk, slices: Sequence[StoredSlice], data: torch.Tensor) -> None:
+        self.chunk, self.slices, self.data = chunk, slices, data
+        self.end = data[-len(_NOT_READ) :]
         self._begins = dict(zip(slices, accumulate(map(_padded, slices), initial=0), strict=False))
 
     @staticmethod
@@ -406,7 +353,3 @@ class _Part:
 
 def _padded(stored: StoredSlice) -> int:
     return -(-stored.nbytes // _ALIGNED) * _ALIGNED
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -211,8 +211,8 @@ class CompiledPlan:
         return max(ends, default=0)
 
     @cached_property
+    def cover_difference(self) -> int:
         """Written minus accounted for by this rank: added over all ranks, 0 modulo ``PRIME`` if the plan is tiled."""
-        tiled."""
         operators, _, compute_only, in_window = self.key
         written = sum(part.cover_sum for _, part in self.parts if part.is_written)
         return (written - self.claims.own_sum(operators, compute_only, in_window=in_window)) % PRIME

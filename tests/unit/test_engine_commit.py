@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.policies import Dense
+from moe_ckpt.slices.compiling import PlanCompiler
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import Life, failing, manifests
 
@@ -54,3 +58,19 @@ def test_a_generation_that_committed_nothing_is_passed_over(tmp_path):
         second.finish()
     assert parents(tmp_path)[step_dir(3, 2)] == step_dir(2, 0)
     assert step_dir(3, 1) not in parents(tmp_path)
+
+
+def test_a_share_that_lacks_a_slice_is_no_checkpoint_and_the_tensor_is_named(tmp_path, monkeypatch, caplog):
+    """Whatever went wrong when the share was cut: what is committed tiles what the plan asks for."""
+    whole = PlanCompiler._cut
+
+    def short(self, contents):
+        share, assignment = whole(self, contents)
+        return share.masked(np.arange(len(share)) > 0), assignment
+
+    monkeypatch.setattr(PlanCompiler, "_cut", short)
+    with Life(LocalStorage(tmp_path), policy=Dense()) as life:
+        life.go(2, settle=True)
+    assert manifests(tmp_path) == []
+    assert "CoverageError" in caplog.text
+    assert "model/" in caplog.text

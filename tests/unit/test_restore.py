@@ -125,6 +125,24 @@ def test_damage_elsewhere_does_not_stop_a_rank_that_does_not_need_it(tmp_path):
     assert other.untouched()
 
 
+def test_operators_are_verified_without_the_others(tmp_path):
+    example(tmp_path, world_size=1)
+    reader = StoreReader(LocalStorage(tmp_path))
+    manifest = reader.manifest("step_00000003")
+    slices = [stored for group in reader.index(manifest).tensors.values() for stored in group]
+    source, state = StorageSource(reader, manifest), LiveState()
+    for operator in manifest.operators:
+        stored = next(stored for stored in slices if stored.entry.operator == operator)
+        raw = bytearray((tmp_path / stored.path).read_bytes())
+        raw[stored.offset] ^= 1
+        (tmp_path / stored.path).write_bytes(raw)
+        with pytest.raises(DamagedError, match="checksum mismatch"):
+            source.verify(state, {operator})
+        raw[stored.offset] ^= 1
+        (tmp_path / stored.path).write_bytes(raw)
+        source.verify(state, {operator})
+
+
 def test_bytes_that_break_between_the_passes_are_still_not_copied(tmp_path):
     example(tmp_path, world_size=1)
 

@@ -92,7 +92,8 @@ class StorageSource:
         for kind in self._kinds:
             chosen = kind
             if operators is not None:
-                chosen = {key: [one for one in group if one.entry.operator in operators] for key, group in kind.items()}
+                among = {key: [one for one in group if one.entry.operator in operators] for key, group in kind.items()}
+                chosen = {key: group for key, group in among.items() if group}
             verify_needed(self._reader, chosen, parameters_of(state), self.shared)
 
     def prepare(self, state: TrainingState) -> None:

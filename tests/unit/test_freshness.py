@@ -17,13 +17,14 @@ from tests.unit.engine_parts import Life, ThreadRanks, run_threads, told
 from tests.unit.test_engine_host_tier import assert_state, come_back
 from tests.unit.test_engine_memory_only import at, committed, life, no_memory_of_other_tests, where  # noqa: F401
 
+GATE = "gate/0"
 KEYS = ("model/w", "optim/0/w/exp_avg", "side/0/buffer")
 
 
 def seals(*given: tuple[int, list[int]]) -> list[int]:
     """(updates, checksums of the three slices) of each snapshot, and what it shows."""
     checksums = LastChecksums()
-    checksums.add(KEYS)
+    checksums.add([(key, GATE) for key in KEYS])
     numbers = np.arange(len(KEYS))
     return [checksums.seal(numbers, np.array(digests, dtype=np.uint64), updates) for updates, digests in given]
 
@@ -46,7 +47,16 @@ def test_after_an_update_something_must_have_moved(second, shows):
 def test_weights_alone_need_not_move():
     """Without optimizer state (plain SGD) a learning rate of 0 leaves them as they are."""
     checksums = LastChecksums()
-    checksums.add(["model/w"])
+    checksums.add([("model/w", GATE)])
+    number, digest = np.arange(1), np.ones(1, dtype=np.uint64)
+    assert [checksums.seal(number, digest, updates) for updates in (1, 2)] == [UNKNOWN, UNKNOWN]
+    assert checksums.seal(number, digest + np.uint64(1), 3) == FRESH
+
+
+def test_an_expert_without_tokens_says_nothing():
+    """A window that began anew may have nothing else to compare at the end of training."""
+    checksums = LastChecksums()
+    checksums.add([("optim/0/w/exp_avg", "expert/0/1")])
     number, digest = np.arange(1), np.ones(1, dtype=np.uint64)
     assert [checksums.seal(number, digest, updates) for updates in (1, 2)] == [UNKNOWN, UNKNOWN]
     assert checksums.seal(number, digest + np.uint64(1), 3) == FRESH
@@ -54,14 +64,14 @@ def test_weights_alone_need_not_move():
 
 def test_a_slice_is_compared_with_the_last_time_that_it_was_saved():
     checksums = LastChecksums()
-    checksums.add(["optim/0/a/m", "optim/0/b/m"])
+    checksums.add([("optim/0/a/m", GATE), ("optim/0/b/m", GATE)])
     one = np.ones(1, dtype=np.uint64)
     shown = [checksums.seal(np.array([number]), one, updates) for number, updates in ((0, 1), (1, 2), (0, 3))]
     assert shown == [UNKNOWN, UNKNOWN, STALE]
 
 
 def _part(kind: str, key: str, digest: int) -> SimpleNamespace:
-    numbers, entries = np.zeros(1, dtype=np.int64), [SimpleNamespace(key=key)]
+    numbers, entries = np.zeros(1, dtype=np.int64), [SimpleNamespace(key=key, operator=GATE)]
     part = SimpleNamespace(kind=kind, cuts=(1,), slices=SimpleNamespace(entries=entries, numbers=numbers))
     return SimpleNamespace(part=part, checksums=np.asarray([digest], dtype=np.uint64))
 
@@ -84,7 +94,7 @@ def test_an_optimizer_that_rests_is_not_stale_where_another_one_consumes_gradien
 def test_a_sparse_window_is_stale_if_nothing_in_all_its_slots_has_changed(digests, shows):
     """The operators of one slot may all be experts that got no tokens."""
     watch = FreshnessWatch()
-    entries = [SimpleNamespace(key=f"optim/0/{name}/exp_avg") for name in "vw"]
+    entries = [SimpleNamespace(key=f"optim/0/{name}/exp_avg", operator=GATE) for name in "vw"]
 
     def seen(updates: int, slot: int, digest: int) -> int:
         slices = SimpleNamespace(entries=entries, numbers=np.full(1, slot, dtype=np.int64))

@@ -10,9 +10,12 @@ embedding that no token used, stays as it is and says nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import starmap
 
 import numpy as np
 import numpy.typing as npt
+
+from moe_ckpt.core.operators import EXPERT
 
 UNKNOWN, STALE, FRESH = 0, 1, 2
 """What one rank has seen, ascending: the maximum over ranks is true of all. ``UNKNOWN`` is nothing to compare."""
@@ -22,13 +25,16 @@ CAUSE = (
     "or the optimizer was built again after training began), or its updates run without gradients"
 )
 NEITHER, WEIGHT, MOMENT = 0, 1, 2
-"""Kinds of slices: what no update need change, such as buffers; parameters; optimizer state."""
+"""Kinds of slices: what no update changes, such as buffers; what an update need not change; optimizer state that each
+update changes."""
 _NEVER = -1
 
 
-def kind_of_slice(key: str) -> int:
-    """``MOMENT`` for a key below ``optim/``, ``WEIGHT`` below ``model/``."""
-    return MOMENT if key.startswith("optim/") else WEIGHT if key.startswith("model/") else NEITHER
+def kind_of_slice(key: str, operator: str) -> int:
+    """``MOMENT`` for a key below ``optim/``, ``WEIGHT`` below ``model/`` and for experts, which may get no tokens."""
+    if not key.startswith(("optim/", "model/")):
+        return NEITHER
+    return WEIGHT if key.startswith("model/") or operator.startswith(EXPERT) else MOMENT
 
 
 def of_all(seen: Iterable[int]) -> int:
@@ -47,9 +53,9 @@ class LastChecksums:
     def __len__(self) -> int:
         return len(self._kinds)
 
-    def add(self, keys: Iterable[str]) -> None:
-        """Adds slices, which get the next numbers."""
-        kinds = np.fromiter(map(kind_of_slice, keys), np.int8)
+    def add(self, slices: Iterable[tuple[str, str]]) -> None:
+        """Adds slices, by key and operator, which get the next numbers."""
+        kinds = np.fromiter(starmap(kind_of_slice, slices), np.int8)
         self._kinds = np.concatenate([self._kinds, kinds])
         self._updates = np.concatenate([self._updates, np.full(len(kinds), _NEVER)])
         self._digests = np.concatenate([self._digests, np.zeros(len(kinds), dtype=np.uint64)])

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -27,6 +26,7 @@ from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.moe.routing import RoutingCounter, TrainingPasses
 from moe_ckpt.modeling.names import tied_aliases
+from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.state.trainable import FrozenExperts
 from moe_ckpt.plain.host import PlainHost, Position
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
@@ -149,7 +149,8 @@ class PlainCheckpoint(AttachedCheckpoint):
             raise
         self.survivors = self._driver.survivors
         self._buckets = BucketOrder.of(model, comm.world_size)
-        self._updates, self._applied = 0, 0
+        self._updates = self._applied = 0
+        self._optimizers, self._stepped = len(optimizers), set[int]()
         self._undo: list[Callable[[], None]] = []
         for optimizer in optimizers:
             before, after = stopwatch.around(self._before_update), stopwatch.around(self._updated)
@@ -161,10 +162,9 @@ class PlainCheckpoint(AttachedCheckpoint):
     def resume(self) -> Position:
         """Resumes from the newest checkpoint that all ranks can load. Once, before ``iter(loader)``.
 
-        When it returns, tensors, optimizers, ``stateful`` objects and random number generators are restored. A loader
-        in the middle of an epoch draws random numbers when it is iterated anew: the generators are restored once more
-        after that. From a sparse window (MoEvement) training resumes at the window's first step, and the loop computes
-        the steps up to its last again, exactly.
+        When it returns, tensors, optimizers, ``stateful`` objects and random number generators are restored. From a
+        sparse window (MoEvement) training resumes at the window's first step, and the loop computes the steps up to its
+        last again, exactly.
 
         Returns:
             The position at which the loop goes on.
@@ -173,57 +173,40 @@ class PlainCheckpoint(AttachedCheckpoint):
             NoCheckpointError: There are checkpoints, but none that can be used.
             ConfigError: The checkpoint and this run contradict each other.
         """
-        self._driver.resume()
-        restored = self._driver.restored
+        driver, host = self._driver, self._host
+        driver.resume()
+        restored = driver.restored
         self.recovery_plan = None if restored is None else restored.plan
-        generators = self._host.generators
-        if generators.due:
-            generators.go_back()
-            generators.due = False
-            for name, loader in self._host.stateful.items():
-                if restored is not None and isinstance(loader, DataLoader):
-                    self._put_back_after(loader, restored.plain["stateful"][name])
-        modules = {id(module) for module in self._host.module.modules()}
+        if restored is not None:
+            host.generators.put_back()
+            for name, loader in host.stateful.items():
+                state = restored.plain["stateful"][name]
+                is_at_end = isinstance(state, Mapping) and state.get("_iterator_finished")
+                if isinstance(loader, DataLoader) and not is_at_end:  # the next epoch's seed is due in both
+                    self._iterate_quietly(loader)
+        if driver.replaying is not None:
+            driver.replaying.begin(StepSource())
+        if self._buckets is not None and host.step:
+            self._buckets.arrange(host.buckets)
+        driver.begin(new=restored is None)
+        return host.progress
 
-        def begins(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if id(module) in modules and torch.is_grad_enabled():
-                self._begin()
+    def _iterate_quietly(self, loader: DataLoader[Any]) -> None:
+        """Lets the first iterator of a loader that continues an epoch draw no random number of the run.
 
-        handle = register_module_forward_pre_hook(begins)
-        self._undo.append(handle.remove)
-        self._first = handle
-        return self._host.progress
-
-    def _put_back_after(self, loader: DataLoader[Any], state: Any) -> None:
-        """Restores the generators once more when ``loader`` is first iterated, if that continues an epoch.
-
-        A new iterator draws its seed from torch's generator. The run drew it when the epoch began, and a resumed one
-        draws it again in its middle; at an epoch's end, the next one's seed is due in both.
+        A new iterator draws its seed from torch's generator. The run drew it when the epoch began.
         """
-        if isinstance(state, Mapping) and state.get("_iterator_finished"):
-            return
         theirs = loader._get_iterator
 
         def first() -> Any:
             loader.__dict__.pop("_get_iterator", None)
+            before = capture_rng()
             iterator = theirs()
-            self._host.generators.go_back()
+            restore_rng(before)
             return iterator
 
         loader._get_iterator = first  # type: ignore[method-assign]
         self._undo.append(lambda: loader.__dict__.pop("_get_iterator", None))
-
-    def _begin(self) -> None:
-        """Training begins: the first forward pass, or whatever comes before it."""
-        if self._driver.lifecycle.is_training:
-            return
-        self._driver.lifecycle.require(Action.BEGIN, "the first step")
-        self._first.remove()
-        if self._driver.replaying is not None:
-            self._driver.replaying.begin(StepSource())
-        if self._buckets is not None and self._host.step:
-            self._buckets.arrange(self._host.buckets)
-        self._driver.begin(new=self._driver.restored_step is None)
 
     # --- every step ---
 
@@ -240,8 +223,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._before_update()
 
     def _before_update(self, *_: Any) -> None:
-        if self._driver.lifecycle.allows(Action.BEGIN):
-            self._begin()
+        self._driver.lifecycle.require(Action.JOIN, "optimizer.step()")
         if not self._updates:
             self._driver.before_update()
         self._counter.update_begins()
@@ -250,6 +232,9 @@ class PlainCheckpoint(AttachedCheckpoint):
     def _updated(self, optimizer: Any, *_: Any) -> None:
         # A fused optimizer is handed the loss scale, and leaves out an overflow by itself, on the device.
         self._applied += getattr(optimizer, "found_inf", None) is None
+        self._stepped.add(id(optimizer))
+        if self._driver.replaying is not None and len(self._stepped) == self._optimizers:
+            self._driver.replaying.put_back(self._host.step + 1)  # before the loop averages or evaluates the weights
         self._driver.note(Moment.WRITTEN)
 
     @timed
@@ -278,6 +263,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._host.step_to(step, counters)
         updated = bool(self._applied) if updated is None else updated
         self._updates = self._applied = 0
+        self._stepped.clear()
         return self._driver.after_update(self._counter.take(), updated=updated)
 
     @timed
@@ -350,6 +336,11 @@ def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer], stateful:
                 f"moe_ckpt.attach: {type(optimizer).__name__} is no torch.optim.Optimizer. Give the optimizer that a "
                 "wrapper holds, which is the one that updates parameters"
             )
+    if not isinstance(stateful, Mapping):
+        raise ConfigError(
+            f"moe_ckpt.attach(stateful={type(stateful).__name__}): give the objects by name, as in "
+            "stateful={'lr': scheduler}, so that a restart finds each again"
+        )
     for name, target in stateful.items():
         if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
             advice = " Use torchdata's StatefulDataLoader" if isinstance(target, DataLoader) else ""

@@ -86,7 +86,6 @@ class PlainHost(Host):
             require_plain(counters, "counters")
             counters = deepcopy(dict(counters))
         self.progress, self.moved = Position(step, self.progress.restored, counters), True
-        self.generators.note()
 
     def admits(self, manifest: Manifest, plain: _Plain) -> None:
         require_framework(plain, "torch", f"checkpoint {manifest.directory}")
@@ -133,14 +132,14 @@ class PlainHost(Host):
         return _REPEATED
 
     def capture(self, *, described: bool = False) -> _Plain:
-        if self.generators.state is None:
-            self.generators.note()
+        stateful = {name: target.state_dict() for name, target in self.stateful.items()}
+        self.generators.note()  # a loader that was not iterated yet has drawn its seed to tell its state
         return {
             "framework": "torch",
             "step": self.step,
             "counters": self.progress.counters,
             "plain": self.state.plain(described=described),
-            "stateful": {name: target.state_dict() for name, target in self.stateful.items()},
+            "stateful": stateful,
             "rng": self.generators.state,
             "buckets": self.buckets,
             "configured": self._configured,

@@ -300,5 +300,5 @@ class FreshnessWatch:
         slices = sealed.part.slices
         if slices.entries is not self._entries:
             self._entries, self._checksums = slices.entries, LastChecksums()
-        self._checksums.add([entry.key for entry in slices.entries[len(self._checksums) :]])
+        self._checksums.add([(entry.key, entry.operator) for entry in slices.entries[len(self._checksums) :]])
         return self._checksums.seal(slices.numbers, sealed.checksums, updates)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -94,6 +95,9 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
     optimizers = [torch.optim.AdamW([parameters[n] for n in group], lr=1e-2) for group in groups]
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) for optimizer in optimizers]
     stateful: dict[str, Any] = {"data": sampler or loader, **{f"schedule {n}": s for n, s in enumerate(schedules)}}
+    average = None
+    if loop.sharding == "none":
+        average = stateful["average"] = AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5) if loop.scaler else None
     if scaler is not None:
         stateful["scaler"] = scaler
@@ -127,6 +131,8 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
                 for schedule, optimizer in zip(schedules, optimizers, strict=True):
                     schedule.step()
                     optimizer.zero_grad()
+                if average is not None:  # of the run's weights, in a replay too
+                    average.update_parameters(inner)
                 step += 1
                 records.append(ckpt.after_step(step))
                 if step == STEPS:
@@ -140,6 +146,8 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
     for number, optimizer in enumerate(optimizers):
         for at, entries in sorted(optimizer.state_dict()["state"].items()):
             tensors |= {f"optimizer {number}/{at}/{key}": whole(value) for key, value in sorted(entries.items())}
+    if average is not None:
+        tensors |= {f"average/{key}": value for key, value in average.state_dict().items()}
     tensors["rng"] = torch.get_rng_state()
     plt = ckpt.session.run_ledger.tokens.plt
     return state | {"plt": plt, "tensors": tensors}

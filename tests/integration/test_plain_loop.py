@@ -18,7 +18,7 @@ from tests.integration import plain_run
 from tests.integration.plain_run import STEPS, Loop
 from tests.support.processes import start_ranks
 
-WINDOWS, LOG = ("MoEvement", {}), ("GradientLog", {})
+WINDOWS, LOG = ("MoEvement", {"window": 3}), ("GradientLog", {})
 
 
 def life(root: Path, loop: Loop, ranks: int = 1, kill_at: int | None = None) -> dict[str, Any]:
@@ -55,15 +55,29 @@ def require_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
     ],
 )
 def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, loop: Loop, ranks: int):
-    """One kill is in the middle of an epoch, one at its end: a new epoch draws its order from the run's generator."""
+    """One kill is in the middle of an epoch, one at its end: a new epoch draws its order from the run's generator.
+
+    The first may come before anything but the initial checkpoint is stored.
+    """
     (whole := tmp_path / "whole").mkdir()
     (killed := tmp_path / "killed").mkdir()
     undisturbed = life(whole, loop, ranks)
     epoch = plain_run.SAMPLES // plain_run.BATCH // ranks // loop.accumulate
-    for kill_at in sorted({random.randrange(3, epoch), epoch, random.randrange(epoch + 1, STEPS)}):
+    for kill_at in sorted({random.randrange(epoch), epoch, random.randrange(epoch + 1, STEPS)}):
         life(killed, loop, ranks, kill_at)
     resumed = life(killed, loop, ranks)
     assert resumed["restored"]
+    assert resumed["replayed"] or loop.policy != WINDOWS
+    require_alike(undisturbed, resumed)
+
+
+@pytest.mark.parametrize("kill_at", [0, 1, 2])
+def test_the_initial_checkpoint_has_the_loader_before_its_first_batch(tmp_path: Path, kill_at: int):
+    """A window is complete after steps: what dies before resumes from step 0, in the same shuffled epoch."""
+    (whole := tmp_path / "whole").mkdir()
+    undisturbed = life(whole, Loop(WINDOWS))
+    life(tmp_path, Loop(WINDOWS), kill_at=kill_at)
+    resumed = life(tmp_path, Loop(WINDOWS))
     require_alike(undisturbed, resumed)
 
 
@@ -144,6 +158,13 @@ def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path: Path, arguments,
 def test_a_loader_that_cannot_say_where_it_is_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"stateful=\{'loader'.*DataLoader lacks state_dict.*StatefulDataLoader"):
         moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"loader": DataLoader([1])})
+
+
+def test_objects_without_names_are_refused(tmp_path: Path):
+    model, optimizer = made()
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(ConfigError, match=r"give the objects by name, as in stateful=\{'lr': scheduler\}"):
+        moe_ckpt.attach(model, optimizer, dirpath=tmp_path, stateful=[schedule])  # type: ignore[arg-type]
 
 
 def test_a_model_without_moe_layers_is_refused_by_a_policy_of_experts(tmp_path: Path):

@@ -103,6 +103,15 @@ def test_a_directory_that_is_gone_is_seen_by_the_next_manifest(run):
         run.checkpoint(7, ("expert", "non_expert"))
 
 
+def test_the_runs_own_retention_is_nobody_who_deletes(run):
+    """Ranks agree a step later on what is newest, and ask until then for what retention dropped meanwhile."""
+    assert not run.storage.exists(f"{step_dir(5, 0)}/{MANIFEST_NAME}")
+    assert not run.keeper.looks_gone(step_dir(5, 0))
+    assert not run.keeper.looks_gone(step_dir(6, 0))
+    run.storage.delete(f"{step_dir(6, 0)}/{MANIFEST_NAME}")
+    assert run.keeper.looks_gone(step_dir(6, 0))
+
+
 def test_what_somebody_puts_there_is_collected(run):
     """Another process of this format: an older version, or a rank of a run that was thought dead."""
     run.storage.write(f"{FIRST}/rank_00007_state.json", [b""])

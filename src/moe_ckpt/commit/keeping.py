@@ -405,7 +405,9 @@ class StoreKeeper:
             self._listings.names(begun[:-1], begun[-1])
 
     def looks_gone(self, directory: str) -> bool:
-        """Returns whether the commit record of the newest checkpoint, which memory follows, was deleted."""
+        """Returns whether somebody deleted the commit record of the newest checkpoint, which memory follows."""
+        if directory not in self._contents.records:
+            return False  # a newer one is committed, on which ranks agree after the next step
         path = f"{directory}/{MANIFEST_NAME}"
         try:
             self._storage.size(path)

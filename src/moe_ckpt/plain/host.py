@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,7 +129,8 @@ class PlainHost(Host):
         )
 
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
-        return _REPEATED
+        stateful = [(f"the state of stateful={{{n!r}: ...}}", _of_stateful(n)) for n in self.stateful]
+        return *_REPEATED, *stateful
 
     def capture(self, *, described: bool = False) -> _Plain:
         stateful = {name: target.state_dict() for name, target in self.stateful.items()}
@@ -158,5 +159,8 @@ _REPEATED: tuple[Repeated, ...] = (
         "the hyperparameters of the optimizers",
         lambda state: [optimizer["param_groups"] for optimizer in state["plain"]["optimizers"]],
     ),
-    ("the state of an object in stateful=", lambda state: state["stateful"]),
 )
+
+
+def _of_stateful(name: str) -> Callable[[_Plain], Any]:
+    return lambda state: state["stateful"][name]

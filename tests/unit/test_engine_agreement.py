@@ -173,10 +173,15 @@ def test_recent_iterations_count_whatever_ran_beside_them_but_not_what_training_
     assert meter.measured().recent_iteration_secs == 2.0, "old laps are forgotten"
 
 
+def rates_of(nbytes: int) -> dict[str, float]:
+    """As of a snapshot that took half a second to copy, and two to write."""
+    return {"copy_bytes_per_sec": nbytes / 0.5, "persist_bytes_per_sec": nbytes / 2.0}
+
+
 def test_rates_are_those_of_snapshots_that_were_committed():
     meter = Meter()
     why = {1: "disk full"}
-    ended = [Fate(why.get(n), number=n, nbytes=100 * n, copy_secs=0.5, write_secs=2.0) for n in range(4)]
+    ended = [Fate(why.get(n), number=n, rates=rates_of(100 * n) if n else {}) for n in range(4)]
     meter.record_transfers(ended[:3])
     meter.record_transfers(ended)  # the last one is new
     measured = meter.measured()
@@ -273,7 +278,7 @@ def test_a_restarted_meter_knows_what_was_measured_before():
     before.update_began = now + 0.75
     laps(before, [(1.0, False)], now)
     before.resolved(0.75)
-    before.record_transfers([Fate(number=0, nbytes=600, copy_secs=0.5, write_secs=2.0)])
+    before.record_transfers([Fate(number=0, rates=rates_of(600))])
     meter = Meter()
     assert meter.measurements == {}
     meter.resume(before.measurements)

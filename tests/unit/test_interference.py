@@ -120,7 +120,7 @@ def run(policy: MoEtion, slopes: tuple[float, float], noise: float = 0.0, restar
             meter.copied_nbytes = nbytes
             clock[rank] += (FIXED + slopes[rank] * nbytes) * (1 + rng.gauss(0, noise))
             meter.update_began = clock[rank] - UPDATE
-            fate = Fate(number=step, nbytes=nbytes, copy_secs=nbytes / RATE, write_secs=nbytes / 1e6)
+            fate = Fate(number=step, rates={"copy_bytes_per_sec": RATE, "persist_bytes_per_sec": 1e6})
             meter.record_transfers([fate])
             meter.lap(clock[rank], loaded=True)
     return told

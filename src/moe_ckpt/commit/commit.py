@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from moe_ckpt.commit.keeping import PART, Abandoned, Names, Needed, StoreKeeper, needed_of
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.core.tokens import Counts, TokenBook, window_began
 from moe_ckpt.errors import CoverageError, FilesGoneError, SaveFailedError
 from moe_ckpt.format.manifest import (
@@ -24,6 +23,7 @@ from moe_ckpt.format.manifest import (
     Manifest,
     PartRecord,
     SlotRecord,
+    age_of,
     encode_part,
 )
 from moe_ckpt.format.sealed import Fragment
@@ -35,9 +35,8 @@ from moe_ckpt.slices.claims import SavedOperators
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.slices.writing import Acknowledgement, names_in, write_named
 
-
-class CoverDiffersError(CoverageError):
-    """The ranks did not write what was planned; what is wrong is not known yet."""
+NOT_COVERED = "the ranks' shares do not cover it exactly"
+"""Cause of a failure for which all ranks then tell rank 0, box by box, what they wrote."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,19 +48,12 @@ class WrittenPart:
         names: Of the ranks' files.
         operators: ``[n]`` places of those that it has in full.
         not_finite: The first tensor with NaN or infinity; empty if there is none.
-        step: Its number.
-        window: Its place in a sparse window, if it is a step of one.
-        applied: As of ``Snapshot``. Ranks may agree on that later than the step is written. None for a part of an
-            earlier life.
     """
 
     record: PartRecord
     names: Names
     operators: Counts
     not_finite: str = ""
-    step: int = -1
-    window: WindowPlace | None = None
-    applied: Future[Counts] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +125,8 @@ class Committer:
         self._nothing, self._saved_operators = View(Versions(run.catalog)), SavedOperators(run.catalog)
         self._passed_over: tuple[str, ...] = ()
         self._window_parts: list[WrittenPart] = []
+        self._window_start = -1
+        self._window_applied: Future[Counts] | None = None  # of its first step
         self._given_up: dict[str, frozenset[str]] = {}
         self._name_sets: dict[bytes, frozenset[str]] = {}
         self.parent: str | None = None
@@ -163,9 +157,8 @@ class Committer:
             acknowledged: By all ranks.
 
         Raises:
-            SaveFailedError: a rank failed, or an earlier step of the window did, or the snapshot is stale. Nothing is
-                committed.
-            CoverDiffersError: what the ranks wrote is not what was planned. Likewise.
+            SaveFailedError: a rank failed, or an earlier step of the window did, or what the ranks wrote is not what
+                was planned, or the snapshot is stale. Nothing is committed.
             CoverageError: an operator was never saved. Likewise.
             FilesGoneError: files that older checkpoints wrote are gone, and the next one must hold everything.
             OSError: the part or the manifest could not be written.
@@ -174,34 +167,30 @@ class Committer:
             raise SaveFailedError(snapshot.step, acknowledged.causes)
         if freshness.of_all(acknowledged.freshness) == freshness.STALE:
             raise SaveFailedError(snapshot.step, (freshness.CAUSE,))
-        window = snapshot.contents.window
-        where = f"checkpoint of step {snapshot.step}"
         if len(acknowledged.freshness) != self._run.comm.world_size or acknowledged.cover:
-            raise CoverDiffersError(where, ("the ranks' shares do not cover it exactly",))
-        slot = snapshot.contents.slot
-        before = [
-            part
-            for part in self._window_parts
-            if slot and window is not None and part.window is not None and part.window.start == window.start
-        ]
-        if len(before) != slot:
+            raise SaveFailedError(snapshot.step, (NOT_COVERED,))
+        window, slot = snapshot.contents.window, snapshot.contents.slot
+        if not slot:
+            self._give_up()
+        elif window is not None and (window.start, slot) != (self._window_start, len(self._window_parts)):
             raise SaveFailedError(snapshot.step, ("an earlier step of its window was not saved",))
-        if before != self._window_parts:
-            self._give_up(part for part in self._window_parts if part not in before)
-            self._window_parts = before
-        parts = [*before, self._write_part(snapshot, acknowledged)]
+        parts = [*self._window_parts, self._write_part(snapshot, acknowledged)]
         if window is not None:
+            if not slot:
+                self._window_start, self._window_applied = window.start, snapshot.applied
             self._window_parts = parts
             if not window.is_last:
                 return None
         view = (self._nothing if window else self._view).beneath(parts)
         missing = view.versions.lacks(self._catalog.sets.places(snapshot.plan.claims.operators))
         if missing:
-            raise CoverageError(where, tuple(f"{op} has never been saved" for op in sorted(missing)))
+            raise CoverageError(
+                f"checkpoint of step {snapshot.step}", tuple(f"{op} has never been saved" for op in sorted(missing))
+            )
         tokens = self._tokens_at(snapshot)
         if self._newest is not None and self._newest.generation != snapshot.identity.generation:
             self.parent = self._newest.directory
-        manifest = self._manifest(snapshot, view, tokens, before)
+        manifest = self._manifest(snapshot, view, tokens, parts[:-1])
         try:
             self.keeper.require_whole(
                 manifest, view.needed() | {part.record.directory: {**part.names, **PART} for part in parts}
@@ -235,9 +224,6 @@ class Committer:
             {group: self._name_sets[lines] for group, lines in lines_of.items()},
             saved,
             acknowledged.first_not_finite,
-            snapshot.step,
-            window=snapshot.contents.window,
-            applied=snapshot.applied,
         )
 
     def _forget(self) -> None:
@@ -258,12 +244,13 @@ class Committer:
     def abandon(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Abandoned:
         """``commit`` has failed. Returns what can be deleted: the step's files, and those of its window's earlier
         steps."""
-        self._give_up(self._window_parts)
-        self._window_parts = []
+        self._give_up()
         written = frozenset({PART_NAME}).union(*map(names_in, acknowledged.lines.values()))
         return {**self.superseded(), snapshot.directory: written}
 
-    def _give_up(self, parts: Iterable[WrittenPart]) -> None:
+    def _give_up(self) -> None:
+        """The window under way, if there is one, will not come to its end."""
+        parts, self._window_parts = self._window_parts, []
         self._given_up |= {part.record.directory: frozenset({PART_NAME}).union(*part.names.values()) for part in parts}
 
     def _tokens_at(self, snapshot: Snapshot) -> TokenBook:
@@ -276,7 +263,7 @@ class Committer:
         return book
 
     def _manifest(self, snapshot: Snapshot, view: View, tokens: TokenBook, before: Sequence[WrittenPart]) -> Manifest:
-        facts, first = snapshot.facts, before[0].applied if before else None
+        facts, first = snapshot.facts, self._window_applied if before else None
         return Manifest(
             run_id=snapshot.identity.run,
             step=snapshot.step,
@@ -289,7 +276,7 @@ class Committer:
             policy=dict(facts.policy),
             measured=dict(facts.measured),
             tokens=tokens.to_dict(Fragment.of_counts) | window_began(None if first is None else first.result()),
-            window=tuple(SlotRecord(part.step, ()) for part in before),
+            window=tuple(SlotRecord(age_of(part.record.directory)[1], ()) for part in before),
             passed_over=self._passed_over,
             parts=tuple(part.record for part in view.numbered.values()),
             # Of a checkpoint on which a user went on, nobody knows which part had it: each of its parts says so.

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from moe_ckpt.commit.commit import Committer, CoverDiffersError
+from moe_ckpt.commit.commit import NOT_COVERED, Committer
 from moe_ckpt.core.step import Fate, Superseded, WindowPlace
 from moe_ckpt.errors import CoverageError, FilesGoneError, MoECheckpointError, NotFiniteError, SaveFailedError
 from moe_ckpt.format.manifest import group_path
@@ -47,6 +47,7 @@ log = logging.getLogger("moe_ckpt")
 _REMEMBERED = 64
 """Fates remembered; far more than can come between two optimizer steps."""
 _LONGEST_UNSEEN_SECS = 1.0
+_TICK_SECS = 1e-6
 _FULL = os.strerror(errno.ENOSPC)
 _NOT_CLEARED = "files of the failed checkpoint of step %d could not be removed, retrying: %s"
 _NOT_REMOVED = "old checkpoints could not be removed after step %d: %s"
@@ -276,7 +277,7 @@ class Stages:
 
 def announced(fate: Fate, comm: Communicator) -> Fate:
     """Returns rank 0's fate of a snapshot, on every rank."""
-    message = json.dumps([fate.cause, fate.lost, fate.differs, fate.superseded]).encode()
+    message = json.dumps([fate.cause, fate.lost, fate.superseded]).encode()
     return Fate(*json.loads(comm.announce(message)))
 
 
@@ -346,7 +347,7 @@ class SnapshotResolver:
         columns = self._comm.combine(acknowledged.columns)
         fate = Fate() if columns is None else self._commit(snapshot, Acknowledgement(*columns))
         fate = announced(fate, self._comm)
-        if fate.differs:
+        if fate.cause == NOT_COVERED:
             fate = announced(self._explain(snapshot), self._comm)
         failed = self._failures.note(window, committed=fate.committed)
         if fate.superseded and self._comm.rank:
@@ -354,15 +355,18 @@ class SnapshotResolver:
         if fate.cause is not None and self._comm.rank == 0:
             self._say_failed(snapshot.step, fate.cause, counted=failed)
         self._tier.ended(snapshot, committed=fate.committed)
-        ended_at = time.perf_counter()
+        ended_at, nbytes, copy = time.perf_counter(), snapshot.nbytes, snapshot.copy
+        write_secs = ended_at - max(taken_at, snapshot.began_at + copy.secs)
+        rates = {
+            "copy_bytes_per_sec": nbytes / max(copy.moving_secs, _TICK_SECS),
+            "persist_bytes_per_sec": nbytes / max(write_secs, _TICK_SECS),
+        }
         return replace(
             fate,
             number=snapshot.identity.number,
             step=snapshot.step,
             persist_secs=ended_at - snapshot.began_at,
-            nbytes=snapshot.nbytes,
-            copy_secs=snapshot.copy.moving_secs,
-            write_secs=ended_at - max(taken_at, snapshot.began_at + snapshot.copy.secs),
+            rates=rates if nbytes else {},
         )
 
     def looks_gone(self, directory: str) -> bool:
@@ -420,12 +424,11 @@ class SnapshotResolver:
             manifest = self._committer.commit(snapshot, acknowledged)
         except (OSError, MoECheckpointError) as error:
             causes = error.causes if isinstance(error, SaveFailedError) else [f"{type(error).__name__}: {error}"]
-            lost, differs = isinstance(error, FilesGoneError), isinstance(error, CoverDiffersError)
             try:
                 keeper.clear_away(self._committer.abandon(snapshot, acknowledged))
             except (OSError, MoECheckpointError) as trouble:
                 log.warning(_NOT_CLEARED, snapshot.step, trouble)
-            return Fate("; ".join(causes), lost, differs)
+            return Fate("; ".join(causes), isinstance(error, FilesGoneError))
         if manifest is not None:
             if manifest.not_finite and not self._is_spoiled:  # once, where checkpoints begin to hold NaN or infinity
                 problem = NotFiniteError(f"the checkpoint of step {manifest.step}", manifest.not_finite)

@@ -31,7 +31,7 @@ from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copying import Copier, Copy
 from moe_ckpt.slices.mirroring import MirroredShares
-from moe_ckpt.slices.snapshot import Encode, Snapshot, buffer_sizes, copy_at_once, placed
+from moe_ckpt.slices.snapshot import Encode, Snapshot, copy_at_once, placed
 from moe_ckpt.tiers import host_tier
 from moe_ckpt.tiers.host_memory import HostMemory
 from moe_ckpt.tiers.limits import requires_room
@@ -151,7 +151,7 @@ class Pipeline:
         consumed = gradients.tensors if gradients is not None and contents.gradients else ()
         entries = [entry for entry, _ in side]
         plan = self.compiler.compile(contents, tensors, specs, entries, consumed, compute_types)
-        sizes, began = buffer_sizes(plan), time.monotonic()
+        sizes, began = plan.sizes, time.monotonic()
         buffers, waited = None, False
         if refused is None:
             patience = {"last": last, "waits": waits, "starts": starts}
@@ -165,11 +165,9 @@ class Pipeline:
             refused = (
                 refused
                 or self.room.trouble
-                or _no_room(
-                    contents, plan.total_nbytes, self._pool.budget_bytes, patience_secs, time.monotonic() - began
-                )
+                or _no_room(contents, plan.nbytes, self._pool.budget_bytes, patience_secs, time.monotonic() - began)
             )
-            plan, buffers = replace(plan, parts=(), pieces=(), mirrored=()), [self._pool.lend_nothing()]
+            plan, buffers = replace(plan, buffers=((),), slots=()), [self._pool.lend_nothing()]
         elif gradients is not None and contents.gradients and gradients.changed:
             refused = _overwritten(gradients.changed)
         parts = list(placed(plan, buffers))

@@ -174,31 +174,25 @@ format is left in it then, groups of files)."""
 
 @dataclass(frozen=True)
 class Fate:
-    """The end of one snapshot on storage. Rank 0 decides the first four fields, and each rank adds the others.
+    """The end of one snapshot on storage. Rank 0 decides the first three fields, and each rank adds the others.
 
     Attributes:
         cause: Why it was not committed; None if it was.
         lost: Files that older checkpoints had written are gone, so that nothing on storage may be built upon.
-        differs: The ranks' shares do not tile the plan: rank 0 asks for them box by box, to say what is wrong.
         superseded: What no checkpoint needs any more.
         number: As in ``Step``.
         step: As in ``Step``.
         persist_secs: From its beginning to its end.
-        nbytes: Of this rank's tensors.
-        copy_secs: To host memory.
-        write_secs: From there to the end.
+        rates: What this rank's tensors took, as in ``policies.base.Measured``; empty if it had none.
     """
 
     cause: str | None = None
     lost: bool = False
-    differs: bool = False
     superseded: Superseded = field(default_factory=dict)
     number: int = -1
     step: int = -1
     persist_secs: float = 0.0
-    nbytes: int = 0
-    copy_secs: float = 0.0
-    write_secs: float = 0.0
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def committed(self) -> bool:

@@ -15,7 +15,6 @@ _RECENT_CHECKPOINTS = 5
 _OF_LAPS = ("iteration_secs", "recent_iteration_secs", "update_secs")
 _OF_CHECKPOINTS = ("checkpoint_cost_secs", "persist_secs", "copy_bytes_per_sec", "persist_bytes_per_sec")
 """Fields of ``Measured`` that are medians of recent laps, or of recent checkpoints."""
-_TICK_SECS = 1e-6
 _KNOWN_LAPS = 10
 """The laps that measurements from before a restart count as: the first laps after it are slow."""
 _COMPARED_LAPS = 128
@@ -89,10 +88,10 @@ class Meter:
     def record_transfers(self, ended: Sequence[Fate]) -> None:
         """Records this rank's snapshots that ended. Snapshots that are known already are skipped."""
         for fate in ended:
-            if fate.number > self._moved and fate.committed and fate.nbytes:
+            if fate.number > self._moved and fate.committed and fate.rates:
                 self._moved = fate.number
-                self._recent["copy_bytes_per_sec"].append(fate.nbytes / max(fate.copy_secs, _TICK_SECS))
-                self._recent["persist_bytes_per_sec"].append(fate.nbytes / max(fate.write_secs, _TICK_SECS))
+                for name, rate in fate.rates.items():
+                    self._recent[name].append(rate)
 
     def resume(self, before: Mapping[str, float]) -> None:
         """Begin with what ``Manifest.measured`` tells of the run before it was restarted."""

@@ -168,7 +168,7 @@ class Snapshotter:
         )
         if snapshot is None:
             return StepRecord(plan.step, skipped=True)
-        self.booking.meter.copied_nbytes = snapshot.plan.total_nbytes
+        self.booking.meter.copied_nbytes = snapshot.plan.nbytes
         return StepRecord(
             plan.step,
             begun=True,

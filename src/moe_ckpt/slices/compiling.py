@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter, is_
 
 import numpy as np
@@ -172,36 +173,50 @@ class CompiledPart:
         return head
 
 
+Placed = tuple[int, CompiledPart]
+"""A part, and the byte of its buffer at which it begins."""
+
+
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
     """The plan of what one rank copies and writes for one key.
 
     Attributes:
-        parts: Of the buffer, with the byte at which each begins; this rank's own share first.
-        nbytes: Of the buffer.
+        buffers: The parts of each buffer. The first one has ``parts``, one for each of ``slots`` has gradients. What
+            duplicates other ranks' shares lies in the first, behind this rank's own; beside ``slots`` in a last one of
+            its own, since it is needed for a short time only.
         key: What is saved.
         claims: What all ranks together must write of it.
-        pieces: Gradients that lie in buffers of their own: (place in ``Contents.groups``, part).
-        mirrored: What duplicates other ranks' shares, beside such gradients in a buffer of its own, since it is needed
-            for a short time only; with the byte at which each begins.
-        mirrored_nbytes: Of that buffer.
+        slots: Places in ``Contents.groups`` of the gradients that lie in buffers of their own.
     """
 
-    parts: tuple[tuple[int, CompiledPart], ...]
-    nbytes: int
+    buffers: tuple[tuple[Placed, ...], ...]
     key: PlanKey
     claims: Claims
-    pieces: tuple[tuple[int, CompiledPart], ...] = ()
-    mirrored: tuple[tuple[int, CompiledPart], ...] = ()
-    mirrored_nbytes: int = 0
+    slots: tuple[int, ...] = ()
 
     @property
-    def total_nbytes(self) -> int:
+    def parts(self) -> tuple[Placed, ...]:
+        """All that lies in the first buffer."""
+        return self.buffers[0]
+
+    @property
+    def pieces(self) -> tuple[Placed, ...]:
+        """The gradients of each of ``slots``."""
+        return tuple(chain.from_iterable(self.buffers[1 : 1 + len(self.slots)]))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The bytes of each buffer, for ``BufferPool``."""
+        return [max((begin + part.nbytes for begin, part in parts), default=0) for parts in self.buffers]
+
+    @property
+    def nbytes(self) -> int:
         """The bytes of all buffers."""
-        return self.nbytes + sum(part.nbytes for _, part in self.pieces) + self.mirrored_nbytes
+        return sum(self.sizes)
 
     @property
-    def share_parts(self) -> tuple[tuple[int, CompiledPart], ...]:
+    def share_parts(self) -> tuple[Placed, ...]:
         """The parts of this rank's share."""
         return tuple(placed for placed in self.parts if placed[1].source is None)
 
@@ -317,8 +332,7 @@ class PlanCompiler:
         return self._laid_out(key, (CompiledPart(*of_kind, self._unstable) for of_kind in by_kind))
 
     def _laid_out(self, key: PlanKey, parts: Iterable[CompiledPart]) -> CompiledPlan:
-        placed, nbytes = _in_a_buffer(part for part in parts if len(part.slices))
-        return CompiledPlan(placed, nbytes, key, self._claims)
+        return CompiledPlan((_in_a_buffer(part for part in parts if len(part.slices)),), key, self._claims)
 
     def _compile(self, key: PlanKey, contents: Contents, side: Sequence[SliceEntry]) -> CompiledPlan:
         share, assignment = self._cut(contents)
@@ -347,15 +361,14 @@ class PlanCompiler:
             made = [CompiledPart(GRADIENTS, share, (), ())] if len(share) else []
             # This rank's share first, and of that what peers do not get last.
             order = sorted((*planned, *made, *mirrored), key=lambda e: (e.source is not None, e.kind == HOST_ONLY))
-            parts, nbytes = _in_a_buffer(order)
-            return replace(plan, parts=parts, nbytes=nbytes)
-        slots = groups.slot_of[share.places]
-        apart = ((int(slot), share.masked(slots == slot)) for slot in np.unique(slots))
-        pieces = tuple((slot, CompiledPart(GRADIENTS, cuts, (), ())) for slot, cuts in apart)
-        parts, nbytes = _in_a_buffer(part for part in planned if part.source is None)
-        others, end = _in_a_buffer((*(part for part in planned if part.source is not None), *mirrored))
-        plan = replace(plan, parts=parts, nbytes=nbytes)
-        return replace(plan, pieces=pieces, mirrored=others, mirrored_nbytes=end)
+            return replace(plan, buffers=(_in_a_buffer(order),))
+        slot_of = groups.slot_of[share.places]
+        slots = np.unique(slot_of).tolist()
+        pieces = [[CompiledPart(GRADIENTS, share.masked(slot_of == slot), (), ())] for slot in slots]
+        mirrored = [*(part for part in planned if part.source is not None), *mirrored]
+        own = [part for part in planned if part.source is None]
+        parts = own, *pieces, *([mirrored] if mirrored else [])
+        return replace(plan, buffers=tuple(map(_in_a_buffer, parts)), slots=tuple(slots))
 
     def _cut(self, contents: Contents) -> tuple[Cuts, WriteAssignment]:
         """This rank's share of what is copied, as views of live tensors, and who has which."""
@@ -377,15 +390,15 @@ class PlanCompiler:
         return newest
 
 
-def _in_a_buffer(parts: Iterable[CompiledPart]) -> tuple[tuple[tuple[int, CompiledPart], ...], int]:
-    """(the parts one after the other, each with its first byte; bytes up to the end of the last)."""
-    placed: list[tuple[int, CompiledPart]] = []
+def _in_a_buffer(parts: Iterable[CompiledPart]) -> tuple[Placed, ...]:
+    """The parts one after the other."""
+    placed: list[Placed] = []
     end = 0
     for part in parts:
         begin = -(-end // ALIGNMENT) * ALIGNMENT
         placed.append((begin, part))
         end = begin + part.nbytes
-    return tuple(placed), end
+    return tuple(placed)
 
 
 def _slices(plan: CompiledPlan) -> int:

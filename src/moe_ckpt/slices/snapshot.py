@@ -57,7 +57,7 @@ class Snapshot:
         facts: Of its step.
         applied: The token book as of its step; to come, as long as the ranks are agreeing on that.
         plan: What this rank copies and writes for it.
-        buffers: Host memory, as ``buffer_sizes`` lists it.
+        buffers: Host memory, one for each of ``plan.buffers``.
         copy: The copy under way.
         state: JSON-ready trainer state (side tensors are among the slices).
         began_at: ``time.perf_counter`` of its beginning.
@@ -85,18 +85,18 @@ class Snapshot:
 
     @property
     def buffer(self) -> Buffer:
-        """Memory that ``plan.parts`` lie in."""
+        """Memory of ``plan.parts``."""
         return self.buffers[0]
 
     @property
     def pieces(self) -> Sequence[Buffer]:
-        """The buffers of ``plan.pieces``, one each."""
-        return self.buffers[1 : 1 + len(self.plan.pieces)]
+        """The buffers of ``plan.slots``."""
+        return self.buffers[1 : 1 + len(self.plan.slots)]
 
     @property
     def mirrored(self) -> Buffer | None:
-        """The buffer of ``plan.mirrored``; None if it has none."""
-        return self.buffers[-1] if self.plan.mirrored else None
+        """The buffer of duplicates alone; None if there is none."""
+        return self.buffers[-1] if len(self.plan.buffers) > 1 + len(self.plan.slots) else None
 
     @property
     def step(self) -> int:
@@ -139,21 +139,11 @@ class Snapshot:
         return next(memory for candidate, memory in placed(self.plan, self.buffers) if candidate is part)
 
 
-def buffer_sizes(plan: CompiledPlan) -> list[int]:
-    """Returns the bytes of a plan's buffers, for ``BufferPool``; that of its parts comes first."""
-    sizes = [plan.nbytes, *(part.nbytes for _, part in plan.pieces)]
-    return [*sizes, plan.mirrored_nbytes] if plan.mirrored else sizes
-
-
 def placed(plan: CompiledPlan, buffers: Sequence[Buffer]) -> Iterator[tuple[CompiledPart, torch.Tensor]]:
-    """Yields every part with its bytes (uint8, a view), of the buffers that ``buffer_sizes`` lists."""
-    first, *others = (buffer.memory for buffer in buffers)
-    for base, part in plan.parts:
-        yield part, first[base : base + part.nbytes]
-    for (_, part), memory in zip(plan.pieces, others, strict=False):
-        yield part, memory[: part.nbytes]
-    for base, part in plan.mirrored:
-        yield part, others[-1][base : base + part.nbytes]
+    """Yields every part of a plan with its bytes (uint8, a view), of buffers of ``plan.sizes``."""
+    for parts, buffer in zip(plan.buffers, buffers, strict=True):
+        for begin, part in parts:
+            yield part, buffer.memory[begin : begin + part.nbytes]
 
 
 def plain_of(capture: Callable[[], Mapping[str, Any]], rank: int) -> Encode:

@@ -135,7 +135,7 @@ def seal_snapshot(snapshot: Snapshot, rank: int, world_size: int) -> None:
     judged, run_id = judged_in(snapshot.state), snapshot.identity.run
     step, generation = snapshot.step, snapshot.identity.generation
     sealed = []
-    for begin, part in (*snapshot.plan.share_parts, *((0, part) for _, part in snapshot.plan.pieces)):
+    for begin, part in (*snapshot.plan.share_parts, *snapshot.plan.pieces):
         memory = snapshot.bytes_of(part)
         checksums = checksums_of(part, memory)
         header = part.head(run_id, rank, step), seal_of(step, generation, checksums)

@@ -207,7 +207,7 @@ class MemoryTier:
             copied=bool(contents.to_peers),
             buffer=snapshot.buffer,
             readers=int(contents.to_storage),
-            pieces=dict(zip((index for index, _ in snapshot.plan.pieces), snapshot.pieces, strict=True)),
+            pieces=dict(zip(snapshot.plan.slots, snapshot.pieces, strict=True)),
             mirrored=snapshot.mirrored,
         )
         with self._lock:

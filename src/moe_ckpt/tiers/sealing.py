@@ -99,7 +99,7 @@ class MemorySealer:
         if own_slot is None or len(piece_slots) < len(snapshot.pieces):
             return headers
         sealed_pieces = (snapshot.sealed or ())[len(snapshot.plan.share_parts) :]
-        for (index, _), sealed, slot in zip(snapshot.plan.pieces, sealed_pieces, piece_slots, strict=True):
+        for index, sealed, slot in zip(snapshot.plan.slots, sealed_pieces, piece_slots, strict=True):
             headers.append(encode_slot(self._headers.of_gradients(snapshot, index, sealed)))
             slot.seal(headers[-1])
         # The one that says which others belong to it comes last: it is never there without them.
@@ -167,7 +167,7 @@ class SlotHeaders:
             parts=tuple(SlotPart(sealed.part.kind, sealed.begin, b"".join(sealed.header)) for sealed in sealed_parts),
             state=snapshot.state_file,
             only=TENSORS if without_state else "",
-            beside=tuple(index for index, _ in snapshot.plan.pieces),
+            beside=snapshot.plan.slots,
         )
 
     def operators(self, snapshot: Snapshot) -> Fragment:

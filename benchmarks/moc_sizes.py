@@ -148,8 +148,8 @@ def peaks(of: Subject, ranks: int, selector: str, k: int) -> Peaks:
         found["every_rank_all"].append(rest + max(preload))
         found["none"].append(max(preload[0] + rest, *preload))
         found["equal"].append(max(loaded(units, writers, preload)))
-        found["whole_tensors"].append(shares_adaptive(units, preload, grain_bytes=rest).peak_bytes)
-        found["adaptive"].append(shares_adaptive(units, preload).peak_bytes)
+        found["whole_tensors"].append(max(shares_adaptive(units, preload, grain_bytes=rest).loads))
+        found["adaptive"].append(max(shares_adaptive(units, preload).loads))
         found["lowest"].append(max(*preload, water_level(preload, rest)))
     return Peaks(ranks, selector, **found)
 

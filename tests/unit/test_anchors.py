@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.ledger.freshness import STALE
-from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.ledger.memory_retention import needed, newest_checkpoint
 from moe_ckpt.reading.memory.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
+from moe_ckpt_sim.run.moving_versions import MovingLedger
 from tests.support.gradient_chain import LoggedStep, chain
 from tests.unit.builders import catalog, memory_step
 
@@ -238,7 +238,7 @@ def test_arrays_tell_what_dictionaries_do(told):
 
 
 def test_the_ledger_moves_its_anchors_and_a_life_after_it_has_none():
-    ledger = Ledger(MODEL)
+    ledger = MovingLedger(MODEL)
     ledger.anchors.begun(0, 4, (A, B))
     before = ledger.anchors.steps
     ledger.move(10, ledger.tokens.applied)

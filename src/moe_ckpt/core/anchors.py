@@ -145,10 +145,6 @@ class Anchors:
         if sequence is not None:
             self._is_owed |= self._repaid == sequence
 
-    def move(self, steps: int) -> None:
-        """All anchors are so many steps newer."""
-        self.steps = later(self.steps, steps)
-
 
 def anchored_after(anchored_at: Counts, step: int, anchored: Counts, gradients: Counts | None) -> Counts:
     """Returns what ``MemoryFacts.anchored_at`` becomes when ``step`` is saved.
@@ -166,8 +162,3 @@ def anchored_after(anchored_at: Counts, step: int, anchored: Counts, gradients: 
         resulting[gradients] = anchored_at[gradients]
     resulting[anchored] = step
     return resulting
-
-
-def later(anchored_at: Counts, steps: int) -> Counts:
-    """Returns the steps of anchors as they would be ``steps`` later; ``NONE`` stays none."""
-    return np.where(anchored_at == NONE, NONE, anchored_at + steps)

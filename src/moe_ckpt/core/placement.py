@@ -146,11 +146,6 @@ class ShardingUnit:
         """Rank -> the parts where it writes all of it, made on first use: most units are never split."""
         return _OnRank(self)
 
-    @property
-    def least_bytes(self) -> int:
-        """Bytes that cannot be split any further, at the end that has the state without rows."""
-        return self.whole_bytes + (self.row_bytes if self.stop > self.start else 0)
-
 
 @dataclass(frozen=True)
 class RowRange:
@@ -193,10 +188,6 @@ class Shares:
     def parts(self) -> Parts:
         return {unit.name: parts for unit, parts in zip(self.units, self.dealt, strict=True)}
 
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.loads)
-
 
 def in_dealing_order(units: Iterable[ShardingUnit]) -> list[ShardingUnit]:
     """Biggest first; ties by name, so that the order in which a rank found them does not matter."""
@@ -214,7 +205,7 @@ def shares_adaptive(ordered: Sequence[ShardingUnit], preload: Sequence[int], gra
     Let N be the sum of the units, T that of all bytes, and the level the least whole number with
     ``sum(max(0, level - preload[r])) >= N``: no way of dealing has a peak below it, nor below the biggest preload. Let
     g be the most that is ever given at once although it does not fit below the level: over the units, the greater of
-    ``least_bytes`` and ``min(grain_bytes, nbytes)``. Then
+    ``whole_bytes + row_bytes``, of one with rows, and ``min(grain_bytes, nbytes)``. Then
 
         peak <= max(biggest preload, level + g - 1)
         peak <= max(biggest preload, level, T/R + (1 - 1/R) * g)     (list scheduling with preloads, Graham 1966)

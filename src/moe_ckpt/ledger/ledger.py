@@ -16,7 +16,7 @@ import numpy.typing as npt
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog, grid_of
 from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.tokens import AtRisk, Counts, FaultRecord, TokenBook
+from moe_ckpt.core.tokens import AtRisk, Counts, TokenBook
 
 NEVER = -1
 """Number of an operator that a tier does not have."""
@@ -62,10 +62,6 @@ class Versions:
     def replace(self, places: Counts, numbers: Sequence[int]) -> None:
         """The tier has these versions, whatever was known of these operators."""
         self.numbers[places] = numbers
-
-    def move(self, steps: int) -> None:
-        """All versions become so many steps newer."""
-        self.numbers = np.where(self.numbers == NEVER, NEVER, self.numbers + steps)
 
     def lacks(self, places: Counts) -> list[str]:
         """Returns those of the operators at ``places`` that the tier does not have."""
@@ -209,15 +205,6 @@ class Ledger:
         """Per operator: no checkpoint holds it for a partial one to build on, of all that were saved since a window."""
         return ~self._built_upon
 
-    def missing(self) -> Sequence[str]:
-        """Ids of the operators that are ``lacking``."""
-        return self.catalog.ids_of(self.lacking)
-
-    def steps(self, tier: Tier) -> Counts:
-        """``[operators]`` step of the newest version of each operator in ``tier``; ``NEVER`` where there is none."""
-        versions = self._stored if tier is Tier.STORAGE else self._in_memory.get(tier) or Versions(self.catalog)
-        return versions.numbers[:-1].copy()
-
     def expert_steps(self, tier: Tier = Tier.STORAGE) -> Counts:
         """``[L, E]`` step of each expert's newest committed copy, or of a newer one in memory of the life at hand, if
         ``tier`` says so; ``NEVER`` where there is none yet."""
@@ -241,57 +228,6 @@ class Ledger:
         """PLT if the run failed now and came back to the newest committed step."""
         routed = self.tokens.routed_tokens
         return (self.tokens.lost_tokens + self.at_risk.tokens) / routed if routed else 0.0
-
-    # --- for the simulator ---
-
-    def as_of(self, applied: Counts, memory: Ledger | None = None, tiers: Iterable[Tier] = ()) -> Ledger:
-        """A copy of it when ``applied`` ``[L, E]`` tokens had been routed: what a failure returns to.
-
-        Without anchors: the life after it begins its log anew.
-
-        Args:
-            applied: See above.
-            memory: A copy made before, whose versions in ``tiers`` are taken: those may have later ones by now.
-            tiers: Which.
-        """
-        copied = Ledger(self.catalog)
-        copied.tokens.applied = applied.copy()
-        copied.tokens.faults = list(self.tokens.faults)
-        copied.at_risk = self.at_risk
-        copied._stored, copied._built_upon = self._stored.copy(), self._built_upon.copy()
-        copied._mandatory = dict(self._mandatory)
-        before = {} if memory is None else {tier: memory for tier in tiers if tier in memory.tokens.saved}
-        sources = dict.fromkeys(self.tokens.saved, self) | before
-        copied.tokens.saved = {tier: of.tokens.saved[tier].copy() for tier, of in sources.items()}
-        copied._in_memory = {tier: of._in_memory[tier].copy() for tier, of in sources.items() if tier in of._in_memory}
-        return copied
-
-    def recover(self, step: int, seen: Counts) -> FaultRecord:
-        """Book a return to this very state of ``step``, after which memory holds nothing more.
-
-        Args:
-            step: Of the state.
-            seen: ``[L, E]`` tokens seen by the experts that came from memory; 0 where they came from storage.
-        """
-        self._in_memory.clear()
-        return self.tokens.recover(step, seen)
-
-    def move(self, steps: int, counts: Counts, *, stored: bool = True) -> None:
-        """Everything as it would be ``steps`` later, in a run that routes ``counts`` ``[L, E]`` at each.
-
-        Args:
-            stored: Storage has got, meanwhile, what it got before; else it has what it had.
-        """
-        routed = counts * steps
-        self.tokens.applied = self.tokens.applied + routed
-        self.at_risk = AtRisk(self.at_risk.lacking, self.at_risk.routed + routed)
-        resting = () if stored else (Tier.STORAGE,)
-        self.tokens.saved = {
-            tier: saved if tier in resting else saved + routed for tier, saved in self.tokens.saved.items()
-        }
-        for versions in (*((self._stored,) if stored else ()), *self._in_memory.values()):
-            versions.move(steps)
-        self.anchors.move(steps)
 
     def _experts(self, places: Counts) -> Counts:
         """``[n, 2]``: ``(layer, expert)`` of the experts at these places of the catalog."""

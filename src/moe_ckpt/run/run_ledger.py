@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -397,7 +396,4 @@ class RunLedger:
                 absent[:] = True
             else:
                 absent[self.catalog.places_of(contents.full)] = False
-        if not absent.any():
-            return ()
-        everything = self.catalog.everything
-        return everything if absent.all() else tuple(compress(everything, absent.tolist()))
+        return self.catalog.ids_of(absent) if absent.any() else ()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from moe_ckpt.core.anchors import later
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
-from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.run.run_ledger import InFlight
+from moe_ckpt_sim.run.moving_versions import MovingLedger, later
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Durable:
     """
 
     step: int
-    ledger: Ledger
+    ledger: MovingLedger
     index: int
     window: Window | None
     anchored_at: Counts | None = None
@@ -33,7 +32,7 @@ class Durable:
         """Returns the checkpoint that a run that repeats itself has ``steps`` later.
 
         Args:
-            stored: See ``Ledger.move``.
+            stored: See ``MovingLedger.move``.
         """
         ledger = self.ledger.as_of(self.ledger.tokens.applied)
         ledger.move(steps, counts, stored=stored)

@@ -11,11 +11,11 @@ import numpy.typing as npt
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord
-from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.policies.base import TOKENS
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.run.run_ledger import InFlight, RunLedger
 from moe_ckpt_sim.run.durable import Durable
+from moe_ckpt_sim.run.moving_versions import MovingLedger
 
 
 class MovingRunLedger(RunLedger):
@@ -32,6 +32,7 @@ class MovingRunLedger(RunLedger):
         self, catalog: Catalog, *, outlives_process: bool = False, stores: bool = False, watched: bool = False
     ) -> None:
         super().__init__(catalog, outlives_process=outlives_process)
+        self.ledger: MovingLedger = MovingLedger(catalog)
         self._stores, self._watched = stores, watched
 
     def empty(self) -> MovingRunLedger:
@@ -130,7 +131,7 @@ def moved(snapshot: InFlight, steps: int, counts: Counts) -> InFlight:
     return replace(snapshot, identity=identity, contents=contents, applied=applied)
 
 
-def _inventories(ledger: Ledger, alive: npt.NDArray[np.bool_] | None) -> Iterator[Inventory]:
+def _inventories(ledger: MovingLedger, alive: npt.NDArray[np.bool_] | None) -> Iterator[Inventory]:
     """Yields the sources that a failure leaves, nearest first; their sizes are not needed and are 0.
 
     Args:
@@ -150,7 +151,7 @@ def _inventories(ledger: Ledger, alive: npt.NDArray[np.bool_] | None) -> Iterato
     yield Inventory(Tier.STORAGE, "the run's beginning", nothing, nothing)
 
 
-def _seen(ledger: Ledger, plan: RecoveryPlan) -> Counts:
+def _seen(ledger: MovingLedger, plan: RecoveryPlan) -> Counts:
     """Returns ``[L, E]`` tokens seen by the experts that ``plan`` takes from memory; 0 of others."""
     catalog, saved = ledger.catalog, ledger.tokens.saved
     tokens = np.zeros_like(ledger.tokens.applied)

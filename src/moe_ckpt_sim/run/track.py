@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.anchors import Anchors, later
+from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.step import Contents, PeerPart, Step, WindowPlace
@@ -18,6 +18,7 @@ from moe_ckpt.run.run_ledger import InFlight, places
 from moe_ckpt_sim.run.anchors import PeersLog
 from moe_ckpt_sim.run.durable import Backup, Durable, UnderWay, When
 from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
+from moe_ckpt_sim.run.moving_versions import later
 
 
 class Track:

@@ -7,9 +7,8 @@ import pytest
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.ledger.ledger import NEVER, Ledger
-from moe_ckpt_sim.run.durable import Durable
+from moe_ckpt_sim.run.durable import Durable, MovingLedger
 from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
-from moe_ckpt_sim.run.moving_versions import MovingLedger
 from tests.unit.builders import catalog, mixed
 
 MODEL = catalog(2, 3)

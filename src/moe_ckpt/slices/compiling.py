@@ -365,9 +365,8 @@ class PlanCompiler:
         slot_of = groups.slot_of[share.places]
         slots = np.unique(slot_of).tolist()
         pieces = [[CompiledPart(GRADIENTS, share.masked(slot_of == slot), (), ())] for slot in slots]
-        mirrored = [*(part for part in planned if part.source is not None), *mirrored]
-        own = [part for part in planned if part.source is None]
-        parts = own, *pieces, *([mirrored] if mirrored else [])
+        duplicates = [*(part for part in planned if part.source is not None), *mirrored]
+        parts = [part for part in planned if part.source is None], *pieces, *([duplicates] if duplicates else [])
         return replace(plan, buffers=tuple(map(_in_a_buffer, parts)), slots=tuple(slots))
 
     def _cut(self, contents: Contents) -> tuple[Cuts, WriteAssignment]:

@@ -14,8 +14,7 @@ from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.policies.base import TOKENS
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.run.run_ledger import InFlight, RunLedger
-from moe_ckpt_sim.run.durable import Durable
-from moe_ckpt_sim.run.moving_versions import MovingLedger
+from moe_ckpt_sim.run.durable import Durable, MovingLedger
 
 
 class MovingRunLedger(RunLedger):

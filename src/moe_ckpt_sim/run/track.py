@@ -16,9 +16,8 @@ from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.run.run_ledger import InFlight, places
 from moe_ckpt_sim.run.anchors import PeersLog
-from moe_ckpt_sim.run.durable import Backup, Durable, UnderWay, When
+from moe_ckpt_sim.run.durable import Backup, Durable, UnderWay, When, later
 from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
-from moe_ckpt_sim.run.moving_versions import later
 
 
 class Track:

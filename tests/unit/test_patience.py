@@ -22,10 +22,10 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.reading.reader import StoreReader, newest_good
+from moe_ckpt.reading.step_storage import StepStorage
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.run.options import Options
 from moe_ckpt.storage import LocalStorage, RemoteStorage
-from moe_ckpt.storage.patience import PatientStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.support.store_builder import LiveState, TinyRun, example
 from tests.support.verifying import verify_store
@@ -64,7 +64,7 @@ def test_every_read_may_fail_once_and_the_newest_step_comes_back(tmp_path, code,
     while failures == calls:
         calls += 1
         faulty = FaultyStorage(LocalStorage(tmp_path), calls, OSError(code, "hiccup"), verbs=READS)
-        patient = PatientStorage(faulty, 60.0, sleep=lambda secs: None)
+        patient = StepStorage(faulty, 60.0, sleep=lambda secs: None)
         assert resume(patient).manifest.directory == NEWEST
         failures += faulty.failures
     assert failures > 20
@@ -102,10 +102,10 @@ READ_SLOW_FILE = """
 import sys
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.local import read_whole
-from moe_ckpt.storage.patience import PatientStorage
+from moe_ckpt.reading.step_storage import StepStorage
 root, how = sys.argv[1:]
 if how == "patient":
-    print(bytes(PatientStorage(LocalStorage(root)).read("slow_file")))
+    print(bytes(StepStorage(LocalStorage(root)).read("slow_file")))
 else:
     try:
         print(LocalStorage(root).read("slow_file") if how == "storage" else read_whole(f"{root}/slow_file", 99))
@@ -138,7 +138,7 @@ def test_a_file_that_has_nothing_yet_is_not_at_its_end(how, not_yet, tmp_path):
 
 def test_pauses_grow_and_are_bounded_in_all():
     waited = []
-    patient = PatientStorage(_Dead(), 30.0, sleep=waited.append)
+    patient = StepStorage(_Dead(), 30.0, sleep=waited.append)
     for _ in range(2):
         with pytest.raises(OSError, match="dead"):
             patient.size("x")
@@ -157,7 +157,7 @@ class _Dead:
 def test_what_stays_as_it_is_is_not_asked_again(tmp_path, code):
     faulty = FaultyStorage(LocalStorage(tmp_path), 1, OSError(code, "no"), persistent=True)
     with pytest.raises(OSError, match="no"):
-        PatientStorage(faulty, 60.0).size("x")
+        StepStorage(faulty, 60.0).size("x")
     assert len(faulty.calls) == 1
 
 
@@ -176,7 +176,7 @@ def test_an_object_store_whose_client_times_out_is_asked_again(monkeypatch):
 
     storage = RemoteStorage(url)
     monkeypatch.setattr(storage._fs, "cat_file", cat_file)
-    assert PatientStorage(storage, 60.0, sleep=lambda secs: None).read("d/f") == b"abc"
+    assert StepStorage(storage, 60.0, sleep=lambda secs: None).read("d/f") == b"abc"
 
 
 @pytest.mark.parametrize("suffix", ["MANIFEST.json", "PART.json", "state.json", "expert.safetensors"])

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,7 +161,7 @@ def _load_first(
 
 def _dense(reader: StoreReader, fitting: bool) -> list[str]:
     """Returns the directories to try, newest first."""
-    candidates = list(islice(dense_checkpoints(reader), _CANDIDATES))
+    candidates = dense_checkpoints(reader, _CANDIDATES)
     newest, windows = candidates[0]
     if windows and fitting:
         require_dense(reader.manifest(windows[0]))

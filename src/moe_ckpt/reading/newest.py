@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from moe_ckpt.errors import NoCheckpointError, StepRemovedError, StoreError, sparse_window
+from moe_ckpt.errors import NoCheckpointError, StoreError, sparse_window
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint, usable
 from moe_ckpt.reading.step_storage import listed_again
@@ -61,53 +60,48 @@ def require_dense(manifest: Manifest) -> None:
 
 
 def dense_checkpoints(
-    reader: StoreReader, check: Callable[[Manifest], object] = lambda manifest: None
-) -> Iterator[tuple[Manifest, tuple[str, ...]]]:
-    """Yields each dense checkpoint with the directories of the sparse windows newer than it, all newest first.
+    reader: StoreReader, most: int, check: Callable[[Manifest], object] = lambda manifest: None
+) -> list[tuple[Manifest, tuple[str, ...]]]:
+    """Returns dense checkpoints, each with the directories of the sparse windows newer than it, all newest first.
 
     Args:
         reader: Of the store. Only manifests are read; damaged ones are skipped with a warning.
+        most: How many.
         check: Raises for a dense checkpoint that is to be skipped, as for ``usable``.
 
     Raises:
         UnsupportedError: There are only sparse windows.
         NoCheckpointError: There are no checkpoints, or all dense ones are damaged.
-        StepRemovedError: Of ``MOST_LISTINGS`` listings, in each a step was removed while it was read, before a dense
-            one was found.
+        StepRemovedError: Of ``MOST_LISTINGS`` listings, in each a step was removed while it was read.
     """
-
-    def begun() -> tuple[tuple[Manifest, tuple[str, ...]], Iterator[tuple[Manifest, tuple[str, ...]]]]:
-        checkpoints = _of_one_listing(reader, check)
-        return next(checkpoints), checkpoints
-
-    newest, older = listed_again(begun)
-    yield newest
-    with contextlib.suppress(StepRemovedError):  # who did not take the newest gets no newer ones after it
-        yield from older
-
-
-def _of_one_listing(
-    reader: StoreReader, check: Callable[[Manifest], object]
-) -> Iterator[tuple[Manifest, tuple[str, ...]]]:
-    """As ``dense_checkpoints``, but raises ``StepRemovedError`` as ``usable`` does."""
-    windows: list[Manifest] = []
     problems: list[str] = []
-    has_dense = False
-    for manifest in usable(reader, problems, lambda candidate: candidate.window or check(candidate)):
-        if manifest.window:
-            windows.append(manifest)
-        else:
-            has_dense = True
-            yield manifest, tuple(window.directory for window in windows)
-    if has_dense:
-        return
-    if windows and not problems:
+    windows: list[Manifest] = []
+
+    def listed() -> list[tuple[Manifest, tuple[str, ...]]]:
+        problems.clear()
+        windows.clear()
+        dense: list[tuple[Manifest, tuple[str, ...]]] = []
+        for manifest in usable(reader, problems, lambda candidate: candidate.window or check(candidate)):
+            if manifest.window:
+                windows.append(manifest)
+                continue
+            dense.append((manifest, tuple(window.directory for window in windows)))
+            if len(dense) == most:
+                break
+        return dense
+
+    dense = listed_again(listed)
+    if not dense and windows and not problems:
         require_dense(windows[0])
-    raise NoCheckpointError(
-        f"no dense checkpoint in {reader.storage.root} can be used: {'; '.join(problems[:4]) or 'there is none yet'}"
-    )
+    if not dense:
+        raise NoCheckpointError(
+            f"no dense checkpoint in {reader.storage.root} can be used: "
+            f"{'; '.join(problems[:4]) or 'there is none yet'}"
+        )
+    return dense
 
 
 def newest_dense(reader: StoreReader) -> tuple[Manifest, tuple[str, ...]]:
     """Returns the newest good dense checkpoint, and the directories of newer sparse windows. Raises as above."""
-    return next(dense_checkpoints(reader, lambda manifest: check_checkpoint(reader, manifest, slices=False)))
+    [newest] = dense_checkpoints(reader, 1, lambda manifest: check_checkpoint(reader, manifest, slices=False))
+    return newest

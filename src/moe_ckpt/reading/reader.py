@@ -47,11 +47,10 @@ from moe_ckpt.format.tree import decode_tree
 from moe_ckpt.reading import index as indexing
 from moe_ckpt.reading.index import StoredSlice, TensorIndex
 from moe_ckpt.reading.slices import BadSlice, block, find_damage, read_slices, reported
-from moe_ckpt.reading.step_storage import StepStorage, listed_again
+from moe_ckpt.reading.step_storage import PATIENCE_SECS, StepStorage, listed_again
 from moe_ckpt.run.documents import each_step, read_commit, read_header, read_part, read_parts, read_sealed
 from moe_ckpt.storage import Storage, open_storage
 from moe_ckpt.storage.base import Chunk
-from moe_ckpt.storage.patience import PATIENCE_SECS
 from moe_ckpt.threads import ThreadName, named_pool
 
 STORE_KIND = "moe_ckpt.store"
@@ -315,44 +314,29 @@ def usable(
 ) -> Iterator[Manifest]:
     """Yields the checkpoints whose manifest is undamaged, and whose values are finite, newest first.
 
-    One that is removed while it is read is left out.
-
     Args:
         reader: Of the store.
         problems: Gets a text for each checkpoint that is skipped; the log gets a warning.
         check: Raises ``DamagedError`` or ``CoverageError`` for a checkpoint that is to be skipped.
 
     Raises:
-        StepRemovedError: One was removed: at once if none was yielded before, for the store has newer ones now; else
-            in the end.
+        StepRemovedError: One was removed while it was read. The store may have newer ones now.
     """
-    has_usable, removed = False, None
     for directory in reader.directories():
         try:
             manifest = reader.manifest(directory)
             if manifest.not_finite:
                 raise NotFiniteError(directory, manifest.not_finite)
             check(manifest)
-        except StepRemovedError as error:
-            if not has_usable:
-                raise
-            removed = removed or error
         except (DamagedError, CoverageError, NotFiniteError) as error:
             _log.warning("checkpoint %s is skipped: %s", directory, error)
             problems.append(f"{directory} ({error})")
         else:
-            has_usable = True
             yield manifest
-    if removed is not None:
-        raise removed
 
 
-def newest_good(reader: StoreReader, *, deep: bool = True) -> Manifest | None:
-    """Returns the newest checkpoint that verifies, or None when the store has none at all.
-
-    Args:
-        reader: Of the store.
-        deep: False leaves slices to the restore that follows.
+def newest_good(reader: StoreReader) -> Manifest | None:
+    """Returns the newest checkpoint that verifies, but for slices, or None when the store has none at all.
 
     Raises:
         NoCheckpointError: There are checkpoints, but every one is damaged. (After None, the caller would start from
@@ -363,17 +347,15 @@ def newest_good(reader: StoreReader, *, deep: bool = True) -> Manifest | None:
 
     def newest() -> Manifest | None:
         problems.clear()
-        return next(usable(reader, problems, lambda candidate: check_checkpoint(reader, candidate, slices=deep)), None)
+        return next(usable(reader, problems, lambda candidate: check_checkpoint(reader, candidate, slices=False)), None)
 
     manifest = listed_again(newest)
-    if manifest is not None:
-        return manifest
-    if problems:
+    if manifest is None and problems:
         raise NoCheckpointError(
             f"no checkpoint in {reader.storage.root} is usable: {'; '.join(problems[:8])}. To start over, move the "
             "directory away or give another dirpath."
         )
-    return None
+    return manifest
 
 
 def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
@@ -399,7 +381,7 @@ def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
             _log.warning("%s; it is read because it was named", NotFiniteError(directory, named.not_finite))
         return reader, named
     require_store(reader, path)
-    manifest = newest_good(reader, deep=False)
+    manifest = newest_good(reader)
     if manifest is None:
         raise NoCheckpointError(f"the store {path} has no committed step yet")
     return reader, manifest

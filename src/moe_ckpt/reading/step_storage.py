@@ -1,38 +1,65 @@
-"""The files of a store whose run may train meanwhile, so that retention removes steps while they are read.
+"""The files of a store as readers meet them: storage may not answer at once, and the run may train meanwhile.
 
-Retention deletes the manifest of a step before any file that the step needs, and syncs that. So if a file is missing,
-and the manifests of all steps that name it are gone too, the steps were removed. If one manifest is still there, the
-store is damaged.
+Network file systems and object stores answer some reads with an error and the same reads, a second later, with the
+bytes. Whoever opens a checkpoint must not take the first for the truth: going back to an older one costs work, and in
+the end the good one itself. So such reads are tried again.
+
+Retention removes steps while they are read. It deletes the manifest of a step before any file that the step needs, and
+syncs that. So if a file is missing, and the manifests of all steps that name it are gone too, the steps were removed.
+If one manifest is still there, the store is damaged.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
-from collections.abc import Callable, Collection, Iterator
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 from moe_ckpt.errors import MoECheckpointError, StepRemovedError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from moe_ckpt.storage.base import Chunk, Storage
-from moe_ckpt.storage.patience import PatientStorage
 
 log = logging.getLogger("moe_ckpt")
 
 T = TypeVar("T")
 MOST_LISTINGS = 8
 """A reader that takes the newest step lists the store so often, if each time its step is removed under it."""
+PATIENCE_SECS = 60.0
+_FIRST_WAIT_SECS = 0.2
+_LONGEST_WAIT_SECS = 8.0
+_FINAL = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("ENOENT", "ENOTDIR", "EISDIR", "EACCES", "EPERM", "EROFS", "ELOOP", "ENAMETOOLONG", "EINVAL", "ENXIO"),
+        *("ENODEV", "ENOSYS", "EOPNOTSUPP", "EFBIG", "EOVERFLOW", "ESPIPE", "EBADF", "EEXIST", "ENOTEMPTY"),
+    )
+)
+"""Answers that stay what they are. All others may pass: EIO, ETIMEDOUT, ESTALE, EAGAIN, ECONNRESET, what fsspec's
+file systems raise (without a number, or as EIO), and numbers that this list does not know."""
 
 
-class StepStorage(PatientStorage):
-    """A patient storage that tells a step that was removed from one that is damaged. Reads by several threads.
+class StepStorage:
+    """Another storage's files. Reads that fail are tried again, and a step that was removed is told from a damaged one.
+
+    Reads are tried again with growing pauses until ``patience_secs`` are used up. The time is that of all reads
+    together, pauses only: a disk that is dead costs it once, not once per file. After that errors pass at once. What
+    writes or deletes is passed on as it is. May be used by several threads.
 
     ``read`` and ``size`` raise ``StepRemovedError`` in place of ``FileNotFoundError`` if each step that needs the file
     was there before, and is gone.
     """
 
-    def __init__(self, inner: Storage, patience_secs: float) -> None:
-        super().__init__(inner, patience_secs)
+    def __init__(
+        self, inner: Storage, patience_secs: float = PATIENCE_SECS, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.inner = inner
+        self.root = inner.root
+        self._left_secs = patience_secs
+        self._sleep = sleep
+        self._guard = threading.Lock()
         self._listed = set[str]()
         self._opened: dict[str, Manifest] = {}
 
@@ -46,8 +73,10 @@ class StepStorage(PatientStorage):
 
     def is_committed(self, directory: str) -> bool:
         """Returns whether a step's manifest exists now. One that cannot be read is."""
+        path = f"{directory}/{MANIFEST_NAME}"
         try:
-            super().read(f"{directory}/{MANIFEST_NAME}", 0, 1)  # network file systems ask their server at an open only
+            # Network file systems ask their server at an open only.
+            self._patiently(path, lambda: self.inner.read(path, 0, 1))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except (OSError, MoECheckpointError):
@@ -55,17 +84,20 @@ class StepStorage(PatientStorage):
         return True
 
     def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
-        with self._judged(path):
-            return super().read(path, offset, nbytes)
+        return self._judged(path, lambda: self.inner.read(path, offset, nbytes))
 
     def size(self, path: str) -> int:
-        with self._judged(path):
-            return super().size(path)
+        return self._judged(path, lambda: self.inner.size(path))
 
-    @contextlib.contextmanager
-    def _judged(self, path: str) -> Iterator[None]:
+    def list(self, path: str = "") -> list[str]:
+        return self._patiently(path, lambda: self.inner.list(path))
+
+    def exists(self, path: str) -> bool:
+        return self._patiently(path, lambda: self.inner.exists(path))
+
+    def _judged(self, path: str, ask: Callable[[], T]) -> T:
         try:
-            yield
+            return self._patiently(path, ask)
         except (FileNotFoundError, NotADirectoryError) as error:
             users = self._users(path)
             if not users or any(map(self.is_committed, users)):
@@ -80,6 +112,59 @@ class StepStorage(PatientStorage):
         users = [manifest for manifest in self._opened.values() if path in manifest.paths]
         users.sort(key=lambda manifest: (manifest.generation, manifest.step), reverse=True)
         return tuple(manifest.directory for manifest in users)
+
+    def _patiently(self, path: str, ask: Callable[[], T]) -> T:
+        wait_secs, attempts = _FIRST_WAIT_SECS, 1
+        while True:
+            try:
+                answer = ask()
+            except OSError as error:
+                paused = self._take(wait_secs) if _may_pass(error) else 0.0
+                if not paused:
+                    raise
+                log.warning(
+                    "%s/%s cannot be read (%s); retrying in %.1f s, attempt %d",
+                    self.root,
+                    path,
+                    error,
+                    paused,
+                    attempts + 1,
+                )
+                self._sleep(paused)
+                wait_secs, attempts = min(2 * wait_secs, _LONGEST_WAIT_SECS), attempts + 1
+            else:
+                if attempts > 1:
+                    log.warning("%s/%s could be read at attempt %d", self.root, path, attempts)
+                return answer
+
+    def _take(self, wanted_secs: float) -> float:
+        """Seconds that may be waited now; 0 when all patience is used up."""
+        with self._guard:
+            granted = min(wanted_secs, self._left_secs)
+            self._left_secs -= granted
+            return granted
+
+    # --- passed on ---
+
+    def probe(self) -> None:
+        self.inner.probe()
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
+        return self.inner.write(path, chunks)
+
+    def delete(self, path: str) -> None:
+        self.inner.delete(path)
+
+    def delete_dir(self, path: str) -> None:
+        self.inner.delete_dir(path)
+
+    def clean_temporaries(self, path: str) -> int:
+        return self.inner.clean_temporaries(path)
+
+
+def _may_pass(error: OSError) -> bool:
+    """Returns whether the same read may well succeed in a moment."""
+    return not isinstance(error, MoECheckpointError) and error.errno not in _FINAL
 
 
 def listed_again(attempt: Callable[[], T]) -> T:

@@ -23,11 +23,11 @@ from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints, say_kept
 from moe_ckpt.reading.memory.memory_shares import checkpoints_of
 from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.step_storage import PATIENCE_SECS
 from moe_ckpt.reading.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
 from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored
 from moe_ckpt.recovery.recovery_plan import first_choice
 from moe_ckpt.storage.base import Storage
-from moe_ckpt.storage.patience import PATIENCE_SECS
 from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.memory_tier import MemoryTier
 

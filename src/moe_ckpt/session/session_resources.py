@@ -29,12 +29,12 @@ from moe_ckpt.format.manifest import STORE_NAME, parse_step_dir
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.step_storage import PATIENCE_SECS, StepStorage
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.documents import read_commit, read_header, read_manifest, read_sealed
 from moe_ckpt.run.events import Closed, Opened
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
-from moe_ckpt.storage.patience import PATIENCE_SECS, PatientStorage
 from moe_ckpt.tiers import host_tier
 from moe_ckpt.tiers.host_memory import open_memory
 from moe_ckpt.tiers.memory_tier import MemoryTier
@@ -118,7 +118,7 @@ def _open(
     lock.acquire()
     try:
         lock.renew_meanwhile()
-        patient = PatientStorage(storage, patience_secs)
+        patient = StepStorage(storage, patience_secs)
         names = patient.list()
         steps = {name: parsed for name in names if (parsed := parse_step_dir(name)) is not None}
         identity = _identity(patient, names, sorted(steps))

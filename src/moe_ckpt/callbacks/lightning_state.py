@@ -24,7 +24,7 @@ from moe_ckpt.callbacks.loop_position import interrupted
 from moe_ckpt.callbacks.support import overrides
 from moe_ckpt.driver.host import loading_state, require_framework
 from moe_ckpt.errors import UnencodableStateError
-from moe_ckpt.format.schema import like, listing, record, require
+from moe_ckpt.format.schema import Schema, like, require
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.interop.lightning_dict import MODEL_MARK, unmark
 
@@ -192,7 +192,7 @@ def plain_hparams(owner: Any, key: str) -> dict[str, Any]:
     return plain
 
 
-_POSITIONS = record({}, {"state_dict": record({}, {"combined_loader": listing(record({}))})})
+_POSITIONS: Schema = {"state_dict?": {"combined_loader?": [{}]}}
 """What loaders say of where they are."""
 
 

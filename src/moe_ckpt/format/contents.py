@@ -19,30 +19,27 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import MOST_RANKS, RANK
 from moe_ckpt.format.schema import (
     Check,
+    Schema,
     anything,
     both,
+    fault_in,
     flag,
     listing,
     mapping,
     maybe,
-    record,
     text,
     value,
     whole,
 )
 
-_object = value(lambda datum: isinstance(datum, dict), "an object")
-
-STATE_FILE = record(
-    {
-        "run_id": text,
-        "step": whole(),
-        "generation": whole(),
-        "rank": RANK,
-        "world_size": whole(1, MOST_RANKS),
-        "state": _object,
-    }
-)
+STATE_FILE: Schema = {
+    "run_id": text,
+    "step": whole(),
+    "generation": whole(),
+    "rank": RANK,
+    "world_size": whole(1, MOST_RANKS),
+    "state": {},
+}
 """The body of a state file, its state not yet decoded."""
 
 
@@ -104,13 +101,12 @@ def _agrees(description: Any) -> str:
 
 
 UNSLICED = both(
-    record(
-        {
-            "dtype": value(lambda datum: isinstance(datum, str) and datum in TORCH_DTYPES, "an element type"),
-            "shape": listing(whole(), most=32),
-        },
-        {"cpu": flag, "value": value(lambda datum: isinstance(datum, torch.Tensor), "a tensor")},
-    ),
+    {
+        "dtype": value(lambda datum: isinstance(datum, str) and datum in TORCH_DTYPES, "an element type"),
+        "shape": listing(whole(), most=32),
+        "cpu?": flag,
+        "value?": _tensor,
+    },
     _agrees,
 )
 """The check of an entry."""
@@ -137,47 +133,41 @@ def _numpy(datum: Any) -> str:
     return _accepted_by(lambda state: np.random.RandomState().set_state(state))(datum)
 
 
-_RNG = record(
-    {
-        "python": _accepted_by(lambda state: random.Random().setstate(state)),
-        "numpy": _numpy,
-        "torch": both(_generator_state, _accepted_by(lambda state: torch.Generator().set_state(state))),
-    },
-    {"cuda": _generator_state, "tracker": mapping(_generator_state)},
-)
+_RNG: Schema = {
+    "python": _accepted_by(lambda state: random.Random().setstate(state)),
+    "numpy": _numpy,
+    "torch": both(_generator_state, _accepted_by(lambda state: torch.Generator().set_state(state))),
+    "cuda?": _generator_state,
+    "tracker?": mapping(_generator_state),
+}
 
 # --- model and optimizers ---
 
-_HYPERPARAMETERS: dict[str, Check] = {
-    **dict.fromkeys(("lr", "initial_lr", "weight_decay", "momentum", "dampening"), maybe(_amount)),
-    "betas": maybe(_amounts),
+_HYPERPARAMETERS: dict[str, Schema] = {
+    **dict.fromkeys(("lr?", "initial_lr?", "weight_decay?", "momentum?", "dampening?"), maybe(_amount)),
+    "betas?": maybe(_amounts),
 }
-_OPTIMIZER = record(
-    {"class": text, "param_groups": listing(record({"params": listing(text)}, _HYPERPARAMETERS))},
-    {"scalars": mapping(record({}, {"step": _amount})), "unsliced": mapping(mapping(UNSLICED))},
-)
-_PRETRAINED = record({"prefix": text, "class": text, "config": _object, "generation_config": maybe(_object)})
-_PLAIN = record(
-    {"buffers": mapping(_tensor), "frozen": listing(text)},
-    {
-        "optimizers": listing(_OPTIMIZER),
-        "optimizer_classes": listing(record({"class": text, "kind": text})),
-        "pretrained": listing(_PRETRAINED),
-        "extra_state": mapping(anything),
-        "own_state": mapping(mapping(anything)),
-        "resting": listing(text),
-        "varying_buffers": listing(text),
-        "aliases": mapping(text),
-        "unsliced": mapping(UNSLICED),
-        "optimizer": record(
-            {
-                "step": maybe(whole()),
-                "groups": listing(record({}, _HYPERPARAMETERS)),
-                "scalers": listing(maybe(_object)),
-            }
-        ),
-    },
-)
+_PLAIN: Schema = {
+    "buffers": mapping(_tensor),
+    "frozen": [text],
+    "optimizers?": [
+        {
+            "class": text,
+            "param_groups": [{"params": [text], **_HYPERPARAMETERS}],
+            "scalars?": mapping({"step?": _amount}),
+            "unsliced?": mapping(mapping(UNSLICED)),
+        }
+    ],
+    "optimizer_classes?": [{"class": text, "kind": text}],
+    "pretrained?": [{"prefix": text, "class": text, "config": {}, "generation_config": maybe({})}],
+    "extra_state?": mapping(anything),
+    "own_state?": mapping(mapping(anything)),
+    "resting?": [text],
+    "varying_buffers?": [text],
+    "aliases?": mapping(text),
+    "unsliced?": mapping(UNSLICED),
+    "optimizer?": {"step": maybe(whole()), "groups": [_HYPERPARAMETERS], "scalers": [maybe({})]},
+}
 
 # --- gradient logs ---
 
@@ -191,83 +181,59 @@ def _as_many(count: Any) -> str:
     return "" if of_each else f".values are not one for each of {len(count['units'])} units"
 
 
-def _many(item_check: Check) -> Check:
+def _many(item_schema: Schema) -> Check:
     """A list or tuple."""
-    several = listing(item_check)
-    return lambda datum: several(list(datum) if isinstance(datum, tuple) else datum)
+    return lambda datum: fault_in([item_schema], list(datum) if isinstance(datum, tuple) else datum)
 
 
-_GRADIENT_LOG = record(
-    {
-        "updates": _many(
-            record(
-                {
-                    "optimizer": whole(),
-                    "groups": _many(record({}, _HYPERPARAMETERS)),
-                    "parameters": _names,
-                    "grad_scale": maybe(_amount),
-                    "found_inf": maybe(_amount),
-                }
-            )
-        ),
-        "counts": _many(
-            both(record({"optimizer": whole(), "state": text, "units": _names, "values": _tensor}), _as_many)
-        ),
-    }
-)
+_GRADIENT_LOG: Schema = {
+    "updates": _many(
+        {
+            "optimizer": whole(),
+            "groups": _many(_HYPERPARAMETERS),
+            "parameters": _names,
+            "grad_scale": maybe(_amount),
+            "found_inf": maybe(_amount),
+        }
+    ),
+    "counts": _many(both({"optimizer": whole(), "state": text, "units": _names, "values": _tensor}, _as_many)),
+}
 
 # --- trainers ---
 
 _SETTINGS = mapping(anything)
-
-_CHECKPOINT = record(
-    {
+_LIGHTNING: Schema = {
+    "checkpoint": {
         "global_step": whole(),
-        "loops": record({"fit_loop": mapping(anything)}),
-        "lr_schedulers": listing(mapping(anything)),
+        "loops": {"fit_loop": mapping(anything)},
+        "lr_schedulers": [mapping(anything)],
+        "epoch?": whole(),
+        "callbacks?": mapping(anything),
+        "hyper_parameters?": mapping(anything),
+        "datamodule_hyper_parameters?": mapping(anything),
+        "moe_ckpt_data_position?": [maybe(mapping(_integer))],
+        "moe_ckpt_loader_generators?": [maybe(_tensor)],
+        "moe_ckpt_fetched_ahead?": {"rng?": _RNG, "consumed?": [anything]},
     },
-    {
-        "epoch": whole(),
-        "callbacks": mapping(anything),
-        "hyper_parameters": mapping(anything),
-        "datamodule_hyper_parameters": mapping(anything),
-        "moe_ckpt_data_position": listing(maybe(mapping(_integer))),
-        "moe_ckpt_loader_generators": listing(maybe(_tensor)),
-        "moe_ckpt_fetched_ahead": record({}, {"rng": _RNG, "consumed": listing(anything)}),
-    },
-)
-_LIGHTNING = record(
-    {
-        "checkpoint": _CHECKPOINT,
-        "plain": both(_PLAIN, record({"optimizers": anything})),
-        "rng": _RNG,
-        "configured": record(
-            {
-                "optimizers": listing(listing(_SETTINGS)),
-                "schedulers": listing(_SETTINGS),
-                "training": _SETTINGS,
-                "frozen": text,
-            }
-        ),
-    },
-    {"replay": record({"norms": listing(anything)})},
-)
-_MEGATRON = record(
-    {
-        "iteration": whole(),
-        "consumed_samples": whole(),
-        "layout": mapping(whole()),
-        "stateful": mapping(mapping(anything, anything)),
-        "plain": both(_PLAIN, record(dict.fromkeys(("optimizer", "optimizer_classes", "resting"), anything))),
-        "rng": both(_RNG, record({"tracker": anything})),
-        "counters": mapping(anything),
-        "configured": record({"groups": listing(_SETTINGS), "scheduler": _SETTINGS, "resting": listing(text)}),
-    }
-)
-_ANY = record({}, {"framework": text, "gradient_log": _GRADIENT_LOG})
-_FRAMEWORKS = {"lightning": _LIGHTNING, "megatron": _MEGATRON}
+    "plain": both(_PLAIN, {"optimizers": anything}),
+    "rng": _RNG,
+    "configured": {"optimizers": [[_SETTINGS]], "schedulers": [_SETTINGS], "training": _SETTINGS, "frozen": text},
+    "replay?": {"norms": [anything]},
+}
+_MEGATRON: Schema = {
+    "iteration": whole(),
+    "consumed_samples": whole(),
+    "layout": mapping(whole()),
+    "stateful": mapping(mapping(anything, anything)),
+    "plain": both(_PLAIN, dict.fromkeys(("optimizer", "optimizer_classes", "resting"), anything)),
+    "rng": both(_RNG, {"tracker": anything}),
+    "counters": mapping(anything),
+    "configured": {"groups": [_SETTINGS], "scheduler": _SETTINGS, "resting": [text]},
+}
+_ANY: Schema = {"framework?": text, "gradient_log?": _GRADIENT_LOG}
+_FRAMEWORKS: dict[Any, Schema] = {"lightning": _LIGHTNING, "megatron": _MEGATRON}
 
 
 def state_contents(datum: Any) -> str:
     """Checks a decoded state (a ``Check``): by the trainer that wrote it, where that is one of ours."""
-    return _ANY(datum) or _FRAMEWORKS.get(datum.get("framework"), anything)(datum)
+    return fault_in(_ANY, datum) or fault_in(_FRAMEWORKS.get(datum.get("framework"), anything), datum)

@@ -24,15 +24,16 @@ from moe_ckpt.core.tokens import WINDOW_BEGAN
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.schema import (
+    Schema,
     anything,
     both,
+    fault_in,
     listing,
     mapping,
     matching,
     maybe,
     number,
     one_of,
-    record,
     require,
     row,
     shown,
@@ -489,40 +490,37 @@ _GATE = re.compile(r"gate/(0|[1-9]\d{0,6})", re.ASCII)
 _OPERATOR = re.compile(rf"{_EXPERT.pattern}|{_GATE.pattern}|non_expert/.+", re.ASCII | re.DOTALL)
 
 OPERATOR_ID = matching(_OPERATOR, "the id of an operator")
-LAYER = record({"name": text, "experts": whole(1, MOST_EXPERTS)}, {"top_k": maybe(whole(1, MOST_EXPERTS))})
+LAYER: Schema = {"name": text, "experts": whole(1, MOST_EXPERTS), "top_k?": maybe(whole(1, MOST_EXPERTS))}
 _STEP_NAME = value(
     lambda datum: isinstance(datum, str) and parse_step_dir(datum) is not None, "the name of a step directory"
 )
-_COUNTS = listing(listing(whole()))
+_COUNTS: Schema = [[whole()]]
 _FAULT = row({"restored_step": whole(), "lost_tokens": whole(), "stale_experts": whole(), "routed": whole()})
-MLT_OF_FAULTS = listing(number(most=1.0))
-_TOKENS = record(
-    {
-        "applied": _COUNTS,
-        "saved": mapping(_COUNTS, one_of(*(tier.value for tier in Tier))),
-        "faults": listing(_FAULT),
-        "mlt": MLT_OF_FAULTS,
-    },
-    {WINDOW_BEGAN: text},
-)
-_MODEL = record({"fingerprint": text, "layers": listing(LAYER), "aliases": mapping(text)})
-_FIELDS = record(
-    {
-        "run_id": text,
-        "step": whole(),
-        "generation": whole(),
-        "world_size": whole(1, MOST_RANKS),
-        "index": whole(),
-        "created_unix_secs": number(most=MOST_UNIX_SECS),
-        "model": _MODEL,
-        "parent": maybe(_STEP_NAME),
-        "policy": mapping(anything),
-        "measured": mapping(number()),
-        "tokens": lambda datum: "" if datum == {} else _TOKENS(datum),
-        "parts": listing(row({"directory": _STEP_NAME, "nbytes": whole(), "digest": text}), least=1),
-    },
-    {"passed_over": listing(_STEP_NAME), "not_finite": text, "window": listing(whole(), least=1)},
-)
+MLT_OF_FAULTS: Schema = [number(most=1.0)]
+_TOKENS: Schema = {
+    "applied": _COUNTS,
+    "saved": mapping(_COUNTS, one_of(*(tier.value for tier in Tier))),
+    "faults": [_FAULT],
+    "mlt": MLT_OF_FAULTS,
+    f"{WINDOW_BEGAN}?": text,
+}
+_FIELDS: Schema = {
+    "run_id": text,
+    "step": whole(),
+    "generation": whole(),
+    "world_size": whole(1, MOST_RANKS),
+    "index": whole(),
+    "created_unix_secs": number(most=MOST_UNIX_SECS),
+    "model": {"fingerprint": text, "layers": [LAYER], "aliases": mapping(text)},
+    "parent": maybe(_STEP_NAME),
+    "policy": mapping(anything),
+    "measured": mapping(number()),
+    "tokens": lambda datum: "" if datum == {} else fault_in(_TOKENS, datum),
+    "parts": listing(row({"directory": _STEP_NAME, "nbytes": whole(), "digest": text}), least=1),
+    "passed_over?": [_STEP_NAME],
+    "not_finite?": text,
+    "window?": listing(whole(), least=1),
+}
 
 
 def _contradictions(body: Mapping[str, Any]) -> str:
@@ -565,19 +563,15 @@ MANIFEST = both(_FIELDS, _contradictions)
 
 # --- what a part must look like ---
 
-_PART_FIELDS = record(
-    {
-        "run_id": text,
-        "step": whole(),
-        "generation": whole(),
-        "world_size": whole(1, MOST_RANKS),
-        "files": table(
-            {"kind": one_of(*KINDS), "rank": RANK, "nbytes": whole(), "header_nbytes": whole(), "digest": text}
-        ),
-        "states": table({"rank": RANK, "nbytes": whole(), "digest": text}),
-        "operators": listing(OPERATOR_ID),
-    }
-)
+_PART_FIELDS: Schema = {
+    "run_id": text,
+    "step": whole(),
+    "generation": whole(),
+    "world_size": whole(1, MOST_RANKS),
+    "files": table({"kind": one_of(*KINDS), "rank": RANK, "nbytes": whole(), "header_nbytes": whole(), "digest": text}),
+    "states": table({"rank": RANK, "nbytes": whole(), "digest": text}),
+    "operators": [OPERATOR_ID],
+}
 
 
 def _wrong_part(body: Mapping[str, Any]) -> str:

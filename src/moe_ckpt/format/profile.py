@@ -18,14 +18,13 @@ from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MOST_EXPERTS, OPERATOR_ID, LayerRecord, check_version
 from moe_ckpt.format.schema import (
     Check,
+    Schema,
     anything,
     both,
     flag,
-    listing,
     mapping,
     maybe,
     number,
-    record,
     require,
     text,
     whole,
@@ -289,9 +288,18 @@ _BY_TYPE: Mapping[str, Check] = {
 """Type of a field -> its check."""
 
 
-def _fields_of(kind: type[Any], **others: Check) -> Check:
+def _exactly(schema: Mapping[str, Schema]) -> Check:
+    """Returns the check of an object with these fields and no others."""
+
+    def unknown(datum: Mapping[str, Any]) -> str:
+        return next((f".{name} is not known" for name in datum if name not in schema), "")
+
+    return both(schema, unknown)
+
+
+def _fields_of(kind: type[Any], **others: Schema) -> Check:
     """Returns the check of a record with the fields of a dataclass, each by its type or by ``others``."""
-    return record({**{field.name: _BY_TYPE[str(field.type)] for field in fields(kind)}, **others}, exact=True)
+    return _exactly({**{field.name: _BY_TYPE[str(field.type)] for field in fields(kind)}, **others})
 
 
 _LIFE = _fields_of(
@@ -301,9 +309,9 @@ _LIFE = _fields_of(
     **dict.fromkeys(("copy_bytes_per_sec", "persist_bytes_per_sec", "send_bytes_per_sec"), _rate),
     skewness=maybe(number(most=1, requirement="a number from 0 to 1")),
 )
-_LAYER = record({"name": text, "experts": _from_one, "top_k": maybe(_from_one)}, exact=True)
+_LAYER = _exactly({"name": text, "experts": _from_one, "top_k": maybe(_from_one)})
 _OPERATOR = _fields_of(OperatorRow, id=OPERATOR_ID, count=_from_one)
-_MODEL = record({"layers": listing(_LAYER), "operators": listing(_OPERATOR)}, exact=True)
+_MODEL = _exactly({"layers": [_LAYER], "operators": [_OPERATOR]})
 
 
 def _life_contradicts_itself(life: Mapping[str, Any]) -> str:
@@ -316,13 +324,12 @@ def _life_contradicts_itself(life: Mapping[str, Any]) -> str:
     return ""
 
 
-_PROFILE = record(
+_PROFILE = _exactly(
     {
         "kind": text,
         "format_version": whole(),
         "fingerprint": text,
         "model": maybe(_MODEL),
-        "lives": listing(both(_LIFE, _life_contradicts_itself)),
-    },
-    exact=True,
+        "lives": [both(_LIFE, _life_contradicts_itself)],
+    }
 )

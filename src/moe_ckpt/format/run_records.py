@@ -19,7 +19,7 @@ from moe_ckpt.errors import DamagedError, StoreError, UnencodableStateError, Uns
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import MOST_UNIX_SECS, check_version
-from moe_ckpt.format.schema import anything, listing, mapping, number, one_of, record, require, row, text, whole
+from moe_ckpt.format.schema import Schema, anything, listing, mapping, number, one_of, require, row, text, whole
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.format.tree import decode_tree, encode_tree
 
@@ -28,7 +28,7 @@ _END = "moe_ckpt.finished"
 _MAX_TENSOR_BYTES = 1 << 16
 """Of one callback: scores and paths are kept, averaged weights are not."""
 _STORE = "moe_ckpt.store"
-_STORE_FIELDS = record({"run_id": text, "fingerprint": text, "created_unix_secs": number(most=MOST_UNIX_SECS)})
+_STORE_FIELDS: Schema = {"run_id": text, "fingerprint": text, "created_unix_secs": number(most=MOST_UNIX_SECS)}
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,12 @@ def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
 
 
 _SHAPE = listing(whole(0, _MAX_TENSOR_BYTES), most=32)
-_END_FIELDS = record(
-    {
-        "run_id": text,
-        "step": whole(),
-        "generation": whole(),
-        "reason": text,
-        "limits": mapping(whole(-1)),
-        "callbacks": mapping(anything),
-        "tensors": mapping(row({"dtype": one_of(*TORCH_DTYPES), "shape": _SHAPE, "base64": text})),
-    }
-)
+_END_FIELDS: Schema = {
+    "run_id": text,
+    "step": whole(),
+    "generation": whole(),
+    "reason": text,
+    "limits": mapping(whole(-1)),
+    "callbacks": mapping(anything),
+    "tensors": mapping(row({"dtype": one_of(*TORCH_DTYPES), "shape": _SHAPE, "base64": text})),
+}

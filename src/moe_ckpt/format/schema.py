@@ -1,8 +1,14 @@
-"""Schemas of documents as data: checks of single values, combined into checks of whole documents.
+"""Schemas: what documents must look like, written as they look.
 
-A ``Check`` says what is wrong with a value: "" for nothing, or where and what, such as ``.files[3].rank is -1, but must
-be a whole number of at least 0``. It never raises, whatever it is given. Every document of a store, and a run's
-profile, is checked this way before anything else reads it (``require``).
+A ``Schema`` is one of these:
+
+* a ``Check`` of a value: says what is wrong with it, "" for nothing. It never raises, whatever it is given;
+* ``{"name": schema, "other?": schema}``: an object with these fields, of which those with a question mark may be
+  missing. Others are for newer readers, and ignored;
+* ``[schema]``: a list of things of one kind.
+
+A fault says where and what, such as ``.files[3].rank is -1, but must be a whole number of at least 0``. Every document
+of a store, and a run's profile, is checked this way before anything else reads it (``require``).
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from typing import Any
 from moe_ckpt.errors import DamagedError
 
 Check = Callable[[Any], str]
+Schema = Check | Mapping[str, "Schema"] | list["Schema"]
 
 MOST_WHOLE = 2**63 - 1
 """What an int64 holds; token counts, steps and sizes meet numpy and the process group as such."""
@@ -25,18 +32,37 @@ _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 60
 
 
-def require(check: Check, value: Any, path: str, what: str = "", **where: int | None) -> None:
-    """Raise ``DamagedError`` naming the field, unless ``check`` finds nothing wrong.
+def require(schema: Schema, value: Any, path: str, what: str = "", **where: int | None) -> None:
+    """Raise ``DamagedError`` naming the field, unless ``value`` fits.
 
     Args:
         path: Of the file.
         what: Said before the fault.
         **where: ``step`` and ``rank`` of the file, as far as they are known.
     """
-    fault = check(value)
+    fault = fault_in(schema, value)
     if fault:
         field = f"field {fault.removeprefix('.')}" if fault.startswith((".", "[")) else f"the document{fault}"
         raise DamagedError(path, f"{what}{field}", **where)
+
+
+def fault_in(schema: Schema, datum: Any) -> str:
+    """Returns the first thing that is wrong with a value; "" for nothing."""
+    if callable(schema):
+        return schema(datum)
+    if isinstance(schema, list):
+        return listing(*schema)(datum)
+    if not isinstance(datum, dict):
+        return f" is {shown(datum)}, but must be an object"
+    missing = next((name for name in schema if not name.endswith("?") and name not in datum), None)
+    if missing is not None:
+        return f".{missing} is missing"
+    for field, field_schema in schema.items():
+        name = field.removesuffix("?")
+        fault = fault_in(field_schema, datum[name]) if name in datum else ""
+        if fault:
+            return f".{name}{fault}"
+    return ""
 
 
 def shown(value: Any) -> str:
@@ -113,18 +139,23 @@ def matching(pattern: re.Pattern[str], requirement: str) -> Check:
 # --- put together ---
 
 
-def maybe(check: Check) -> Check:
-    """Accepts null, or what ``check`` accepts."""
+def maybe(schema: Schema) -> Check:
+    """Accepts null, or what fits ``schema``."""
 
-    def checked(datum: Any) -> str:
-        fault = "" if datum is None else check(datum)
+    def check(datum: Any) -> str:
+        fault = "" if datum is None else fault_in(schema, datum)
         return f"{fault}, or null" if fault else ""
 
-    return checked
+    return check
 
 
-def listing(item_check: Check, *, least: int = 0, most: int | None = None) -> Check:
-    """A list of things of one kind."""
+def both(first: Schema, then: Schema) -> Check:
+    """Joins two schemas; ``then`` may rely on what ``first`` found right."""
+    return lambda datum: fault_in(first, datum) or fault_in(then, datum)
+
+
+def listing(item_schema: Schema, *, least: int = 0, most: int | None = None) -> Check:
+    """A list of things of one kind, of bounded length."""
 
     def check(datum: Any) -> str:
         if not isinstance(datum, list):
@@ -132,7 +163,7 @@ def listing(item_check: Check, *, least: int = 0, most: int | None = None) -> Ch
         if len(datum) < least or (most is not None and len(datum) > most):
             return f" has {len(datum)} items, but must have at least {least}" + (f" and at most {most}" if most else "")
         for at, item in enumerate(datum):
-            fault = item_check(item)
+            fault = fault_in(item_schema, item)
             if fault:
                 return f"[{at}]{fault}"
         return ""
@@ -140,17 +171,13 @@ def listing(item_check: Check, *, least: int = 0, most: int | None = None) -> Ch
     return check
 
 
-def row(columns: Mapping[str, Check]) -> Check:
+def row(columns: Mapping[str, Schema]) -> Check:
     """A list with one item for each of ``columns``, in this order."""
 
     def check(datum: Any) -> str:
         if not isinstance(datum, list) or len(datum) != len(columns):
             return f" is {shown(datum)}, but must be a list of {', '.join(columns)}"
-        for (name, column_check), item in zip(columns.items(), datum, strict=True):
-            fault = column_check(item)
-            if fault:
-                return f".{name}{fault}"
-        return ""
+        return fault_in(columns, dict(zip(columns, datum, strict=True)))
 
     return check
 
@@ -179,7 +206,7 @@ def _is_sound(check: Check, column: Sequence[Any]) -> bool:
     return not any(map(check, (min(column), max(column)) if kinds == {int} else column))
 
 
-def mapping(values: Check, keys: Check = text) -> Check:
+def mapping(values: Schema, keys: Check = text) -> Check:
     """An object whose keys, and whose values, are of one kind."""
 
     def check(datum: Any) -> str:
@@ -189,7 +216,7 @@ def mapping(values: Check, keys: Check = text) -> Check:
             fault = keys(name)
             if fault:
                 return f" has a key that{fault}"
-            fault = values(item)
+            fault = fault_in(values, item)
             if fault:
                 return f"[{shown(name)}]{fault}"
         return ""
@@ -197,64 +224,17 @@ def mapping(values: Check, keys: Check = text) -> Check:
     return check
 
 
-def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None, *, exact: bool = False) -> Check:
-    """An object with named fields, each with its own check.
-
-    Args:
-        exact: It has no others; else those are for newer readers, and ignored.
-    """
-    rest = optional or {}
-
-    def check(datum: Any) -> str:
-        if not isinstance(datum, dict):
-            return f" is {shown(datum)}, but must be an object"
-        missing = [name for name in required if name not in datum]
-        if missing:
-            return f".{missing[0]} is missing"
-        if exact:
-            odd = [name for name in datum if name not in required and name not in rest]
-            if odd:
-                return f".{odd[0]} is not known"
-        for fields in (required, rest):
-            for name, field_check in fields.items():
-                if name in datum:
-                    fault = field_check(datum[name])
-                    if fault:
-                        return f".{name}{fault}"
-        return ""
-
-    return check
-
-
-def both(first: Check, then: Check) -> Check:
-    """Joins two checks; ``then`` may rely on what ``first`` found right."""
-    return lambda datum: first(datum) or then(datum)
-
-
-def _is_countable(datum: Any) -> bool:
-    return type(datum) is float or (type(datum) is int and abs(datum) <= MOST_WHOLE)
-
-
-def like(template: Any) -> Check:
-    """Checks that state looks like the trainer's state now: numbers where it has numbers, objects where it has objects.
+def like(template: Any) -> Schema:
+    """Returns the schema of what looks like the trainer's state now: numbers where it has numbers, and so on.
 
     Only fields that both have are compared, so that versions of a trainer may differ in the others.
     """
     if isinstance(template, dict):
-        fields = {name: like(entry) for name, entry in template.items()}
-
-        def check(datum: Any) -> str:
-            if not isinstance(datum, dict):
-                return f" is {shown(datum)}, but must be an object"
-            for name, field_check in fields.items():
-                fault = field_check(datum[name]) if name in datum else ""
-                if fault:
-                    return f"[{name!r}]{fault}"
-            return ""
-
-        return check
+        return {f"{name}?": like(entry) for name, entry in template.items()}
     if type(template) in (int, float):
-        return value(_is_countable, "a number")
-    if isinstance(template, (list, tuple)):
-        return value(lambda datum: isinstance(datum, (list, tuple)), "a list")
-    return anything
+        return _countable
+    return _several if isinstance(template, (list, tuple)) else anything
+
+
+_countable = value(lambda datum: type(datum) is float or (type(datum) is int and abs(datum) <= MOST_WHOLE), "a number")
+_several = value(lambda datum: isinstance(datum, (list, tuple)), "a list")

@@ -25,7 +25,16 @@ from moe_ckpt.errors import CoverageError, DamagedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.manifest import RANK
-from moe_ckpt.format.schema import MOST_WHOLE, anything, mapping, one_of, record, require, shown, text
+from moe_ckpt.format.schema import (
+    MOST_WHOLE,
+    Schema,
+    anything,
+    mapping,
+    one_of,
+    require,
+    shown,
+    text,
+)
 from moe_ckpt.format.sealed import parse_json
 from moe_ckpt.ledger.coverage import Box
 
@@ -280,8 +289,13 @@ _NAME = re.compile(
     rf"((replay/)?(model/.+|optim/\d{{1,4}}/.+/[^/]+)|side/\d{{1,9}}/.*|grad/\d{{1,4}}/.+)@({_OFFSET}(,{_OFFSET}){{0,31}})?",
     re.ASCII | re.DOTALL,
 )
-_META = record({"format_version": one_of(FORMAT_VERSION), "run_id": text, "rank": RANK, "slices": mapping(anything)})
-_TABLE = record({"__metadata__": record({METADATA_KEY: text})})
+_META: Schema = {
+    "format_version": one_of(FORMAT_VERSION),
+    "run_id": text,
+    "rank": RANK,
+    "slices": mapping(anything),
+}
+_TABLE: Schema = {"__metadata__": {METADATA_KEY: text}}
 
 
 def _contradiction(entry: SliceEntry) -> str:

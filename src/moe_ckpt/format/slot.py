@@ -19,7 +19,7 @@ from moe_ckpt.core.tokens import NO_COUNTS, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MLT_OF_FAULTS, MOST_RANKS, OPERATOR_ID
-from moe_ckpt.format.schema import anything, both, listing, mapping, maybe, number, one_of, record, require, text, whole
+from moe_ckpt.format.schema import Schema, anything, both, listing, mapping, maybe, number, one_of, require, text, whole
 from moe_ckpt.format.sealed import MAX_SEALED_BYTES, Fragment, digest, seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, SliceEntry, decode_header
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN
@@ -31,8 +31,7 @@ operators. Each slot of gradients goes as soon as no newer step needs it (``core
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
 _PIECE = {"nbytes": whole(), "xxh3_128": text}
-_PART = record({"kind": text, "begin": whole(), **_PIECE})
-_WINDOW = record({"start": whole(), "size": whole(1), "slot": whole()})
+_PART: Schema = {"kind": text, "begin": whole(), **_PIECE}
 
 
 def _raggedness(rows: list[list[int]]) -> str:
@@ -56,45 +55,47 @@ def _contradictions(body: Mapping[str, Any]) -> str:
     return ""
 
 
-_TABLE = both(listing(listing(whole())), _raggedness)
-_CONTENTS = record(
-    {"operators": listing(OPERATOR_ID), "window": maybe(_WINDOW), "since": maybe(whole())},
-    {"gradients": listing(OPERATOR_ID), "groups": listing(listing(whole()))},
-)
-_FACTS = record(
-    {
-        "index": whole(),
-        "base": text,
-        "applied": _TABLE,
-        "faults": listing(listing(whole(), least=4, most=4)),
-        "mlt": MLT_OF_FAULTS,
-        "policy": mapping(anything),
-        "measured": mapping(number()),
-    },
-    {"lost": _TABLE, "counted": _TABLE},
-)
-_FIELDS = record(
-    {
-        "kind": one_of(KIND),
-        "format_version": one_of(FORMAT_VERSION),
-        "run_id": text,
-        "life": text,
-        "sequence": whole(),
-        "step": whole(),
-        "generation": whole(),
-        "rank": whole(),
-        "world_size": whole(1, MOST_RANKS),
-        "nbytes": whole(),
-        "freshness": one_of(UNKNOWN, STALE, FRESH),
-        "contents": _CONTENTS,
-        "facts": _FACTS,
-        "state": record(_PIECE),
-        "parts": listing(_PART, most=16),
-        "sent": one_of(False, True),
-        "only": one_of("", STATE, TENSORS, GRADIENTS),
-    },
-    {"sealer": whole(), "beside": listing(whole()), "place": whole()},
-)
+_TABLE = both([[whole()]], _raggedness)
+_CONTENTS: Schema = {
+    "operators": [OPERATOR_ID],
+    "window": maybe({"start": whole(), "size": whole(1), "slot": whole()}),
+    "since": maybe(whole()),
+    "gradients?": [OPERATOR_ID],
+    "groups?": [[whole()]],
+}
+_FACTS: Schema = {
+    "index": whole(),
+    "base": text,
+    "applied": _TABLE,
+    "faults": [listing(whole(), least=4, most=4)],
+    "mlt": MLT_OF_FAULTS,
+    "policy": mapping(anything),
+    "measured": mapping(number()),
+    "lost?": _TABLE,
+    "counted?": _TABLE,
+}
+_FIELDS: Schema = {
+    "kind": one_of(KIND),
+    "format_version": one_of(FORMAT_VERSION),
+    "run_id": text,
+    "life": text,
+    "sequence": whole(),
+    "step": whole(),
+    "generation": whole(),
+    "rank": whole(),
+    "world_size": whole(1, MOST_RANKS),
+    "nbytes": whole(),
+    "freshness": one_of(UNKNOWN, STALE, FRESH),
+    "contents": _CONTENTS,
+    "facts": _FACTS,
+    "state": _PIECE,
+    "parts": listing(_PART, most=16),
+    "sent": one_of(False, True),
+    "only": one_of("", STATE, TENSORS, GRADIENTS),
+    "sealer?": whole(),
+    "beside?": [whole()],
+    "place?": whole(),
+}
 _BODY = both(_FIELDS, _contradictions)
 
 

@@ -23,7 +23,7 @@ from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name, itemsize
 from moe_ckpt.format.manifest import MOST_RANKS
-from moe_ckpt.format.schema import listing, one_of, record, require, row, text, whole
+from moe_ckpt.format.schema import Schema, one_of, require, row, text, whole
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, log_path
@@ -37,32 +37,30 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 KIND = "moe_ckpt.upstream"
 SEND = "send"
 _NOT_OURS = "not the header of an upstream log of this format: "
-_CHANNEL = record({"kind": text, "ranks": listing(whole(0, MOST_RANKS)), "messages": whole(1)})
+_CHANNEL: Schema = {"kind": text, "ranks": [whole(0, MOST_RANKS)], "messages": whole(1)}
 _MESSAGE = row(
     {
         "channel": whole(),
         "number": whole(),
         "dtype": one_of(*TORCH_DTYPES),
-        "shape": listing(whole()),
+        "shape": [whole()],
         "xxh3_64": text,
     }
 )
-_BODY = record(
-    {
-        "kind": one_of(KIND),
-        "format_version": one_of(FORMAT_VERSION),
-        "run_id": text,
-        "life": text,
-        "generation": whole(),
-        "history": whole(),
-        "rank": whole(),
-        "world_size": whole(1, MOST_RANKS),
-        "layout": text,
-        "step": whole(1),
-        "channels": listing(_CHANNEL),
-        "messages": listing(_MESSAGE),
-    }
-)
+_BODY: Schema = {
+    "kind": one_of(KIND),
+    "format_version": one_of(FORMAT_VERSION),
+    "run_id": text,
+    "life": text,
+    "generation": whole(),
+    "history": whole(),
+    "rank": whole(),
+    "world_size": whole(1, MOST_RANKS),
+    "layout": text,
+    "step": whole(1),
+    "channels": [_CHANNEL],
+    "messages": [_MESSAGE],
+}
 
 
 @dataclass(frozen=True)

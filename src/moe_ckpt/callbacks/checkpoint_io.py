@@ -42,7 +42,7 @@ from moe_ckpt.reading.together import (
     together,
 )
 from moe_ckpt.recovery.executing import rank_of_state
-from moe_ckpt.recovery.named import Opens, load_step, whole_tensors
+from moe_ckpt.recovery.resume import Opens, load_step, whole_tensors
 from moe_ckpt.storage import open_storage
 
 log = logging.getLogger("moe_ckpt")

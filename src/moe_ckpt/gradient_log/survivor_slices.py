@@ -22,7 +22,7 @@ from moe_ckpt.reading.index import StoredSlice, TensorIndex, homes_of, overlappi
 from moe_ckpt.reading.memory.opened_memory import OpenedMemory
 from moe_ckpt.reading.restore import held_parameters, parameters_of
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
-from moe_ckpt.recovery.sources import opened_inventories
+from moe_ckpt.recovery.sources import inventories_of
 
 _MODEL = "model/"
 _SURVIVORS = "ranks that lived on"
@@ -142,7 +142,8 @@ def plan_along_log(
         first: The step whose anchors this rank loads first.
     """
     manifest = opened.manifest
-    operators, inventories = tuple(manifest.operators), opened_inventories(opened)
+    operators = tuple(manifest.operators)
+    inventories = inventories_of(opened.reader, manifest, opened.slots, opened.beneath)
     if not from_survivors.is_offered:
         plan = plan_recovery(manifest.directory, manifest.step, operators, inventories)
         return replace(plan, updates=(first, manifest.step))

@@ -24,7 +24,7 @@ from moe_ckpt.reading.restore import needed_slices, parameters_of, require_fitti
 from moe_ckpt.reading.together import NotUsableError, together, together_and_most
 from moe_ckpt.recovery.recovery_plan import Inventory, RecoveryPlan
 from moe_ckpt.recovery.replay import StepReplay
-from moe_ckpt.recovery.sources import StorageSource, opened_inventories, planned
+from moe_ckpt.recovery.sources import StorageSource, planned
 
 log = logging.getLogger("moe_ckpt")
 
@@ -142,8 +142,8 @@ class Restored:
         return {"tokens_from_host": self.tokens_from_host, **beneath}
 
 
-class _Verified(NamedTuple):
-    """A checkpoint in memory that may be loaded: what was restored then, where it is read, what comes from where."""
+class _Planned(NamedTuple):
+    """A checkpoint in memory that may be loaded: what is restored then, where it is read, what comes from where."""
 
     restored: Restored
     source: StorageSource
@@ -174,13 +174,13 @@ class _Proven(NamedTuple):
         opened: The checkpoint.
         spans: What this rank reads of it.
         along: How it is returned to, if it is a step of a gradient log.
-        verified: What ``Recovery._verified`` gave; None if bytes have to come first, or updates are made once more.
+        verified: What may be loaded at once; None if bytes have to come first, or updates are made once more.
     """
 
     opened: OpenedMemory
     spans: tuple[Span, ...]
     along: AlongLog | None
-    verified: _Verified | None
+    verified: _Planned | None
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Recovery:
         """
         comm, state = self.comm, self.state
         restored, storage = together(comm, lambda: opening(self, self.reader, self.reader.manifest(directory)))
-        plan = storage.plan()
+        plan = planned(self.reader, restored.manifest)
         if comm.rank == 0:
             say_plan(plan)
         restored = replace(restored, plan=plan, planned_unix_secs=time.time())
@@ -241,46 +241,35 @@ class Recovery:
         Waits for other ranks take most of the time of a return from a rank's own memory, so there are few.
         """
         comm, state, make = self.comm, self.state, opener()
-        (opened, spans, along, verified), asked = together_and_most(comm, lambda: self._proven(make()))
+        (opened, spans, along, here), asked = together_and_most(comm, lambda: self._proven(make()))
         received = opened.slots.fetch(spans) if asked else 0
         if along is not None:
             return along.go(received)
         log.info("rank %d received %s of what memory elsewhere holds", comm.rank, human_bytes(received))
+        ready = here
         if asked == _OF_STORAGE:
-            verified = self._verified_together(opened, verified)
-        elif asked:
-            verified = together(comm, lambda: verified or self._verified(opened))
-        if verified is None:
-            raise RuntimeError(f"nobody has verified {opened.manifest.directory}")
-        restored, source, plan = verified
+            to_verify = ready = together(comm, lambda: here or self._planned(opened))
+            to_verify.source.share(comm, state, lambda path: path not in opened.slots.files)
+            together(comm, lambda: None if here else to_verify.source.verify(state))
+        elif asked or ready is None:
+            ready = together(comm, lambda: here or self._verified(opened))
+        restored, source, plan = ready
         if comm.rank == 0:
             say_plan(plan)
         planned_at = time.time()
         together(comm, lambda: source.prepare_and_write(state))
         return restored.out_of(opened, plan, planned_at)
 
-    def _verified(self, opened: OpenedMemory) -> _Verified:
-        """Opens a checkpoint, and verifies what this rank reads of it. Changes nothing."""
-        described = self._planned(opened)
-        described.source.verify(self.state)
-        return described
-
-    def _verified_together(self, opened: OpenedMemory, verified: _Verified | None) -> _Verified:
-        """The same, where ranks divide what they read of storage. A collective.
-
-        Args:
-            opened: The checkpoint.
-            verified: What this rank, which reads only what it has, has verified.
-        """
-        to_verify, files = together(self.comm, lambda: verified or self._planned(opened)), opened.slots.files
-        to_verify.source.share(self.comm, self.state, lambda path: path not in files)
-        together(self.comm, lambda: None if verified else to_verify.source.verify(self.state))
-        return to_verify
-
-    def _planned(self, opened: OpenedMemory) -> _Verified:
+    def _planned(self, opened: OpenedMemory) -> _Planned:
         """Opens a checkpoint. Changes nothing, and reads no slice."""
-        plan = planned(opened.manifest, opened_inventories(opened))
-        return _Verified(*opening(self, opened.reader, opened.manifest), plan)
+        restored, source = opening(self, opened.reader, opened.manifest)
+        return _Planned(restored, source, planned(opened.reader, opened.manifest, opened.slots, opened.beneath))
+
+    def _verified(self, opened: OpenedMemory) -> _Planned:
+        """Opens a checkpoint, and verifies what this rank reads of it. Changes nothing."""
+        ready = self._planned(opened)
+        ready.source.verify(self.state)
+        return ready
 
     def _proven(self, opened: OpenedMemory) -> tuple[_Proven, int]:
         """Proves that a checkpoint is whole. Also returns what this rank needs: ``_OF_OTHERS``, ``_OF_STORAGE`` or 0.

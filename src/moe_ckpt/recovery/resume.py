@@ -1,4 +1,4 @@
-"""Resumes from the newest checkpoint that every rank can load.
+"""Resumes from the newest checkpoint that every rank can load, or loads the dense one that a user names.
 
 Rank 0 lists the checkpoints, each rank verifies what it needs, and if one fails all try the next older checkpoint. So a
 damaged file costs the steps between two checkpoints, not the run. A file that storage does not give is read again, and
@@ -12,21 +12,37 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError
+from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest, age_of
 from moe_ckpt.notices import announce
-from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.ports import Communicator, StateTensor, TrainingState
+from moe_ckpt.reading.index import split_key
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints, say_kept
 from moe_ckpt.reading.memory.memory_shares import checkpoints_of
+from moe_ckpt.reading.newest import require_dense
 from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.restore import require_fitting
+from moe_ckpt.reading.shared_reading import divide, load_slices
 from moe_ckpt.reading.step_storage import PATIENCE_SECS
-from moe_ckpt.reading.together import DIVERGED, STOPS, UNREAD, NotUsableError, by_rank_zero, raise_on_all_ranks
-from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored
+from moe_ckpt.reading.together import (
+    DIVERGED,
+    STOPS,
+    UNREAD,
+    NotUsableError,
+    by_rank_zero,
+    raise_on_all_ranks,
+    together,
+)
+from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored, open_dense
 from moe_ckpt.recovery.recovery_plan import first_choice
+from moe_ckpt.recovery.sources import StorageSource, in_order
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.memory_tier import MemoryTier
@@ -37,6 +53,8 @@ _DIVERGED = (
 )
 log = logging.getLogger("moe_ckpt")
 
+Opens = Callable[[], tuple[StoreReader, Manifest]]
+"""Opens the checkpoint on this rank; no collective."""
 InPart = Callable[[Recovery, MemoryCheckpoints], Callable[[str, Opener | None], Restored | None]]
 """Begins an attempt: (newest checkpoint, what memory has of it) -> the newest step, to which only ranks that lost
 something come from that checkpoint; None if all have to go back. A collective."""
@@ -90,14 +108,18 @@ def resume_newest(
     recovery = Recovery(reader, comm, state, admits, open_log)
     has_slots = tier is not None and (tier.outlives_process or any(largest(comm, [bool(tier.left_slots.slots)])))
     memory = None if tier is None or not has_slots else MemoryCheckpoints(comm, tier, reader)
-    directories = memory.stored if memory is not None else _listed(comm, reader)
+    listing = f"list the store {reader.storage.root}"
+    directories = memory.stored if memory is not None else by_rank_zero(comm, reader.directories, listing)
     only_copy = memory is not None and tier is not None and tier.outlives_process
     in_memory = None if not only_copy or memory is None else max((share.step for share in memory.shares), default=None)
     passed_over = _PassedOver(comm)
     attempt = None if memory is None or in_part is None else in_part(recovery, memory)
     for directory, opener in _candidates(directories, memory):
-        newest = None if attempt is None else attempt(directory, opener)
-        restored = newest or _all_go_back(recovery, memory, directory, opener)
+        restored: Restored | NotUsableError | None = None if attempt is None else attempt(directory, opener)
+        if restored is None:  # all ranks go back
+            if memory is not None and opener is not None and comm.rank == 0:
+                say_kept(memory.shares, directory)
+            restored = recovery.attempt(directory, opener)
         if isinstance(restored, NotUsableError):
             if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
                 if tier is not None:
@@ -121,19 +143,6 @@ def resume_newest(
     if in_memory is not None and comm.rank == 0:
         announce(_ONLY_IN_MEMORY, in_memory, storage.root, level=logging.WARNING)
     return None
-
-
-def _all_go_back(
-    recovery: Recovery, memory: MemoryCheckpoints | None, directory: str, opener: Opener | None
-) -> Restored | NotUsableError:
-    """As ``Recovery.attempt``."""
-    if memory is not None and opener is not None and recovery.comm.rank == 0:
-        say_kept(memory.shares, directory)
-    return recovery.attempt(directory, opener)
-
-
-def _listed(comm: Communicator, reader: StoreReader) -> list[str]:
-    return by_rank_zero(comm, reader.directories, f"list the store {reader.storage.root}")
 
 
 class _PassedOver:
@@ -322,3 +331,74 @@ def other_ranks(manifest: Manifest, world_size: int) -> str | None:
 
 def _ranks(begin: int, end: int) -> str:
     return f"rank {begin}" if begin + 1 == end else f"ranks {begin} to {end - 1}"
+
+
+# --- a checkpoint that a user names, without a fallback ---
+
+
+class Named(NamedTuple):
+    """A checkpoint that is loaded, but for its plain state."""
+
+    reader: StoreReader
+    manifest: Manifest
+    restored: Restored
+
+
+def load_step(
+    comm: Communicator, opens: Opens, state: TrainingState, admits: Admits | None = None, *, model_only: bool = False
+) -> Named:
+    """Loads a checkpoint into ``state``. A collective, on the training thread.
+
+    Args:
+        comm: The ranks.
+        opens: Opens the same checkpoint on every rank.
+        state: Its tensors are written; the caller loads its plain state afterwards.
+        admits: See ``Admits``.
+        model_only: Load no optimizer state (evaluation).
+
+    Raises:
+        NotUsableError: On every rank, if it failed on any: the checkpoint is damaged, a sparse window, or does not fit.
+            Nothing was written, unless it broke between the two passes.
+        PeerLostError: A peer is gone.
+    """
+
+    def fitting() -> Named:
+        reader, manifest = opens()
+        require_dense(manifest)
+        restored = open_dense(reader, manifest, comm.rank, admits)
+        require_fitting(reader, manifest, state, None if model_only else restored.plain.get("plain"))
+        return Named(reader, manifest, restored)
+
+    named = together(comm, fitting)
+    StorageSource(named.reader, named.manifest, weights_only=model_only).load(comm, state)
+    return named
+
+
+def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole and verified, on every rank: by key, on the CPU. A collective.
+
+    Args:
+        comm: The ranks.
+        reader: Of the store.
+        manifest: The checkpoint, which each rank has proved.
+
+    Raises:
+        NotUsableError: On every rank, if one could not read what it was to read.
+        PeerLostError: A peer is gone.
+    """
+    stored_of = reader.index(manifest).tensors
+    slices = in_order(stored for group in stored_of.values() for stored in group)
+    shared = divide(comm, slices, lambda: slices)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def made() -> list[StateTensor]:
+        for key in stored_of:
+            meta = reader.index(manifest).meta(key)
+            tensors[key] = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype])
+        return [
+            StateTensor(key, split_key(key).fqn, whole, (0,) * whole.dim(), tuple(whole.shape))
+            for key, whole in tensors.items()
+        ]
+
+    together(comm, lambda: load_slices(reader, stored_of, made, shared))
+    return tensors

@@ -6,17 +6,17 @@ state changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from moe_ckpt.core.plan import Tier
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
-from moe_ckpt.reading.index import StoredSlice, TensorIndex, split_key
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.index import StoredSlice, split_key
+from moe_ckpt.reading.memory.slot_storage import SlotStorage
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.restore import needed_slices, parameters_of, prepare, verify_needed
+from moe_ckpt.reading.restore import StoredByKey, needed_slices, parameters_of, prepare, verify_needed
 from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
 from moe_ckpt.reading.together import together
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
@@ -35,28 +35,13 @@ class StorageSource:
     """
 
     def __init__(self, reader: StoreReader, manifest: Manifest, *, weights_only: bool = False) -> None:
-        self._reader = reader
-        self._manifest = manifest
+        self._reader, self._manifest, self._index = reader, manifest, reader.index(manifest)
         self._weights_only = weights_only
+        tensors: StoredByKey = self._index.tensors
+        if weights_only:
+            tensors = {key: group for key, group in tensors.items() if split_key(key).optimizer is None}
+        self._kinds: tuple[StoredByKey, ...] = (tensors,)  # what is verified
         self.shared: SharedReading | None = None
-
-    @property
-    def _index(self) -> TensorIndex:
-        return self._reader.index(self._manifest)
-
-    def inventory(self) -> Inventory:
-        """Returns a version of every operator: the proof has shown that the checkpoint is whole."""
-        nbytes = dict.fromkeys(self._manifest.operators, 0)
-        for group in self._index.tensors.values():
-            for stored in group:
-                nbytes[stored.entry.operator] += stored.nbytes
-        steps = [record.step for record in self._manifest.operators.values()]
-        sizes = np.array(list(nbytes.values()), dtype=np.int64)
-        return Inventory(Tier.STORAGE, self._manifest.directory, np.array(steps, dtype=np.int64), sizes)
-
-    def plan(self) -> RecoveryPlan:
-        """Returns the plan of a recovery that takes everything from here."""
-        return planned(self._manifest, [self.inventory()])
 
     def load(self, comm: Communicator, state: TrainingState) -> None:
         """Verifies what each rank needs, and writes it once all have verified theirs. A collective.
@@ -113,22 +98,7 @@ class StorageSource:
             self.prepare(state)
             return state.tensors()
 
-        [slices] = self._kinds
-        load_slices(self._reader, slices, prepared, self.shared)
-
-    @property
-    def _kinds(self) -> tuple[Mapping[str, Sequence[StoredSlice]], ...]:
-        """What is loaded, each by key."""
-        tensors: Mapping[str, Sequence[StoredSlice]] = self._index.tensors
-        if self._weights_only:
-            tensors = {key: group for key, group in tensors.items() if split_key(key).optimizer is None}
-        return (tensors,)
-
-
-def planned(manifest: Manifest, inventories: Sequence[Inventory]) -> RecoveryPlan:
-    """Returns where each operator of a checkpoint comes from."""
-    first = manifest.window[0].step if manifest.window else None
-    return plan_recovery(manifest.directory, manifest.step, tuple(manifest.operators), inventories, first=first)
+        load_slices(self._reader, self._kinds[0], prepared, self.shared)
 
 
 def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
@@ -136,29 +106,51 @@ def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
     return sorted(set(slices), key=lambda stored: (stored.path, stored.offset))
 
 
-def opened_inventories(opened: OpenedMemory) -> tuple[Inventory, ...]:
+def planned(
+    reader: StoreReader, manifest: Manifest, slots: SlotStorage | None = None, beneath: Manifest | None = None
+) -> RecoveryPlan:
+    """Returns where each operator of a checkpoint comes from. Arguments as of ``inventories_of``."""
+    first = manifest.window[0].step if manifest.window else None
+    inventories = inventories_of(reader, manifest, slots, beneath)
+    return plan_recovery(manifest.directory, manifest.step, tuple(manifest.operators), inventories, first=first)
+
+
+def inventories_of(
+    reader: StoreReader, manifest: Manifest, slots: SlotStorage | None, beneath: Manifest | None
+) -> tuple[Inventory, ...]:
     """Returns what a checkpoint takes from memory of this node, of other nodes, and from storage.
 
     An operator counts for the farthest place that something of it comes from.
+
+    Args:
+        reader: Of the checkpoint.
+        manifest: The checkpoint, which was proved to be whole.
+        slots: What of it is in memory; None if all is on storage.
+        beneath: The checkpoint on storage that those slots are laid over, if any.
     """
-    manifest, slots = opened.manifest, opened.slots
-    storage = len(slots.places)
+    names: list[tuple[Tier, str]] = []
+    if slots is None:
+        beneath = manifest
+    else:
+        names += zip((Tier.HOST, Tier.PEER), slots.places, strict=False)
+    storage = len(names)
     places = {op: at for at, op in enumerate(manifest.operators)}
     far = np.zeros(len(places), dtype=np.int64)
     nbytes = np.zeros(len(places), dtype=np.int64)
-    for stored in opened.reader.index(manifest).live:
+    for stored in reader.index(manifest).live:
         at = places.get(stored.entry.operator)
         if at is None:
             continue
-        is_here = stored.path in slots.files and (storage == 1 or slots.is_near(stored.path))
-        far[at] = max(far[at], 0 if is_here else 1 if stored.path in slots.files else storage)
+        distance = storage
+        if slots is not None and stored.path in slots.files:
+            distance = 0 if storage == 1 or slots.is_near(stored.path) else 1
+        far[at] = max(far[at], distance)
         nbytes[at] += stored.nbytes
     steps = np.array([record.step for record in manifest.operators.values()], dtype=np.int64)
     if manifest.window:  # which is of its last step, wherever its slots are
         steps = np.where(far < storage, manifest.step, steps)
-    names = [*zip((Tier.HOST, Tier.PEER), slots.places, strict=False)]
-    if opened.beneath is not None:
-        names.append((Tier.STORAGE, opened.beneath.directory))
+    if beneath is not None:
+        names.append((Tier.STORAGE, beneath.directory))
     return tuple(
         Inventory(tier, name, np.where(far == number, steps, ABSENT), nbytes)
         for number, (tier, name) in enumerate(names)

@@ -10,7 +10,7 @@ are overwritten before anything reads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from moe_ckpt.errors import OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
@@ -124,11 +124,7 @@ class WindowSource(StorageSource):
     def __init__(self, reader: StoreReader, manifest: Manifest, replay: WindowReplay) -> None:
         super().__init__(reader, manifest)
         self._replay = replay
-
-    @property
-    def _kinds(self) -> tuple[Mapping[str, Sequence[StoredSlice]], ...]:
-        """Returns all that the replay will read, so that it cannot fail half way."""
-        return (self._index.tensors, *self._index.replay.values())
+        self._kinds = (self._index.tensors, *self._index.replay.values())  # so that the replay cannot fail half way
 
     def prepare(self, state: TrainingState) -> None:
         """Does nothing: the replay creates optimizer state step by step."""
